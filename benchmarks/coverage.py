@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
-from sweeps.fit.posterior import LAWS, by_weight
+from sweeps.fit.posterior import LAWS, draw_by_weight
 from sweeps.fit.seeds import BORROWED_SEED_SD
 
 Array = NDArray[np.float64]
@@ -70,9 +70,9 @@ def told(fit: Fit, rho: float) -> dict[str, float | None]:
 
     The sigmoid's shape on a grid of about the fit's own draws, R0 and A solved exactly in each cell.
     """
-    assert fit.draws is not None and fit.lookout is not None
-    ahead, law_ = fit.lookout, LAWS[0]
-    steps = np.arange(len(ahead.seen.x))
+    assert fit.draws is not None and fit.outlook_inputs is not None
+    ahead, law_ = fit.outlook_inputs, LAWS[0]
+    steps = np.arange(len(ahead.points.x))
     covariance = SD**2 / ahead.width**2 * rho ** np.abs(steps[:, None] - steps[None, :])
     sides = []
     for values in (np.log(fit.draws.B), np.log(fit.draws.C_mid / ahead.end)):
@@ -80,20 +80,20 @@ def told(fit: Fit, rho: float) -> dict[str, float | None]:
         sides.append(np.linspace(low - 0.2 * (high - low), high + 0.2 * (high - low), 60))
     u, v = (side.ravel() for side in np.meshgrid(*sides, indexing="ij"))
     with np.errstate(divide="ignore"):
-        g = law_.basis(np.log(ahead.seen.x)[None], u[:, None], v[:, None])
+        g = law_.basis(np.log(ahead.points.x)[None], u[:, None], v[:, None])
     design = np.stack([1 - g, g], axis=-1)
     weighed = np.linalg.solve(covariance, design.transpose(1, 0, 2).reshape(len(steps), -1))
     weighed = weighed.reshape(len(steps), len(u), 2).transpose(1, 0, 2)
     (m0, s0), (m1, s1) = law_.r0, law_.a
     precision = design.transpose(0, 2, 1) @ weighed + np.diag([s0**-2, s1**-2])
-    right = weighed.transpose(0, 2, 1) @ ahead.seen.z + np.array([m0 / s0**2, m1 / s1**2])
+    right = weighed.transpose(0, 2, 1) @ ahead.points.z + np.array([m0 / s0**2, m1 / s1**2])
     inverse = np.linalg.inv(precision)
     mean = (inverse @ right[..., None])[..., 0]
     log_weight = 0.5 * (right * mean).sum(1) - 0.5 * np.linalg.slogdet(precision)[1]
     for values, (centre, sd) in zip((u, v), law_.shape, strict=True):
         log_weight -= 0.5 * ((values - centre) / sd) ** 2
     rng = np.random.default_rng(0)
-    rows = by_weight(np.exp(log_weight - log_weight.max()), 4000, rng)
+    rows = draw_by_weight(np.exp(log_weight - log_weight.max()), 4000, rng)
     a = mean[rows, 1] + np.sqrt(inverse[rows, 1, 1]) * rng.standard_normal(len(rows))
     widths: dict[str, float | None] = {}
     for name, drawn in zip(

@@ -26,7 +26,7 @@ from benchmarks.replication import BASE, CURVES
 from sweeps.curve import Array, Curve
 from sweeps.decide.margin import MARGIN
 from sweeps.decide.rank import Ranking, rank
-from sweeps.decide.standing import joint_rewards
+from sweeps.decide.standing import draw_rewards
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.points import FitOptions
 from sweeps.fit.predict import quantiles
@@ -201,7 +201,7 @@ def draw(curves: dict[str, Curve], one: Look, path: Path) -> None:
     """Draw what the quarter shows, with the ranking's forecasts for the end; and what came."""
     pair = [curves[one.ahead], curves[one.winner]]
     fits, _ = ranked(pair, one.compute, one.share)
-    forecasts = [quantiles(draws) for draws in joint_rewards(fits, one.compute)]
+    forecasts = [quantiles(draws) for draws in draw_rewards(fits, one.compute)]
     figure, panels = plt.subplots(1, 2, figsize=(10.5, 3.9), sharex=True, sharey=True, layout="constrained")
     p_ahead = one.p_first if one.ahead == one.pair[0] else 1 - one.p_first
     said = "undecided" if one.named is None else f"{shown(one.named)} is higher"

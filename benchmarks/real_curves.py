@@ -29,7 +29,7 @@ from scipy.stats import binomtest
 
 from sweeps.curve import Curve
 from sweeps.decide.margin import MARGIN
-from sweeps.decide.standing import chances_of_being_best, horizon_of, joint_rewards
+from sweeps.decide.standing import chances_of_being_best, draw_rewards, horizon_of
 from sweeps.fit import posterior
 from sweeps.fit.fit import fit_curves
 from sweeps.fit.predict import predict_mean, readable
@@ -160,7 +160,7 @@ def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool
         if len(cut) < max(len(curves), 2):
             continue
         fits = fit_curves(cut)
-        said = chances_of_being_best(joint_rewards(fits, 0.875 * end))
+        said = chances_of_being_best(draw_rewards(fits, 0.875 * end))
         found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
         choice = horizon_of(fits, margin, 0.875 * end)
         if choice is not None and choice.leader is not None:

@@ -32,9 +32,9 @@ from sweeps.decide.at_k import at_k
 from sweeps.decide.margin import MARGIN
 from sweeps.decide.pairwise import Difference, compare
 from sweeps.decide.rank import rank
-from sweeps.decide.standing import joint
+from sweeps.decide.standing import draw_asymptotes
 from sweeps.fit.fit import Fit, Interval, fit_curves
-from sweeps.fit.fit import shown as display
+from sweeps.fit.fit import format_interval as display
 from sweeps.fit.predict import quantiles
 from sweeps.parallel import cores
 from sweeps.run.journal import JournalView
@@ -210,7 +210,10 @@ class Study:
 
         Of a recipe that does not rise, what it comes to at twice its compute.
         """
-        return {recipe: one.asymptote() for recipe, one in zip(self.fits, joint(list(self.fits.values())), strict=True)}
+        return {
+            recipe: one.asymptote()
+            for recipe, one in zip(self.fits, draw_asymptotes(list(self.fits.values())), strict=True)
+        }
 
     def compared(self, findings: Sequence[Finding]) -> dict[tuple[str, str], Difference]:
         """What `scalerl compare` says of each pair; bounds hold for all of them together."""

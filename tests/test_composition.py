@@ -17,7 +17,7 @@ from lightning_scalerl.checks import ConfigurationError, check_arguments
 from lightning_scalerl.choices import AXES, NEUTRAL
 from lightning_scalerl.composition import FROM_TRL, build_recipe, compose, conf_dir, load_recipe, plain_variants
 from lightning_scalerl.member.identify import plan_members
-from sweeps.decide.resolution import NULL
+from sweeps.decide.resolution import NULL_RECIPE
 from sweeps.run.spec import science
 from tests.examples import every
 from tests.variants import VARIANTS, recipe_text, variant_text
@@ -114,7 +114,7 @@ def test_a_variant_of_the_clip_changes_that_alone() -> None:
 def test_the_control_differs_in_its_learning_rate_alone() -> None:
     """And is labelled by what it is for (sweeps/decide/resolution.py)."""
     (null,) = plan_members([[*QUICK, "variant=lr_0"]])
-    assert null.recipe == f"scalerl+{NULL}" and null.departures == {"optimizer": "null"}
+    assert null.recipe == f"scalerl+{NULL_RECIPE}" and null.departures == {"optimizer": "null"}
     one, two = science(null.reference), science(null.config)
     assert [key for key in one if one[key] != two[key]] == ["optimizer"]
     assert {**one["optimizer"], "lr": 0.0} == two["optimizer"]

@@ -19,9 +19,9 @@ from benchmarks.racing.studies import (
     judge,
 )
 from sweeps.curve import Array, make_curve
-from sweeps.decide.race import Look, judged
+from sweeps.decide.race import Look, make_look
 from sweeps.decide.rules import NO_LIMIT, Rules
-from sweeps.decide.standing import joint_rewards
+from sweeps.decide.standing import draw_rewards
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import paths
 
@@ -61,7 +61,7 @@ class Forecasts:
                 make_curve(str(i), COMPUTE[seen], study.rate[i, seen], sd=study.sd[i, seen]) for i in range(RECIPES)
             ]
             fits = fit_curves(curves)
-            self.fits.append((level, fits, joint_rewards(fits, rules.budget)))
+            self.fits.append((level, fits, draw_rewards(fits, rules.budget)))
 
     def race(self, rules: Rules) -> tuple[int, Array]:
         """The winner, and compute spent on each."""
@@ -70,7 +70,7 @@ class Forecasts:
         for level, fits, draws in self.fits[:-1]:
             if len(left) < 2:
                 break
-            looks.append(judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, looks))
+            looks.append(make_look(level, [fits[i] for i in left], [draws[i] for i in left], rules, looks))
             for name in looks[-1].stopped:
                 left.remove(int(name))
                 spent[int(name)] = level

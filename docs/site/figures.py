@@ -21,7 +21,7 @@ def curve(compute: Any, r0: float, a: float, b: float, c_mid: float) -> Any:
     from sweeps.fit.family import FAMILIES
 
     family = FAMILIES["sigmoid"]
-    u, v = family.search(np.array([b]), np.array([c_mid]))
+    u, v = family.coordinates(np.array([b]), np.array([c_mid]))
     return r0 + (a - r0) * family.at(np.log(np.asarray(compute, dtype=float)), float(u[0]), float(v[0]))
 
 

@@ -290,7 +290,7 @@ def effects_command(options: argparse.Namespace) -> None:
 
     grid = effects(fits, options.interaction)
     notes = grid.notes if grid.effects else ()  # else the notes are the answer and are printed
-    warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
+    warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left_out)])
     if figure is not None:
         if not grid.effects:
             raise UserError(f"-o {figure}: nothing to draw; {grid.notes[0]}")

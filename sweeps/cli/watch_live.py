@@ -161,7 +161,7 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
 def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Screen:
     """Return the screen with the newest ranking and the warnings of the fits."""
     screen = reader.screen
-    departed = [f"{recipe}: {warning}" for recipe, warning in fits.departed.items() if warning]
+    departed = [f"{recipe}: {warning}" for recipe, warning in fits.departures.items() if warning]
     return replace(
         screen,
         ranking=fits.ranking,

@@ -203,7 +203,7 @@ class GrowingLog:
         Raises:
             UnfitError: it is one.
         """
-        logger = self._path.name == csv_logger.FILE and (self._path.parent / csv_logger.BESIDE).is_file()
+        logger = self._path.name == csv_logger.FILE and (self._path.parent / csv_logger.PARAMETERS_FILE).is_file()
         if logger or (self._path.name == JOURNAL_FILE and journals.is_journal(self._path)):
             raise UnfitError
 

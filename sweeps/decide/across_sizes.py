@@ -5,7 +5,7 @@
 Each size deviates from each line by N(0, tau^2). A Gibbs sampler (Gelman and Hill 2007, chapter 12) alternates two
 steps. It draws the four numbers of each size from the posterior of that size's own runs (`sweeps.fit.posterior`),
 weighted by how well they agree with the lines. It then draws the lines given those numbers. So a size whose curve has
-not bent yet borrows from the sizes that have, as far as sizes follow a line; and a size that was not run gets a curve.
+not bent yet is estimated with the help of the other sizes, and a size that was not run gets a curve too.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import FAR, quantiles, seed_offsets
 from sweeps.fit.schedule import Schedule
 
-# For (1 - A, C_mid, B, 1 - R0), in logarithms: whether it changes with size; the prior standard deviation of the slope;
-# the prior deviation of sizes from the line, which counts as `_OFF_WORTH` observed sizes. Published values are well
-# within these priors (compute to reach a loss grows at most like N^2; 1 - A shrinks with a power below 1).
+# Priors for the logarithms of (1 - A, C_mid, B, 1 - R0). _SLOPED: whether the value changes with size. _SLOPE_SD:
+# standard deviation of the slope. _SCATTER: deviation of sizes from the line; it counts as much as `_SCATTER_WORTH`
+# observed sizes. Published values are well within these priors (compute to reach a loss grows at most like N^2; 1 - A
+# shrinks with a power below 1).
 _SLOPED = (True, True, False, True)
 _SLOPE_SD = (0.5, 1.0, 1.0, 0.5)
-_OFF, _OFF_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
+_SCATTER, _SCATTER_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
 # Lower limit of 1 - A: a ceiling at the bound would have no logarithm.
-_LEAST = 1e-3
-_BURN, _DRAWS = 200, 1000
+_MIN_FAILURE = 1e-3
+_BURN_IN, _DRAWS = 200, 1000
 _GRID, _BUDGETS = 61, 40
 
 
 @dataclass(frozen=True)
 class Frontier(AsJson):
-    """The best size at one compute, and the reward it reaches there. extrapolation: compute beyond every run."""
+    """The best size at one compute, and its reward there. extrapolation: whether `compute` is beyond every run's."""
 
     compute: float
     size: Interval
@@ -51,76 +52,79 @@ class AcrossSizes(AsJson):
 
     Attributes:
         sizes: model sizes that were run, ascending, in parameters, (S,).
-        own: D draws of each size's log(1 - A), log C_mid, log B and log(1 - R0), (D, S, 4).
-        line: for each of the four, the value at the mean of log N over the sizes, and the slope in log N, (D, 4, 2).
-        off: tau, the standard deviation of sizes about the line, (D, 4).
-        schedules: decay of each size's learning rate, which defines effective compute; None where it is constant.
+        log_parameters: D draws of each size's log(1 - A), log C_mid, log B and log(1 - R0), (D, S, 4).
+        lines: for each of the four, the value at the mean of log N over the sizes, and the slope in log N, (D, 4, 2).
+        scatter: tau, the standard deviation of sizes about the line, (D, 4).
+        schedules: learning rate schedule of each size, which converts compute to effective compute; None if constant.
     """
 
     sizes: Array
-    own: Array
-    line: Array
-    off: Array
+    log_parameters: Array
+    lines: Array
+    scatter: Array
     schedules: tuple[Schedule | None, ...]
 
     def curve(self, size: float, compute: Array) -> Array:
-        """Return draws of the mean reward over seeds of a size, run or not; (m,) -> (D, m)."""
+        """Return draws of the mean reward over seeds at each compute (m,), for a size that was run or not; (D, m)."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         schedule = self.schedules[int(at[0])] if len(at) else None
-        return _rewards(self._numbers(size), compute if schedule is None else schedule.count(compute))
+        return _rewards(
+            self._log_parameters(size), compute if schedule is None else schedule.effective_compute(compute)
+        )
 
-    def _numbers(self, size: float) -> Array:
-        """Return draws of a size's four logarithms, (D, 4); a size that was not run is off the line by N(0, tau^2)."""
+    def _log_parameters(self, size: float) -> Array:
+        """Return draws of a size's four logarithms, (D, 4); a size that was not run deviates from the line by tau."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         if len(at):
-            draws: Array = self.own[:, int(at[0])]
+            draws: Array = self.log_parameters[:, int(at[0])]
             return draws
         rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
-        return self._on_line(np.log(size)) + self.off * rng.standard_normal(self.off.shape)
+        return self._on_line(np.log(size)) + self.scatter * rng.standard_normal(self.scatter.shape)
 
     def _on_line(self, log_size: float) -> Array:
+        """Return draws of the lines' values at a size, (D, 4)."""
         # The line's value is given at the mean of log N over the sizes that were run.
-        return np.asarray(self.line[..., 0] + self.line[..., 1] * (log_size - np.log(self.sizes).mean()))
+        return np.asarray(self.lines[..., 0] + self.lines[..., 1] * (log_size - np.log(self.sizes).mean()))
 
     def ceiling(self, size: float) -> Interval:
         """Return the asymptote A of a size, run or not, with its 95% interval."""
-        return quantiles(1 - np.exp(self._numbers(size)[:, 0]))
+        return quantiles(1 - np.exp(self._log_parameters(size)[:, 0]))
 
     def half_gain(self, size: float) -> Interval:
         """Return C_mid of a size, run or not, in the unit of compute, with its 95% interval."""
-        return quantiles(np.exp(self._numbers(size)[:, 1]))
+        return quantiles(np.exp(self._log_parameters(size)[:, 1]))
 
     @property
     def exponents(self) -> dict[str, Interval]:
         """Exponents of the model size N in 1 - A and in C_mid, by name."""
-        return {"one_minus_A": quantiles(self.line[:, 0, 1]), "C_mid": quantiles(self.line[:, 1, 1])}
+        return {"one_minus_A": quantiles(self.lines[:, 0, 1]), "C_mid": quantiles(self.lines[:, 1, 1])}
 
     def frontier(self, start: float, end: float) -> tuple[Frontier, ...]:
         """Return the best size for budgets from the first evaluation to the limit of useful forecasts.
 
-        A size between two that were run deviates from the line like its neighbours; sizes outside their range are not
-        proposed.
+        A size between two that were run gets their interpolated deviation from the line. Sizes outside the range that
+        was run are not proposed.
 
         Args:
             start: compute of the first evaluation of any size, in the curves' unit.
-            end: compute of the last one.
+            end: compute of the last evaluation of any size.
         """
         log_n = np.linspace(np.log(self.sizes[0]), np.log(self.sizes[-1]), _GRID)
-        known = np.log(self.sizes)
-        off = self.own - np.stack([self._on_line(log_size) for log_size in known], axis=1)
-        right = np.clip(np.searchsorted(known, log_n), 1, len(known) - 1)
-        share = ((log_n - known[right - 1]) / (known[right] - known[right - 1]))[:, None]
-        lines = np.stack([self._on_line(log_size) for log_size in log_n], axis=1)
-        numbers = lines + (1 - share) * off[:, right - 1] + share * off[:, right]
+        log_sizes = np.log(self.sizes)
+        deviation = self.log_parameters - np.stack([self._on_line(log_size) for log_size in log_sizes], axis=1)
+        right = np.clip(np.searchsorted(log_sizes, log_n), 1, len(log_sizes) - 1)
+        weight = ((log_n - log_sizes[right - 1]) / (log_sizes[right] - log_sizes[right - 1]))[:, None]
+        on_lines = np.stack([self._on_line(log_size) for log_size in log_n], axis=1)
+        log_parameters = on_lines + (1 - weight) * deviation[:, right - 1] + weight * deviation[:, right]
         points = []
         for compute in np.geomspace(start, end * np.sqrt(FAR), _BUDGETS):
-            reward = _rewards(numbers.reshape(-1, 4), np.array([compute])).reshape(numbers.shape[:2])
+            reward = _rewards(log_parameters.reshape(-1, 4), np.array([compute])).reshape(log_parameters.shape[:2])
             best = np.exp(log_n)[reward.argmax(1)]
             points.append(Frontier(float(compute), quantiles(best), quantiles(reward.max(1)), bool(compute > end)))
         return tuple(points)
 
     def to_json(self) -> dict[str, Any]:
-        """Return `joint` of one entry of `sizes` of `scalerl plan --size --json`."""
+        """Return the field `joint` in `scalerl plan --size --json`."""
         return {
             "exponents": {name: interval.to_json() for name, interval in self.exponents.items()},
             "sizes": [
@@ -131,7 +135,7 @@ class AcrossSizes(AsJson):
 
 
 def _rewards(numbers: Array, compute: Array) -> Array:
-    """Return the reward of sigmoids given by their four logarithms; (D, 4), (m,) -> (D, m)."""
+    """Return the rewards (D, m) of D sigmoids, given by their four logarithms (D, 4), at each compute (m,)."""
     # For a size that was not run, a draw of log(1 - R) may be above 0, which would be a negative pass rate: clip it.
     top, start = 1 - np.exp(np.minimum(numbers[:, 0], 0.0)), 1 - np.exp(np.minimum(numbers[:, 3], 0.0))
     start = np.minimum(start, top)
@@ -155,47 +159,53 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
     sizes = np.array(list(by_size), dtype=float)
     draws = np.stack([_log_parameter_draws(fit) for fit in fits])
     u = np.log(sizes) - np.log(sizes).mean()
-    chosen = draws[:, 0].copy()
+    current = draws[:, 0].copy()
     for c in range(4):
-        chosen[:, c] = np.median(draws[..., c], axis=1)
-    off = np.array(_OFF)
-    own, line, offs = [], [], []
-    for sweep in range(_BURN + _DRAWS):
-        lines, off = _lines_given(chosen, u, off, rng)
+        current[:, c] = np.median(draws[..., c], axis=1)
+    scatter = np.array(_SCATTER)
+    parameters_drawn, lines_drawn, scatter_drawn = [], [], []
+    for sweep in range(_BURN_IN + _DRAWS):
+        lines, scatter = _draw_lines(current, u, scatter, rng)
         expected = lines[:, 0] + u[:, None] * lines[:, 1]
-        log_weight = -0.5 * (((draws - expected[:, None]) / off) ** 2).sum(2)
+        log_weight = -0.5 * (((draws - expected[:, None]) / scatter) ** 2).sum(2)
         weight = np.cumsum(np.exp(log_weight - log_weight.max(1, keepdims=True)), axis=1)
         # One draw per size, with probability proportional to its weight (inverse of the cumulative weights).
         at = (weight < rng.random(len(u))[:, None] * weight[:, -1:]).sum(1)
-        chosen = draws[np.arange(len(u)), at]
-        if sweep >= _BURN:
-            own.append(chosen)
-            line.append(lines)
-            offs.append(off)
+        current = draws[np.arange(len(u)), at]
+        if sweep >= _BURN_IN:
+            parameters_drawn.append(current)
+            lines_drawn.append(lines)
+            scatter_drawn.append(scatter)
     schedules = tuple(fit.draws.schedule for fit in fits if fit.draws is not None)
-    return AcrossSizes(sizes=sizes, own=np.stack(own), line=np.stack(line), off=np.stack(offs), schedules=schedules)
+    return AcrossSizes(
+        sizes=sizes,
+        log_parameters=np.stack(parameters_drawn),
+        lines=np.stack(lines_drawn),
+        scatter=np.stack(scatter_drawn),
+        schedules=schedules,
+    )
 
 
 def _log_parameter_draws(fit: Fit) -> Array:
-    """Return the logarithms of 1 - A over seeds, C_mid, B and 1 - R0 of each draw; (K, 4)."""
+    """Return the logarithms of 1 - A (with the spread between seeds), C_mid, B and 1 - R0 of each draw, (K, 4)."""
     assert fit.draws is not None
-    top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _LEAST)
+    top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _MIN_FAILURE)
     start = np.clip(fit.draws.R0, 0.0, top)
     return np.stack([np.log1p(-top), np.log(fit.draws.C_mid), np.log(fit.draws.B), np.log1p(-start)], axis=1)
 
 
-def _lines_given(chosen: Array, u: Array, off: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Draw the lines (4, 2), then the scatter of sizes about them (4,), given each size's numbers (S, 4)."""
+def _draw_lines(parameters: Array, u: Array, scatter: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Draw the lines (4, 2), then the scatter of sizes about them (4,), given the parameters of each size (S, 4)."""
     lines = np.zeros((4, 2))
     count = len(u)
     for c, sloped in enumerate(_SLOPED):
-        # u sums to 0, so the value at the mean size (flat prior) and the slope are independent given `off`.
-        lines[c, 0] = chosen[:, c].mean() + off[c] / np.sqrt(count) * rng.standard_normal()
+        # u sums to 0, so the value at the mean size (flat prior) and the slope are independent given `scatter`.
+        lines[c, 0] = parameters[:, c].mean() + scatter[c] / np.sqrt(count) * rng.standard_normal()
         if sloped:
-            precision = u @ u / off[c] ** 2 + _SLOPE_SD[c] ** -2
-            mean = (u @ chosen[:, c]) / off[c] ** 2 / precision
+            precision = u @ u / scatter[c] ** 2 + _SLOPE_SD[c] ** -2
+            mean = (u @ parameters[:, c]) / scatter[c] ** 2 / precision
             lines[c, 1] = mean + rng.standard_normal() / np.sqrt(precision)
-    residual = chosen - lines[:, 0] - u[:, None] * lines[:, 1]
-    # Scaled inverse chi-squared: the prior counts as `_OFF_WORTH` sizes that deviate by `_OFF`.
-    squares = _OFF_WORTH * np.array(_OFF) ** 2 + (residual**2).sum(0)
-    return lines, np.sqrt(squares / rng.chisquare(_OFF_WORTH + count, 4))
+    residual = parameters - lines[:, 0] - u[:, None] * lines[:, 1]
+    # Scaled inverse chi-squared: the prior counts as `_SCATTER_WORTH` sizes that deviate by `_SCATTER`.
+    squares = _SCATTER_WORTH * np.array(_SCATTER) ** 2 + (residual**2).sum(0)
+    return lines, np.sqrt(squares / rng.chisquare(_SCATTER_WORTH + count, 4))

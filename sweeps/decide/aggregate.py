@@ -4,9 +4,9 @@ The scores of a recipe are a matrix x of shape (runs, sets).
 
     interquartile mean           mean of all runs * sets scores without the lowest and the highest quarter
     probability of improvement   mean over sets of P(x > y) + P(x = y) / 2, over all pairs of a run of x and one of y
-    performance profile          share of the runs * sets scores above tau, for each tau
+    performance profile          fraction of the runs * sets scores above tau, for each tau
     interval                     percentiles 2.5 and 97.5 of the statistic over a stratified bootstrap: runs are drawn
-                                 with replacement, for each set by itself
+                                 with replacement, separately for each set
 
 A run's score on a set is its newest evaluation at or before the compute that all runs have spent.
 """
@@ -27,23 +27,23 @@ from sweeps.fit.fit import Interval
 from sweeps.fit.forecast import generator
 from sweeps.terminal import counted
 
-# Resamples of the bootstrap: as many as rliable draws for profiles.
+# Number of bootstrap samples, the same as rliable uses for profiles.
 REPS = 2000
-# Thresholds of the profile, as shares of the range from 0 to the highest score.
+# Number of thresholds of the profile, evenly spaced from 0 to the highest score.
 _TAUS = 21
 _TAIL = (2.5, 97.5)
 
 
 @dataclass(frozen=True)
 class AggregateRow(AsJson):
-    """One recipe over all sets; intervals are 95%, with open bounds where the recipe has one run.
+    """Statistics of one recipe over all sets; intervals are 95%, with open bounds if the recipe has only one run.
 
     Attributes:
         runs: number of runs with a score on every set.
         by_set: mean score over runs, by set.
         iqm: interquartile mean over runs and sets.
-        p_first_improves: probability of improvement of the first recipe on this one; None for the first.
-        profile, profile_low, profile_high: share of scores above each of the thresholds, with its interval.
+        p_first_improves: probability that a run of the first recipe scores higher than one of this; None for the first.
+        profile, profile_low, profile_high: fraction of scores above each threshold, with 95% bounds.
     """
 
     recipe: str
@@ -58,7 +58,7 @@ class AggregateRow(AsJson):
 
 @dataclass(frozen=True)
 class Aggregate(AsJson):
-    """All recipes over several evaluation sets, the highest interquartile mean first.
+    """Comparison of all recipes over several evaluation sets, the highest interquartile mean first.
 
     Attributes:
         axis, compute: compute axis, and the largest compute that all runs have spent.
@@ -86,13 +86,13 @@ def iqm(scores: Array) -> Array:
 
 
 def improvement(x: Array, y: Array) -> Array:
-    """Return the probability (...,) that a run of x (..., n, sets) scores higher than one of y (..., m, sets)."""
+    """Return the probability (...,) that a run of x (..., n, sets) scores higher than a run of y (..., m, sets)."""
     difference = x[..., :, None, :] - y[..., None, :, :]
     return np.asarray(((difference > 0) + 0.5 * (difference == 0)).mean(axis=(-3, -2, -1)))
 
 
 def profile(scores: Array, thresholds: Array) -> Array:
-    """Return the share (..., k) of scores (..., runs, sets) above each threshold (k,)."""
+    """Return the fraction (..., k) of scores (..., runs, sets) above each threshold (k,)."""
     return np.asarray((scores[..., None] > thresholds).mean(axis=(-3, -2)))
 
 
@@ -102,7 +102,7 @@ def resample(scores: Array, rng: np.random.Generator, reps: int = REPS) -> Array
 
 
 def take(scores: Array, runs: NDArray[np.int64]) -> Array:
-    """Return the scores (reps, runs, sets) that the run indices (reps, runs, sets) select from each set's column."""
+    """Select scores (reps, runs, sets): for each set, the given run indices (reps, runs, sets) of its column."""
     return np.asarray(scores[runs, np.arange(scores.shape[1])])
 
 
@@ -117,88 +117,93 @@ def aggregate(curves: Sequence[Curve], sets: Sequence[str]) -> Aggregate:
         UserError: a set is unknown, the sets differ in scale, or no run has a score on all of them.
     """
     names = tuple(dict.fromkeys(sets))
-    known = dict.fromkeys(curve.factors[SET] for curve in curves if SET in curve.factors)
-    asked = ",".join(names)
-    if unknown := [name for name in names if name not in known]:
-        listed = f"there are {', '.join(known)}" if known else "the sources name none"
-        raise UserError(f"--sets {asked}: no evaluation set {unknown[0]!r}; {listed}")
-    chosen = [curve for curve in curves if curve.factors.get(SET) in names]
-    if len({curve.range for curve in chosen}) > 1:
-        raise UserError(f"--sets {asked}: rewards of different scales have no common mean; name pass rates only")
-    found = set_scores(chosen)
-    if found is None:
-        raise UserError(f"--sets {asked}: no run has an evaluation after the start; wait for one")
-    matrices, notes = _matrices(found, names)
+    set_names = dict.fromkeys(curve.factors[SET] for curve in curves if SET in curve.factors)
+    set_list = ",".join(names)
+    if unknown := [name for name in names if name not in set_names]:
+        available = f"there are {', '.join(set_names)}" if set_names else "the sources name none"
+        raise UserError(f"--sets {set_list}: no evaluation set {unknown[0]!r}; {available}")
+    used_curves = [curve for curve in curves if curve.factors.get(SET) in names]
+    if len({curve.range for curve in used_curves}) > 1:
+        raise UserError(f"--sets {set_list}: rewards of different scales have no common mean; name pass rates only")
+    evaluations = set_scores(used_curves)
+    if evaluations is None:
+        raise UserError(f"--sets {set_list}: no run has an evaluation after the start; wait for one")
+    matrices, notes = _score_matrices(evaluations, names)
     if not matrices:
-        raise UserError(f"--sets {asked}: no run has an evaluation after the start on every set; wait for one")
-    return _aggregated(matrices, names, found, notes)
+        raise UserError(f"--sets {set_list}: no run has an evaluation after the start on every set; wait for one")
+    return _compute_aggregate(matrices, names, evaluations, notes)
 
 
-def _matrices(found: SetScores, sets: Sequence[str]) -> tuple[dict[str, Array], list[str]]:
-    """Return each recipe's newest scores (runs, sets), of runs that have one on every set, and notes on the others."""
-    matrices, notes = {}, list(found.notes)
-    for recipe in dict.fromkeys(recipe for by_recipe in found.scores.values() for recipe in by_recipe):
-        by_set = [found.scores[name].get(recipe, {}) for name in sets]
+def _score_matrices(evaluations: SetScores, sets: Sequence[str]) -> tuple[dict[str, Array], list[str]]:
+    """Return each recipe's newest scores (runs, sets) and notes on runs left out, which lack a score on some set."""
+    matrices, notes = {}, list(evaluations.notes)
+    for recipe in dict.fromkeys(recipe for by_recipe in evaluations.scores.values() for recipe in by_recipe):
+        by_set = [evaluations.scores[name].get(recipe, {}) for name in sets]
         seeds = list(dict.fromkeys(seed for runs in by_set for seed in runs))
         complete = [seed for seed in seeds if all(seed in runs for runs in by_set)]
         if len(complete) < len(seeds):
-            left = counted(len(seeds) - len(complete), "run")
-            notes.append(f"{recipe}: {left} without a score on every set by compute {found.compute:.4g}; left out")
+            excluded = counted(len(seeds) - len(complete), "run")
+            notes.append(
+                f"{recipe}: {excluded} without a score on every set by compute {evaluations.compute:.4g}; left out"
+            )
         if complete:
             matrices[recipe] = np.array([[runs[seed][-1] for runs in by_set] for seed in complete])
     return matrices, notes
 
 
-def _aggregated(
-    matrices: Mapping[str, Array], sets: tuple[str, ...], found: SetScores, notes: Sequence[str]
+def _compute_aggregate(
+    matrices: Mapping[str, Array], sets: tuple[str, ...], evaluations: SetScores, notes: Sequence[str]
 ) -> Aggregate:
-    """Compute the statistics of each recipe's scores (runs, sets)."""
+    """Compute the statistics of all recipes from their scores (runs, sets)."""
     order = sorted(matrices, key=lambda recipe: (-float(iqm(matrices[recipe])), recipe))
-    every = np.concatenate([matrices[recipe].ravel() for recipe in order])
-    thresholds = np.linspace(min(0.0, float(every.min())), float(every.max()), _TAUS)
-    draws = {recipe: resample(matrices[recipe], generator(recipe, "sets")) for recipe in order}
+    all_scores = np.concatenate([matrices[recipe].ravel() for recipe in order])
+    thresholds = np.linspace(min(0.0, float(all_scores.min())), float(all_scores.max()), _TAUS)
+    resamples_by_recipe = {recipe: resample(matrices[recipe], generator(recipe, "sets")) for recipe in order}
     first = order[0]
     rows = []
     for recipe in order:
-        scores, drawn = matrices[recipe], draws[recipe]
-        alone = len(scores) == 1
-        ends = np.percentile(profile(drawn, thresholds), _TAIL, axis=0)
-        better = None
+        scores, resamples = matrices[recipe], resamples_by_recipe[recipe]
+        single_run = len(scores) == 1
+        profile_bounds = np.percentile(profile(resamples, thresholds), _TAIL, axis=0)
+        p_improves = None
         if recipe != first:
             value = float(improvement(matrices[first], scores))
-            better = _interval(value, improvement(draws[first], drawn), alone or len(matrices[first]) == 1)
+            p_improves = _interval(
+                value, improvement(resamples_by_recipe[first], resamples), single_run or len(matrices[first]) == 1
+            )
         rows.append(
             AggregateRow(
                 recipe=recipe,
                 runs=len(scores),
                 by_set=dict(zip(sets, scores.mean(axis=0).tolist(), strict=True)),
-                iqm=_interval(float(iqm(scores)), iqm(drawn), alone),
-                p_first_improves=better,
+                iqm=_interval(float(iqm(scores)), iqm(resamples), single_run),
+                p_first_improves=p_improves,
                 profile=tuple(profile(scores, thresholds).tolist()),
-                profile_low=tuple(None if alone else float(end) for end in ends[0]),
-                profile_high=tuple(None if alone else float(end) for end in ends[1]),
+                profile_low=tuple(None if single_run else float(end) for end in profile_bounds[0]),
+                profile_high=tuple(None if single_run else float(end) for end in profile_bounds[1]),
             )
         )
     return Aggregate(
-        axis=found.axis,
-        compute=found.compute,
+        axis=evaluations.axis,
+        compute=evaluations.compute,
         sets=sets,
         thresholds=tuple(thresholds.tolist()),
         rows=tuple(rows),
         notes=tuple(notes),
-        sentence=_sentence(rows, sets, found.compute),
+        sentence=_sentence(rows, sets, evaluations.compute),
     )
 
 
-def _interval(value: float, draws: Array, alone: bool) -> Interval:
-    """Return a value with its bootstrap interval; open bounds for a single run, which shows no spread."""
-    if alone:
+def _interval(value: float, draws: Array, single_run: bool) -> Interval:
+    """Return a value with its bootstrap interval; bounds are None for a single run, which shows no spread."""
+    if single_run:
         return Interval(value, None, None)
     low, high = np.percentile(draws, _TAIL)
     return Interval(value, float(low), float(high))
 
 
 def _sentence(rows: Sequence[AggregateRow], sets: Sequence[str], compute: float) -> str:
+    """Describe the first recipe, and its improvement over the second."""
     first = rows[0]
     text = (
         f"over {counted(len(sets), 'set')} ({', '.join(sets)}) at compute {compute:.4g}, which all runs have spent, "

@@ -1,7 +1,7 @@
-"""Two rankings of one study: by pass@1, the share of right answers, and by pass@k, the problems solved in k tries.
+"""Two rankings of one study: by pass@1, the fraction of right answers, and by pass@k, the problems solved in k tries.
 
-A recipe can lead by pass@1 and trail by pass@k. Then it solves problems more often that the model could solve before,
-but it does not solve more problems (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per
+A recipe can lead by pass@1 and trail by pass@k. Then it is right more often on problems that the model could already
+solve, but does not solve more problems (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per
 held-out prompt is ranked by both.
 """
 
@@ -25,9 +25,9 @@ class PlaceBy(AsJson):
     """A recipe's place by one of the two metrics.
 
     Attributes:
-        place: its place by reward at common compute, from 1; None where its reward cannot be read there.
-        R, p_best: that reward, and the probability that it is the highest.
-        rank, A: its rank by asymptote and the asymptote; None where the asymptote is not identifiable.
+        place: place by reward at common compute, from 1; None where the reward is unknown there.
+        R, p_best: reward at common compute, and the probability that it is the highest.
+        rank, A: rank by asymptote, and the asymptote; None where the asymptote is not identifiable.
     """
 
     place: int | None
@@ -53,7 +53,7 @@ class AtK(AsJson):
     Attributes:
         k, metric: number of attempts, and the metric's name, such as `eval/heldout/pass@8`.
         compute: largest compute that all recipes have spent, at which rewards are compared.
-        differs: whether the order of the recipes differs, by reward there or by asymptote.
+        differs: whether the two metrics order the recipes differently, by reward at `compute` or by asymptote.
         sentence: both orders in words.
         rows: recipes in the order of pass@1.
     """
@@ -78,22 +78,22 @@ def at_k(by_one: Ranking, by_k: Ranking, metric: str) -> AtK | None:
         return None
     recipes = dict.fromkeys(row.recipe for row in by_one.rewards.rows)
     recipes |= dict.fromkeys(entry.recipe for entry in by_one.ranking)
-    rows = tuple(Places(recipe, _place(by_one, recipe), _place(by_k, recipe)) for recipe in recipes)
-    both = [row for row in rows if row.at_1.place is not None and row.at_k.place is not None]
-    ranked = [row for row in rows if row.at_1.rank is not None and row.at_k.rank is not None]
-    differs = _order(both, "place") or _order(ranked, "rank")
+    rows = tuple(Places(recipe, _place_of(by_one, recipe), _place_of(by_k, recipe)) for recipe in recipes)
+    with_places = [row for row in rows if row.at_1.place is not None and row.at_k.place is not None]
+    with_ranks = [row for row in rows if row.at_1.rank is not None and row.at_k.rank is not None]
+    differs = _orders_differ(with_places, "place") or _orders_differ(with_ranks, "rank")
     k = int(metric.rpartition("@")[2])
-    firsts = by_one.rewards.rows[0], by_k.rewards.rows[0]
-    sentence = _sentence(k, firsts, differs)
+    leaders = by_one.rewards.rows[0], by_k.rewards.rows[0]
+    sentence = _sentence(k, leaders, differs)
     return AtK(k=k, metric=metric, compute=by_one.rewards.compute, differs=differs, sentence=sentence, rows=rows)
 
 
 def study_at_k(study: LoadedStudy, ranking: Ranking, fit: Callable[[Sequence[Curve]], Sequence[Fit]]) -> AtK | None:
-    """Compare a study's ranking with that by pass@k; None if not all runs have pass@k.
+    """Rank a study by pass@k and compare with its ranking by pass@1; None if not all runs have pass@k.
 
     Args:
         study: the study as it was read for `ranking`.
-        ranking: its ranking by the pass rate.
+        ranking: ranking of the study by the pass rate.
         fit: fits curves with the options of the ranking's fits.
     """
     if not study.curves or len(ranking.ranking) < 2:
@@ -106,31 +106,33 @@ def study_at_k(study: LoadedStudy, ranking: Ranking, fit: Callable[[Sequence[Cur
     return at_k(ranking, rank(fit(curves), margin=ranking.margin, brief=True), metric)
 
 
-def _place(ranking: Ranking, recipe: str) -> PlaceBy:
+def _place_of(ranking: Ranking, recipe: str) -> PlaceBy:
+    """Return a recipe's place and rank in a ranking."""
     rows = () if ranking.rewards is None else ranking.rewards.rows
     place, row = next(((at, row) for at, row in enumerate(rows, 1) if row.recipe == recipe), (None, None))
     entry = next((entry for entry in ranking.ranking if entry.recipe == recipe), None)
-    ranked = entry is not None and entry.rank is not None
+    is_ranked = entry is not None and entry.rank is not None
     return PlaceBy(
         place=place,
         R=None if row is None else row.R,
         p_best=None if row is None else row.p_best,
-        rank=entry.rank if entry is not None and ranked else None,
-        A=entry.A if entry is not None and ranked else None,
+        rank=entry.rank if entry is not None and is_ranked else None,
+        A=entry.A if entry is not None and is_ranked else None,
     )
 
 
-def _order(rows: Sequence[Places], what: str) -> bool:
-    """Return whether the recipes are in another order by pass@k than by pass@1, by place or by rank."""
+def _orders_differ(rows: Sequence[Places], field: str) -> bool:
+    """Return whether pass@k and pass@1 order the recipes differently; field: `place` or `rank`."""
 
     def order(by: str) -> list[str]:
-        return [row.recipe for row in sorted(rows, key=lambda row: getattr(getattr(row, by), what))]
+        return [row.recipe for row in sorted(rows, key=lambda row: getattr(getattr(row, by), field))]
 
     return order("at_1") != order("at_k")
 
 
-def _sentence(k: int, firsts: tuple[RewardRow, RewardRow], differs: bool) -> str:
-    one, many = firsts
+def _sentence(k: int, leaders: tuple[RewardRow, RewardRow], differs: bool) -> str:
+    """Describe whether the rankings differ; leaders: the first recipes by pass@1 and by pass@k."""
+    one, many = leaders
     if one.recipe != many.recipe:
         return (
             f"the two rankings differ: {one.recipe} is ahead by pass@1 (P = {one.p_best:.2f}), and {many.recipe} by "

@@ -15,7 +15,7 @@ from sweeps.decide.reward import RewardRow, rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 
-_NAMES = {**UNITS, "step": "steps"}
+_AXIS_NAMES = {**UNITS, "step": "steps"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Column(AsJson):
     Attributes:
         axis, name: name of the axis in the journal, and in words.
         compute: largest compute that every recipe has spent, in the axis's unit.
-        rows: recipes with their rewards there, the highest first.
+        rows: recipes with their rewards at `compute`, the highest first.
     """
 
     axis: str
@@ -35,17 +35,17 @@ class Column(AsJson):
 
     @property
     def first(self) -> RewardRow:
-        """The recipe with the highest reward there."""
+        """Row of the recipe with the highest reward."""
         return self.rows[0]
 
     def row(self, recipe: str) -> tuple[int, RewardRow] | None:
-        """Return a recipe's place, from 1, and its row; None if it cannot be read on this axis."""
+        """Return a recipe's place, from 1, and its row; None if the axis has no row for it."""
         return next(((place, row) for place, row in enumerate(self.rows, 1) if row.recipe == recipe), None)
 
 
 @dataclass(frozen=True)
 class ByAxis(AsJson):
-    """All axes, and whether the same recipe is ahead on each."""
+    """Comparison of recipes on all axes. agreed: whether the same recipe is ahead on each axis."""
 
     columns: tuple[Column, ...]
     agreed: bool
@@ -62,36 +62,38 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
 
     Args:
         fits: for each compute axis, the fits of all recipes on it.
-        rate: price of a device hour. It adds an axis `cost`, computed from device hours or from another axis in hours;
-            None for no such axis.
+        rate: price of a device hour. It adds an axis `cost`, computed from device hours or, without these, from another
+            axis in hours. None adds no axis.
 
     Raises:
-        UserError: the rate is not positive, there are no device hours to multiply it with, or no axis can be read.
+        UserError: the rate is not positive, no axis is in hours, or no axis has enough evaluations.
     """
     columns = []
     for axis, axis_fits in fits.items():
         result = rewards(axis_fits)
         if result is not None:
-            columns.append(Column(axis, _NAMES.get(axis, axis.rpartition("/")[2]), result.compute, result.rows))
+            columns.append(Column(axis, _AXIS_NAMES.get(axis, axis.rpartition("/")[2]), result.compute, result.rows))
     if rate is not None:
         if not 0 < rate < float("inf"):
             raise UserError(f"--rate {rate:g}: must be a positive price of a device hour")
-        hourly = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
-        timed = [column for column in hourly if column.axis != JUDGE_HOURS]  # a judge has a price of its own
+        hour_columns = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
+        device_columns = [
+            column for column in hour_columns if column.axis != JUDGE_HOURS
+        ]  # the hours of a judge have another price
         # Prefer device hours over other axes in hours.
-        hours = min(timed, key=lambda column: column.axis != DEVICE_HOURS, default=None)
+        hours = min(device_columns, key=lambda column: column.axis != DEVICE_HOURS, default=None)
         if hours is None:
             raise UserError(f"--rate {rate:g}: no axis in hours among {', '.join(fits)}; name one in --axes")
-        priced = tuple(replace(row, C=_times(row.C, rate)) for row in hours.rows)
-        columns.append(Column("cost", "cost", rate * hours.compute, priced))
+        cost_rows = tuple(replace(row, C=_multiply(row.C, rate)) for row in hours.rows)
+        columns.append(Column("cost", "cost", rate * hours.compute, cost_rows))
     if not columns:
         raise UserError("--axes: no recipe has evaluations enough on any of them")
     firsts = {column.first.recipe for column in columns}
     return ByAxis(tuple(columns), len(firsts) == 1, _sentence(columns))
 
 
-def _times(interval: Interval | None, factor: float) -> Interval | None:
-    """Multiply an estimate and its bounds by a factor; open bounds stay open."""
+def _multiply(interval: Interval | None, factor: float) -> Interval | None:
+    """Multiply an estimate and its bounds by a factor; None (unknown, or an open bound) stays None."""
     if interval is None:
         return None
     value, low, high = (
@@ -101,12 +103,12 @@ def _times(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _sentence(columns: Sequence[Column]) -> str:
-    """Describe which recipe is ahead on which axes, with its smallest chance there."""
+    """Describe which recipe is ahead on which axes, with the smallest of its probabilities on these axes."""
     by_first: dict[str, list[Column]] = {}
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)
     parts = [
-        f"{recipe} at as much of {_listed([column.name for column in columns_of])} "
+        f"{recipe} at as much of {_join_names([column.name for column in columns_of])} "
         f"(P = {min(column.first.p_best for column in columns_of):.2f}{' at least' if len(columns_of) > 1 else ''})"
         for recipe, columns_of in by_first.items()
     ]
@@ -115,5 +117,5 @@ def _sentence(columns: Sequence[Column]) -> str:
     return f"who is ahead depends on what is held equal: {'; '.join(parts)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.pairwise import POWER, SURE, apart, deviation, pairing_of_two, rewards_near
+from sweeps.decide.pairwise import POWER, SURE, deviation, pairing_of_two, reward_difference, rewards_near
 from sweeps.decide.standing import margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
@@ -17,7 +17,7 @@ from sweeps.fit.predict import readable
 from sweeps.fit.seeds import BORROWED_SEED_SD
 from sweeps.terminal import counted
 
-_STUDIES = 4000
+_SIMULATED_STUDIES = 4000
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Foresight(AsJson):
 
     Attributes:
         comparisons: number of comparisons with the best recipe.
-        undecided: expected number of comparisons whose 95% interval contains 0; None where no earlier study shows how
-            far apart recipes are.
-        smallest: difference in reward that is detected at 5% with 80% power.
+        undecided: expected number of comparisons whose 95% interval contains 0; None without an earlier study that
+            shows how much recipes differ.
+        smallest: smallest difference in reward that a test at 5% detects with 80% power.
         margin: recipes whose rewards differ by less than this count as equal.
         seeds_needed: seeds per recipe to detect the margin; None for a margin of 0.
         spread: standard deviation of the true differences between two recipes, in reward; None where unknown.
@@ -49,56 +49,56 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
     A difference of two means of n seeds has a standard error s / sqrt(n), where s is estimated from all pairs of
-    recipes of the earlier study (paired by seed where they share seeds). True rewards of recipes are assumed to be
-    normal; their variance is the earlier study's variance of differences minus the errors. Studies are then simulated:
-    a comparison with the best observed recipe is undecided if the difference is below 1.96 s / sqrt(n).
+    recipes of the earlier study (paired by seed where two recipes share seeds). True rewards of recipes are assumed to
+    be normal; their variance is the earlier study's variance of differences minus the errors. Studies are then
+    simulated: a comparison with the best observed recipe is undecided if the difference is below 1.96 s / sqrt(n).
 
     Args:
         recipes: number of recipes of the planned study.
         seeds: number of seeds of each recipe.
         fits: fits of an earlier study; if empty, only the published spread between seeds is used.
         margin: recipes within this of each other count as equal, in reward; None for 0.02 of the reward's scale.
-        by: name of the earlier study, for the sentence.
+        by: name of the earlier study, for `Foresight.sentence`.
 
     Raises:
         UserError: fewer than one recipe or seed, or an invalid margin.
     """
     if recipes < 1 or seeds < 1:
         raise UserError(f"design: {recipes} recipes with {seeds} seeds is no study; give one of each at least")
-    known = [fit for fit in fits if readable(fit) and fit.window is not None]
-    scale = max((fit.curve.scale for fit in known), default=1.0)
-    margin = margin_of(known, margin)
-    measured = _pairs(known, scale)
+    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    scale = max((fit.curve.scale for fit in readable_fits), default=1.0)
+    margin = margin_of(readable_fits, margin)
+    pairs = _compare_pairs(readable_fits, scale)
     spread: float | None = None
-    if measured:
-        errors, apart_by, own_seeds = np.array(measured).T
-        one_seed = float(np.median(errors * np.sqrt(own_seeds)))
+    if pairs:
+        errors, differences, seed_counts = np.array(pairs).T
+        one_seed_error = float(np.median(errors * np.sqrt(seed_counts)))
         # Method of moments: E[difference^2] = spread^2 + error^2.
-        spread = math.sqrt(max(float(np.mean(apart_by**2 - errors**2)), 0.0))
+        spread = math.sqrt(max(float(np.mean(differences**2 - errors**2)), 0.0))
         source = by
     else:
         # The factor sqrt(2) makes it the error of a difference of two runs, like `errors` above.
-        one_seed = BORROWED_SEED_SD * scale * math.sqrt(2)
+        one_seed_error = BORROWED_SEED_SD * scale * math.sqrt(2)
         source = "the published spread between seeds"
-    error = one_seed / math.sqrt(seeds)
+    error = one_seed_error / math.sqrt(seeds)
     undecided = None if spread is None else _undecided(recipes, spread, error)
-    needed = max(math.ceil((POWER * one_seed / margin) ** 2), 2) if margin > 0 else None
+    seeds_needed = max(math.ceil((POWER * one_seed_error / margin) ** 2), 2) if margin > 0 else None
     smallest = POWER * error
-    text = f"differences of {smallest:.3f} are told (at 5%, with 80% power, by {source})"
-    if needed is not None:
-        text += f"; {margin:g} takes {needed} seeds"
+    sentence = f"differences of {smallest:.3f} are told (at 5%, with 80% power, by {source})"
+    if seeds_needed is not None:
+        sentence += f"; {margin:g} takes {seeds_needed} seeds"
     if undecided is not None:
-        start = f"with {counted(seeds, 'seed')} about {undecided:.0f} of {recipes - 1} comparisons"
-        text = f"{start} with the best will stay undecided: {text}"
+        opening = f"with {counted(seeds, 'seed')} about {undecided:.0f} of {recipes - 1} comparisons"
+        sentence = f"{opening} with the best will stay undecided: {sentence}"
     return Foresight(
         comparisons=recipes - 1,
         undecided=undecided,
         smallest=smallest,
         margin=margin,
-        seeds_needed=needed,
+        seeds_needed=seeds_needed,
         spread=spread,
         source=source,
-        sentence=text,
+        sentence=sentence,
     )
 
 
@@ -106,21 +106,25 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
     """Return the expected number of recipes that cannot be separated from the best observed one, by simulation."""
     rng = np.random.default_rng(recipes)
     # spread and error are those of a difference of two recipes, whose variance is twice that of one recipe.
-    observed = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
-    behind = observed.max(1, keepdims=True) - observed
+    observed = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_SIMULATED_STUDIES, recipes))
+    gaps = observed.max(1, keepdims=True) - observed
     # Minus 1 for the best recipe itself, whose gap is 0.
-    return float((behind < SURE * error).sum(1).mean()) - 1
+    return float((gaps < SURE * error).sum(1).mean()) - 1
 
 
-def _pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
-    """Return standard error, difference and seeds of each pair of recipes, at the compute that all have spent."""
+def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
+    """Return standard error, difference in reward and seeds of each pair, at the compute that all have spent."""
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)
-    near = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
+    offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
     pairs = []
-    for i, one in enumerate(fits):
-        for two in fits[:i]:
-            draws = apart(one, two, compute, pairing_of_two(one.recipe, two.recipe, near, scale))
-            pairs.append((deviation(draws), float(np.median(draws)), min(one.informing, two.informing)))
+    for i, first in enumerate(fits):
+        for second in fits[:i]:
+            draws = reward_difference(
+                first, second, compute, pairing_of_two(first.recipe, second.recipe, offsets_by_recipe, scale)
+            )
+            pairs.append(
+                (deviation(draws), float(np.median(draws)), min(first.informative_seeds, second.informative_seeds))
+            )
     return pairs

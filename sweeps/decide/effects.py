@@ -11,9 +11,9 @@ Given s0, s1 and s2 everything is normal; these three are integrated over a grid
 therefore shrunk towards zero as far as the study's other effects are small, and sixteen cells suffice for eight
 effects.
 
-Where each recipe differs from one of them in one axis only, each effect is a difference of two recipes, and nothing can
-be averaged. Then no effect is reported here, so that this module and `sweeps.decide.pairwise`, which compares such
-recipes by seed, cannot disagree.
+Where every recipe differs from one central recipe in a single axis, each effect is a difference of two recipes, and
+nothing can be averaged. Then no effect is reported here, so that this module and `sweeps.decide.pairwise`, which
+compares such recipes by seed, cannot disagree.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from scipy.special import logsumexp
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.reach import first_above
-from sweeps.decide.standing import joint
+from sweeps.decide.standing import draw_asymptotes
 from sweeps.errors import UserError
 from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval, interval_of
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
-# Level of an axis that a recipe does not change from its base. BASE names the axis of base recipes.
+# OWN: level of an axis that a recipe does not change from its base. BASE: name of the axis whose levels are the bases.
 OWN = "(its own)"
 BASE = "recipe"
-# Grid of standard deviations, in units of the reward's scale (for the logarithm of compute: times `_LOG`).
+# Grid of standard deviations, in units of the reward's scale (for the logarithm of compute: times `_LOG_SCALE`).
 _GRID = np.geomspace(1e-3, 0.5, 14)
 _PRIOR_SD = 0.1
 # Cells' residuals are interactions of higher order, which are rarely as large as main effects.
-_OWN_SD = 0.03
-_LOG = 10.0
+_RESIDUAL_SD = 0.03
+_LOG_SCALE = 10.0
 # Prior standard deviation of the mean: practically flat.
-_WIDE = 10.0
+_MEAN_SD = 10.0
 _DRAWS = 4000
 # In larger grids this many cells, drawn at random, are candidates for the next run.
-_MOST_CELLS = 4096
-# Number of computes at which a curve is searched for half of its gain.
-_LOOKS = 241
+_MAX_CELLS = 4096
+# Number of grid points at which a curve is evaluated to find half of its gain.
+_GRID_SIZE = 241
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Effect(AsJson):
 
 @dataclass(frozen=True)
 class Cell(AsJson):
-    """A cell to run next.
+    """A cell of the grid that should be run next.
 
     Attributes:
         levels: level by axis.
-        gain: share, in [0, 1], of the summed variance of the main effects on A that this run would remove.
+        gain: fraction, in [0, 1], of the summed variance of the main effects on A that this run would remove.
     """
 
     levels: Mapping[str, str]
@@ -97,39 +97,40 @@ class Effects(AsJson):
     Attributes:
         effects: main effects and interactions; empty where the study changes one axis at a time.
         next: cells to run next, the most informative first.
-        own: standard deviation of the cells' residuals, in reward.
-        cells: number of recipes used. left: recipes without a forecast, which were not used.
-        notes: axes that the grid cannot separate, or changes only one at a time, in words.
+        residual_sd: standard deviation of the cells' residuals, in reward.
+        cells: number of recipes used.
+        left_out: recipes without a forecast, which were not used.
+        notes: remarks on axes that the grid cannot separate, and on grids that change one axis at a time.
     """
 
     effects: tuple[Effect, ...]
     next: tuple[Cell, ...]
-    own: float
+    residual_sd: float
     cells: int
-    left: tuple[str, ...]
+    left_out: tuple[str, ...]
     notes: tuple[str, ...]
 
-    JSON: ClassVar = {"left": "left_out"}
+    JSON: ClassVar = {"residual_sd": "own"}
 
 
 def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Return the levels by axis of each recipe: its changes (`base+axis=choice+...`), its base and its factors.
+    """Return each recipe's level on every axis, parsed from its label (`base+axis=choice+...`) and its factors.
 
-    A setting belongs to its axis if some recipe changes that axis: `kl=fixed+kl.coefficient=0.2` has the level `fixed
-    coefficient=0.2` of `kl`.
+    A setting of a choice counts as part of the choice's axis if some recipe changes that axis:
+    `kl=fixed+kl.coefficient=0.2` has the level `fixed coefficient=0.2` of `kl`.
     """
-    chosen = {part.partition("=")[0] for recipe in recipes for part in recipe.split("+")[1:]}
+    changed_axes = {part.partition("=")[0] for recipe in recipes for part in recipe.split("+")[1:]}
     cells = []
-    for recipe, more in zip(recipes, factors, strict=True):
+    for recipe, recipe_factors in zip(recipes, factors, strict=True):
         # Factors are appended to a recipe's label; cut them off before parsing, because they may contain spaces and
         # `+`.
-        behind = "".join(f" {name}={value}" for name, value in more.items())
-        base, *parts = recipe.removesuffix(behind).split("+")
-        cell = {BASE: base, **more}
+        suffix = "".join(f" {name}={value}" for name, value in recipe_factors.items())
+        base, *parts = recipe.removesuffix(suffix).split("+")
+        cell = {BASE: base, **recipe_factors}
         for part in parts:
             axis, _, level = part.partition("=")
             owner, _, setting = axis.partition(".")
-            if setting and owner in chosen:
+            if setting and owner in changed_axes:
                 level = " ".join(text for text in (cell.get(owner, ""), f"{setting}={level}") if text)
                 axis = owner
             cell[axis] = level or "yes"
@@ -146,13 +147,14 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         interactions: pairs of axes whose interaction to estimate; none by default.
 
     Raises:
-        UserError: fewer than three cells can be read, no axis varies, or an interaction names an axis that does not.
+        UserError: fewer than three recipes have a forecast, no axis varies, or an interaction names an axis that does
+            not vary.
     """
-    known = [fit for fit in fits if readable(fit) and fit.window is not None]
-    left_out = tuple(fit.recipe for fit in fits if fit not in known)
-    if len(known) < 3:
-        raise UserError(f"effects: {len(known)} recipes can be read; a grid takes three or more")
-    cells = table_of([fit.recipe for fit in known], [fit.curve.factors for fit in known])
+    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    left_out = tuple(fit.recipe for fit in fits if fit not in readable_fits)
+    if len(readable_fits) < 3:
+        raise UserError(f"effects: {len(readable_fits)} recipes can be read; a grid takes three or more")
+    cells = table_of([fit.recipe for fit in readable_fits], [fit.curve.factors for fit in readable_fits])
     axes = {axis: list(dict.fromkeys(cell[axis] for cell in cells)) for axis in cells[0]}
     # The unchanged level first: it is the reference of the effects.
     axes = {axis: sorted(levels, key=lambda level: level != OWN) for axis, levels in axes.items() if len(levels) > 1}
@@ -161,51 +163,58 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     for axis in {axis for pair in interactions for axis in pair}:
         if axis not in axes:
             raise UserError(f"--interaction {axis}: no axis that varies here; those are {', '.join(axes)}")
-    scale = max(fit.curve.scale for fit in known)
+    scale = max(fit.curve.scale for fit in readable_fits)
     design = _Design.of(cells, axes, interactions)
-    drawn = np.stack([one.asymptote() for one in joint(known)])
-    on_a = _solve(design, drawn.mean(1), np.atleast_2d(np.cov(drawn)), scale)
-    error = float(np.median(np.diag(np.atleast_2d(np.cov(drawn)))))
-    further = tuple(_next(cells, axes, interactions, on_a, error))
-    centre = _centre(cells)
+    asymptotes = np.stack([one.asymptote() for one in draw_asymptotes(readable_fits)])
+    on_asymptote = _solve(design, asymptotes.mean(1), np.atleast_2d(np.cov(asymptotes)), scale)
+    error_variance = float(np.median(np.diag(np.atleast_2d(np.cov(asymptotes)))))
+    next_cells = tuple(_choose_next_cells(cells, axes, interactions, on_asymptote, error_variance))
+    centre = _central_cell(cells)
     if centre is not None:
         note = (
-            f"one change at a time: each recipe differs from {known[centre].recipe} in one axis, so no effect can be "
-            "averaged over the others: use scalerl compare"
+            f"one change at a time: each recipe differs from {readable_fits[centre].recipe} in one axis, so no effect "
+            "can be averaged over the others: use scalerl compare"
         )
-        return Effects(effects=(), next=further, own=on_a.own, cells=len(known), left=left_out, notes=(note,))
-    spent = [_half_way(fit) for fit in known]
-    timed = [n for n, draws in enumerate(spent) if draws is not None]
+        return Effects(
+            effects=(),
+            next=next_cells,
+            residual_sd=on_asymptote.residual_sd,
+            cells=len(readable_fits),
+            left_out=left_out,
+            notes=(note,),
+        )
+    half_gain_computes = [_compute_to_half_gain(fit) for fit in readable_fits]
+    cells_with_compute = [n for n, draws in enumerate(half_gain_computes) if draws is not None]
     on_compute = None
-    if len(timed) >= 3:
-        logs = np.stack([np.log(draws) for draws in spent if draws is not None])
-        on_compute = _solve(design.of_cells(timed), logs.mean(1), np.diag(logs.var(1)), _LOG)
+    if len(cells_with_compute) >= 3:
+        logs = np.stack([np.log(draws) for draws in half_gain_computes if draws is not None])
+        on_compute = _solve(design.of_cells(cells_with_compute), logs.mean(1), np.diag(logs.var(1)), _LOG_SCALE)
     rows = [
         Effect(
             axis=axis,
             level=level,
             against=against,
-            A=interval_of(on_a.draws[n]),
+            A=interval_of(on_asymptote.draws[n]),
             compute=None if on_compute is None else interval_of(np.exp(on_compute.draws[n])),
-            p_positive=float((on_a.draws[n] > 0).mean()),
+            p_positive=float((on_asymptote.draws[n] > 0).mean()),
             cells=sum(
                 all(cell[a] == b for a, b in zip(axis.split(":"), level.split(":"), strict=True)) for cell in cells
             ),
         )
-        for n, (axis, level, against) in enumerate(design.contrasts)
+        for n, (axis, level, against) in enumerate(design.effects)
     ]
     return Effects(
         effects=tuple(rows),
-        next=further,
-        own=on_a.own,
-        cells=len(known),
-        left=left_out,
+        next=next_cells,
+        residual_sd=on_asymptote.residual_sd,
+        cells=len(readable_fits),
+        left_out=left_out,
         notes=tuple(_notes(cells, axes)),
     )
 
 
-def _centre(cells: Sequence[Mapping[str, str]]) -> int | None:
-    """Return the index of the cell from which each other cell differs in one axis only; None if there is none.
+def _central_cell(cells: Sequence[Mapping[str, str]]) -> int | None:
+    """Return the index of the central cell, from which every other cell differs in one axis only; None without one.
 
     Several cells qualify if only one axis varies: the one with the fewest changes is the centre.
     """
@@ -224,14 +233,14 @@ class _Design:
     Attributes:
         main: indicators of the levels of all axes, (n, p1).
         pairs: indicators of the pairs of levels of the interactions, (n, p2).
-        contrast: coefficients of each effect, (c, p1 + p2).
-        contrasts: axis, level and reference level of each effect.
+        coefficients: coefficients of each effect, (c, p1 + p2).
+        effects: axis, level and reference level of each effect.
     """
 
     main: Array
     pairs: Array
-    contrast: Array
-    contrasts: tuple[tuple[str, str, str], ...]
+    coefficients: Array
+    effects: tuple[tuple[str, str, str], ...]
 
     @classmethod
     def of(
@@ -240,25 +249,25 @@ class _Design:
         axes: Mapping[str, Sequence[str]],
         interactions: Sequence[tuple[str, str]],
     ) -> _Design:
+        """Return the design of the given cells; axes: the levels of each axis, the reference level first."""
         columns = [(axis, level) for axis, levels in axes.items() for level in levels]
-        both = [((a, x), (b, y)) for a, b in interactions for x, y in product(axes[a], axes[b])]
+        level_pairs = [((a, x), (b, y)) for a, b in interactions for x, y in product(axes[a], axes[b])]
         main = np.array([[float(cell[axis] == level) for axis, level in columns] for cell in cells])
-        pairs = np.array([[float(cell[a] == x and cell[b] == y) for (a, x), (b, y) in both] for cell in cells])
-        # Column numbers of levels, and of pairs of levels.
-        at, names, rows = {column: n for n, column in enumerate(columns)}, [], []
-        where = {pair: n for n, pair in enumerate(both)}
-        width = len(columns) + len(both)
+        pairs = np.array([[float(cell[a] == x and cell[b] == y) for (a, x), (b, y) in level_pairs] for cell in cells])
+        column_of, effects, rows = {column: n for n, column in enumerate(columns)}, [], []
+        number_of = {pair: n for n, pair in enumerate(level_pairs)}
+        width = len(columns) + len(level_pairs)
         for axis, levels in axes.items():
             for level in levels[1:]:
                 row = np.zeros(width)
-                row[at[axis, level]], row[at[axis, levels[0]]] = 1.0, -1.0
-                # A main effect is the mean over the other axis's levels, so it includes a share of the interaction.
+                row[column_of[axis, level]], row[column_of[axis, levels[0]]] = 1.0, -1.0
+                # A main effect is the mean over the other axis's levels, so it includes part of the interaction.
                 for a, b in interactions:
                     for other in axes[b] if a == axis else axes[a] if b == axis else ():
                         for sign, own_level in ((1.0, level), (-1.0, levels[0])):
                             pair = ((a, own_level), (b, other)) if a == axis else ((a, other), (b, own_level))
-                            row[len(columns) + where[pair]] += sign / len(axes[b] if a == axis else axes[a])
-                names.append((axis, level, levels[0]))
+                            row[len(columns) + number_of[pair]] += sign / len(axes[b] if a == axis else axes[a])
+                effects.append((axis, level, levels[0]))
                 rows.append(row)
         for a, b in interactions:
             for x, y in product(axes[a][1:], axes[b][1:]):
@@ -269,135 +278,152 @@ class _Design:
                     (-1, x, axes[b][0]),
                     (1, axes[a][0], axes[b][0]),
                 ):
-                    row[len(columns) + where[(a, one), (b, two)]] += sign
-                names.append((f"{a}:{b}", f"{x}:{y}", f"{axes[a][0]}:{axes[b][0]}"))
+                    row[len(columns) + number_of[(a, one), (b, two)]] += sign
+                effects.append((f"{a}:{b}", f"{x}:{y}", f"{axes[a][0]}:{axes[b][0]}"))
                 rows.append(row)
-        return cls(main, pairs.reshape(len(cells), len(both)), np.array(rows), tuple(names))
+        return cls(main, pairs.reshape(len(cells), len(level_pairs)), np.array(rows), tuple(effects))
 
     def of_cells(self, which: Sequence[int]) -> _Design:
         """Return the design restricted to the cells at these indices."""
-        return _Design(self.main[which], self.pairs[which], self.contrast, self.contrasts)
+        return _Design(self.main[which], self.pairs[which], self.coefficients, self.effects)
 
 
 @dataclass(frozen=True, eq=False)
-class _Solved:
+class _Posterior:
     """Posterior of the effects.
 
     Attributes:
-        draws: K joint draws of the contrasts, (c, K).
-        own: posterior mean of s0, the standard deviation of the cells' residuals.
-        spread: posterior means of s1 and s2, the standard deviations of main effects and interactions.
+        draws: K joint draws of the effects, (c, K).
+        residual_sd: posterior mean of s0, the standard deviation of the cells' residuals.
+        effect_sds: posterior means of s1 and s2, the standard deviations of main effects and interactions.
     """
 
     draws: Array
-    own: float
-    spread: tuple[float, float]
+    residual_sd: float
+    effect_sds: tuple[float, float]
 
 
-def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
-    """Return the posterior of the contrasts. y (n,): estimates; error (n, n): their covariance; scale: y's width."""
+def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Posterior:
+    """Return the posterior of the effects.
+
+    Args:
+        design: design matrix of the n cells.
+        y: estimate of each cell, (n,).
+        error: covariance of the estimates, (n, n).
+        scale: width of the scale of y, in whose units the priors are given.
+    """
     z = np.concatenate([design.main, design.pairs], axis=1)
     mains, pairs = design.main.shape[1], design.pairs.shape[1]
     values = _GRID * scale
-    # Log density of a half-normal, on a grid that is even in the logarithm.
-    prior, of_own = (np.log(values) - 0.5 * (values / (sd * scale)) ** 2 for sd in (_PRIOR_SD, _OWN_SD))
-    # The mean mu is integrated out, under a prior so wide that it does not matter.
-    shared = np.full((len(y), len(y)), (_WIDE * scale) ** 2)
+    # Log density of half-normal priors on the grid of standard deviations, which is even in the logarithm.
+    prior, residual_prior = (np.log(values) - 0.5 * (values / (sd * scale)) ** 2 for sd in (_PRIOR_SD, _RESIDUAL_SD))
+    # The mean mu is integrated out, under a prior that is practically flat.
+    mean_variance = np.full((len(y), len(y)), (_MEAN_SD * scale) ** 2)
     centred = y - y.mean()
-    posts: list[tuple[float, tuple[float, float, float], Array, Array]] = []
-    for (own, p0), (first, p1), (second, p2) in product(
-        zip(values, of_own, strict=True),
+    components: list[tuple[float, tuple[float, float, float], Array, Array]] = []
+    for (residual_sd, p0), (main_sd, p1), (interaction_sd, p2) in product(
+        zip(values, residual_prior, strict=True),
         zip(values, prior, strict=True),
         zip(values, prior, strict=True) if pairs else ((0.0, 0.0),),
     ):
-        variance = np.concatenate([np.full(mains, first**2), np.full(pairs, second**2)])
-        total = error + own**2 * np.eye(len(y)) + (z * variance) @ z.T + shared
+        variance = np.concatenate([np.full(mains, main_sd**2), np.full(pairs, interaction_sd**2)])
+        total = error + residual_sd**2 * np.eye(len(y)) + (z * variance) @ z.T + mean_variance
         factor = np.linalg.cholesky(total)
-        half = np.linalg.solve(factor, np.column_stack([centred, z * variance]))
+        whitened = np.linalg.solve(factor, np.column_stack([centred, z * variance]))
         # Log marginal likelihood, -1/2 log |V| - 1/2 y' V^-1 y. The sum of the factor's log diagonal is 1/2 log |V|.
-        weight = p0 + p1 + p2 - np.log(np.diag(factor)).sum() - 0.5 * float(half[:, 0] @ half[:, 0])
-        mean = half[:, 1:].T @ half[:, 0]
-        spread = np.diag(variance) - half[:, 1:].T @ half[:, 1:]
-        posts.append(
-            (weight, (own, first, second), design.contrast @ mean, design.contrast @ spread @ design.contrast.T)
+        weight = p0 + p1 + p2 - np.log(np.diag(factor)).sum() - 0.5 * float(whitened[:, 0] @ whitened[:, 0])
+        mean = whitened[:, 1:].T @ whitened[:, 0]
+        covariance = np.diag(variance) - whitened[:, 1:].T @ whitened[:, 1:]
+        components.append(
+            (
+                weight,
+                (residual_sd, main_sd, interaction_sd),
+                design.coefficients @ mean,
+                design.coefficients @ covariance @ design.coefficients.T,
+            )
         )
-    weights = np.array([post[0] for post in posts])
-    share = np.exp(weights - logsumexp(weights))
+    weights = np.array([component[0] for component in components])
+    probabilities = np.exp(weights - logsumexp(weights))
     rng = np.random.default_rng(0)
-    counts = rng.multinomial(_DRAWS, share)
+    counts = rng.multinomial(_DRAWS, probabilities)
     draws = np.concatenate(
         [
-            rng.multivariate_normal(post[2], post[3], count, method="eigh", check_valid="ignore")
-            for post, count in zip(posts, counts, strict=True)
+            rng.multivariate_normal(component[2], component[3], count, method="eigh", check_valid="ignore")
+            for component, count in zip(components, counts, strict=True)
             if count
         ]
     ).T
-    own, first, second = (float(share @ [post[1][n] for post in posts]) for n in range(3))
-    return _Solved(draws, own, (first, second))
+    residual_sd, main_sd, interaction_sd = (
+        float(probabilities @ [component[1][n] for component in components]) for n in range(3)
+    )
+    return _Posterior(draws, residual_sd, (main_sd, interaction_sd))
 
 
-def _half_way(fit: Fit) -> Array | None:
+def _compute_to_half_gain(fit: Fit) -> Array | None:
     """Return draws of the compute at which a curve has half of its gain, (K,); None where it does not rise."""
     if fit.verdict in ("flat", "decreasing") or fit.window is None:
         return None
-    looks = np.concatenate([[0.0], np.geomspace(fit.window[1] / 1000, FARTHEST * fit.window[1], _LOOKS)])
-    ahead = paths(fit, looks)
+    computes = np.concatenate([[0.0], np.geomspace(fit.window[1] / 1000, FARTHEST * fit.window[1], _GRID_SIZE)])
+    rewards = paths(fit, computes)
     top = asymptote_draws(fit)
-    half = 0.5 * (ahead[:, 0] + top)
-    shifted = ahead - half[:, None]
-    return np.clip(first_above(shifted, looks, 0.0), looks[1], looks[-1])
+    half = 0.5 * (rewards[:, 0] + top)
+    shifted = rewards - half[:, None]
+    return np.clip(first_above(shifted, computes, 0.0), computes[1], computes[-1])
 
 
-def _next(
+def _choose_next_cells(
     cells: Sequence[Mapping[str, str]],
     axes: Mapping[str, Sequence[str]],
     interactions: Sequence[tuple[str, str]],
-    solved: _Solved,
-    error: float,
-    most: int = 3,
+    posterior: _Posterior,
+    error_variance: float,
+    limit: int = 3,
 ) -> list[Cell]:
-    """Return up to `most` new cells, chosen one by one: each reduces the summed variance of the main effects most."""
-    done = {tuple(cell[axis] for axis in axes) for cell in cells}
+    """Choose up to `limit` new cells, one by one: always the cell that most reduces the main effects' total variance.
+
+    `error_variance` is the variance of one estimate.
+    """
+    known_levels = {tuple(cell[axis] for axis in axes) for cell in cells}
     size = int(np.prod([len(levels) for levels in axes.values()], dtype=float))
-    if size <= _MOST_CELLS:
-        candidates = [levels for levels in product(*axes.values()) if levels not in done]
+    if size <= _MAX_CELLS:
+        candidates = [levels for levels in product(*axes.values()) if levels not in known_levels]
     else:
         rng = np.random.default_rng(0)
-        picked = [tuple(levels[int(rng.integers(len(levels)))] for levels in axes.values()) for _ in range(_MOST_CELLS)]
-        candidates = [levels for levels in dict.fromkeys(picked) if levels not in done]
-    run = [{axis: cell[axis] for axis in axes} for cell in cells]
+        sample = [tuple(levels[int(rng.integers(len(levels)))] for levels in axes.values()) for _ in range(_MAX_CELLS)]
+        candidates = [levels for levels in dict.fromkeys(sample) if levels not in known_levels]
+    run_cells = [{axis: cell[axis] for axis in axes} for cell in cells]
     chosen: list[Cell] = []
-    while candidates and len(chosen) < most:
+    while candidates and len(chosen) < limit:
         design = _Design.of(
-            [*run, *(dict(zip(axes, levels, strict=True)) for levels in candidates)], axes, interactions
+            [*run_cells, *(dict(zip(axes, levels, strict=True)) for levels in candidates)], axes, interactions
         )
         z = np.concatenate([design.main, design.pairs], axis=1)
-        first, second = solved.spread
+        first, second = posterior.effect_sds
         prior = np.concatenate([np.full(design.main.shape[1], first**2), np.full(design.pairs.shape[1], second**2)])
-        noise = error + solved.own**2
-        observed = z[: len(run)]
+        noise = error_variance + posterior.residual_sd**2
+        observed = z[: len(run_cells)]
         # 100 x the largest variance: a flat prior of the common mean.
-        total = (observed * prior) @ observed.T + noise * np.eye(len(run)) + 100.0 * max(prior.max(), noise)
+        total = (observed * prior) @ observed.T + noise * np.eye(len(run_cells)) + 100.0 * max(prior.max(), noise)
         covariance = np.diag(prior) - (prior[:, None] * observed.T) @ np.linalg.solve(total, observed * prior)
-        mains = design.contrast[[":" not in axis for axis, _, _ in design.contrasts]]
+        mains = design.coefficients[[":" not in axis for axis, _, _ in design.effects]]
         # Summed variance of the main effects before the candidate is run.
         variance_now = float(np.trace(mains @ covariance @ mains.T))
-        cross = mains @ covariance @ z[len(run) :].T  # (contrasts, candidates)
-        predictive = np.einsum("np,pq,nq->n", z[len(run) :], covariance, z[len(run) :]) + noise
+        cross = mains @ covariance @ z[len(run_cells) :].T  # (effects, candidates)
+        predictive = np.einsum("np,pq,nq->n", z[len(run_cells) :], covariance, z[len(run_cells) :]) + noise
         # One more observation is a rank-one update: covariance - (covariance z)(covariance z)' / (z' covariance z +
         # noise).
         gains = (cross**2).sum(0) / predictive / variance_now
-        # Take the first of candidates that are equal up to rounding, so that the choice is the same on every machine.
+        # Of candidates that are equal up to rounding take the first, so that the choice is the same on every machine.
         best = int(np.argmax(gains > gains.max() * (1 - 1e-6)))
         if gains[best] < 1e-3:
             break
         chosen.append(Cell(dict(zip(axes, candidates[best], strict=True)), float(gains[best])))
-        run.append(dict(zip(axes, candidates.pop(best), strict=True)))
+        run_cells.append(dict(zip(axes, candidates.pop(best), strict=True)))
     return chosen
 
 
 def _notes(cells: Sequence[Mapping[str, str]], axes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a note on each pair of axes that vary together, level by level: the grid cannot separate them."""
+    """Return a note on each pair of axes whose levels always change together, so that the grid cannot separate them."""
     return [
         f"{a} and {b} vary together: the grid does not tell which of the two it was"
         for a, b in combinations(axes, 2)

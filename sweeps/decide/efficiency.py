@@ -1,6 +1,6 @@
 """One recipe's compute as a multiple of another's, and the compute that breaks ties in A.
 
-    C(q) = compute at which a recipe has gained the share q of the way from R0 to the tied recipes' common asymptote
+    C(q) = compute at which a recipe has gained the fraction q of the way from R0 to the tied recipes' common asymptote
 
 B alone does not measure efficiency: it is an exponent, and two recipes with equal A and B may differ in C_mid. Tied
 recipes are ordered by C(0.9). Every multiple of compute that is shown anywhere is a `Ratio`.
@@ -16,42 +16,42 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
-from sweeps.fit.posterior import by_weight
+from sweeps.fit.posterior import draw_by_weight
 from sweeps.fit.predict import quantiles, support
 from sweeps.fit.seeds import SeedSpread
 
-# Shares of the gain to which compute is counted: the first breaks ties, the second is shown next to it.
+# Fractions q of the gain: compute to the first breaks ties, compute to the second is shown next to it.
 MOST, HALF = 0.9, 0.5
-# The share of draws beyond either end of a 95% interval.
+# Probability beyond either end of a 95% interval.
 TAIL = 0.025
 
 
 @dataclass(frozen=True, eq=False)
 class Ratio:
-    """Draws of one compute over another.
+    """Posterior draws of the ratio of two computes to the same reward.
 
     Attributes:
-        draws: the ratio in each joint draw in which at least one side arrives; 0 or infinite where only one does.
-        p_neither: share of all joint draws in which neither side arrives; these give no ratio.
+        draws: the ratio in each joint draw in which at least one recipe reaches the reward; 0 or infinite where only
+            one reaches it.
+        p_neither: fraction of all joint draws in which neither reaches it; these give no ratio.
     """
 
     draws: Array
     p_neither: float
 
     @classmethod
-    def of(cls, ours: Array, theirs: Array) -> Ratio:
-        """Divide draw by draw, (K,). Infinite compute means never. Two computes of 0 are equal."""
-        known = np.isfinite(ours) | np.isfinite(theirs)
-        numerator, denominator = ours[known], theirs[known]
+    def of(cls, computes: Array, reference: Array) -> Ratio:
+        """Divide computes (K,) draw by draw; infinity means that the reward is never reached. 0 / 0 counts as 1."""
+        is_finite = np.isfinite(computes) | np.isfinite(reference)
+        numerator, denominator = computes[is_finite], reference[is_finite]
         with np.errstate(divide="ignore", invalid="ignore"):
             draws = np.where(numerator == denominator, 1.0, numerator / denominator)
-        return cls(draws, float(1 - known.mean()))
+        return cls(draws, float(1 - is_finite.mean()))
 
     def interval(self, tail: float = TAIL) -> Interval | None:
-        """Return the median with bounds; None where neither side ever arrives.
+        """Return the median with bounds, or None if there are no draws.
 
-        A bound or median that is infinite is None. Both bounds are open where neither side arrives in most of the
-        draws.
+        A median or bound that is infinite is None. Both bounds are None if `p_neither` is above one half.
         """
         if not len(self.draws):
             return None
@@ -65,10 +65,10 @@ class Ratio:
 
 
 def tail_of_all_pairs(count: int) -> float:
-    """Return the tail probability at which ratio intervals of `count` recipes hold simultaneously (Bonferroni).
+    """Return the tail probability with which the ratio intervals of all pairs of `count` recipes hold together.
 
-    All ratios divide by the fastest recipe, which is selected by the same draws. With the bound of a single pair, one
-    of several equal recipes would be called slower far too often.
+    This is Bonferroni's correction. All ratios divide by the fastest recipe, which is selected by the same draws. With
+    the bounds of a single pair, one of several equal recipes would be called slower far too often.
     """
     return TAIL / max(count * (count - 1) // 2, 1)
 
@@ -77,7 +77,8 @@ def tail_of_all_pairs(count: int) -> float:
 class Efficiency:
     """Draws of a recipe's compute to 90%, and to half, of the way to a shared asymptote; (K,), in the curves' unit.
 
-    Infinite beyond the compute at which the fit may be read. B and C_mid (K,) belong to the same draws.
+    A compute is infinite where it is beyond the range in which the fit may be used. B and C_mid (K,) belong to the same
+    draws.
     """
 
     to_most: Array
@@ -89,34 +90,36 @@ class Efficiency:
 def efficiencies(
     tied: Sequence[Fit], shared_a: float, spreads: Mapping[str, SeedSpread] | None = None
 ) -> dict[str, Efficiency]:
-    """Draw the efficiency of recipes that share an asymptote. Returns a mapping by recipe.
+    """Draw the efficiency of recipes that share an asymptote; returns it by recipe.
 
-    A recipe's draws are weighted by the distance of their A from the shared one. The width allowed is the spread
-    between seeds (the given runs may differ from their recipe) combined with the error of the shared A. With A fixed
+    A recipe's draws are weighted by how close their A is to the shared one. The width of the weights combines the
+    spread between seeds (the runs at hand may differ from their recipe) and the error of the shared A. With A fixed
     instead, both errors would be missing, and two recipes that differ only in their seeds would look surely different.
 
     Args:
         tied: identifiable recipes.
         shared_a: their common asymptote, in reward.
-        spreads: spread between seeds, by recipe; None for each fit's own.
+        spreads: spread between seeds, by recipe; None for each fit's `seed_spread`.
     """
-    drawn = {fit.recipe: fit.draws for fit in tied}
-    error = np.sqrt(sum(float(draws.A.var()) for draws in drawn.values() if draws is not None)) / max(len(tied), 1)
+    draws_by_recipe = {fit.recipe: fit.draws for fit in tied}
+    error = np.sqrt(sum(float(draws.A.var()) for draws in draws_by_recipe.values() if draws is not None)) / max(
+        len(tied), 1
+    )
     result = {}
     for fit in tied:
-        draws = drawn[fit.recipe]
+        draws = draws_by_recipe[fit.recipe]
         assert draws is not None, "an identifiable recipe has draws"
         spread = fit.seed_spread if spreads is None else spreads[fit.recipe]
-        width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informing, 1)), error)), 1e-9 * fit.curve.scale)
+        width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informative_seeds, 1)), error)), 1e-9 * fit.curve.scale)
         rng = generator(fit.recipe, "efficiency")
         squares = ((draws.A - shared_a) / width) ** 2
-        # Log density of Student's t, or of a normal where the spread counts as known.
-        tails = spread.dof
-        density = -0.5 * squares if np.isinf(tails) else -0.5 * (tails + 1) * np.log1p(squares / tails)
-        rows = by_weight(np.exp(density - density.max()), DRAWS, rng)
+        # Log density of Student's t, or of a normal distribution where the spread counts as known.
+        dof = spread.dof
+        density = -0.5 * squares if np.isinf(dof) else -0.5 * (dof + 1) * np.log1p(squares / dof)
+        rows = draw_by_weight(np.exp(density - density.max()), DRAWS, rng)
         limit = support(fit)
-        first, second = draws.B[rows], draws.C_mid[rows]
-        computes = [draws.family.compute_at(share, first, second) for share in (MOST, HALF)]
+        b, c_mid = draws.B[rows], draws.C_mid[rows]
+        computes = [draws.family.compute_at(share, b, c_mid) for share in (MOST, HALF)]
         computes = [np.where(at > (np.inf if limit is None else limit), np.inf, at) for at in computes]
-        result[fit.recipe] = Efficiency(computes[0], computes[1], first, second)
+        result[fit.recipe] = Efficiency(computes[0], computes[1], b, c_mid)
     return result

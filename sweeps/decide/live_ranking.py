@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
 
-# Minimum seconds between two rankings, and the pause as a multiple of a ranking's duration, to limit the CPU share.
-LEAST_S, SHARE = 5.0, 2.0
+# To limit the CPU time used: minimum seconds between two rankings, and pause as a multiple of a ranking's duration.
+MIN_PAUSE_S, PAUSE_FACTOR = 5.0, 2.0
 _NICE = 10  # members may train on this machine
 
 
 class LiveRanking(Thread):
-    """Thread that refits the recipes with new evaluations, ranks all, and follows each curve as `decide.watch` does.
+    """Thread that refits the recipes with new evaluations, ranks all, and checks forecasts as `decide.watch` does.
 
     Args:
         options: options of every fit.
@@ -32,10 +32,10 @@ class LiveRanking(Thread):
 
     Attributes:
         ranking: the newest ranking; None before the first.
-        ranked_s: when it was made, by `time.monotonic`.
-        evaluations: number of evaluations that it is based on.
-        departed: warnings of the recipes that have departed from their forecasts.
-        trouble: why there is no ranking yet, or no newer one; "" if there is no problem.
+        ranked_s: time of that ranking, by `time.monotonic`.
+        evaluations: number of evaluations that the ranking is based on.
+        departures: by recipe, the warning that it has departed from its forecast.
+        trouble: the last error of ranking; "" if the last attempt succeeded.
     """
 
     def __init__(self, options: FitOptions, path: Path | None, margin: float | None) -> None:
@@ -47,7 +47,7 @@ class LiveRanking(Thread):
         self.ranking: Ranking | None = None
         self.ranked_s = 0.0
         self.evaluations = 0
-        self.departed: dict[str, str] = {}
+        self.departures: dict[str, str] = {}
         self.trouble = ""
 
     def give(self, curves: Sequence[Curve]) -> None:
@@ -66,33 +66,33 @@ class LiveRanking(Thread):
         watch = Watch(LoadedStudy, (), self._options, self._path)
         while self._new.wait():
             self._new.clear()
-            curves, begin = self._curves, time.monotonic()
-            again = begin + LEAST_S
+            curves, start_s = self._curves, time.monotonic()
+            next_s = start_s + MIN_PAUSE_S
             try:
                 self.rank(curves)
-                again = max(again, time.monotonic() + SHARE * (time.monotonic() - begin))
+                next_s = max(next_s, time.monotonic() + PAUSE_FACTOR * (time.monotonic() - start_s))
                 for curve in curves:
-                    if self._new.is_set() and time.monotonic() > again:
+                    if self._new.is_set() and time.monotonic() > next_s:
                         break
                     for news in watch.follow(curve):
-                        self.departed = {**self.departed, curve.recipe: news.warning or ""}
+                        self.departures = {**self.departures, curve.recipe: news.warning or ""}
             except UserError as error:
                 self.trouble = str(error)
-            except Exception as error:  # the screen keeps running and shows it
+            except Exception as error:  # the screen keeps running and shows the error
                 self.trouble = f"the curves cannot be ranked: {type(error).__name__}: {error}"
-            time.sleep(max(0.0, again - time.monotonic()))
+            time.sleep(max(0.0, next_s - time.monotonic()))
 
     def rank(self, curves: Sequence[Curve]) -> None:
         """Fit the recipes that have new evaluations, and rank all."""
         from sweeps.decide.rank import rank
-        from sweeps.fit.fit import fit_curve, with_shared
+        from sweeps.fit.fit import fit_curve, pool_over_recipes
 
         for curve in curves:
             arrays = (curve.compute, curve.reward, curve.seed, curve.sd, curve.at_peak)
             content = [curve.range, *(None if array is None else array.tobytes() for array in arrays)]
             if curve.recipe not in self._fits or self._fits[curve.recipe][0] != content:
                 self._fits[curve.recipe] = content, fit_curve(curve, self._options)
-        fits = with_shared([self._fits[curve.recipe][1] for curve in curves], curves)
+        fits = pool_over_recipes([self._fits[curve.recipe][1] for curve in curves], curves)
         self.ranking = rank(fits, margin=self._margin, brief=True)
         self.ranked_s, self.trouble = time.monotonic(), ""
         self.evaluations = sum(len(curve.compute) for curve in curves)

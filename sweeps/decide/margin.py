@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-MARGIN = 0.02  # by default, asymptotes within this share of the reward's scale are tied
+MARGIN = 0.02  # by default, asymptotes within this fraction of the reward's scale are tied

@@ -1,18 +1,18 @@
 """Choice of the next run by expected value of information, and the split of a budget over recipes.
 
-The choice is by asymptote. Its loss is how far the chosen recipe's A is below the best A, as in
+Recipes are chosen by asymptote. The loss of a choice is how far the chosen recipe's A is below the best A, as in
 `sweeps.decide.standing`. The smallest expected loss without further runs comes from the fits' joint draws. For each
-possible step, outcomes are simulated (a preposterior analysis): a true A and its evaluations are drawn, all draws are
-weighted by how well they explain these evaluations, and the recipe is chosen again. The gain of a step is the expected
+possible step, outcomes are simulated (a preposterior analysis): a true A and new evaluations are drawn, all draws are
+weighted by how well they explain these evaluations, and a recipe is chosen again. The gain of a step is the expected
 reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
 
 Approximations:
-- New evaluations have the spacing of the old ones, and independent noise that leaves their mean as uncertain as the old
-  noise does.
+- New evaluations are spaced like the old ones. Their noise is independent, with a variance that makes their mean as
+  uncertain as under the correlated noise of the old ones.
 - An extension informs on A through the curve alone.
 - A new seed is one observation of the recipe's A. Its variance is that between seeds plus that of one run's fit.
 - Ties in A are not broken by efficiency.
-- Only one step is looked ahead.
+- Only the next step is simulated, not sequences of steps.
 - Where few draws explain the new data, the noise is raised until enough do, which understates the gain.
 - Where A is not identifiable, its draws are the final rewards under all laws, which are wide.
 """
@@ -37,24 +37,24 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
-# Verdicts of recipes with a curve. If A is not identifiable, its draws are wide. They show whether the recipe may be
-# the best and what an extension would reveal, but do not justify choosing it.
-_CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
-_FACTORS = (1.5, 2.0, 3.0, 4.0)
+# Verdicts of recipes whose steps are simulated. If A is not identifiable, its draws are wide. They show whether the
+# recipe may be the best and what an extension would reveal, but do not justify choosing it.
+_CONTENDER_VERDICTS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
+_EXTENSION_FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
 _SAMPLES = 256
-# Effective number of draws that an outcome must leave, on average.
-_ENOUGH = 20.0
-# Smallest gain, as a share of the reward's scale, that exceeds the error of the simulation.
-_LEAST_GAIN = 0.0005
-# An extension with at least this share of the recipe's largest gain is chosen if its gain per compute is higher.
-_CHEAPER = 0.5
+# Effective number of draws that must explain an outcome, on average.
+_MIN_EFFECTIVE_DRAWS = 20.0
+# Smallest gain, as a fraction of the reward's scale, that exceeds the error of the simulation.
+_MIN_GAIN = 0.0005
+# A step with at least this fraction of the recipe's largest gain is chosen if its gain per compute is higher.
+_CHEAP_SHARE = 0.5
 # An extension's evaluations are thinned to at most this many points.
 _MAX_POINTS = 64
-# Recipes are simulated if their chance of being best is at least `_COULD`, at most `_AT_MOST` of them. The others keep
-# their present draws.
-_COULD, _AT_MOST = 0.002, 10
-_ENDED = "a run of it ended before its budget and cannot be extended, as where its pool of prompts is exhausted"
+# Recipes are simulated if they are best with probability `_MIN_P_BEST` or more, and at most `_MAX_SIMULATED` of them.
+# The others keep their present draws.
+_MIN_P_BEST, _MAX_SIMULATED = 0.002, 10
+_ENDED_REASON = "a run of it ended before its budget and cannot be extended, as where its pool of prompts is exhausted"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Step(AsJson):
         compute: total compute of each run after the step, in the curves' unit.
         expected_gain: expected reduction of the loss, in reward; None where it cannot be computed.
         cost: compute that the step adds, over all runs, in the curves' unit.
-        reason: explanation in words.
+        reason: explanation of the step in words.
     """
 
     recipe: str
@@ -80,7 +80,7 @@ class Step(AsJson):
 
 @dataclass(frozen=True)
 class Settlement:
-    """State of the choice between recipes, and the steps that could settle it.
+    """State of the choice between recipes, and the steps that could decide it.
 
     Attributes:
         leader, p_wrong, margin: see `sweeps.decide.standing.Standing`; the ranking reports the same.
@@ -99,7 +99,13 @@ class Settlement:
 
 @dataclass(frozen=True)
 class Share:
-    """One recipe's share of a budget: compute added, the compute its run then reaches (`to`), and the reward there."""
+    """One recipe's part of a budget.
+
+    Attributes:
+        compute: compute added, over all its runs, in the curves' unit.
+        to: compute that a run of the recipe then reaches; None if nothing is added.
+        R: reward there, or at the present end if nothing is added; None where the fit may not be used there.
+    """
 
     recipe: str
     compute: float
@@ -114,8 +120,8 @@ class Split:
 
     Attributes:
         budget: compute to be split, in the curves' unit.
-        shares: share of each recipe.
-        steps: the steps that may settle the choice; they are paid for first.
+        shares: part of each recipe.
+        steps: steps that may decide the choice, which are paid for first.
         winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`; None if its
             expected loss exceeds the margin.
         commit: start and end compute of the winner's continued run; None if nothing is committed.
@@ -130,8 +136,10 @@ class Split:
     sentence: str
 
 
-class _Future:
+class _Simulation:
     """Draws of A of the recipes that could be best, now and after possible steps, with common random numbers.
+
+    Shapes: K joint draws of the fits, J simulated outcomes (`_OUTCOMES`), L draws sampled per outcome (`_SAMPLES`).
 
     Args:
         fits: fits of every recipe.
@@ -144,39 +152,39 @@ class _Future:
         top = np.max(asymptotes, axis=0)
         best = np.array([float((theta == top).mean()) for theta in asymptotes])
         order = [int(i) for i in np.argsort(-best, kind="stable")]
-        # Simulate the recipes that could be best, and the one that would be chosen now.
+        # Simulate the recipes that could be best, and the leader, which would be chosen now.
         leader = [i for i, fit in enumerate(fits) if fit.recipe == standing.leader]
-        self.near = sorted({*leader, *(i for i in order[:_AT_MOST] if best[i] >= _COULD)})
-        self.theta = {i: asymptotes[i] for i in self.near}
-        self._rows = {i: standing.drawn[i].rows for i in self.near}
-        self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.near}
-        # Keep only the highest A of the other recipes: the loss depends on nothing else of them.
-        self._rest = np.full((_OUTCOMES, _SAMPLES), -np.inf)
+        self.simulated = sorted({*leader, *(i for i in order[:_MAX_SIMULATED] if best[i] >= _MIN_P_BEST)})
+        self.theta = {i: asymptotes[i] for i in self.simulated}
+        self._rows = {i: standing.drawn[i].rows for i in self.simulated}
+        self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.simulated}
+        # Of the other recipes keep only the highest A, on which the loss depends.
+        self._best_other = np.full((_OUTCOMES, _SAMPLES), -np.inf)
         for i in range(len(asymptotes)):
             if i not in self.theta:
-                np.maximum(self._rest, self._sample(fits[i], asymptotes[i]), out=self._rest)
-        # Store the indices of sampled draws, not their values: the values would take four times the memory, 50
-        # megabytes.
-        self._after: dict[tuple[int, str, float], NDArray[np.uint16]] = {}
+                np.maximum(self._best_other, self._sample(fits[i], asymptotes[i]), out=self._best_other)
+        # Posterior samples are stored as indices of draws: as values they would take four times the memory, 50 MB.
+        self._posterior_indices: dict[tuple[int, str, float], NDArray[np.uint16]] = {}
         self.loss = float(self._losses(list(self._prior.values())).mean(axis=(1, 2)).min())
-        self.worth = _LEAST_GAIN * max(fit.curve.scale for fit in fits)
+        self.min_gain = _MIN_GAIN * max(fit.curve.scale for fit in fits)
 
     def _losses(self, samples: Sequence[Array]) -> Array:
-        """Return the loss of choosing each recipe: the best A minus its own. Shapes: (J, L) each -> (R, J, L)."""
+        """Return the loss of choosing each of R recipes, the best A minus its A; (J, L) per recipe -> (R, J, L)."""
         stacked = np.stack(samples)
-        losses: Array = np.maximum(stacked.max(axis=0), self._rest) - stacked
+        losses: Array = np.maximum(stacked.max(axis=0), self._best_other) - stacked
         return losses
 
     def _sample(self, fit: Fit, theta: Array) -> Array:
+        """Sample from draws of a recipe's A, (K,) -> (J, L); the same indices at each call for one recipe."""
         rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 4)
-        drawn: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
-        return drawn
+        samples: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
+        return samples
 
     def loss_after(self, steps: Mapping[int, Step]) -> float:
-        """Return the expected loss of the choice after these steps. steps: by index of the recipe.
+        """Return the expected loss of the choice after the given steps, by index of their recipe.
 
-        The choice is made on half of an outcome's draws and judged on the other half, so that it cannot profit from the
-        simulation's own noise.
+        The recipe is chosen on half of an outcome's samples and its loss is computed on the other half. So the choice
+        cannot profit from the noise of the simulation.
         """
         samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in self._prior.items()]
         losses = self._losses(samples)
@@ -188,7 +196,7 @@ class _Future:
     def _posterior(self, i: int, step: Step) -> Array:
         """Return samples of a recipe's A after each of J simulated outcomes of a step, (J, L)."""
         key = (i, step.action, step.compute)
-        if key not in self._after:
+        if key not in self._posterior_indices:
             fit, theta = self.fits[i], self.theta[i]
             rng = np.random.default_rng(zlib.crc32(repr((fit.recipe, *key[1:])).encode()))
             # Take the true values at even quantiles of A, which is less noisy than drawing them.
@@ -202,31 +210,31 @@ class _Future:
             cumulative = np.cumsum(weight, axis=1)
             position = rng.random((_OUTCOMES, _SAMPLES)) * cumulative[:, -1:]
             rows = [np.searchsorted(c, p).clip(max=len(theta) - 1) for c, p in zip(cumulative, position, strict=True)]
-            self._after[key] = np.stack(rows).astype(np.uint16)
-        samples: Array = self.theta[i][self._after[key]]
+            self._posterior_indices[key] = np.stack(rows).astype(np.uint16)
+        samples: Array = self.theta[i][self._posterior_indices[key]]
         return samples
 
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
-    """Return the signal of one more seed under each draw, in units of its error. Shapes: (K,) -> (K, 1)."""
-    # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. Together
-    # these are `seeds` times the variance of the mean that `theta` draws.
+    """Return what one more seed would measure under each draw of A (K,), in units of its error; (K, 1)."""
+    # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. Its
+    # variance is `seeds` times that of `theta`, which draws a mean over seeds.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
     return signal
 
 
 def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Array:
-    """Return the signal of an extension under each draw: the curve there, in units of the noise; (K, q).
+    """Return what an extension would measure under each draw: the curve there, in units of the noise; (K, q).
 
-    Only the few directions in which the curves of the draws differ are kept (singular value decomposition).
+    The curves are reduced to the q directions in which they differ most (singular value decomposition, q <= 6).
     """
     assert fit.outlook is not None
-    added = _added_compute(fit, to)
-    kept = added[np.unique(np.linspace(0, len(added) - 1, min(len(added), _MAX_POINTS)).astype(np.intp))]
-    # Noise per kept point, so that the mean of the kept points is as certain as the mean of all.
-    variance = float(np.mean(fit.outlook.noise**2)) / len(added) * len(kept) / fit.seeds
-    # Use the curves that belong to the asymptotes being compared, draw by draw.
-    curves = fit.outlook.at(kept)
+    computes = _extension_computes(fit, to)
+    thinned = computes[np.unique(np.linspace(0, len(computes) - 1, min(len(computes), _MAX_POINTS)).astype(np.intp))]
+    # Noise per thinned point, so that their mean is as certain as the mean of all points.
+    variance = float(np.mean(fit.outlook.noise**2)) / len(computes) * len(thinned) / fit.seeds
+    # Row k of the curves must belong to draw k of the asymptotes.
+    curves = fit.outlook.at(thinned)
     paths = curves if rows is None else curves[rows]
     paths = (paths - paths.mean(0)) / np.sqrt(max(variance, 1e-14))
     u, s, _ = np.linalg.svd(paths, full_matrices=False)
@@ -234,8 +242,8 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
     return signal
 
 
-def _added_compute(fit: Fit, to: float) -> Array:
-    """Return the computes of an extension's evaluations, at the median spacing of the window; (m,)."""
+def _extension_computes(fit: Fit, to: float) -> Array:
+    """Return the computes (m,) of an extension's evaluations, at the median spacing of those in the window."""
     assert fit.window is not None
     end = fit.window[1]
     count = max(1, round((to - end) / max(spacing(fit), 1e-12 * end)))
@@ -243,48 +251,61 @@ def _added_compute(fit: Fit, to: float) -> Array:
 
 
 def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -> Array:
-    """Return each draw's weight by its likelihood of each truth's outcome; (K, q), (J,) -> (J, K), rows sum to 1."""
+    """Weight all draws by how well they explain the simulated outcome of each true draw.
+
+    Args:
+        signal: what a step would measure under each draw, in units of the noise, (K, q).
+        truth: index of the true draw of each outcome, (J,).
+        rng: source of the outcomes' noise.
+
+    Returns:
+        Weights (J, K), which sum to 1 over the draws.
+    """
     noise = rng.standard_normal((len(truth), signal.shape[1]))
     scale = 1.0
     while True:
         observed = signal[truth] / scale + noise
         # Squared distances of outcomes to all draws, |o|^2 - 2 o.s + |s|^2: (J, K) without a (J, K, q) array.
         distance = (observed**2).sum(1)[:, None] - 2 * observed @ signal.T / scale + (signal**2).sum(1) / scale**2
-        # Exclude the true draw itself: with few draws left it would make the outcome look too informative.
+        # Exclude the true draw: where few draws explain an outcome, it would make the outcome look too informative.
         distance[np.arange(len(truth)), truth] = np.inf
         weight = np.exp(-0.5 * (distance - distance.min(1, keepdims=True)))
         weight /= weight.sum(1, keepdims=True)
-        if float(np.mean(1 / (weight**2).sum(1))) >= _ENOUGH or scale > 1e9:
+        if float(np.mean(1 / (weight**2).sum(1))) >= _MIN_EFFECTIVE_DRAWS or scale > 1e9:
             return np.asarray(weight)
         # Too few draws explain the outcomes: raise the noise.
         scale *= 1.5
 
 
 def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[Fit]]:
-    """Group recipes that are alternatives to each other: equal in every factor except `apart_from`."""
+    """Group fits whose recipes are alternatives to each other: equal in every factor except `apart_from`."""
     groups: dict[tuple[str, ...], list[Fit]] = {}
     for fit in fits:
-        alike = tuple(value for name, value in fit.curve.factors.items() if name != apart_from)
-        groups.setdefault(alike, []).append(fit)
+        levels = tuple(value for name, value in fit.curve.factors.items() if name != apart_from)
+        groups.setdefault(levels, []).append(fit)
     return list(groups.values())
 
 
 def _contenders(fits: Sequence[Fit]) -> list[Fit]:
-    """Return the fits whose curve informs on the asymptote; only these are simulated."""
-    return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None and fit.lookout is not None]
+    """Return the fits whose curve informs on the asymptote; only their steps are simulated."""
+    return [
+        fit
+        for fit in fits
+        if fit.verdict in _CONTENDER_VERDICTS and fit.draws is not None and fit.outlook_inputs is not None
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The current state of a choice, and its simulated future, computed at first use."""
+    """The current state of the choice between recipes, and its simulated future."""
 
     fits: Sequence[Fit]
     standing: Standing
 
     @cached_property
-    def future(self) -> _Future:
+    def future(self) -> _Simulation:
         """Simulated outcomes of the possible next steps, computed at first use."""
-        return _Future(self.fits, self.standing)
+        return _Simulation(self.fits, self.standing)
 
 
 def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
@@ -297,7 +318,7 @@ def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
 
 
 def settle(choice: Choice, limit: float | None = None) -> Settlement:
-    """Return the best next step of each recipe for deciding which one has the highest asymptote.
+    """Find the best next step of each recipe for deciding which recipe has the highest asymptote.
 
     Args:
         choice: the choice between recipes, see `choice_of`.
@@ -307,87 +328,87 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     """
     fits, standing = choice.fits, choice.standing
     contenders = _contenders(fits)
-    cures = [_cure(fit) for fit in fits if fit not in contenders]
-    cures = [step for step in cures if limit is None or step.cost <= limit]
+    remedies = [_remedy_step(fit) for fit in fits if fit not in contenders]
+    remedies = [step for step in remedies if limit is None or step.cost <= limit]
     if len(fits) < 2:
-        return _settlement(standing, cures, "nothing to compare: only one recipe", settled=False)
+        return _settlement(standing, remedies, "nothing to compare: only one recipe", settled=False)
     if standing.decided:
-        # The compared recipes need no more runs; only those without a curve could still change the choice. The wording
-        # avoids "settled" where the choice is known but its asymptote is not.
-        named = standing.leader in standing.ranked
-        state = "settled" if named else "no further run is needed to choose"
-        return _settlement(standing, cures, f"{state}: {outcome_sentence(standing)}", settled=True)
+        # Only recipes without a curve could still change the choice. The wording avoids "settled" where the choice is
+        # known but its asymptote is not.
+        identifiable = standing.leader in standing.ranked
+        state = "settled" if identifiable else "no further run is needed to choose"
+        return _settlement(standing, remedies, f"{state}: {outcome_sentence(standing)}", settled=True)
     sentence = f"not settled: {outcome_sentence(standing).removeprefix('undecided: ')}"
     steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
-    chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
-    if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < choice.future.worth:
-        # Only one step is looked ahead: several together may help where no single one can change the choice.
+    ordered = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
+    if max((step.expected_gain or 0.0 for step in ordered), default=0.0) < choice.future.min_gain:
+        # Only single steps are simulated: several together may help where no single step can change the choice.
         sentence += "; no single step is expected to change that, several seeds might"
-    return _settlement(standing, [*chosen, *cures], sentence, settled=False)
+    return _settlement(standing, [*ordered, *remedies], sentence, settled=False)
 
 
 def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settled: bool) -> Settlement:
     return Settlement(standing.leader, standing.p_wrong, standing.margin, tuple(steps), sentence, settled)
 
 
-def _options(fit: Fit, limit: float | None) -> list[Step]:
-    """Return the possible steps of a contender within the cost limit; gains are not computed yet."""
+def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
+    """Return the possible steps of a recipe within the cost limit, without their gains and reasons."""
     assert fit.window is not None
     end = fit.window[1]
-    # 4 x C_mid is where a curve usually bounds its asymptote.
-    targets = {factor * end for factor in _FACTORS}
-    if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
+    # At 4 x C_mid a curve usually bounds its asymptote.
+    targets = {factor * end for factor in _EXTENSION_FACTORS}
+    if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _EXTENSION_FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
-    extended = sorted(targets if not fit.curve.ended else ())
-    steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in extended]
+    ends = sorted(targets if not fit.curve.ended else ())
+    steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in ends]
     if fit.verdict != "pre_inflection":
         # Another run that also ends before the bend would not show where the curve leads.
         steps.append(Step(fit.recipe, "seed", end, None, end, ""))
     return [step for step in steps if limit is None or step.cost <= limit]
 
 
-def _judged(fit: Fit, step: Step, gain: float) -> Step:
+def _with_gain(fit: Fit, step: Step, gain: float) -> Step:
     """Return the step with its expected gain and its reason in words."""
     assert fit.window is not None
-    what = (
+    description = (
         f"{step.compute / fit.window[1]:.2g} x its window, each of {counted(fit.seeds, 'run')}"
         if step.action == "extend"
         else f"a run like the {fit.seeds} it has"
     )
     note = "" if fit.identifiable else f"; A is not identifiable yet ({fit.verdict})"
     if fit.verdict == "pre_inflection" and step.action == "extend":
-        what = _cure(fit).reason
+        description = _remedy_step(fit).reason
         note = f"; to {step.compute / fit.window[1]:.2g} x at first"
-    return replace(step, expected_gain=max(gain, 0.0), reason=what + note)
+    return replace(step, expected_gain=max(gain, 0.0), reason=description + note)
 
 
-def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
-    """Return the step with the most gain per cost among those with at least `_CHEAPER` of the recipe's largest gain."""
+def _best_step(future: _Simulation, i: int, limit: float | None) -> Step | None:
+    """Return the step with the most gain per cost among those with at least `_CHEAP_SHARE` of the largest gain."""
     fit = future.fits[i]
-    # A recipe that is practically out of the race cannot change the choice: its gain is 0.
-    judged = [
-        _judged(fit, step, future.loss - future.loss_after({i: step}) if i in future.near else 0.0)
-        for step in _options(fit, limit)
+    # A recipe that is almost surely not best is not simulated, and cannot change the choice: its gain is 0.
+    candidates = [
+        _with_gain(fit, step, future.loss - future.loss_after({i: step}) if i in future.simulated else 0.0)
+        for step in _possible_steps(fit, limit)
     ]
-    if not judged:
+    if not candidates:
         return None
-    most = max(step.expected_gain or 0.0 for step in judged)
-    enough = [step for step in judged if (step.expected_gain or 0.0) >= _CHEAPER * most]
-    return max(enough, key=lambda step: ((step.expected_gain or 0.0) / step.cost, -step.cost))
+    largest = max(step.expected_gain or 0.0 for step in candidates)
+    gainful = [step for step in candidates if (step.expected_gain or 0.0) >= _CHEAP_SHARE * largest]
+    return max(gainful, key=lambda step: ((step.expected_gain or 0.0) / step.cost, -step.cost))
 
 
-def _cure(fit: Fit) -> Step:
-    """Return the step that could make a refused recipe's asymptote identifiable; its gain is unknown."""
+def _remedy_step(fit: Fit) -> Step:
+    """Return the step that could make an unidentifiable asymptote identifiable; its gain is unknown."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing" or fit.curve.ended:
-        reason = f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED}" if fit.curve.ended else "")
+        reason = f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED_REASON}" if fit.curve.ended else "")
         return Step(fit.recipe, "seed", end, None, end, reason)
     factor = 2.0
     if fit.verdict == "too_few_points":
         factor = max(factor, _enough_evaluations(fit) / end)
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
-        factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _FACTORS[-1]))
-        more = f"at least {factor:g}" if factor == _FACTORS[-1] else f"about {factor:.2g}"
+        factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _EXTENSION_FACTORS[-1]))
+        more = f"at least {factor:g}" if factor == _EXTENSION_FACTORS[-1] else f"about {factor:.2g}"
         reason = f"needs {more} x the compute so far: the bend is not in the window"
     else:
         reason = f"{fit.verdict}: {fit.reason}"
@@ -405,12 +426,12 @@ def _enough_evaluations(fit: Fit) -> float:
 
 
 def split_budget(choice: Choice, budget: float) -> Split:
-    """Split a budget of further compute over recipes: first to settle the choice, then the remainder to the winner.
+    """Split a budget of further compute over recipes: first for deciding the choice, the remainder for the winner.
 
-    Steps are chosen one by one, by expected gain per compute, each judged together with the steps before it, and at
-    most one per recipe. This ends when the choice is decided, no step is worth anything, or the budget is spent. The
-    remainder continues one run of the recipe with the smallest expected loss, if that loss (before the steps) is within
-    the margin; otherwise it is kept. Plan again when results are in.
+    If the choice is not decided yet, steps are chosen one by one, by expected gain per compute on top of the steps
+    before, at most one per recipe, until no step has a gain or the budget is spent. The remainder continues one run of
+    the recipe with the smallest expected loss, if that loss (before the steps) is within the margin; otherwise it is
+    kept. Plan again when the results are known.
 
     Args:
         choice: the choice between recipes, see `choice_of`.
@@ -423,80 +444,90 @@ def split_budget(choice: Choice, budget: float) -> Split:
     check_budget(budget)
     contenders = _contenders(fits)
     if not contenders:
-        return _split_cures(fits, budget)
+        return _split_over_remedies(fits, budget)
     future = choice.future
-    taken: dict[int, Step] = {}
-    loss_now, left = future.loss, budget
+    paid_steps: dict[int, Step] = {}
+    loss_now, remaining = future.loss, budget
     while not standing.decided:
-        offers = [
-            (i, _judged(fits[i], step, loss_now - future.loss_after({**taken, i: step})))
-            for i in future.near
-            if i not in taken and fits[i] in contenders
-            for step in _options(fits[i], left)
+        candidates = [
+            (i, _with_gain(fits[i], step, loss_now - future.loss_after({**paid_steps, i: step})))
+            for i in future.simulated
+            if i not in paid_steps and fits[i] in contenders
+            for step in _possible_steps(fits[i], remaining)
         ]
-        offers = [(i, step) for i, step in offers if (step.expected_gain or 0.0) >= future.worth]
-        if not offers:
+        candidates = [(i, step) for i, step in candidates if (step.expected_gain or 0.0) >= future.min_gain]
+        if not candidates:
             break
-        i, step = max(offers, key=lambda offer: (offer[1].expected_gain or 0.0) / offer[1].cost)
-        taken[i] = step
-        loss_now, left = loss_now - (step.expected_gain or 0.0), left - step.cost
+        i, step = max(candidates, key=lambda candidate: (candidate[1].expected_gain or 0.0) / candidate[1].cost)
+        paid_steps[i] = step
+        loss_now, remaining = loss_now - (step.expected_gain or 0.0), remaining - step.cost
     leader = next((fit for fit in contenders if fit.recipe == standing.leader), None)
     loss = standing.losses[leader.recipe] if leader is not None else np.inf
-    steps = {fits[i].recipe: step for i, step in taken.items()}
+    steps = {fits[i].recipe: step for i, step in paid_steps.items()}
     if leader is not None and loss <= standing.margin and not leader.curve.ended:
-        return _split(fits=fits, winner=leader, taken=steps, budget=budget, left=left, sentence="")
-    kept = f"keep the rest ({left:.4g}) until the results are in, then plan again" if left > 0 else "nothing is left"
+        return _make_split(fits=fits, winner=leader, paid_steps=steps, budget=budget, remaining=remaining, sentence="")
+    outlook = (
+        f"keep the rest ({remaining:.4g}) until the results are in, then plan again"
+        if remaining > 0
+        else "nothing is left"
+    )
     if leader is None:
         why = "no recipe has a curve that rises to what it comes to"
     elif loss <= standing.margin:
-        why = f"as it stands the winner is {leader.recipe}, and {_ENDED}"
+        why = f"as it stands the winner is {leader.recipe}, and {_ENDED_REASON}"
     else:
         why = (
             f"the best choice so far, {leader.recipe}, is expected to lie {loss:.3f} below the highest asymptote, more "
             f"than the margin {standing.margin:g}"
         )
-        if not steps and left > 0:
-            kept = (
-                f"nothing that this pays for is expected to change that: keep it ({left:.4g}) for seeds or more of it"
-            )
-    return _split(
+        if not steps and remaining > 0:
+            outlook = "nothing that this pays for is expected to change that: "
+            outlook += f"keep it ({remaining:.4g}) for seeds or more of it"
+    return _make_split(
         fits=fits,
         winner=None,
-        taken=steps,
+        paid_steps=steps,
         budget=budget,
-        left=left,
-        sentence=f"no recipe is committed to: {why}; {kept}",
+        remaining=remaining,
+        sentence=f"no recipe is committed to: {why}; {outlook}",
     )
 
 
-def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
-    """Split a budget where no recipe has a curve yet: pay for the runs that could show one, cheapest first."""
-    left, taken = budget, {}
-    for step in sorted(map(_cure, fits), key=lambda s: (s.cost, s.recipe)):
-        if step.cost <= left:
-            taken[step.recipe] = step
-            left -= step.cost
+def _split_over_remedies(fits: Sequence[Fit], budget: float) -> Split:
+    """Split a budget where no recipe has a curve yet: pay for the runs that could show a curve, cheapest first."""
+    remaining, paid_steps = budget, {}
+    for step in sorted(map(_remedy_step, fits), key=lambda s: (s.cost, s.recipe)):
+        if step.cost <= remaining:
+            paid_steps[step.recipe] = step
+            remaining -= step.cost
     sentence = "no recipe has a curve yet, so there is none to commit to"
-    sentence += f": keep the rest ({left:.4g}) until the results are in" if left > 0 else ""
-    return _split(fits=fits, winner=None, taken=taken, budget=budget, left=left, sentence=sentence)
+    sentence += f": keep the rest ({remaining:.4g}) until the results are in" if remaining > 0 else ""
+    return _make_split(
+        fits=fits, winner=None, paid_steps=paid_steps, budget=budget, remaining=remaining, sentence=sentence
+    )
 
 
-def _split(
-    fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], budget: float, left: float, sentence: str
+def _make_split(
+    fits: Sequence[Fit],
+    winner: Fit | None,
+    paid_steps: Mapping[str, Step],
+    budget: float,
+    remaining: float,
+    sentence: str,
 ) -> Split:
-    """Assemble the split; `sentence` is used if the remainder is not committed to a recipe."""
+    """Assemble the split from the paid steps; `sentence` is used if nothing is committed to a winner."""
     shares, commit = [], None
     for fit in fits:
-        step = taken.get(fit.recipe)
+        step = paid_steps.get(fit.recipe)
         end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
         to, cost, reason = end, 0.0, "nothing: it would not change the choice"
-        if fit.verdict not in _CONTENDS:
-            reason = f"nothing: what it would bring cannot be computed; {_cure(fit).reason}"
+        if fit.verdict not in _CONTENDER_VERDICTS:
+            reason = f"nothing: what it would bring cannot be computed; {_remedy_step(fit).reason}"
         if step is not None:
             to, cost, reason = step.compute, step.cost, f"{step.action}: {step.reason}"
-        if winner is fit and left > 0:
+        if winner is fit and remaining > 0:
             start = to if step is not None and step.action == "extend" else end
-            to, cost = start + left, cost + left
+            to, cost = start + remaining, cost + remaining
             commit = (start, to)
             sentence = (
                 f"commit the rest to the winner: as it stands {fit.recipe}; continue a run of it from compute "
@@ -504,12 +535,12 @@ def _split(
             )
             reason = "the rest" if step is None else f"{reason}; then the rest"
         shares.append(Share(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
-    if winner is not None and left <= 0:
+    if winner is not None and remaining <= 0:
         sentence = f"nothing is left to commit to a winner; as it stands that is {winner.recipe}"
     return Split(
         budget=budget,
         shares=tuple(shares),
-        steps=tuple(taken.values()),
+        steps=tuple(paid_steps.values()),
         winner=winner.recipe if winner else None,
         commit=commit,
         sentence=sentence,

@@ -20,20 +20,20 @@ from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED, Array, Curve
 from sweeps.decide.efficiency import TAIL, Ratio
 from sweeps.decide.reach import common_reward, first_above
-from sweeps.decide.standing import CONFIDENCE, joint, margin_of
+from sweeps.decide.standing import CONFIDENCE, draw_asymptotes, margin_of
 from sweeps.errors import UserError
-from sweeps.fit.fit import Fit, Interval, shown
+from sweeps.fit.fit import Fit, Interval, format_interval
 from sweeps.fit.forecast import DRAWS, generator
-from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
+from sweeps.fit.predict import is_supported, paths, paths_over_seeds, quantiles, readable
 from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 from sweeps.terminal import counted
 
-# Number of last evaluations of a run, up to the common compute, whose mean is its reward there when pairing seeds.
-_NEAR = 3
-_LOOKS = 201
-# Degrees of freedom of the prior in `pairing_of_two`, as in a study of three recipes and three seeds. They are few
-# enough that an unusual pair shows.
+# When pairing seeds, the reward of a run at the common compute is the mean of this many evaluations up to it.
+_LAST_EVALUATIONS = 3
+_GRID_SIZE = 201
+# Degrees of freedom of the prior in `pairing_of_two`, as in a study of three recipes and three seeds: few enough that
+# the data of an unusual pair outweigh it.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal: a two-sided test at 5%.
 SURE = 1.959964
@@ -41,30 +41,30 @@ SURE = 1.959964
 POWER = SURE + 0.841621
 MOST_SEEDS = 10_000
 
-# (recipe, compute) -> the newest passes by prompt at or before that compute, by seed.
+# Function (recipe, compute) -> by seed, the newest passes of each prompt at or before that compute.
 PromptPasses = Callable[[str, float], Mapping[str, Passes]]
 
 
 @dataclass(frozen=True)
 class Difference(AsJson):
-    """One comparison. Differences are `recipe` minus `other`, in reward, with 95% bounds.
+    """Comparison of two recipes. Differences are `recipe` minus `other`, in reward, with 95% bounds.
 
     Attributes:
         recipe, other: labels.
         compute: largest compute that both have spent, in the curves' unit.
-        R: difference of rewards there.
-        R_on_prompts: the same, treating the held-out prompts as a sample of all prompts, so including their sampling
-            error; None where passes by prompt are unknown for one recipe, or the prompts differ.
+        R: difference of rewards at `compute`.
+        R_on_prompts: R with the sampling error of the held-out prompts added, which are treated as a sample of all
+            prompts; None where passes by prompt are unknown for one recipe, or the prompts differ.
         R_at_budget: forecast difference at the budget; None without a budget, or too far beyond the data.
         A: difference of the asymptotes; None where one of the curves does not rise.
         ratio: compute of `recipe` to a reward that both reach, over that of `other`; None where unknown.
-        p_neither: share of the draws in which neither reaches this reward; `ratio` leaves them out. None without a
+        p_neither: fraction of the draws in which neither reaches that reward, which `ratio` leaves out; None without a
             ratio.
         p_higher: probability that `recipe` has the higher reward at `compute`.
-        seeds: number of seeds of the recipe with fewer seeds.
-        paired: how the two are paired: "seed", "prompt", both or neither.
+        seeds: number of seeds, of the recipe with fewer.
+        paired: what the recipes are paired by: "seed", "prompt", both or neither.
         seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `MOST_SEEDS`.
-        told: `higher`, `lower`, `same` or `not told apart`.
+        verdict: `higher`, `lower`, `same` (within the margin) or `not told apart`.
     """
 
     recipe: str
@@ -79,9 +79,11 @@ class Difference(AsJson):
     seeds: int
     paired: tuple[str, ...]
     seeds_needed: int | None
-    told: str
+    verdict: str
     sentence: str
     p_neither: float | None = None
+
+    JSON: ClassVar = {"verdict": "told"}
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ class Comparisons(AsJson):
 
 
 @dataclass(frozen=True, eq=False)
-class _Drawn:
-    """Draws of one comparison; (K,) each unless None."""
+class _PairDraws:
+    """Draws of the quantities of one comparison, see `Difference`; (K,) each, None where unknown."""
 
     compute: float
     reward: Array
@@ -121,39 +123,39 @@ def compare(
 
     Args:
         fits: fits of the whole study; the common effect of a seed is estimated from all of them.
-        pairs: labels of the recipes to compare, two by two; bounds hold for all pairs at once.
+        pairs: labels of the two recipes of each comparison; bounds hold for all pairs at once.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
         margin: recipes within this of each other count as equal, in reward; None for 0.02 of the reward's scale.
-        passes: returns which prompts the runs of a recipe passed; None where that was not recorded.
+        passes: function that returns which prompts the runs of a recipe passed; None where that was not recorded.
 
     Raises:
-        UserError: an unknown recipe, a recipe compared with itself, one without a forecast, or an invalid margin.
+        UserError: a recipe is unknown, compared with itself or without a forecast, or the margin is invalid.
     """
     margin = margin_of(fits, margin)
     by_name = {fit.recipe: fit for fit in fits}
     for pair in pairs:
-        _check(pair, by_name)
-    asymptotes = {fit.recipe: one.asymptote() for fit, one in zip(fits, joint(fits), strict=True)}
+        _check_pair(pair, by_name)
+    asymptotes = {fit.recipe: one.asymptote() for fit, one in zip(fits, draw_asymptotes(fits), strict=True)}
 
     scale = max(fit.curve.scale for fit in fits)
 
-    @cache  # pairs share few distinct computes, and each call reads all recipes' points
+    @cache  # pairs have few distinct computes, and each call reads the points of all recipes
     def near(compute: float) -> Mapping[str, SeedExcess]:
         return {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
 
     def pairing(one: str, two: str, compute: float) -> Pairing | None:
         return pairing_of_two(one, two, near(compute), scale)
 
-    drawn = [_drawn(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
-    rewards = _bounds([draws.reward for draws in drawn])
-    on_prompts = _bounds_where([draws.on_prompts for draws in drawn])
-    at_budget = _bounds_where([draws.at_budget for draws in drawn])
-    asymptote = _bounds_where([draws.asymptote for draws in drawn])
-    level = _tail([draws.ratio.draws for draws in drawn if draws.ratio is not None])
-    ratio = [None if draws.ratio is None else draws.ratio.interval(level) for draws in drawn]
+    draws_by_pair = [_draw_pair(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
+    rewards = _bounds([draws.reward for draws in draws_by_pair])
+    on_prompts = _bounds_where([draws.on_prompts for draws in draws_by_pair])
+    at_budget = _bounds_where([draws.at_budget for draws in draws_by_pair])
+    asymptote = _bounds_where([draws.asymptote for draws in draws_by_pair])
+    tail = _tail([draws.ratio.draws for draws in draws_by_pair if draws.ratio is not None])
+    ratio = [None if draws.ratio is None else draws.ratio.interval(tail) for draws in draws_by_pair]
     rows = []
-    for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
-        seeds = min(by_name[one].informing, by_name[two].informing)
+    for n, ((one, two), draws) in enumerate(zip(pairs, draws_by_pair, strict=True)):
+        seeds = min(by_name[one].informative_seeds, by_name[two].informative_seeds)
         row = Difference(
             recipe=one,
             other=two,
@@ -167,7 +169,7 @@ def compare(
             seeds=seeds,
             paired=draws.paired,
             seeds_needed=seeds_needed(draws.reward, seeds, margin),
-            told=_verdict(rewards[n], margin),
+            verdict=_verdict(rewards[n], margin),
             sentence="",
             p_neither=None if draws.ratio is None else draws.ratio.p_neither,
         )
@@ -177,7 +179,7 @@ def compare(
     )
 
 
-def _check(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
+def _check_pair(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
     """Refuse a pair of recipes that cannot be compared.
 
     Raises:
@@ -192,43 +194,44 @@ def _check(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
         raise UserError(f"{pair[0]}: is compared with itself; name two recipes")
 
 
-def _drawn(
+def _draw_pair(
     one: Fit,
     two: Fit,
     pairing_at: Callable[[str, str, float], Pairing | None],
     asymptotes: Mapping[str, Array],
     budget: float | None,
     passes: PromptPasses | None,
-) -> _Drawn:
-    """Make the draws of one comparison, from which its bounds and probabilities are read."""
+) -> _PairDraws:
+    """Draw the quantities of one comparison; `pairing_at` returns the seed pairing of two recipes at a compute."""
     assert one.window is not None and two.window is not None
     compute = min(one.window[1], two.window[1])
     pairing = pairing_at(one.recipe, two.recipe, compute)
-    reward = apart(one, two, compute, pairing)
-    error = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
+    reward = reward_difference(one, two, compute, pairing)
+    prompt_sd = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
     rng = generator(f"{one.recipe} {two.recipe}", "pair")
-    on_prompts = None if error is None else reward + error * rng.standard_normal(DRAWS)
-    ahead = budget is not None and within(one, budget) and within(two, budget)
-    rises = not {one.verdict, two.verdict} & {"flat", "decreasing"}
-    return _Drawn(
+    on_prompts = None if prompt_sd is None else reward + prompt_sd * rng.standard_normal(DRAWS)
+    can_forecast = budget is not None and is_supported(one, budget) and is_supported(two, budget)
+    both_rise = not {one.verdict, two.verdict} & {"flat", "decreasing"}
+    return _PairDraws(
         compute=compute,
         reward=reward,
         on_prompts=on_prompts,
-        at_budget=apart(one, two, budget, pairing) if ahead and budget is not None else None,
-        asymptote=asymptotes[one.recipe] - asymptotes[two.recipe] if rises else None,
+        at_budget=reward_difference(one, two, budget, pairing) if can_forecast and budget is not None else None,
+        asymptote=asymptotes[one.recipe] - asymptotes[two.recipe] if both_rise else None,
         ratio=compute_ratio(one, two, compute),
-        paired=tuple(name for name, known in (("seed", pairing is not None), ("prompt", error is not None)) if known),
+        paired=tuple(
+            name for name, is_paired in (("seed", pairing is not None), ("prompt", prompt_sd is not None)) if is_paired
+        ),
     )
 
 
-def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
-    """Return draws of the difference of rewards at a compute, over all seeds; (K,).
+def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
+    """Return draws of the difference of rewards `one` - `two` at a compute, over all seeds; (K,).
 
     Args:
-        one: a readable fit.
-        two: another readable fit, which is subtracted.
+        one, two: fits with forecasts, see `sweeps.fit.predict.readable`.
         compute: where to compare, in the curves' unit.
-        pairing: remaining spread of the difference within shared seeds; None where the recipes are not paired.
+        pairing: spread that remains within shared seeds; None where the recipes are not paired.
     """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
@@ -241,62 +244,68 @@ def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
     )
 
 
-def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
-    """Return the seed pairing of two recipes at a compute; None unless both have the same two or more seeds.
+def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
+    """Return the seed pairing of two recipes; None unless both have the same seeds, two or more.
 
-    Its spread is the variance of the two recipes' differences by seed, shrunk towards a usual value: the median
-    residual variance of all recipes with these seeds that reached this compute (the median, because some recipes are
-    far noisier), or the published spread if there are only these two. This is a moderated t statistic (Smyth 2004),
+    The spread of the pairing is the variance of the two recipes' differences by seed, shrunk towards a usual value: the
+    median residual variance of all recipes with these seeds that reached this compute (the median, because some recipes
+    are far noisier), or the published spread if there are only these two. This is a moderated t statistic (Smyth 2004),
     whose prior counts as `_PRIOR_DOF` degrees of freedom.
 
     Args:
         one, two: labels of the recipes.
-        near: `rewards_near` of all recipes of the study, by label.
+        offsets: `rewards_near` of all recipes of the study at the compute to compare, by label.
         scale: width of the reward's scale.
     """
-    seeds = sorted(near[one].offset)
-    if len(seeds) < 2 or sorted(near[two].offset) != seeds:
+    seeds = sorted(offsets[one].offset)
+    if len(seeds) < 2 or sorted(offsets[two].offset) != seeds:
         return None
-    alike = [excess for excess in near.values() if sorted(excess.offset) == seeds]
-    sampling = (near[one].sampling + near[two].sampling) / 2
-    apart_by = np.array([near[one].offset[seed] - near[two].offset[seed] for seed in seeds])
-    own_variance = float(apart_by.var(ddof=1)) / 2
-    usual = (BORROWED_SEED_SD * scale) ** 2 + sampling
-    if len(alike) > 2:
-        table = np.array([[excess.offset[seed] for seed in seeds] for excess in alike])
+    excesses = [excess for excess in offsets.values() if sorted(excess.offset) == seeds]
+    sampling = (offsets[one].sampling + offsets[two].sampling) / 2
+    differences = np.array([offsets[one].offset[seed] - offsets[two].offset[seed] for seed in seeds])
+    own_variance = float(differences.var(ddof=1)) / 2
+    prior_variance = (BORROWED_SEED_SD * scale) ** 2 + sampling
+    if len(excesses) > 2:
+        table = np.array([[excess.offset[seed] for seed in seeds] for excess in excesses])
         residual = table - table.mean(0)  # offsets are already relative to each recipe's mean
-        free = (len(seeds) - 1) * (1 - 1 / len(alike))
-        usual = float(np.median((residual**2).sum(1)) / chdtri(free, 0.5))  # chi squared's median is below its mean
+        degrees = (len(seeds) - 1) * (1 - 1 / len(excesses))
+        prior_variance = float(
+            np.median((residual**2).sum(1)) / chdtri(degrees, 0.5)
+        )  # chi squared's median is below its mean
     dof = len(seeds) - 1
-    variance = (_PRIOR_DOF * usual + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
+    variance = (_PRIOR_DOF * prior_variance + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
     # Keep at least the part of the published spread that sampling noise could hide.
     variance = max(variance, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
 
 def rewards_near(curve: Curve, compute: float) -> SeedExcess:
-    """Return the rewards of a recipe's seeds near a compute, relative to their mean; empty if a seed has too few."""
+    """Return each seed's reward near a compute relative to the seeds' mean; empty if a seed lacks evaluations there."""
     means, errors = {}, []
     for seed in sorted(set(curve.seed)):
         rows = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
-        last = np.flatnonzero(rows)[-_NEAR:]
-        if len(last) < _NEAR or seed.startswith(UNNAMED) or curve.compute[last[-1]] < 0.5 * compute:
+        last_rows = np.flatnonzero(rows)[-_LAST_EVALUATIONS:]
+        if (
+            len(last_rows) < _LAST_EVALUATIONS
+            or seed.startswith(UNNAMED)
+            or curve.compute[last_rows[-1]] < 0.5 * compute
+        ):
             return SeedExcess()
-        means[seed] = float(curve.reward[last].mean())
-        noise = curve.reward[last].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last] ** 2)
-        errors.append(float(noise) / len(last))
+        means[seed] = float(curve.reward[last_rows].mean())
+        noise = curve.reward[last_rows].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last_rows] ** 2)
+        errors.append(float(noise) / len(last_rows))
     middle = float(np.mean(list(means.values())))
     offset = {seed: mean - middle for seed, mean in means.items()}
     return SeedExcess(sum(value**2 for value in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
 
 
 def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
-    """Return the standard error, due to the choice of prompts, of a difference of pass rates on the same prompts.
+    """Return the standard error of a difference of pass rates on the same prompts that is due to the choice of prompts.
 
-    Squared, it is the variance of the difference between prompts, minus the part due to sampling, over the number of
-    prompts. Where rows name families, prompts of one family are not independent, so the variance is computed from sums
-    over families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if no seed of both was evaluated on
-    the same prompts, or if all of these are of one family.
+    Its square is the variance of the difference between prompts, minus the part due to sampling of completions, over
+    the number of prompts. Where the data set names families of prompts, prompts of one family are not independent, so
+    the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if
+    no seed of both was evaluated on the same prompts, or if all of these are of one family.
 
     Args:
         one: passes of one recipe's runs, by seed.
@@ -305,7 +314,7 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     seeds = [s for s in one if s in two and one[s].prompts == two[s].prompts]
     if not seeds:
         return None
-    # Keep the seeds with the same prompts as the first one; normally all seeds of a study share one set.
+    # Keep the seeds with the same prompts as the first seed; normally all seeds of a study have the same.
     seeds = [s for s in seeds if one[s].prompts == one[seeds[0]].prompts]
     rates = []
     sampling = []
@@ -318,17 +327,17 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
             sampling.append(np.where(scored > 1, rate * (1 - rate) / (scored - 1), np.nan))
         rates.append(rate)
     difference = rates[0] - rates[1]
-    known = np.isfinite(difference).all(0)
-    if known.sum() < 2:
+    is_graded = np.isfinite(difference).all(0)
+    if is_graded.sum() < 2:
         return None
-    noise = (sampling[0] + sampling[1])[:, known] / len(seeds) ** 2
+    noise = (sampling[0] + sampling[1])[:, is_graded] / len(seeds) ** 2
     # With one sample per prompt the sampling variance is unknown, so nothing is subtracted.
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
-    mean = difference[:, known].mean(0)
-    families = one[seeds[0]].families or ("",) * len(known)
-    # A prompt without a family is a family of its own.
-    labels = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[known]
-    _, number = np.unique(labels, return_inverse=True)
+    mean = difference[:, is_graded].mean(0)
+    families = one[seeds[0]].families or ("",) * len(is_graded)
+    # A prompt without a family counts as a family.
+    family_names = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[is_graded]
+    _, number = np.unique(family_names, return_inverse=True)
     sums = np.bincount(number, weights=mean - mean.mean())
     if len(sums) < 2:
         return None
@@ -340,15 +349,15 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
     """Draw the ratio of computes, `one` over `two`, to a reward that both reach by `compute`.
 
     Returns:
-        The ratio; None where one of them gains nothing, or neither ever reaches that reward.
+        The ratio; None where one recipe gains nothing, or no draw of either reaches that reward.
     """
-    looks = np.linspace(0, compute, _LOOKS)
-    ahead = [paths_over_seeds(fit, looks) for fit in (one, two)]
-    reward = common_reward([path[:, 0] for path in ahead], [path[:, -1] for path in ahead])
+    computes = np.linspace(0, compute, _GRID_SIZE)
+    draws = [paths_over_seeds(fit, computes) for fit in (one, two)]
+    reward = common_reward([rewards[:, 0] for rewards in draws], [rewards[:, -1] for rewards in draws])
     if reward is None:
         return None
-    ours, theirs = (first_above(path, looks, reward) for path in ahead)
-    ratio = Ratio.of(ours, theirs)
+    times_one, times_two = (first_above(rewards, computes, reward) for rewards in draws)
+    ratio = Ratio.of(times_one, times_two)
     return ratio if len(ratio.draws) else None
 
 
@@ -369,15 +378,15 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
 
 
 def deviation(draws: Array) -> float:
-    """Return the width of the draws' central 95% over 2 x 1.96: the standard deviation if they are normal."""
+    """Return a robust standard deviation: the width of the central 95% of the draws over 2 x 1.96."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return float(high - low) / (2 * SURE)
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
-    """Return `_bounds` of the known draws, None for the others."""
-    known = iter(_bounds([values for values in draws if values is not None]))
-    return [None if values is None else next(known) for values in draws]
+    """Return `_bounds` of the entries that are not None, and None for the others."""
+    bounds = iter(_bounds([values for values in draws if values is not None]))
+    return [None if values is None else next(bounds) for values in draws]
 
 
 def _bounds(draws: Sequence[Array]) -> list[Interval]:
@@ -387,7 +396,7 @@ def _bounds(draws: Sequence[Array]) -> list[Interval]:
 
 
 def _tail(draws: Sequence[Array]) -> float:
-    """Return the share of draws beyond either end of simultaneous 95% bounds.
+    """Return the tail probability of each set of draws at which their 95% bounds hold simultaneously.
 
     The bounds are quantiles of each set at one common level, chosen so that all hold at once (Besag et al. 1995,
     section 6.3). Where a set has fewer draws than the others (a ratio), Bonferroni's level is used instead.
@@ -402,36 +411,37 @@ def _tail(draws: Sequence[Array]) -> float:
     return float((count + 1 - extreme[math.ceil(CONFIDENCE * count) - 1]) / count)
 
 
-HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"
+HIGHER, LOWER, SAME, UNDECIDED = "higher", "lower", "same", "not told apart"
 
 
 def _verdict(difference: Interval, margin: float) -> str:
-    """Classify a difference by its bounds: higher, lower, same (within the margin), or not told apart."""
+    """Classify a difference by its bounds: `HIGHER`, `LOWER`, `SAME` (within the margin) or `UNDECIDED`."""
     low = -math.inf if difference.low is None else difference.low
     high = math.inf if difference.high is None else difference.high
     if low > 0:
         return HIGHER
     if high < 0:
         return LOWER
-    return SAME if low > -margin and high < margin else UNTOLD
+    return SAME if low > -margin and high < margin else UNDECIDED
 
 
 def _sentence(row: Difference, margin: float) -> str:
+    """Describe a comparison: the difference in reward, and the ratio of computes if it excludes 1."""
     one, two, ratio = row.recipe, row.other, row.ratio
-    at, by = f"at compute {row.compute:.4g}", shown(row.R, "+.3f")
-    if row.told in (HIGHER, LOWER):
-        text = f"{one} has the {row.told} reward {at}, by {by}"
-    elif row.told == SAME:
+    at, by = f"at compute {row.compute:.4g}", format_interval(row.R, "+.3f")
+    if row.verdict in (HIGHER, LOWER):
+        text = f"{one} has the {row.verdict} reward {at}, by {by}"
+    elif row.verdict == SAME:
         text = f"{one} and {two} are the same within {margin:g} {at}: {by}"
     else:
-        more = "more seeds than anybody runs" if row.seeds_needed is None else f"{row.seeds_needed} seeds an arm"
+        seed_count = "more seeds than anybody runs" if row.seeds_needed is None else f"{row.seeds_needed} seeds an arm"
         text = f"{one} and {two} are not told apart {at}: {by} with {counted(row.seeds, 'seed')}"
-        text += f"; {margin:g} takes {more} at 80% power"
+        text += f"; {margin:g} takes {seed_count} at 80% power"
     if ratio is not None and ratio.low is not None and ratio.low > 1:
-        times = f"at least {ratio.low:.2f}" if ratio.value is None else shown(ratio, ".2f")
+        times = f"at least {ratio.low:.2f}" if ratio.value is None else format_interval(ratio, ".2f")
         text += f"; {one} takes {times} times the compute of {two}"
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
-        text += f"; {one} takes {shown(ratio, '.2f')} of the compute of {two}"
+        text += f"; {one} takes {format_interval(ratio, '.2f')} of the compute of {two}"
     if row.p_neither is not None and row.p_neither >= 0.01:
         text += f" (in {row.p_neither:.0%} of the draws, which this leaves out, neither reaches the common reward)"
     return text
@@ -442,9 +452,9 @@ def _notes(rows: Sequence[Difference]) -> list[str]:
     notes = []
     unpaired = [row for row in rows if "seed" not in row.paired]
     if unpaired:
-        which = "none" if len(unpaired) == len(rows) else f"{len(rows) - len(unpaired)} of {len(rows)}"
+        paired_count = "none" if len(unpaired) == len(rows) else f"{len(rows) - len(unpaired)} of {len(rows)}"
         notes.append(
-            f"{which} paired by seed: that takes the same seeds of both, two or more, of three recipes or more"
+            f"{paired_count} paired by seed: that takes the same seeds of both, two or more, of three recipes or more"
         )
     if any("prompt" not in row.paired for row in rows):
         notes.append(

@@ -8,7 +8,7 @@ from typing import Any
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.decide.next_run import Settlement, Split, Step, choice_of, comparable, settle, split_budget
-from sweeps.decide.power_law import parse_size, sized
+from sweeps.decide.power_law import group_by_size, parse_size
 from sweeps.decide.reach import Asymptote, Reach, check_budget, check_target, compute_to_reach, near_asymptote
 from sweeps.decide.rollout_counts import RolloutPlan, best_rollouts
 from sweeps.decide.sizes import Sizes, compare_sizes
@@ -19,7 +19,14 @@ from sweeps.fit.predict import reward_at
 
 @dataclass(frozen=True)
 class Factors:
-    """Names of the factors that a study varied besides the recipe, and model sizes that were not run to predict for."""
+    """Factors that a study varied besides the recipe, by the names of their columns.
+
+    Attributes:
+        size: factor of the model size.
+        rollouts: factor of the number of rollouts per prompt.
+        difficulty: factor of the prompts' difficulty.
+        more_sizes: model sizes to predict for that were not run, such as `7B`.
+    """
 
     size: str | None = None
     rollouts: str | None = None
@@ -32,12 +39,12 @@ class Row(AsJson):
     """One recipe of a plan.
 
     Attributes:
-        compute: compute to the target, or the share of the budget; None where the target is not reached.
-        R: reward at `to`, for a budget; None for a target, or where the fit may not be read there.
+        compute: compute to the target, or the recipe's part of the budget; None where the target is not reached.
+        R: for a budget, the reward at `to`; None for a target, or where the fit may not be used there.
         reason: explanation in words.
         asymptote: how near the recipe's runs are to their asymptote.
-        reach: the full answer for a target; None for a budget.
-        to: compute that the recipe's run then reaches; None for a target, or if nothing is added.
+        reach: for a target, the full answer; None for a budget.
+        to: for a budget, the compute that the recipe's run then reaches; None for a target, or if nothing is added.
     """
 
     recipe: str
@@ -49,7 +56,7 @@ class Row(AsJson):
     to: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of `recipes` of `scalerl plan --json`."""
+        """Return one entry of the field `recipes` in `scalerl plan --json`."""
         if self.reach is not None:
             return {**self.reach.to_json(), "asymptote": self.asymptote.to_json()}
         names = ("recipe", "compute", "reason", "asymptote", "to", "R")
@@ -58,7 +65,7 @@ class Row(AsJson):
 
 @dataclass(frozen=True)
 class Plan(AsJson):
-    """The answer of `scalerl plan`. target or budget is None; both are None if only the next runs were requested."""
+    """The result of `scalerl plan`. target or budget is None, or both if only the next runs were requested."""
 
     target: float | None
     budget: float | None
@@ -107,10 +114,10 @@ def make_plan(
 
     Args:
         fits: fits of curves that are grouped by the factors, as `fit_curves` returns them.
-        target: reward to reach; None without one.
-        budget: compute in the curves' unit. Without factors: still to spend, over all recipes. With factors: of one
-            run. None without one.
-        margin: in reward; choosing a recipe whose A is within this of the best is not an error. None for the default.
+        target: reward to reach; None without a target.
+        budget: compute in the curves' unit: without factors, the compute still to spend over all recipes; with factors,
+            the compute of one run. None without a budget.
+        margin: choosing a recipe whose A is within this of the best is not an error, in reward; None for the default.
         factors: factors that the study varied besides the recipe; None for none.
 
     Raises:
@@ -134,10 +141,10 @@ def make_plan(
     check_budget(budget)
     sizes: tuple[Sizes, ...] = ()
     if factors.size is not None:
-        more = [parse_size(text) for text in factors.more_sizes]
-        by_recipe = sized(fits, factors.size)
+        more_sizes = [parse_size(text) for text in factors.more_sizes]
+        by_recipe = group_by_size(fits, factors.size)
         sizes = tuple(
-            compare_sizes(by_size=group, recipe=recipe, budget=budget, target=target, more=more)
+            compare_sizes(by_size=group, recipe=recipe, budget=budget, target=target, more=more_sizes)
             for recipe, group in by_recipe.items()
         )
     rollouts: tuple[RolloutPlan, ...] = ()
@@ -166,19 +173,19 @@ def make_plan(
 
 
 def _row(fit: Fit, target: float | None, budget: float | None, split: Split | None) -> Row:
-    """Return a recipe's row: for a target, for its share of a budget, for one run of a budget, or for none of these."""
-    near = near_asymptote(fit)
+    """Return a recipe's row: for a target, for its part of a budget, for one run of the budget, or without a goal."""
+    distance = near_asymptote(fit)
     if target is not None:
         reach = compute_to_reach(fit, target)
-        return Row(fit.recipe, reach.compute, None, reach.reason, near, reach)
+        return Row(fit.recipe, reach.compute, None, reach.reason, distance, reach)
     if split is not None:
         share = next(share for share in split.shares if share.recipe == fit.recipe)
         amount = Interval(share.compute, share.compute, share.compute)
-        return Row(fit.recipe, amount, share.R, share.reason, near, to=share.to)
+        return Row(fit.recipe, amount, share.R, share.reason, distance, to=share.to)
     if budget is None:
-        return Row(fit.recipe, None, None, fit.reason, near)
+        return Row(fit.recipe, None, None, fit.reason, distance)
     reward = reward_at(fit, budget)
     reason = "one run of the budget"
     if reward is None:
         reason += f"; its reward cannot be named there ({fit.verdict}): {fit.reason}"
-    return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, near, to=budget)
+    return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, distance, to=budget)

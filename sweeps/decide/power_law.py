@@ -3,12 +3,12 @@
     log L(N, X) = E(N) - k(N) log X,   k(N) = k_max / (1 + N_0 / N),   L = 1 - pass rate     arXiv 2509.25300
 
 N is the model's size in parameters and X the compute axis. k is the exponent and E the intercept of the log-log line.
-The project's third source writes L(N, X) = K(N) X^(-E(N)) and calls K(N) the saturating term: its prefactor K(N) is
-exp(E) here, and its exponent E(N), which by the formula is the one that saturates, is k here.
+In the notation L(N, X) = K(N) X^(-E(N)), which others use, the prefactor K(N) is exp(E) here, and the exponent E(N),
+which is the term that saturates, is k here.
 
-E is free for each size that was run. For other sizes it follows a straight line in log N, taken at a reference compute
-in the middle of the data (at X = 1 it would depend on the unit), and is marked as extrapolation. Given N_0 the model is
-linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, unlike the sigmoid:
+E is free for each size that was run. For other sizes, log L at a reference compute in the middle of the data (at X = 1
+it would depend on the unit) follows a straight line in log N, and results are marked as extrapolation. Given N_0 the
+model is linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, unlike the sigmoid:
 `sweeps.decide.sizes` fits both and reports which to trust.
 """
 
@@ -32,23 +32,23 @@ _DRAWS = 2000
 # Search N_0 from a hundredth of the smallest size (all saturated) to 100 times the largest (k proportional to N).
 _N0_REACH, _N0_GRID = 100.0, 400
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# A size within a model's name, as in Qwen/Qwen3-0.6B; for mixtures of experts the first number, which counts all.
-_IN_NAME = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([kmbt])(?![a-z0-9])")
+# A size within a model's name, as in Qwen/Qwen3-0.6B. Mixtures of experts have two; the first counts all parameters.
+_SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([kmbt])(?![a-z0-9])")
 
 
 def parse_size(text: str) -> float:
-    """Parse a model size in parameters: a number, one with K, M, B or T (`0.5B`), or a model's name that contains one.
+    """Parse a model size in parameters: `7e9`, a number with K, M, B or T (`0.5B`), or a model's name with a size.
 
     Raises:
-        UserError: it is not a positive number.
+        UserError: there is no positive number.
     """
     body = text.strip().lower()
     unit = _SUFFIX.get(body[-1:], 1.0)
     try:
         value = float(body[:-1] if unit > 1 else body) * unit
     except ValueError:
-        named = _IN_NAME.search(body)
-        value = float(named[1]) * _SUFFIX[named[2]] if named else np.nan
+        size_in_name = _SIZE_IN_NAME.search(body)
+        value = float(size_in_name[1]) * _SUFFIX[size_in_name[2]] if size_in_name else np.nan
     if not np.isfinite(value) or value <= 0:
         raise UserError(
             f"size {text!r}: not a positive number of parameters; write 7e9 or 7B, or a name with it, such as Qwen3-8B"
@@ -58,12 +58,12 @@ def parse_size(text: str) -> float:
 
 @dataclass(frozen=True)
 class _Points:
-    """The points of a power law.
+    """Evaluations to which a power law is fitted, n over all sizes.
 
     Attributes:
         log_x, log_l, sd: log compute, log loss, and standard error of the reward (None if unknown), (n,) each.
         size, run: index of the model size, and of the run counted over all sizes, (n,).
-        left_out: number of evaluations without a logarithm.
+        left_out: number of evaluations without a logarithm (compute 0, or reward 1).
     """
 
     log_x: Array
@@ -88,16 +88,17 @@ class _Lines:
 
 @dataclass(frozen=True, eq=False)
 class PowerLaw:
-    """The fitted law with joint draws.
+    """The fitted power law with joint draws.
 
     Attributes:
         sizes: model sizes that were run, ascending, in parameters, (S,).
-        reference: compute at which `draw_level` gives log L, in the curves' unit.
+        reference: compute at which levels are given, in the curves' unit. The level of a size is log L there.
         k_max, N_0: estimates with 95% bounds; a bound is None where the data leave it open.
         draw_k_max, draw_n_0: K joint draws of both, (K,).
-        draw_level: draws of log L at the reference compute, as a mean over seeds, (K, S).
-        best: k_max, N_0 and the levels (S,) at least squares.
-        points, left_out: number of evaluations used, and of those without a logarithm (compute 0, or reward 1).
+        draw_level: draws of the level of each size that was run, for the mean over seeds, (K, S).
+        best: least-squares estimates of k_max, N_0 and the levels (S,).
+        points: number of evaluations used.
+        left_out: number of evaluations without a logarithm (compute 0, or reward 1).
         rmse: root mean squared error of log L about the least-squares law.
     """
 
@@ -117,13 +118,13 @@ class PowerLaw:
         """Return draws of the exponent k(N) for a model size in parameters; (K,)."""
         return np.asarray(self.draw_k_max / (1 + self.draw_n_0 / size))
 
-    def seen(self, size: float) -> bool:
-        """Return whether the size is among the fitted ones, to a relative 1e-9."""
+    def was_run(self, size: float) -> bool:
+        """Return whether a size was run and fitted, to a relative 1e-9."""
         return bool(np.isclose(self.sizes, size, rtol=1e-9).any())
 
     def level(self, size: float) -> Array:
         """Return draws of log L at the reference compute, (K,); for a size that was not run, from a line in log N."""
-        if self.seen(size):
+        if self.was_run(size):
             column: Array = self.draw_level[:, int(np.isclose(self.sizes, size, rtol=1e-9).argmax())]
             return column
         u = np.log(self.sizes) - np.log(self.sizes).mean()
@@ -145,12 +146,12 @@ class PowerLaw:
         return np.asarray(self.level(size)[:, None] - self.exponent(size)[:, None] * x[None])
 
     def reward(self, size: float, compute: float) -> Interval:
-        """Return the pass rate at a compute with its 95% interval."""
+        """Return a size's pass rate at a compute with its 95% interval."""
         loss = np.exp(np.minimum(self.log_loss(size, np.array([compute]))[:, 0], 0.0))
         return quantiles(1 - loss)
 
     def compute_to_reach(self, size: float, target: float) -> Array:
-        """Return the compute per draw, (K,), at which the pass rate is `target`; infinite if the loss never falls."""
+        """Return draws (K,) of the compute at which the pass rate is `target`; infinite if the loss does not fall."""
         gap = self.level(size) - np.log1p(-target)
         k = self.exponent(size)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -159,7 +160,7 @@ class PowerLaw:
             return np.asarray(np.where(x > 700, np.inf, np.exp(np.minimum(x, 700))))
 
 
-def sized(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit]]:
+def group_by_size(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit]]:
     """Group fits by recipe (without the size in its label) and by size, ascending.
 
     Raises:
@@ -182,13 +183,13 @@ def _points(fits: Sequence[Fit]) -> _Points:
     """Return the points of all sizes within the fits' windows, as logarithms."""
     columns: list[list[Array]] = [[], [], [], []]
     runs: list[NDArray[np.intp]] = []
-    known, left_out, run_count = True, 0, 0
+    has_errors, left_out, run_count = True, 0, 0
     for s, fit in enumerate(fits):
         curve = fit.curve
-        inside = fit.options.inside(curve.compute)
-        usable = inside & (curve.compute > 0) & (curve.reward < 1)
-        left_out += int((inside & ~usable).sum())
-        known &= curve.sd is not None
+        in_window = fit.options.inside(curve.compute)
+        usable = in_window & (curve.compute > 0) & (curve.reward < 1)
+        left_out += int((in_window & ~usable).sum())
+        has_errors &= curve.sd is not None
         sd = np.zeros(len(curve.reward)) if curve.sd is None else curve.sd
         for column, values in zip(
             columns, (np.log(curve.compute[usable]), np.log1p(-curve.reward[usable]), sd[usable]), strict=False
@@ -199,16 +200,17 @@ def _points(fits: Sequence[Fit]) -> _Points:
         runs.append(index.astype(np.intp) + run_count)
         run_count += len(labels)
     log_x, log_l, sd, size = (np.concatenate(column) for column in columns)
-    known = known and bool(sd.size) and float(np.median(sd)) > 0
+    has_errors = has_errors and bool(sd.size) and float(np.median(sd)) > 0
     # An evaluation whose samples all agree reports an error of 0, but is not infinitely precise.
-    error = np.maximum(sd, 0.5 * float(np.median(sd))) if known else None
+    error = np.maximum(sd, 0.5 * float(np.median(sd))) if has_errors else None
     return _Points(
         log_x=log_x, log_l=log_l, sd=error, size=size.astype(np.intp), run=np.concatenate(runs), left_out=left_out
     )
 
 
-def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lines:
-    # Sum over the points of each size.
+def _sum_lines(points: _Points, weight: Array, count: int, reference: float) -> _Lines:
+    """Sum the weighted points of each of `count` sizes; `reference` is the logarithm of the reference compute."""
+
     def total(values: Array) -> Array:
         return np.bincount(points.size, values, count).astype(np.float64)
 
@@ -222,8 +224,8 @@ def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lin
     )
 
 
-def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
-    """Return k_max, its information and the SSE, (G,) each, for G values of N_0; h = k / k_max, (G, S)."""
+def _fit_given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
+    """Fit k_max given h = k / k_max (G, S) for G values of N_0. Returns k_max, its information and the SSE, (G,)."""
     information = h**2 @ lines.xx
     # Least squares of slope = -k_max h over all sizes; if the loss grows with compute, k_max is 0.
     k_max = np.maximum(-(h @ lines.xy) / information, 0.0)
@@ -231,16 +233,16 @@ def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
     return k_max, information, np.maximum(sse, 0.0)
 
 
-def _best(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
+def _least_squares(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
     """Return k_max, N_0 and the level per size (S,) with the smallest SSE: the grid's best point, refined."""
 
     def residuals(log_n0: Array) -> Array:
         h = 1 / (1 + np.exp(log_n0[0]) / sizes)
-        k_max = float(_given_n0(lines, h[None])[0][0])
+        k_max = float(_fit_given_n0(lines, h[None])[0][0])
         # Only the misfit of each size's slope depends on N_0; it is scaled to suit the tolerances.
         return np.asarray(np.sqrt(lines.xx / lines.xx.max()) * (lines.xy / lines.xx + k_max * h))
 
-    sse = _given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]
+    sse = _fit_given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]
     start = float(grid[int(sse.argmin())])
     step = float(grid[1] - grid[0])
     low, high = max(start - 2 * step, float(grid[0])), min(start + 2 * step, float(grid[-1]))
@@ -248,12 +250,12 @@ def _best(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array
         residuals, np.clip([start], low + 1e-9, high - 1e-9), bounds=([low], [high]), xtol=1e-12, ftol=1e-12, gtol=1e-12
     )
     h = 1 / (1 + np.exp(float(solution.x[0])) / sizes)
-    k_max = float(_given_n0(lines, h[None])[0][0])
+    k_max = float(_fit_given_n0(lines, h[None])[0][0])
     return k_max, float(np.exp(solution.x[0])), np.asarray(lines.y + k_max * h * lines.x)
 
 
 def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
-    """Return how many points carry the information of one independent point, from the autocorrelation within runs."""
+    """Return how many correlated points are worth one independent point, from the autocorrelation within runs."""
     same = run[1:] == run[:-1]
     squares = float(residual @ residual)
     if squares <= 0 or not same.any():
@@ -265,15 +267,15 @@ def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
 
 
 def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
-    """Fit the law to all sizes of a recipe.
+    """Fit the power law to all sizes of a recipe.
 
     Args:
-        by_size: fits by model size in parameters, ascending; their points are used, not their curves.
+        by_size: fits by model size in parameters, ascending; only their evaluations are used, not their fitted curves.
         recipe: name of the recipe, for messages and to seed the draws.
 
-    Noise is even in R (or has the points' own errors), so weights in log L are proportional to L^2, with L taken from
-    the fit and not from the noisy points. Draws follow the profile likelihood of N_0 with Student tails at the
-    effective number of points. Slopes and levels also vary by the spread between seeds.
+    The noise of R is constant (or each point's known error), so weights in log L are proportional to L^2, with L taken
+    from the fit and not from the noisy points. Draws follow the profile likelihood of N_0, with the tails of a Student
+    t at the effective number of points. Slopes and levels also vary by the spread between seeds.
 
     Raises:
         UserError: fewer than two sizes, a size with fewer than three usable points, or rewards that are not pass rates.
@@ -294,8 +296,8 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     weight = np.ones(len(points.log_x))
     # The weights depend on the fit: iterate.
     for _ in range(4):
-        lines = _lines(points, weight, len(sizes), reference)
-        best = _best(lines, sizes, grid)
+        lines = _sum_lines(points, weight, len(sizes), reference)
+        best = _least_squares(lines, sizes, grid)
         fitted = _log_loss_at(best, sizes, points, reference)
         weight = np.exp(2 * fitted) / (1.0 if points.sd is None else points.sd**2)
     residual = points.log_l - fitted
@@ -304,25 +306,25 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     dof = max(n / inflation - parameters, 3.0)
     squares = float(weight @ residual**2) / max(n - parameters, 1)
     scale = max(squares, 1e-12 if points.sd is None else 1.0) * inflation
-    lines = _between_seeds(
-        lines=_lines(points, weight, len(sizes), reference),
+    lines = _add_seed_spread(
+        lines=_sum_lines(points, weight, len(sizes), reference),
         points=points,
         weight=weight,
         fitted=fitted,
         fits=fits,
         scale=scale,
     )
-    best = _best(lines, sizes, grid)
+    best = _least_squares(lines, sizes, grid)
     rng = np.random.default_rng(zlib.crc32(recipe.encode()))
     k_max, n_0, level = _draw(lines=lines, sizes=sizes, grid=grid, scale=scale, dof=dof, rng=rng)
-    level += _seed_sd(fits) * _at_end(fits) * rng.standard_normal(level.shape)
-    # Where draws of N_0 reach an edge of the search, the data bound N_0 (and k_max) on one side only.
-    small, large = _open(np.log(n_0) < grid[0] + 0.1), _open(np.log(n_0) > grid[-1] - 0.1)
+    level += _seed_sd(fits) * _slope_at_end(fits) * rng.standard_normal(level.shape)
+    # Where draws of N_0 reach an end of the search range, the data bound N_0 (and k_max) on one side only.
+    small, large = _is_open(np.log(n_0) < grid[0] + 0.1), _is_open(np.log(n_0) > grid[-1] - 0.1)
     return PowerLaw(
         sizes=sizes,
         reference=float(np.exp(reference)),
-        k_max=_bounded(best[0], k_max, False, large),
-        N_0=_bounded(best[1], n_0, small, large),
+        k_max=_interval(best[0], k_max, False, large),
+        N_0=_interval(best[1], n_0, small, large),
         draw_k_max=k_max,
         draw_n_0=n_0,
         draw_level=level,
@@ -334,7 +336,7 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
 
 
 def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points, reference: float) -> Array:
-    """Return the fitted law at the points, (n,)."""
+    """Return log L of the fitted law at the points, (n,)."""
     k_max, n_0, level = best
     k = k_max / (1 + n_0 / sizes)
     return np.asarray(level[points.size] - k[points.size] * (points.log_x - reference))
@@ -343,9 +345,9 @@ def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points
 def _draw(
     lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
-    """Draw N_0 (K,) by its profile likelihood, then k_max (K,) and the levels (K, S). Returns k_max, N_0, levels."""
+    """Draw N_0 by its profile likelihood, then k_max and the levels. Returns k_max (K,), N_0 (K,), levels (K, S)."""
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
-    k_hat, information, sse = _given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
+    k_hat, information, sse = _fit_given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
     excess = sse - sse.min()
     # Student's likelihood, with the noise's variance integrated out: (1 + excess / (dof scale))^(-(dof + 1) / 2).
     weight = np.exp(-0.5 * (dof + 1) * np.log1p(excess / (scale * dof)))
@@ -361,25 +363,25 @@ def _draw(
 
 
 def _seed_sd(fits: Sequence[Fit]) -> Array:
-    """Return the standard error of the mean over each size's seeds, in reward. (S,)."""
+    """Return the standard error of each size's mean over seeds, in reward, (S,)."""
     # Widen the spreads by Student's quantile over the normal's: a spread measured on few seeds is itself uncertain.
     spreads = [(fit.seed_spread.sd, fit.seed_spread.quantile() / 1.959964, fit.seeds) for fit in fits]
     return np.array([sd * factor / np.sqrt(seeds) for sd, factor, seeds in spreads])
 
 
-def _at_end(fits: Sequence[Fit]) -> Array:
-    """Return the change of log L per change of R at the end of each size's window, 1 / L. (S,)."""
+def _slope_at_end(fits: Sequence[Fit]) -> Array:
+    """Return the change of log L per change of R at the end of each size's curve, 1 / L, (S,)."""
     ends = [float(fit.curve.reward[fit.curve.compute >= 0.75 * fit.curve.compute.max()].mean()) for fit in fits]
     return np.asarray(1 / np.maximum(1 - np.array(ends), 0.02))
 
 
-def _between_seeds(
+def _add_seed_spread(
     lines: _Lines, points: _Points, weight: Array, fitted: Array, fits: Sequence[Fit], scale: float
 ) -> _Lines:
-    """Return the lines with each slope's information reduced by the spread between seeds.
+    """Reduce the information on each slope by the spread between seeds.
 
-    A seed with a constant offset in R has the offset / L in log L, which grows along the curve and tilts the line. The
-    information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
+    A seed whose R is off by a constant has a log L that is off by this constant / L, which grows along the curve and
+    tilts the line. The information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
     """
     count = len(fits)
     x = points.log_x - (np.bincount(points.size, weight * points.log_x, count) / lines.weight)[points.size]
@@ -390,10 +392,12 @@ def _between_seeds(
     return replace(lines, xx=xx, xy=slope * xx, yy=lines.yy - slope * lines.xy + slope**2 * xx)
 
 
-def _open(at_edge: NDArray[np.bool_]) -> bool:
+def _is_open(at_edge: NDArray[np.bool_]) -> bool:
+    """Return whether more than 2.5% of the draws are at the edge, so that the bound on this side is unknown."""
     return bool(at_edge.mean() > 0.025)
 
 
-def _bounded(value: float, draws: Array, open_low: bool, open_high: bool) -> Interval:
+def _interval(value: float, draws: Array, open_low: bool, open_high: bool) -> Interval:
+    """Return a value with the 95% bounds of its draws; open bounds are None."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return Interval(value, None if open_low else float(low), None if open_high else float(high))

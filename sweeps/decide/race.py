@@ -1,13 +1,13 @@
 """Racing: early stopping of recipes that will not be best at the budget.
 
-Looks are taken at growing levels of compute, the same for all recipes. At each look every recipe still in the race is
-fitted to its evaluations up to that level only. So a decision depends on the evaluations alone, not on the time of the
-look: a race that is repeated, or continued by another process, decides the same.
+Recipes are judged at growing levels of compute, the same for all recipes. At each of these *looks*, every recipe that
+is still in the race is fitted to its evaluations up to that level only. So a decision depends on the evaluations alone,
+not on the time of the look: a race that is repeated, or continued by another process, decides the same.
 
 A recipe is stopped on two conditions. Its chance of ending ahead of the favourite was small at several looks in a row.
 And the expected cost of all stops together is within a limit, because many small chances add up, and the forecasts of
 recipes may err together. Both numbers come from joint draws of the reward at the budget
-(`sweeps.decide.standing.joint_rewards`). A recipe whose asymptote cannot be named keeps its full uncertainty in them.
+(`sweeps.decide.standing.draw_rewards`). A recipe whose asymptote cannot be named keeps its full uncertainty in them.
 So nothing is stopped because of a forecast that the data do not support. `benchmarks/racing` compares this with halving
 and others.
 """
@@ -24,28 +24,28 @@ import numpy as np
 from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve, with_shared_scale
 from sweeps.decide.rules import NO_LIMIT, Rules
-from sweeps.decide.standing import chances_of_being_best, joint_rewards
+from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
-from sweeps.fit.predict import chance, quantiles, within
+from sweeps.fit.predict import chance, is_supported, quantiles
 from sweeps.run import fields
 from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
 
-# Tolerance on compute: sums of steps' compute may fall short of a level by rounding.
-_ABOUT = 1 - 1e-9
+# Factor on levels of compute: sums of the steps' compute may fall short of a level by rounding.
+_ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True)
 class Chance(AsJson):
-    """A recipe's chances at one look.
+    """A recipe's probabilities of winning, as computed at one look.
 
     Attributes:
-        recipe, verdict: its label, and the verdict of its fit at this look.
+        recipe, verdict: label of the recipe, and the verdict of its fit at this look.
         p_best: probability of having the highest reward at the budget.
         p_ahead: probability of ending ahead of the favourite; None for the favourite.
         R: reward at the budget, median with 95% interval.
-        below: number of looks in a row, this one included, at which p_ahead was below the limit.
+        below: number of consecutive looks up to this one at which p_ahead was below `Rules.p_ahead`.
     """
 
     recipe: str
@@ -57,7 +57,7 @@ class Chance(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Chance:
-        """Read a recipe's chances back from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
+        """Create from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
         bounds = fields.group(entry, "R")
         return cls(
             recipe=fields.text(entry, "recipe"),
@@ -71,15 +71,15 @@ class Chance(AsJson):
 
 @dataclass(frozen=True)
 class Look(AsJson):
-    """One look of a race: the recipes' chances from evaluations up to a compute, and the recipes that it stops.
+    """One look of a race: the chances of all recipes, from evaluations up to a compute, and the recipes stopped.
 
     Attributes:
         compute: compute up to which evaluations count, in the curves' unit.
         favourite: recipe with the highest expected reward at the budget, which has the least expected loss.
         chances: chances of every recipe still in the race.
         stopped: recipes that this look stops.
-        loss: expected amount by which the best stopped recipe exceeds the best remaining one at the budget (0 in draws
-            where it does not), as a share of the reward's scale.
+        loss: expected excess of the best recipe stopped here over the best remaining one at the budget (0 in draws
+            without an excess), as a fraction of the reward's scale.
     """
 
     compute: float
@@ -90,7 +90,7 @@ class Look(AsJson):
 
     def of(self, recipe: str) -> Chance:
         """Return the chances of one recipe; raise StopIteration if it is not in the look."""
-        return next(each for each in self.chances if each.recipe == recipe)
+        return next(entry for entry in self.chances if entry.recipe == recipe)
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Look:
@@ -99,20 +99,21 @@ class Look(AsJson):
         Raises:
             ValueError: a field has the wrong type, or `favourite` or `stopped` names a recipe that `chances` lacks.
         """
-        chances = tuple(Chance.of_json(each) for each in fields.groups(entry, "chances"))
+        chances = tuple(Chance.of_json(item) for item in fields.groups(entry, "chances"))
         favourite, stopped = fields.text(entry, "favourite"), fields.texts(entry, "stopped")
-        if unknown := {favourite, *stopped} - {each.recipe for each in chances}:
+        if unknown := {favourite, *stopped} - {chance.recipe for chance in chances}:
             raise ValueError(f"chances: none of {sorted(unknown)[0]!r}")
         loss = fields.number(entry, "loss") if "loss" in entry else 0.0
         return cls(fields.number(entry, "compute"), favourite, chances, stopped, loss)
 
     def why(self, recipe: str, rules: Rules) -> str:
-        """Explain in words why this look stops a recipe."""
-        at, first = self.of(recipe), self.of(self.favourite)
-        again = f"; so at {at.below} looks in a row" if at.below > 1 else ""
+        """Return in words why this look stops a recipe."""
+        chances, rival = self.of(recipe), self.of(self.favourite)
+        ours, theirs = _format(chances.R), _format(rival.R)
+        again = f"; so at {chances.below} looks in a row" if chances.below > 1 else ""
         return (
-            f"stopped at compute {self.compute:.4g}: {chance(at.p_ahead or 0.0)} of ending ahead of {first.recipe} at "
-            f"{rules.budget:.4g}, where it is forecast at {_shown(at.R)}, and that at {_shown(first.R)}{again}"
+            f"stopped at compute {self.compute:.4g}: {chance(chances.p_ahead or 0.0)} of ending ahead of "
+            f"{rival.recipe} at {rules.budget:.4g}, where it is forecast at {ours}, and that at {theirs}{again}"
         )
 
 
@@ -124,7 +125,7 @@ class Runner(AsJson):
         stopped_at: compute at which its runs are stopped; None while it is in the race.
         p_best, p_ahead, R: see `Chance`, from its last look; None before the first.
         spent: compute of all its runs together, counted up to where the race stops them.
-        reason: its state in words.
+        reason: the state in words.
     """
 
     recipe: str
@@ -144,7 +145,7 @@ class Race(AsJson):
         rules, unit: rules of the race, and the unit of compute.
         looks, runners: the looks taken, and every recipe's state.
         leader: favourite of the last look; None before the first.
-        full: compute of all runs to the budget. saved: the part of it that stopped runs do not spend.
+        full: compute of all runs if each reached the budget. saved: the part of it that stopped runs do not spend.
         waits_for: recipes whose evaluations the next look waits for.
     """
 
@@ -163,7 +164,7 @@ class Race(AsJson):
     @property
     def stopped(self) -> dict[str, float]:
         """Compute at which each stopped recipe was stopped, by recipe."""
-        return {each.recipe: each.stopped_at for each in self.runners if each.stopped_at is not None}
+        return {runner.recipe: runner.stopped_at for runner in self.runners if runner.stopped_at is not None}
 
 
 def run_race(
@@ -177,7 +178,7 @@ def run_race(
 ) -> Race:
     """Run the race over all evaluations so far, from its first look.
 
-    A look is taken once every recipe in the race has been evaluated up to its compute, has ended, or has failed.
+    A look is taken once every recipe in the race has been evaluated up to the look's compute, has ended, or has failed.
 
     Args:
         curves: one curve per recipe.
@@ -198,12 +199,12 @@ def run_race(
         curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
-    # A recipe whose runs have all failed counts up to its furthest run: looks do not wait for more.
+    # A recipe whose runs have all failed takes part up to its furthest run: later looks do not wait for it.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
-    while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
-        looks.append(found)
-    return _race_of(curves, rules, looks, found)
+    while isinstance(pending := next_look(curves, rules, reached, looks, options, workers, failed), Look):
+        looks.append(pending)
+    return _race_of(curves, rules, looks, pending)
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ class RunStates:
 
 def run_states(curves: Sequence[Curve], runs: Sequence[JournalView]) -> RunStates:
     """Return the states of the runs behind the curves; curves of sources without journals have ended."""
-    by_label: dict[str, dict[str, str]] = {}  # the run's status by recipe and seed
+    by_label: dict[str, dict[str, str]] = {}  # status of each run, by recipe and seed
     for view in runs:
         by_label.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
     recipes = [curve.recipe for curve in curves]
@@ -263,27 +264,27 @@ def next_look(
     """
     options = options or FitOptions()
     stopped = {name for look in looks for name in look.stopped}
-    last = looks[-1].compute if looks else 0.0
+    last_level = looks[-1].compute if looks else 0.0
     for level in rules.levels():
-        short = {name for name in failed if reached.get(name, 0.0) < level * _ABOUT}
-        racing = [name for name in reached if name not in stopped and name not in short]
-        known = [curve for curve in curves if curve.recipe in racing]
+        unreached = {name for name in failed if reached.get(name, 0.0) < level * _ROUNDING}
+        racing = [name for name in reached if name not in stopped and name not in unreached]
+        racing_curves = [curve for curve in curves if curve.recipe in racing]
         if len(racing) < 2 or (options.max_compute is not None and level > options.max_compute):
             return ()
-        if level <= last:
+        if level <= last_level:
             continue
-        if waits_for := tuple(name for name in racing if reached[name] < level * _ABOUT):
+        if waits_for := tuple(name for name in racing if reached[name] < level * _ROUNDING):
             return waits_for
         first = options.min_compute or 0.0
-        if sum(_between(curve, first, level) for curve in known) < 2:
+        if sum(_has_evaluation(curve, first, level) for curve in racing_curves) < 2:
             continue  # nothing to compare yet
-        if looks and not any(_between(curve, last, level) for curve in known):
+        if looks and not any(_has_evaluation(curve, last_level, level) for curve in racing_curves):
             continue  # nothing new: the look would count the same evidence twice
-        return look_at(curves=known, level=level, rules=rules, options=options, taken=looks, workers=workers)
+        return look_at(curves=racing_curves, level=level, rules=rules, options=options, taken=looks, workers=workers)
     return ()
 
 
-def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -> list[str]:
+def describe_result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -> list[str]:
     """Describe the result of a finished race, in lines: the ranking at its budget, and the winner if there is one.
 
     Args:
@@ -295,15 +296,15 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
     names: list[str] = []
     if curves:
         fits = fit_curves(curves)
-        look = judged(level=rules.budget, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules)
-        order = sorted(look.chances, key=lambda each: -each.p_best)
-        names = [each.recipe for each in order if each.p_ahead is None or each.p_ahead >= rules.p_ahead]
+        look = make_look(level=rules.budget, fits=fits, draws=draw_rewards(fits, rules.budget), rules=rules)
+        order = sorted(look.chances, key=lambda entry: -entry.p_best)
+        names = [entry.recipe for entry in order if entry.p_ahead is None or entry.p_ahead >= rules.p_ahead]
         lines += [
-            f"{place}. {each.recipe}: {_shown(each.R)}, {chance(each.p_best)} of being best"
-            for place, each in enumerate(order, start=1)
+            f"{place}. {entry.recipe}: {_format(entry.R)}, {chance(entry.p_best)} of being best"
+            for place, entry in enumerate(order, start=1)
         ]
-    for name, last in sorted(stopped.items(), key=lambda each: -each[1].compute):
-        lines.append(f"-  {name}: stopped at compute {last.compute:.4g}, forecast at {_shown(last.of(name).R)}")
+    for name, stop in sorted(stopped.items(), key=lambda item: -item[1].compute):
+        lines.append(f"-  {name}: stopped at compute {stop.compute:.4g}, forecast at {_format(stop.of(name).R)}")
     if len(names) == 1:
         lines.append(f"winner: {names[0]}")
     elif names:
@@ -313,8 +314,8 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
     return lines
 
 
-def _between(curve: Curve, last: float, level: float) -> bool:
-    """Return whether the curve has an evaluation at a compute above `last` and up to `level`."""
+def _has_evaluation(curve: Curve, last: float, level: float) -> bool:
+    """Return whether the curve has an evaluation at a compute above `last` and at most `level`."""
     return bool(((curve.compute > last) & (curve.compute <= level)).any())
 
 
@@ -343,59 +344,74 @@ def look_at(
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
-    # Cut the data instead of fitting in a window: the reward's scale and the spread of seeds use all points.
-    known = [each for each in curves if _between(each, options.min_compute or 0.0, level)]
-    seen = with_shared_scale([each.take(each.compute <= level) for each in known])
-    fits = fit_curves(seen, options, workers)
-    draws = joint_rewards(fits, rules.budget)
-    return judged(level=level, fits=fits, draws=draws, rules=rules, taken=taken)
+    # Cut the data instead of fitting in a window, because a fit takes the reward's scale and the spread of seeds from
+    # all points of a curve.
+    curves_with_data = [curve for curve in curves if _has_evaluation(curve, options.min_compute or 0.0, level)]
+    cut_curves = with_shared_scale([curve.take(curve.compute <= level) for curve in curves_with_data])
+    fits = fit_curves(cut_curves, options, workers)
+    draws = draw_rewards(fits, rules.budget)
+    return make_look(level=level, fits=fits, draws=draws, rules=rules, taken=taken)
 
 
-def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, taken: Sequence[Look] = ()) -> Look:
-    """Make the look after those `taken`, from joint draws of the reward at the budget: one array (K,) per fit."""
-    below = {each.recipe: each.below for each in taken[-1].chances} if taken else {}
-    lost = sum(look.loss for look in taken)
+def make_look(
+    level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, taken: Sequence[Look] = ()
+) -> Look:
+    """Decide which recipes to stop, from joint draws of the reward at the budget.
+
+    Args:
+        level: compute of the look.
+        fits: fits of the recipes in the race.
+        draws: draws of the reward at the budget, one array (K,) per fit.
+        rules: when a recipe is stopped.
+        taken: looks taken before this one.
+    """
+    below = {entry.recipe: entry.below for entry in taken[-1].chances} if taken else {}
+    past_loss = sum(look.loss for look in taken)
     p_best = chances_of_being_best(draws)
     # The favourite has the least expected loss. Recipes that cannot be forecast are not considered if others can.
-    known = [within(fit, rules.budget) for fit in fits]
-    worth = [values.mean() if of or not any(known) else -np.inf for of, values in zip(known, draws, strict=True)]
-    first = int(np.argmax(worth))
+    can_forecast = [is_supported(fit, rules.budget) for fit in fits]
+    expected = [
+        values.mean() if forecastable or not any(can_forecast) else -np.inf
+        for forecastable, values in zip(can_forecast, draws, strict=True)
+    ]
+    favourite = int(np.argmax(expected))
     chances = []
-    for at, (fit, values) in enumerate(zip(fits, draws, strict=True)):
-        p_ahead = None if at == first else float((values > draws[first]).mean())
+    for number, (fit, values) in enumerate(zip(fits, draws, strict=True)):
+        p_ahead = None if number == favourite else float((values > draws[favourite]).mean())
         small = p_ahead is not None and p_ahead < rules.p_ahead
-        row = below.get(fit.recipe, 0) + 1 if small else 0
-        chances.append(Chance(fit.recipe, p_best[at], p_ahead, quantiles(values), fit.verdict, row))
-    # Least likely first: if the limit does not allow all stops, the recipes with the best chances stay.
+        consecutive = below.get(fit.recipe, 0) + 1 if small else 0
+        chances.append(Chance(fit.recipe, p_best[number], p_ahead, quantiles(values), fit.verdict, consecutive))
+    # Sort by chance, the smallest first: if the limit does not allow all stops, the recipes with the best chances stay.
     due = sorted(
-        (at for at, each in enumerate(chances) if each.below >= rules.looks), key=lambda at: chances[at].p_ahead or 0.0
+        (number for number, entry in enumerate(chances) if entry.below >= rules.looks),
+        key=lambda number: chances[number].p_ahead or 0.0,
     )
     scale = max((fit.curve.scale for fit in fits), default=1.0)
-    limit = max(rules.loss - lost, 0.0) if rules.loss < NO_LIMIT else math.inf
-    number, loss = _affordable(draws, due, scale, limit)
-    stopped = tuple(chances[at].recipe for at in sorted(due[:number]))
-    return Look(level, fits[first].recipe, tuple(chances), stopped, loss)
+    limit = max(rules.loss - past_loss, 0.0) if rules.loss < NO_LIMIT else math.inf
+    stop_count, loss = _count_stops(draws, due, scale, limit)
+    stopped = tuple(chances[number].recipe for number in sorted(due[:stop_count]))
+    return Look(level, fits[favourite].recipe, tuple(chances), stopped, loss)
 
 
-def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
-    """Return how many of the recipes `due`, in their order, may be stopped together, and the loss to expect.
+def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
+    """Return how many of the recipes `due`, in that order, may be stopped together, and the expected loss.
 
-    The loss is the reward by which the best stopped recipe exceeds the best remaining one.
+    The loss is the excess of the best stopped recipe's reward over the best remaining one, as a fraction of the scale.
 
     Args:
         draws: joint draws of the reward at the budget, one array (K,) per recipe; at least one recipe is not due.
         due: indices of the recipes that might be stopped.
         scale: width of the reward's scale.
-        limit: upper limit of the loss, as a share of the scale.
+        limit: upper limit of the loss.
     """
     if not due:
         return 0, 0.0
-    going = np.stack([draws[at] for at in due])
-    staying = np.stack([values for at, values in enumerate(draws) if at not in due]).max(axis=0)
-    # Row n: the best of the first n + 1 recipes due, and the best of the recipes left once these are stopped.
-    best_gone = np.maximum.accumulate(going)
-    best_left = np.maximum.accumulate(np.vstack([staying, going[:0:-1]]))[::-1]
-    losses = np.maximum(best_gone - best_left, 0.0).mean(axis=1) / scale
+    due_draws = np.stack([draws[at] for at in due])
+    staying_best = np.stack([values for at, values in enumerate(draws) if at not in due]).max(axis=0)
+    # Row n: the best of the first n + 1 recipes due, and the best of the recipes that remain once these are stopped.
+    stopped_best = np.maximum.accumulate(due_draws)
+    remaining_best = np.maximum.accumulate(np.vstack([staying_best, due_draws[:0:-1]]))[::-1]
+    losses = np.maximum(stopped_best - remaining_best, 0.0).mean(axis=1) / scale
     number = max((n for n, loss in enumerate(losses, start=1) if loss <= limit), default=0)
     return number, float(losses[number - 1]) if number else 0.0
 
@@ -429,32 +445,35 @@ def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits
     )
 
 
-def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None) -> Runner:
-    """Return a recipe's state in the race; last: the look that stopped it, None if none did."""
-    mine = [look for look in looks if any(each.recipe == curve.recipe for each in look.chances)]
-    limit = rules.budget if last is None else last.compute
+def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Look | None) -> Runner:
+    """Return a recipe's state in the race; stopping_look: the look that stopped it, None if it is still in the race."""
+    own_looks = [look for look in looks if any(entry.recipe == curve.recipe for entry in look.chances)]
+    limit = rules.budget if stopping_look is None else stopping_look.compute
     ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]
     spent = sum(min(end, limit) for end in ends)
-    at = mine[-1].of(curve.recipe) if mine else None
-    if at is None:
+    chances = own_looks[-1].of(curve.recipe) if own_looks else None
+    if chances is None:
         reason = "no look yet"
-    elif last is not None:
-        reason = last.why(curve.recipe, rules)
+    elif stopping_look is not None:
+        reason = stopping_look.why(curve.recipe, rules)
     else:
-        reason = f"in the race: {chance(at.p_best)} of being best at {rules.budget:.4g}"
-        if at.below >= rules.looks:
+        reason = f"in the race: {chance(chances.p_best)} of being best at {rules.budget:.4g}"
+        if chances.below >= rules.looks:
             reason += f"; stopping it too could be expected to cost more than {rules.loss:g} in all"
     return Runner(
         recipe=curve.recipe,
-        stopped_at=None if last is None else last.compute,
-        p_best=None if at is None else at.p_best,
-        p_ahead=None if at is None else at.p_ahead,
-        R=None if at is None else at.R,
+        stopped_at=None if stopping_look is None else stopping_look.compute,
+        p_best=None if chances is None else chances.p_best,
+        p_ahead=None if chances is None else chances.p_ahead,
+        R=None if chances is None else chances.R,
         spent=spent,
         reason=reason,
     )
 
 
-def _shown(reward: Interval) -> str:
-    low, value, high = ("open" if each is None else f"{each:.3f}" for each in (reward.low, reward.value, reward.high))
+def _format(reward: Interval) -> str:
+    """Format a reward with its bounds."""
+    low, value, high = (
+        "open" if bound is None else f"{bound:.3f}" for bound in (reward.low, reward.value, reward.high)
+    )
     return f"{value} [{low}, {high}]"

@@ -4,8 +4,7 @@
 - Recipes within the margin of the best A are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to
   0.015 in A, hence the margin 0.02).
 - Ties are broken by the compute to gain 90% of the way from R0 to the tied recipes' mean A
-(`sweeps.decide.efficiency`).
-  B near that A is shown alongside: an exponent alone does not measure efficiency.
+  (`sweeps.decide.efficiency`). B for an A near that mean is shown alongside.
 - A recipe whose asymptote is not identifiable is listed last, unranked, with the reason. It still counts in P(best),
   with all its uncertainty (`sweeps.decide.standing`).
 - Recipes that share seeds are compared in pairs, so that a seed's common effect cancels.
@@ -53,16 +52,16 @@ class Ranked(AsJson):
         rank: place, from 1; None where A is not identifiable.
         p_best: probability that its asymptote is the highest of all recipes, ranked or not; None without a comparison.
         p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without one.
-        expected_loss: expected difference of the highest asymptote and its own, in reward.
+        expected_loss: expected difference of the highest asymptote and this recipe's, in reward.
         tied_with_best: whether its A is within the margin of the best.
         A, A_total: asymptote for the given runs, and its bounds including the spread between seeds.
         efficiency, efficiency_half: compute to gain 90%, and half, of the way from R0 to the tied recipes' mean A; None
             if not tied.
         ratio: `efficiency` over that of the first tied recipe, with bounds that hold for all pairs at once; None for
             the first, and if not tied.
-        p_neither: share of the draws in which neither of the two arrives, which `ratio` leaves out.
+        p_neither: fraction of the draws in which neither of the two gains 90%, which `ratio` leaves out.
         B_at_shared_A, C_mid_at_shared_A: from the draws whose A is near the tied recipes' mean; None if not tied.
-        R_at_budget: forecast reward; None without a budget, or where the fit may not be read there.
+        R_at_budget: forecast reward; None without a budget, or where the fit may not be used there.
     """
 
     recipe: str
@@ -84,7 +83,7 @@ class Ranked(AsJson):
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of `scalerl rank --json`."""
+        """Return one entry of the field `ranking` in `scalerl rank --json`."""
         return {**super().to_json(), "A_total": {"low": self.A_total[0], "high": self.A_total[1]}}
 
 
@@ -95,7 +94,7 @@ class Contrast(AsJson):
     Attributes:
         delta_a: difference of A, including the spread between seeds.
         ratio: compute of the variant over that of the baseline, to gain 90% of the way from R0 to a shared A.
-        delta_b: difference of B at that A. Like ratio, None where the two A differ by more than the margin.
+        delta_b: difference of B at that A. ratio and delta_b are None where the two A differ by more than the margin.
         reason: basis of the comparison, or why there is none.
     """
 
@@ -122,9 +121,10 @@ class Ranking(AsJson):
         ranking: all recipes, unidentifiable ones last. leave_one_out: variants compared with the baseline.
         pairing: seeds by which recipes were compared in pairs; None unless all recipes have the same seeds.
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
-        horizon, horizon_sentence: the choice by the reward at the budget, or at two windows, also in words.
+        horizon, horizon_sentence: the choice by the reward at the budget, or without one at twice the largest compute
+            of any recipe; the sentence states it in words.
         rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
-        standing: the posterior behind all of this, for further computations on the same fits; not printed.
+        standing: the posterior that the ranking is computed from, for further computations; not printed.
     """
 
     baseline: str | None
@@ -146,7 +146,7 @@ class Ranking(AsJson):
 
     @property
     def outcome(self) -> tuple[str, ...]:
-        """Sentences on A, on the horizon and, while undecided, on the resolution (first of all if no recipe rises)."""
+        """Sentences on A, on the horizon and, while undecided, on the resolution (first if no recipe rises)."""
         sentences = [self.sentence] if not self.horizon_sentence else [self.sentence, self.horizon_sentence]
         if self.undecided and self.resolution is not None:
             flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
@@ -172,7 +172,7 @@ def rank(
         budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
         workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
         brief: leave out the comparison of families, on which the ranking does not depend.
-        baseline: recipe that the others are compared with; None for the one that most recipes name as their baseline.
+        baseline: recipe that the others are compared with; None for the recipe that most others name.
 
     Raises:
         UserError: margin or budget is not positive, there are no fits, the baseline does not exist, or there are
@@ -188,16 +188,16 @@ def rank(
     standing = find_standing(fits, margin, budget)
     by_recipe = {fit.recipe: fit for fit in fits}
     ordered = [by_recipe[recipe] for recipe in standing.ranked]
-    refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
+    unranked = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
     comparisons: tuple[Comparison, ...] = ()
     if not brief:
-        comparisons = tuple(mapped(_compared, [(fit.curve, fit.options) for fit in ordered], workers))
+        comparisons = tuple(mapped(_compare_families, [(fit.curve, fit.options) for fit in ordered], workers))
     best = max((asymptote_of(fit) for fit in ordered), default=0.0)
-    entries = [_ranked(fit, place, best, standing, budget) for place, fit in enumerate(ordered, start=1)]
-    entries += [_ranked(fit, None, best, standing, budget) for fit in refused]
+    entries = [_make_entry(fit, place, best, standing, budget) for place, fit in enumerate(ordered, start=1)]
+    entries += [_make_entry(fit, None, best, standing, budget) for fit in unranked]
     baseline = baseline_of(fits, baseline)
     pairing = standing.pairing
-    between = spreads_of(ordered, pairing)
+    spreads = spreads_of(ordered, pairing)
     return Ranking(
         baseline=baseline,
         margin=margin,
@@ -207,7 +207,7 @@ def rank(
         sentence=outcome_sentence(standing),
         shared_a=standing.shared_a,
         ranking=tuple(entries),
-        leave_one_out=() if baseline is None else tuple(_leave_one_out(fits, between, baseline, margin)),
+        leave_one_out=() if baseline is None else tuple(_leave_one_out(fits, spreads, baseline, margin)),
         pairing=pairing,
         comparisons=comparisons,
         horizon=standing.horizon,
@@ -218,9 +218,9 @@ def rank(
     )
 
 
-def _ranked(fit: Fit, place: int | None, best: float, standing: Standing, budget: float | None) -> Ranked:
-    """Return a recipe's entry; `best` is the highest A of all. Without a place, its A is not identifiable."""
-    efficient = standing.efficiencies.get(fit.recipe)
+def _make_entry(fit: Fit, place: int | None, best: float, standing: Standing, budget: float | None) -> Ranked:
+    """Return a recipe's entry. place: None if its A is not identifiable; best: the highest A of all recipes."""
+    efficiency = standing.efficiencies.get(fit.recipe)
     ratio = standing.ratios.get(fit.recipe)
     return Ranked(
         recipe=fit.recipe,
@@ -228,32 +228,36 @@ def _ranked(fit: Fit, place: int | None, best: float, standing: Standing, budget
         p_best=standing.p_best[fit.recipe],
         p_best_at_horizon=None if standing.horizon is None else standing.horizon.p_best[fit.recipe],
         expected_loss=standing.losses[fit.recipe],
-        tied_with_best=efficient is not None,
+        tied_with_best=efficiency is not None,
         A=fit.A,
         A_total=fit.A_total,
-        efficiency=None if efficient is None else quantiles(efficient.to_most),
-        efficiency_half=None if efficient is None else quantiles(efficient.to_half),
+        efficiency=None if efficiency is None else quantiles(efficiency.to_most),
+        efficiency_half=None if efficiency is None else quantiles(efficiency.to_half),
         ratio=standing.ratio(fit.recipe),
         p_neither=None if ratio is None else ratio.p_neither,
-        B_at_shared_A=None if efficient is None else quantiles(efficient.B),
-        C_mid_at_shared_A=None if efficient is None else quantiles(efficient.C_mid),
+        B_at_shared_A=None if efficiency is None else quantiles(efficiency.B),
+        C_mid_at_shared_A=None if efficiency is None else quantiles(efficiency.C_mid),
         R_at_budget=None if budget is None else reward_at(fit, budget),
         verdict=fit.verdict,
         reason=fit.reason if place is None else place_reason(best - asymptote_of(fit), fit.recipe, standing),
     )
 
 
-def _compared(curve_and_options: tuple[Curve, FitOptions]) -> Comparison:
+def _compare_families(curve_and_options: tuple[Curve, FitOptions]) -> Comparison:
     return compare(*curve_and_options)
 
 
-def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
-    """Return the recipe that the others are compared with: `asked`, or else the one that most recipes name."""
+def baseline_of(fits: Sequence[Fit], name: str | None = None) -> str | None:
+    """Return the recipe that the others are compared with: the given name, or else the recipe that most others name.
+
+    Raises:
+        UserError: no recipe has the given name.
+    """
     recipes = sorted(fit.recipe for fit in fits)
-    if asked is not None:
-        if asked not in recipes:
-            raise UserError(f"--baseline {asked!r}: no such recipe; there are {', '.join(recipes)}")
-        return asked
+    if name is not None:
+        if name not in recipes:
+            raise UserError(f"--baseline {name!r}: no such recipe; there are {', '.join(recipes)}")
+        return name
     return named_baseline([fit.curve for fit in fits])
 
 
@@ -275,23 +279,25 @@ def _leave_one_out(
     others = sorted((fit for fit in fits if fit is not base), key=lambda fit: fit.recipe)
     variants = [fit for fit in others if fit.curve.baseline == baseline] or others
     if baseline not in between:
-        why = f"the baseline's A is not identifiable ({base.verdict})"
-        return [Contrast(recipe=fit.recipe, delta_a=None, ratio=None, delta_b=None, reason=why) for fit in variants]
+        reason = f"the baseline's A is not identifiable ({base.verdict})"
+        return [Contrast(recipe=fit.recipe, delta_a=None, ratio=None, delta_b=None, reason=reason) for fit in variants]
     identifiable = [fit for fit in variants if fit.recipe in between]
-    # A small tolerance: rounding must not decide about a difference of exactly the margin.
-    close = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
-    # The mean A of the baseline and the recipes close to it; it may differ from the A of the ranking's tie.
-    shared_a = shared_asymptote([base, *close])
-    efficient = {} if shared_a is None else efficiencies([base, *close], shared_a, between)
+    # The tolerance keeps a difference of exactly the margin from being decided by rounding.
+    comparable = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
+    # Mean A of the baseline and the recipes close to it; it may differ from the shared A of the ranking.
+    shared_a = shared_asymptote([base, *comparable])
+    efficiency_by_recipe = {} if shared_a is None else efficiencies([base, *comparable], shared_a, between)
     contrasts = []
     for fit in variants:
         delta_a = ratio = delta_b = None
         if fit in identifiable:
             variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
             delta_a = quantiles(variant_a - base_a)
-        if fit in close:
-            ratio = Ratio.of(efficient[fit.recipe].to_most, efficient[baseline].to_most).interval()
-            delta_b = quantiles(efficient[fit.recipe].B - efficient[baseline].B)
-        reason = contrast_reason(fit, fit in close, margin)
+        if fit in comparable:
+            ratio = Ratio.of(
+                efficiency_by_recipe[fit.recipe].to_most, efficiency_by_recipe[baseline].to_most
+            ).interval()
+            delta_b = quantiles(efficiency_by_recipe[fit.recipe].B - efficiency_by_recipe[baseline].B)
+        reason = contrast_reason(fit, fit in comparable, margin)
         contrasts.append(Contrast(recipe=fit.recipe, delta_a=delta_a, ratio=ratio, delta_b=delta_b, reason=reason))
     return contrasts

@@ -4,8 +4,8 @@
     C(R) = C_mid ((R - R0) / (A - R))^(1/B)               its inverse, for R0 < R < A; never for R >= A
 
 Both are computed from a fit's joint draws, so the bounds include all uncertainty that the data leave. Where A is not
-identifiable, the curve may still be used inside the window and somewhat beyond (`sweeps.fit.predict.support`): a target
-that was observed needs no asymptote.
+identifiable, the curve may still be used within the observed compute and somewhat beyond
+(`sweeps.fit.predict.support`): a target that was observed needs no asymptote.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import apart, chance, paths, quantiles, seed_offsets, support
+from sweeps.fit.predict import chance, offset_growth, paths, quantiles, seed_offsets, support
 
-# A run is near its asymptote if it has gained this share of A - R0. With A - R0 = 0.3 the missing 0.015 is as large as
-# the spread between seeds.
+# A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3 the missing 0.015 is as large
+# as the spread between seeds.
 NEAR = 0.95
 # A target counts as out of reach from this probability.
 _NEVER = 0.9
-# The common reward, as a share of the slower recipe's gain: near the end of a plateau the crossing time is uncertain.
-_GAINED = 0.8
-_NOTHING = Interval(None, None, None)
+# The common reward, as a fraction of the slower recipe's gain: on a plateau the compute to a reward is uncertain.
+_COMMON_SHARE = 0.8
+_UNKNOWN = Interval(None, None, None)
 # Number of computes at which a curve is evaluated, within its window and beyond.
-_WITHIN, _BEYOND = 241, 160
+_POINTS_WITHIN, _POINTS_BEYOND = 241, 160
 # Verdicts of curves that rise.
 _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 
 
 @dataclass(frozen=True)
 class Reach(AsJson):
-    """Compute to reach a target.
+    """Compute that a recipe needs to reach a target reward.
 
     Attributes:
         compute: compute at which the given runs, if continued, pass the target; None if they do not.
-        new_run: the same for a run with a new seed, which differs by the spread between seeds.
-        p_never: probability that the runs do not reach it within the compute at which the fit may be read; None without
-            a fit.
+        new_run: compute for a run with a new seed, which differs by the spread between seeds; None if not reached.
+        p_never: probability that the runs do not reach the target in the range in which the fit may be used; None
+            without a fit.
         reached: whether the curve passed the target within the window, with probability 97.5% or more.
     """
 
@@ -61,12 +61,12 @@ class Reach(AsJson):
 
 @dataclass(frozen=True)
 class Asymptote(AsJson):
-    """The share of its gain that a recipe has reached, and whether that is near the asymptote.
+    """How much of the way from R0 to the asymptote a recipe has gained, and whether that is near the asymptote.
 
     Attributes:
-        verdict: `near` (97.5% sure that the share is at least `NEAR`), `not near` (97.5% sure that it is less),
+        verdict: `near` (97.5% sure that `share` is at least `NEAR`), `not near` (97.5% sure that it is less),
             `unknown`.
-        share: share of A - R0 gained at the window's end.
+        share: fraction of A - R0 gained at the window's end.
         gain_2x: reward gained by doubling the compute.
     """
 
@@ -83,7 +83,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     """Return the compute at which the curve passes a reward, with a 95% interval.
 
     Args:
-        fit: fit of one recipe, under any verdict: no asymptote is needed, neither in the window nor for forecasts.
+        fit: fit of one recipe, under any verdict: no identifiable asymptote is needed.
         target: reward to reach, within the reward's bounds.
 
     The value is the median over draws and the bounds are their quantiles. A bound is open (None) where more than 2.5%
@@ -98,56 +98,61 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     if limit is None or fit.window is None:
         return Reach(recipe=fit.recipe, target=target, compute=None, reason=f"{fit.verdict}: {fit.reason}")
     end = fit.window[1]
-    grid = np.concatenate([[0.0], np.linspace(0, end, _WITHIN)[1:], np.geomspace(end, limit, _BEYOND)[1:]])
-    ahead = paths(fit, grid)
-    times = first_above(ahead, grid, target)
-    new_times = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
-    p_never = float(np.isinf(times).mean())
-    raw = quantiles(times)
-    compute, reached = if_reached(raw), raw.high is not None and raw.high <= end
-    if raw.value == 0.0:
-        compute, reached = Interval(0.0, 0.0, raw.high), True
-        reason = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
+    grid = np.concatenate(
+        [[0.0], np.linspace(0, end, _POINTS_WITHIN)[1:], np.geomspace(end, limit, _POINTS_BEYOND)[1:]]
+    )
+    rewards = paths(fit, grid)
+    computes = first_above(rewards, grid, target)
+    computes_of_new_run = first_above(
+        rewards + seed_offsets(fit, new_run=True)[:, None] * offset_growth(grid / end), grid, target
+    )
+    p_never = float(np.isinf(computes).mean())
+    interval = quantiles(computes)
+    compute, reached = if_reached(interval), interval.high is not None and interval.high <= end
+    if interval.value == 0.0:
+        compute, reached = Interval(0.0, 0.0, interval.high), True
+        reason = f"met before training (R0 {float(np.median(rewards[:, 0])):.3f})"
     elif compute is not None:
         reason = _reach_reason(fit, compute, p_never, reached)
     elif p_never >= _NEVER:
         reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
     else:
         reason = f"unlikely ({chance(1 - p_never)}) that its runs reach it within {limit / end:g} x their compute"
-    return Reach(fit.recipe, target, compute, reason, if_reached(quantiles(new_times)), p_never, reached)
+    return Reach(fit.recipe, target, compute, reason, if_reached(quantiles(computes_of_new_run)), p_never, reached)
 
 
-def first_above(ahead: Array, grid: Array, target: float) -> Array:
+def first_above(rewards: Array, grid: Array, target: float) -> Array:
     """Return the compute at which each path first passes a reward, infinite if it does not; (K, m), (m,) -> (K,)."""
-    above = ahead >= target
-    at = above.argmax(1)
-    rows = np.arange(len(ahead))
-    before = np.maximum(at - 1, 0)
-    low, high = ahead[rows, before], ahead[rows, at]
-    # Linear interpolation between two grid points.
-    share = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
-    crossing = np.where(at > 0, grid[before] + share * (grid[at] - grid[before]), 0.0)
-    return np.where(above.any(1), crossing, np.inf)
+    is_above = rewards >= target
+    index = is_above.argmax(1)
+    rows = np.arange(len(rewards))
+    left_index = np.maximum(index - 1, 0)
+    low, high = rewards[rows, left_index], rewards[rows, index]
+    # Interpolate linearly between two grid points.
+    fraction = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
+    crossing = np.where(index > 0, grid[left_index] + fraction * (grid[index] - grid[left_index]), 0.0)
+    return np.where(is_above.any(1), crossing, np.inf)
 
 
 def common_reward(starts: Sequence[Array], ends: Sequence[Array]) -> float | None:
-    """Return a reward that all recipes have passed: most of the slowest one's gain; None if it gained nothing.
+    """Return a reward that all recipes have passed, or None if the slowest recipe gained nothing.
 
     Args:
         starts, ends: draws of each recipe's reward at compute 0 and at the largest compute that all have spent.
     """
     start = max(float(np.median(draws)) for draws in starts)
     end = min(float(np.median(draws)) for draws in ends)
-    return start + _GAINED * (end - start) if end > start else None
+    return start + _COMMON_SHARE * (end - start) if end > start else None
 
 
 def _check_target(target: float, bounds: tuple[float, float]) -> None:
+    """Refuse a target outside the reward's bounds."""
     if not np.isfinite(target) or not bounds[0] <= target <= bounds[1]:
         raise UserError(f"--target {target:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
 
 
 def if_reached(interval: Interval | None) -> Interval | None:
-    """Return an interval of computes; None where its median is never reached, or there is none."""
+    """Return an interval of computes, or None if its median is None: most draws do not reach the target."""
     return None if interval is None or interval.value is None else interval
 
 
@@ -169,7 +174,7 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
 
 
 def near_asymptote(fit: Fit) -> Asymptote:
-    """Return whether the given runs have gained at least the share `NEAR` of A - R0.
+    """Judge whether a recipe's runs have gained at least the fraction `NEAR` of A - R0.
 
     share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), with C_end the window's end. `near` needs an
     identifiable A; `not near` does not.
@@ -178,13 +183,13 @@ def near_asymptote(fit: Fit) -> Asymptote:
         return Asymptote(
             recipe=fit.recipe,
             verdict="unknown",
-            share=_NOTHING,
-            gain_2x=_NOTHING,
+            share=_UNKNOWN,
+            gain_2x=_UNKNOWN,
             reason=f"{fit.verdict}: {fit.reason}",
         )
     end, draws = fit.window[1], fit.draws
     assert fit.outlook is not None
-    shares = draws.share(np.array([end]))[:, 0]
+    shares = draws.gain_fraction(np.array([end]))[:, 0]
     now, later = fit.outlook.at(np.array([end, 2 * end])).T
     share, gain = quantiles(shares), quantiles(later - now)
     assert share.low is not None and share.high is not None and share.value is not None and gain.value is not None
@@ -197,7 +202,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
     if not fit.identifiable:
         reason = f"A is not identifiable ({fit.verdict}); as much compute again brings about {gain.value:+.3f}"
         if fit.verdict == "pre_inflection":
-            reason, gain = f"{fit.verdict}: {fit.reason}", _NOTHING
+            reason, gain = f"{fit.verdict}: {fit.reason}", _UNKNOWN
         share = Interval(None, share.low, None if share.high >= 1 - 1e-6 else share.high)
     return Asymptote(recipe=fit.recipe, verdict=verdict, share=share, gain_2x=gain, reason=reason)
 

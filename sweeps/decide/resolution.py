@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.pairwise import POWER, apart, deviation, pairing_of_two, rewards_near, seeds_needed
+from sweeps.decide.pairwise import POWER, deviation, pairing_of_two, reward_difference, rewards_near, seeds_needed
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
 from sweeps.terminal import counted
 
-# Label suffix of a run with learning rate 0 (conf/variant/lr_0.yaml), which shows only noise.
-NULL = "optimizer=null"
+# End of the label of a recipe with learning rate 0 (conf/variant/lr_0.yaml), whose curve shows only noise.
+NULL_RECIPE = "optimizer=null"
 
 
 @dataclass(frozen=True)
 class Resolution(AsJson):
-    """Detectable difference in reward at the compute that all recipes have spent, each against the leader.
+    """Difference in reward that a study can detect when it compares each recipe with the leader at common compute.
 
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
-        smallest: difference that half of the comparisons detect at 5% with 80% power.
-        seeds: number of seeds that ran far enough to determine their asymptote, of the recipe with the fewest.
+        smallest: difference that half of the comparisons detect at 5% with 80% power, in reward.
+        seeds: number of seeds that ran far enough to inform on their asymptote, of the recipe with the fewest.
         seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None if too many.
-        told, of: number of comparisons whose 95% interval excludes 0, and of all comparisons.
+        detections: number of comparisons whose 95% interval excludes 0.
+        comparisons: number of all comparisons.
         source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.
         noise: standard deviation of one evaluation of the null recipe about its mean; None without such a recipe.
     """
@@ -35,11 +37,13 @@ class Resolution(AsJson):
     smallest: float
     seeds: int
     seeds_needed: int | None
-    told: int
-    of: int
+    detections: int
+    comparisons: int
     source: str
     noise: float | None
     sentence: str
+
+    JSON: ClassVar = {"detections": "told", "comparisons": "of"}
 
 
 def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolution | None:
@@ -47,39 +51,41 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
 
     Args:
         fits: fits of the whole study.
-        leader: recipe to choose so far, with which the others are compared; None without one.
+        leader: recipe to choose so far, with which the others are compared; None if there is none.
         margin: difference to detect, in reward.
     """
-    known = [fit for fit in fits if readable(fit) and fit.window is not None]
-    first = next((fit for fit in known if fit.recipe == leader), None)
-    others = [fit for fit in known if fit is not first]
-    if first is None or not others:
+    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    leading_fit = next((fit for fit in readable_fits if fit.recipe == leader), None)
+    others = [fit for fit in readable_fits if fit is not leading_fit]
+    if leading_fit is None or not others:
         return None
-    compute = min(fit.window[1] for fit in known if fit.window is not None)
-    near = {fit.recipe: rewards_near(fit.curve, compute) for fit in known}
-    scale = max(fit.curve.scale for fit in known)
-    errors, told, per_pair, sources = [], 0, [], set()
-    seeds = min(fit.informing for fit in known)
+    compute = min(fit.window[1] for fit in readable_fits if fit.window is not None)
+    offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in readable_fits}
+    scale = max(fit.curve.scale for fit in readable_fits)
+    errors, detections, per_pair, sources = [], 0, [], set()
+    seeds = min(fit.informative_seeds for fit in readable_fits)
     for fit in others:
-        pairing = pairing_of_two(fit.recipe, first.recipe, near, scale)
-        draws = apart(fit, first, compute, pairing)
+        pairing = pairing_of_two(fit.recipe, leading_fit.recipe, offsets_by_recipe, scale)
+        draws = reward_difference(fit, leading_fit, compute, pairing)
         low, high = np.quantile(draws, [0.025, 0.975])
-        told += bool(low > 0 or high < 0)
+        detections += bool(low > 0 or high < 0)
         errors.append(deviation(draws))
-        per_pair.append(seeds_needed(draws, min(fit.informing, first.informing), margin) or np.inf)
+        per_pair.append(
+            seeds_needed(draws, min(fit.informative_seeds, leading_fit.informative_seeds), margin) or np.inf
+        )
         sources.add("paired" if pairing is not None else fit.seed_spread.source)
     smallest, enough = POWER * float(np.median(errors)), float(np.median(per_pair))
-    needed = int(np.ceil(enough)) if np.isfinite(enough) else None
-    noise = _noise(known)
+    needed_seeds = int(np.ceil(enough)) if np.isfinite(enough) else None
+    noise = _noise(readable_fits)
     source = ", ".join(sorted(sources))
-    ran = min(fit.seeds for fit in known)
-    text = f"with {counted(ran, 'seed')} a recipe"
-    if ran > seeds:
+    seeds_run = min(fit.seeds for fit in readable_fits)
+    text = f"with {counted(seeds_run, 'seed')} a recipe"
+    if seeds_run > seeds:
         text += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
     text += f" this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
     text += f" (at 5%, with 80% power; spread between seeds {source})"
-    if needed is None or needed > seeds:
-        more = "more seeds than anybody runs" if needed is None else f"{needed} seeds a recipe"
+    if needed_seeds is None or needed_seeds > seeds:
+        more = "more seeds than anybody runs" if needed_seeds is None else f"{needed_seeds} seeds a recipe"
         text += f"; {margin:g} takes {more} to that compute"
     if noise is not None:
         text += f"; an evaluation of the null recipe scatters by {noise:.3f}"
@@ -87,9 +93,9 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
         compute=compute,
         smallest=smallest,
         seeds=seeds,
-        seeds_needed=needed,
-        told=told,
-        of=len(others),
+        seeds_needed=needed_seeds,
+        detections=detections,
+        comparisons=len(others),
         source=source,
         noise=noise,
         sentence=text,
@@ -98,7 +104,7 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
 
 def _noise(fits: Sequence[Fit]) -> float | None:
     """Return the standard deviation of evaluations of the null recipe about their seed's mean; None without it."""
-    null = next((fit.curve for fit in fits if fit.recipe.split("+")[-1] == NULL), None)
+    null = next((fit.curve for fit in fits if fit.recipe.split("+")[-1] == NULL_RECIPE), None)
     if null is None:
         return None
     seeds = sorted(set(null.seed))

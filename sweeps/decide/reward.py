@@ -19,9 +19,9 @@ from sweeps.decide.reach import common_reward, first_above
 from sweeps.decide.standing import chances_of_being_best
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
+from sweeps.fit.predict import is_supported, paths_over_seeds, quantiles, readable
 
-_LOOKS = 201
+_GRID_SIZE = 201
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class RewardRow(AsJson):
         C: compute to the common reward; None where there is no such reward.
         ratio: C over that of the fastest recipe, with bounds that hold for all pairs of recipes at once; None for the
             fastest itself, and where the fastest is not known.
-        p_neither: share of the draws in which neither this recipe nor the fastest arrives, which `ratio` leaves out.
-        R_at_budget, p_best_at_budget: like R and p_best, forecast at the budget; None without one, or too far beyond
-            the data.
+        p_neither: fraction of the draws in which neither this recipe nor the fastest reaches the common reward, which
+            `ratio` leaves out.
+        R_at_budget, p_best_at_budget: like R and p_best, forecast at the budget; None without a budget, or if it is too
+            far beyond the data.
     """
 
     recipe: str
@@ -71,55 +72,60 @@ class Rewards(AsJson):
 
 
 def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
-    """Compare recipes at common compute and common reward; None if no recipe can be read.
+    """Compare recipes at common compute and common reward; None if no recipe has a forecast.
 
     Args:
         fits: one fit per recipe.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
     """
-    known = [fit for fit in fits if readable(fit) and fit.window is not None]
-    if not known:
+    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    if not readable_fits:
         return None
-    compute = min(fit.window[1] for fit in known if fit.window is not None)
-    ends = [paths_over_seeds(fit, [0.0, compute]) for fit in known]
-    at_end = [np.asarray(end[:, 1]) for end in ends]
+    compute = min(fit.window[1] for fit in readable_fits if fit.window is not None)
+    start_and_end = [paths_over_seeds(fit, [0.0, compute]) for fit in readable_fits]
+    at_end = [np.asarray(end[:, 1]) for end in start_and_end]
     p_best = chances_of_being_best(at_end)
-    reward = common_reward([end[:, 0] for end in ends], at_end)
-    looks = np.linspace(0, compute, _LOOKS)
+    reward = common_reward([end[:, 0] for end in start_and_end], at_end)
+    computes = np.linspace(0, compute, _GRID_SIZE)
     # Process one recipe at a time: the paths of a thousand recipes would take gigabytes.
-    times = [] if reward is None else [first_above(paths_over_seeds(fit, looks), looks, reward) for fit in known]
-    fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
-    ahead = [_at_budget(fit, budget) for fit in known]
-    known_ahead = [values for values in ahead if values is not None]
-    p_ahead = dict(
-        zip((i for i, v in enumerate(ahead) if v is not None), chances_of_being_best(known_ahead), strict=True)
+    times = (
+        []
+        if reward is None
+        else [first_above(paths_over_seeds(fit, computes), computes, reward) for fit in readable_fits]
     )
-    # If even the fastest may never arrive, no recipe is known to need the least compute.
-    known_time = fastest is not None and quantiles(times[fastest]).value is not None
+    fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
+    at_budget = [_draw_at_budget(fit, budget) for fit in readable_fits]
+    forecasts = [values for values in at_budget if values is not None]
+    p_best_at_budget = dict(
+        zip((i for i, v in enumerate(at_budget) if v is not None), chances_of_being_best(forecasts), strict=True)
+    )
+    # If even the fastest may never reach the reward, no recipe is known to need the least compute.
+    has_fastest = fastest is not None and quantiles(times[fastest]).value is not None
     rows, tail = [], tail_of_all_pairs(len(times))
-    for i, fit in enumerate(known):
+    for i, fit in enumerate(readable_fits):
         ratio = Ratio.of(times[i], times[fastest]) if fastest is not None and i != fastest else None
-        values = ahead[i]
+        values = at_budget[i]
         rows.append(
             RewardRow(
                 recipe=fit.recipe,
                 R=quantiles(at_end[i]),
                 p_best=p_best[i],
                 C=quantiles(times[i]) if times else None,
-                ratio=ratio.interval(tail) if ratio is not None and known_time else None,
+                ratio=ratio.interval(tail) if ratio is not None and has_fastest else None,
                 R_at_budget=None if values is None else quantiles(values),
-                p_best_at_budget=p_ahead.get(i),
+                p_best_at_budget=p_best_at_budget.get(i),
                 p_neither=None if ratio is None else ratio.p_neither,
             )
         )
     order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
     ordered = tuple(rows[i] for i in order)
-    first = known[fastest].recipe if fastest is not None and known_time else None
+    first = readable_fits[fastest].recipe if fastest is not None and has_fastest else None
     return Rewards(compute, reward, budget, _sentence(ordered, compute, reward, first), ordered, first)
 
 
-def _at_budget(fit: Fit, budget: float | None) -> Array | None:
-    if budget is None or not within(fit, budget):
+def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
+    """Return draws of the reward at the budget, (K,); None without a budget, or if it is too far beyond the data."""
+    if budget is None or not is_supported(fit, budget):
         return None
     return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
 
@@ -128,9 +134,9 @@ def _sentence(rows: Sequence[RewardRow], compute: float, reward: float | None, f
     best = rows[0]
     text = f"at compute {compute:.4g}, which all have spent, {best.recipe} is ahead with {best.R.value:.3f}"
     text += f" (P = {best.p_best:.2f} that it is highest there)" if len(rows) > 1 else ""
-    surely = [(row.ratio, row.recipe) for row in rows if row.ratio is not None and (row.ratio.low or 0.0) > 1]
-    if fastest is not None and surely:
-        ratio, slowest = max(surely, key=lambda each: each[0].value or np.inf)
+    slower = [(row.ratio, row.recipe) for row in rows if row.ratio is not None and (row.ratio.low or 0.0) > 1]
+    if fastest is not None and slower:
+        ratio, slowest = max(slower, key=lambda each: each[0].value or np.inf)
         bounds = " to ".join("open" if end is None else f"{end:.2g}" for end in (ratio.low, ratio.high))
         text += f"; {slowest} takes {multiple(ratio)}x the compute of {fastest} to reach {reward:.3f} ({bounds})"
     elif fastest is not None and len(rows) > 1:

@@ -1,8 +1,8 @@
 """The best number of rollouts per prompt for a budget, by difficulty, where the study varied it.
 
-The reward of each value at the budget comes from its own fitted curve. Nothing is interpolated between values, and only
-values that were run are proposed. (In arXiv 2603.12151 the best number grows with the budget and saturates; the study
-has to show whether it does.)
+The reward at the budget comes from a fitted curve for each number of rollouts. Nothing is interpolated between numbers,
+and only numbers that were run are proposed. (In arXiv 2603.12151 the best number grows with the budget and saturates;
+the study has to show whether it does.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
 
 @dataclass(frozen=True)
 class RolloutChoice(AsJson):
-    """One number of rollouts per prompt at the budget. R and p_best are None where its fit may not be read there."""
+    """One number of rollouts per prompt at the budget. R and p_best are None where the fit may not be used there."""
 
     rollouts: int
     R: Interval | None
@@ -32,7 +32,13 @@ class RolloutChoice(AsJson):
 
 @dataclass(frozen=True)
 class RolloutPlan(AsJson):
-    """The numbers compared for one recipe and difficulty (None if not divided). best is None if undecided."""
+    """Comparison of numbers of rollouts for one recipe and difficulty.
+
+    Attributes:
+        difficulty: difficulty of the prompts; None if prompts are not divided by difficulty.
+        best: best number of rollouts per prompt; None if undecided.
+        values: the numbers that were run.
+    """
 
     recipe: str
     difficulty: str | None
@@ -45,7 +51,7 @@ def parse_rollouts(text: str) -> int:
     """Parse a number of rollouts per prompt.
 
     Raises:
-        UserError: it is not a whole number above 0.
+        UserError: the text is not a whole number above 0.
     """
     try:
         value = float(text)
@@ -62,13 +68,13 @@ def best_rollouts(
     """Find the best number of rollouts per prompt at a budget, for each recipe and difficulty.
 
     Args:
-        fits: fits of curves whose `factors` contain the column, and the difficulty if one is named.
+        fits: fits of curves whose `factors` contain `column`, and `difficulty` if it is given.
         budget: compute of one run, in the curves' unit.
         column: name of the factor with the number of rollouts per prompt.
         difficulty: name of the factor with the prompts' difficulty (any text); None if prompts are not divided.
 
-    R is the recipe's reward at the budget, including the spread between seeds. The result is undecided if the best
-    value is best with a probability below 95%, or if the fit of a value may not be read at the budget.
+    Rewards at the budget include the spread between seeds. The result is undecided if the most likely number is best
+    with a probability below 95%, or if the fit of some number may not be used at the budget.
 
     Raises:
         UserError: a factor is missing, rollouts are not whole numbers, or only one value was run.
@@ -90,32 +96,32 @@ def best_rollouts(
     if all(len(by_value) == 1 for by_value in groups.values()):
         raise UserError(f"--rollouts {column}: one value only; a study that varied it is needed")
     ordered = sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] or ""))
-    return [_plan(recipe, level, dict(sorted(group.items())), budget) for (recipe, level), group in ordered]
+    return [_compare_counts(recipe, level, dict(sorted(group.items())), budget) for (recipe, level), group in ordered]
 
 
-def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
+def _compare_counts(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
     """Compare the numbers of rollouts of one group by the joint draws of their rewards at the budget."""
-    known = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
+    readable_values = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
     # Draws of the recipe's reward at the budget, over seeds; (K,) each.
-    readable = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in known}
-    p_best = dict(zip(known, chances_of_being_best(list(readable.values())), strict=True))
+    draws = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in readable_values}
+    p_best = dict(zip(readable_values, chances_of_being_best(list(draws.values())), strict=True))
     values = tuple(
         RolloutChoice(
             value,
-            quantiles(readable[value]) if value in readable else None,
+            quantiles(draws[value]) if value in draws else None,
             p_best.get(value),
-            "" if value in readable else f"cannot be read at {budget:.4g}: {fit.verdict}, {fit.reason}",
+            "" if value in draws else f"cannot be read at {budget:.4g}: {fit.verdict}, {fit.reason}",
         )
         for value, fit in by_value.items()
     )
-    best = max(readable, key=lambda value: p_best[value], default=None)
-    settled = best is not None and len(readable) == len(by_value) > 1 and p_best[best] >= CONFIDENCE
+    best = max(draws, key=lambda value: p_best[value], default=None)
+    settled = best is not None and len(draws) == len(by_value) > 1 and p_best[best] >= CONFIDENCE
     if best is None:
         sentence = f"undecided: no fit can be read at {budget:.4g}"
     elif len(by_value) == 1:
         sentence = f"undecided: only {best} was run"
-    elif len(readable) < len(by_value):
-        missing = ", ".join(str(value) for value in by_value if value not in readable)
+    elif len(draws) < len(by_value):
+        missing = ", ".join(str(value) for value in by_value if value not in draws)
         sentence = f"undecided: {missing} cannot be read at {budget:.4g}; of the rest {best} ({chance(p_best[best])})"
     elif settled:
         sentence = f"{best} rollouts a prompt ({chance(p_best[best])} among those run)"

@@ -11,7 +11,7 @@ from sweeps.as_json import AsJson
 from sweeps.errors import UserError
 from sweeps.run import fields
 
-# Value of `loss`, the whole scale, that means no limit.
+# Value of `loss` that sets no limit: the whole scale of the reward.
 NO_LIMIT = 1.0
 
 
@@ -22,14 +22,14 @@ class Rules(AsJson):
     Args:
         budget: compute of one run at which the best recipe is wanted, in the curves' unit.
         p_ahead: a recipe is stopped when its probability of ending ahead of the favourite (the recipe with the highest
-            expected reward at the budget) is below this. The probability of being best would not do: among many similar
-            recipes it is small for each.
-        looks: number of consecutive looks at which that must hold.
-        first: share of the budget at which the first look is taken; nothing is stopped before.
+            expected reward at the budget) is below this. The probability of being best is not used, because
+            among many similar recipes it is small for each.
+        looks: number of consecutive looks at which the probability must be below `p_ahead`.
+        first: fraction of the budget at which the first look is taken; no recipe is stopped before.
         growth: factor by which compute grows from one look to the next.
-        loss: largest expected cost of all stops together, as a share of the reward's scale: the expected excess of the
-            best stopped recipe over the best remaining one, summed over the looks. Each stopped recipe may be unlikely
-            to win while it is likely that one of many would have. 1 sets no limit.
+        loss: largest expected cost of all stops together, as a fraction of the reward's scale: the expected excess of
+            the best stopped recipe over the best remaining one, summed over the looks. It is limited because, if many
+            recipes are stopped, one of them would have won more often than the chance of each shows. 1 sets no limit.
 
     Raises:
         UserError: a rule is out of range.
@@ -57,7 +57,7 @@ class Rules(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Rules:
-        """Read rules from the JSON that `to_json` wrote; races begun without a `loss` have no limit.
+        """Create rules from the JSON that `to_json` wrote. If it has no `loss`, as in old journals, there is no limit.
 
         Raises:
             TypeError: an unknown rule.
@@ -69,9 +69,9 @@ class Rules(AsJson):
             (fields.whole if name == "looks" else fields.number)(values, name)
         return cls(**values)
 
-    def resumed_from(self, begun: Rules) -> Rules:
-        """Return these rules for continuing a race that began with `begun`: no limit on the loss if it had none."""
-        return replace(self, loss=NO_LIMIT) if begun.loss == NO_LIMIT and self.loss == Rules.loss else self
+    def resumed_from(self, earlier: Rules) -> Rules:
+        """Return these rules for continuing a race of `earlier` rules; the loss stays unlimited if it was unlimited."""
+        return replace(self, loss=NO_LIMIT) if earlier.loss == NO_LIMIT and self.loss == Rules.loss else self
 
     def levels(self) -> Iterator[float]:
         """Yield the computes at which looks are taken, except the budget itself."""

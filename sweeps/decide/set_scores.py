@@ -1,4 +1,4 @@
-"""Evaluations of each run on each evaluation set, up to a compute that all runs have spent."""
+"""Scores of each run on each evaluation set, up to a compute that all runs have spent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sweeps.curve import Array, Curve
 
 # Name of the factor by which curves of several evaluation sets differ (`--metric all`).
 SET = "set"
-# A common compute below this share of the median run's is worth a note: a run that ended early holds the others back.
+# A note is given if the common compute is below this fraction of the median run's: a run ended early.
 _EARLY = 0.5
 
 
@@ -22,7 +22,7 @@ class SetScores:
     Attributes:
         axis: compute axis.
         compute: largest compute that all runs have spent; evaluations beyond it are left out.
-        metrics: by set, the name of its metric.
+        metrics: name of each set's metric, by set.
         scores: by set, recipe and seed, the scores after the start of training, in the order of compute, (n,), n >= 1.
         notes: runs that were left out or end early.
     """
@@ -39,8 +39,8 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
 
     Args:
         curves: one per recipe and evaluation set.
-        together: keep only evaluations at which a run evaluated all of its sets, so that sets are compared over the
-            same compute.
+        together: whether to keep only evaluations at a compute at which the run was evaluated on all of its sets, so
+            that sets are compared over the same compute.
 
     The first evaluation of a run, at compute 0, is of the model before training and is left out. A run counts as having
     spent the compute of its last evaluation on any set: sets may be evaluated at different steps.
@@ -59,24 +59,24 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
     if compute < _EARLY * float(np.median(list(spent.values()))):
         recipe, seed = min(spent, key=lambda run: spent[run])
         notes.append(f"{recipe}, seed {seed}, ends at compute {compute:.4g}: all runs are compared there")
-    shared = _evaluated_together(curves)
+    shared = _common_computes(curves)
     scores: dict[str, dict[str, dict[str, Array]]] = {}
     for curve in curves:
         by_recipe = scores.setdefault(curve.factors[SET], {})
         # The tolerance allows for rounding in sums of compute.
-        kept = (curve.compute > 0) & (curve.compute <= compute * (1 + 1e-9))
-        for seed in dict.fromkeys(curve.seed[kept].tolist()):
-            own = kept & (curve.seed == seed)
+        in_range = (curve.compute > 0) & (curve.compute <= compute * (1 + 1e-9))
+        for seed in dict.fromkeys(curve.seed[in_range].tolist()):
+            rows = in_range & (curve.seed == seed)
             if together:
-                own &= np.isin(curve.compute, shared[_recipe(curve), str(seed)])
-            if own.any():
-                by_recipe.setdefault(_recipe(curve), {})[str(seed)] = curve.reward[own]
+                rows &= np.isin(curve.compute, shared[_recipe(curve), str(seed)])
+            if rows.any():
+                by_recipe.setdefault(_recipe(curve), {})[str(seed)] = curve.reward[rows]
     metrics = {curve.factors[SET]: curve.metric for curve in curves}
     return SetScores(axis=curves[0].axis, compute=compute, metrics=metrics, scores=scores, notes=tuple(notes))
 
 
-def _evaluated_together(curves: Sequence[Curve]) -> dict[tuple[str, str], list[float]]:
-    """Return the compute at which a run evaluated all of its sets, by recipe and seed."""
+def _common_computes(curves: Sequence[Curve]) -> dict[tuple[str, str], list[float]]:
+    """Return the computes at which each run was evaluated on all of its sets, by recipe and seed."""
     shared: dict[tuple[str, str], set[float]] = {}
     for curve in curves:
         for seed in dict.fromkeys(curve.seed.tolist()):
@@ -86,5 +86,5 @@ def _evaluated_together(curves: Sequence[Curve]) -> dict[tuple[str, str], list[f
 
 
 def _recipe(curve: Curve) -> str:
-    """Return the recipe's label without the set, which the source appended."""
+    """Return the recipe's label without the set's name, which `sweeps.source` appends."""
     return curve.recipe.replace(f" {SET}={curve.factors[SET]}", "")

@@ -11,8 +11,8 @@ deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in th
 The authors take the noise of one model, or of all models' scores together; here it is pooled within runs, so that
 differences between recipes do not count as noise.
 
-By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also given with s_r
-about a straight line through the run's last n evaluations (divisor n - 2).
+By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also computed with
+s_r about a straight line through the run's last n evaluations (divisor n - 2).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve
 from sweeps.decide.set_scores import set_scores
 
-# Number of last evaluations of a run.
+# Number n of last evaluations of a run.
 LAST = 5
-# The fewest evaluations of a run that show its noise.
-_FEWEST = 3
+# A run with fewer evaluations does not show its noise.
+_MIN_EVALUATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SetSignal(AsJson):
         signal, noise: relative dispersion between recipes, relative standard deviation within runs; None where the mean
             is 0 or a run has fewer than three evaluations.
         ratio: signal to noise; None where either is unknown or the noise is 0.
-        ratio_without_rise: the same with noise about a straight line.
+        ratio_without_rise: signal to noise with the noise about a straight line; None where unknown.
     """
 
     set: str
@@ -56,7 +56,7 @@ class SetSignal(AsJson):
 
 @dataclass(frozen=True)
 class Signal(AsJson):
-    """Signal to noise of all evaluation sets, the highest first.
+    """Signal to noise of all evaluation sets, the set with the highest ratio first.
 
     Attributes:
         axis, compute: compute axis, and the largest compute that all runs have spent, up to which evaluations count.
@@ -82,36 +82,39 @@ def signal_to_noise(curves: Sequence[Curve]) -> Signal | None:
     Args:
         curves: one per recipe and evaluation set, which is the factor `set`.
     """
-    found = set_scores(curves, together=True)
-    if found is None:
+    evaluations = set_scores(curves, together=True)
+    if evaluations is None:
         return None
-    compared = {name: recipes for name, recipes in found.scores.items() if len(recipes) > 1}
+    compared = {name: recipes for name, recipes in evaluations.scores.items() if len(recipes) > 1}
     if len(compared) < 2:
         return None
-    rows = [_row(name, found.metrics[name], recipes) for name, recipes in compared.items()]
+    rows = [_row(name, evaluations.metrics[name], recipes) for name, recipes in compared.items()]
     rows.sort(key=lambda row: (-1.0 if row.ratio is None else row.ratio, row.set), reverse=True)
     first = rows[0]
     best = first.set if first.ratio is not None and first.ratio >= 1 else None
     return Signal(
-        axis=found.axis,
-        compute=found.compute,
+        axis=evaluations.axis,
+        compute=evaluations.compute,
         last=LAST,
         best=best,
         rows=tuple(rows),
-        notes=found.notes,
+        notes=evaluations.notes,
         sentence=_sentence(rows, best),
     )
 
 
 def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]]) -> SetSignal:
-    ends = {recipe: [run[-LAST:] for run in runs.values()] for recipe, runs in recipes.items()}
-    of_recipes = [float(np.mean([run.mean() for run in runs])) for runs in ends.values()]
-    mean = float(np.mean(of_recipes))
-    runs = [run for runs in ends.values() for run in runs if len(run) >= _FEWEST]
+    """Compute signal and noise of one set from its scores by recipe and seed."""
+    last_scores = {recipe: [run[-LAST:] for run in runs.values()] for recipe, runs in recipes.items()}
+    recipe_means = [float(np.mean([run.mean() for run in runs])) for runs in last_scores.values()]
+    mean = float(np.mean(recipe_means))
+    runs = [run for runs in last_scores.values() for run in runs if len(run) >= _MIN_EVALUATIONS]
     variances = [run.var(ddof=1) for run in runs]
-    signal = (max(of_recipes) - min(of_recipes)) / abs(mean) if mean else None
+    signal = (max(recipe_means) - min(recipe_means)) / abs(mean) if mean else None
     noise = float(np.sqrt(np.mean(variances))) / abs(mean) if mean and runs else None
-    residual = float(np.sqrt(np.mean([_about_a_line(run) for run in runs]))) / abs(mean) if mean and runs else None
+    residual = (
+        float(np.sqrt(np.mean([_variance_about_line(run) for run in runs]))) / abs(mean) if mean and runs else None
+    )
     return SetSignal(
         set=name,
         metric=metric,
@@ -124,28 +127,34 @@ def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]]) -> 
 
 
 def _ratio(signal: float | None, noise: float | None) -> float | None:
+    """Return signal to noise; None if either is unknown or the noise is 0."""
     # Rounding leaves a noise of about 1e-17 where scores are equal or lie on a line.
     return signal / noise if signal is not None and noise is not None and noise > 1e-12 else None
 
 
-def _about_a_line(scores: Array) -> float:
+def _variance_about_line(scores: Array) -> float:
     """Return the variance of evenly spaced scores (n,) about their least-squares line, with divisor n - 2."""
-    place = np.arange(len(scores)) - (len(scores) - 1) / 2
-    slope = float(place @ scores / (place @ place))
-    return float(((scores - scores.mean() - slope * place) ** 2).sum() / (len(scores) - 2))
+    position = np.arange(len(scores)) - (len(scores) - 1) / 2
+    slope = float(position @ scores / (position @ position))
+    return float(((scores - scores.mean() - slope * position) ** 2).sum() / (len(scores) - 2))
 
 
 def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
-    known = [row for row in rows if row.ratio is not None]
-    if not known:
-        return f"signal to noise of the sets is unknown: it takes runs with {_FEWEST} evaluations that differ"
-    ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in known)
+    rows_with_ratio = [row for row in rows if row.ratio is not None]
+    if not rows_with_ratio:
+        return f"signal to noise of the sets is unknown: it takes runs with {_MIN_EVALUATIONS} evaluations that differ"
+    ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in rows_with_ratio)
     if best is None:
         text = f"no set separates the recipes: signal to noise is below 1 on each ({ratios})"
     else:
-        text = f"use set {best} (--metric {known[0].metric}): it separates the recipes best; signal to noise: {ratios}"
-    flat = max(rows, key=lambda row: row.ratio_without_rise or 0.0)
-    if flat.ratio_without_rise is not None and flat.ratio_without_rise >= 1 and flat.set != best:
+        text = f"use set {best} (--metric {rows_with_ratio[0].metric}): it separates the recipes best; "
+        text += f"signal to noise: {ratios}"
+    best_without_rise = max(rows, key=lambda row: row.ratio_without_rise or 0.0)
+    if (
+        best_without_rise.ratio_without_rise is not None
+        and best_without_rise.ratio_without_rise >= 1
+        and best_without_rise.set != best
+    ):
         text += "; without the rise of the curves, which counts as noise here, "
-        text += f"set {flat.set} leads with {flat.ratio_without_rise:.3g}"
+        text += f"set {best_without_rise.set} leads with {best_without_rise.ratio_without_rise:.3g}"
     return text

@@ -1,6 +1,6 @@
 """Comparison of model sizes: when a larger one overtakes, which is best for a budget, and which law to trust.
 
-There are two laws: the power law of `sweeps.decide.power_law`, and a sigmoid whose parameters depend on size
+Two laws are fitted: the power law of `sweeps.decide.power_law`, and a sigmoid whose parameters depend on size
 (`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far beyond the data, because the first has no
 ceiling below R = 1. Every answer names the law that better predicts the last quarter of every size's compute.
 """
@@ -31,7 +31,8 @@ _GRID = 400
 class Crossover(AsJson):
     """The compute from which the larger of two sizes has the lower loss, by both laws.
 
-    None where in more than half of the draws there is no such compute within `FAR` times the data, or without the law.
+    A law's entry is None where more than half of its draws have no such compute within `FAR` times the data, or if the
+    law could not be fitted.
     """
 
     smaller: float
@@ -43,10 +44,14 @@ class Crossover(AsJson):
 
 @dataclass(frozen=True)
 class HeldOut(AsJson):
-    """Errors of both laws on the held-out last quarter of every size's compute: RMS over runs of a run's mean error.
+    """Errors of both laws on the held-out last quarter of every size's compute.
 
-    better: `power_law`, `sigmoid`, or `neither` where they differ by less than the evaluations' noise. Errors are None
-    where there is not enough to compare.
+    Attributes:
+        power_law, sigmoid: root mean square, over runs, of a run's mean error, in reward; None if a law cannot be
+            fitted.
+        better: `power_law` or `sigmoid`; `neither` where the errors differ by less than the evaluations' noise;
+            `unknown` without errors.
+        runs: number of runs with held-out evaluations.
     """
 
     power_law: float | None
@@ -57,7 +62,14 @@ class HeldOut(AsJson):
 
 @dataclass(frozen=True)
 class SizeChoice(AsJson):
-    """One size at a budget. R and p_best by each law; None for the sigmoid where there is none."""
+    """Forecast for one size at a budget.
+
+    Attributes:
+        size: model size in parameters.
+        extrapolation: whether the size was not run.
+        R, p_best: reward, and probability that this size is best, by the power law.
+        R_sigmoid, p_best_sigmoid: the same by the joint sigmoids; None if they could not be fitted.
+    """
 
     size: float
     extrapolation: bool
@@ -67,7 +79,7 @@ class SizeChoice(AsJson):
     p_best_sigmoid: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of `best_size` of `scalerl plan --size --budget --json`."""
+        """Return one entry of the field `best_size` in `scalerl plan --size --budget --json`."""
         return {
             "size": self.size,
             "extrapolation": self.extrapolation,
@@ -80,7 +92,7 @@ class SizeChoice(AsJson):
 
 @dataclass(frozen=True)
 class SizeReach(AsJson):
-    """Compute at which one size reaches a target, by each law; None if not within `FAR` times the data."""
+    """Compute at which one size reaches a target, by each law; None if beyond `FAR` times the data."""
 
     size: float
     extrapolation: bool
@@ -92,7 +104,12 @@ class SizeReach(AsJson):
 class Sizes(AsJson):
     """One recipe compared across its model sizes, by a power law and by joint sigmoids.
 
-    choices is empty without a budget, reach without a target, frontier where joint is None.
+    Attributes:
+        law: the power law across sizes.
+        joint: the joint sigmoids; None if they could not be fitted.
+        frontier: the best size by compute; empty if joint is None.
+        choices: all sizes at the budget; empty without a budget.
+        reach: compute of all sizes to the target; empty without a target.
     """
 
     recipe: str
@@ -109,7 +126,7 @@ class Sizes(AsJson):
     JSON: ClassVar = {"law": None, "choices": "best_size"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of `sizes` of `scalerl plan --size --json`."""
+        """Return one entry of the field `sizes` in `scalerl plan --size --json`."""
         law = self.law
         all_sizes = [*map(float, law.sizes), *(choice.size for choice in self.choices if choice.extrapolation)]
         all_sizes += [reach.size for reach in self.reach if reach.extrapolation]
@@ -126,12 +143,12 @@ class Sizes(AsJson):
 
 
 def line(law: PowerLaw, size: float) -> dict[str, Any]:
-    """Return k and E of one size, and its loss at the reference compute."""
+    """Return exponent k, intercept E and loss at the reference compute of one size, as JSON."""
     with np.errstate(over="ignore"):  # for a size far from the others; infinite draws become open bounds
         at_reference = np.exp(law.level(size))
     return {
         "size": size,
-        "extrapolation": not law.seen(size),
+        "extrapolation": not law.was_run(size),
         "k": quantiles(law.exponent(size)).to_json(),
         "E": quantiles(law.level(size) + law.exponent(size) * np.log(law.reference)).to_json(),
         "loss_at_reference": quantiles(at_reference).to_json(),
@@ -146,14 +163,14 @@ def compare_sizes(
     target: float | None = None,
     more: Sequence[float] = (),
 ) -> Sizes:
-    """Compare model sizes of one recipe: the laws, crossovers, and the best size for a budget or the way to a target.
+    """Compare model sizes of one recipe: laws, crossovers, the best size for a budget or the compute to a target.
 
     Args:
-        by_size: fits by model size in parameters, ascending, as `sweeps.decide.power_law.sized` returns them.
+        by_size: fits by model size in parameters, ascending, as `sweeps.decide.power_law.group_by_size` returns them.
         recipe: name of the recipe.
         budget: compute of one run at which sizes are compared, in the curves' unit; None for no such comparison.
-        target: reward to reach; None without one.
-        more: sizes that were not run, in parameters; marked as extrapolation.
+        target: reward to reach; None without a target.
+        more: further sizes to predict for, in parameters; marked as extrapolation if they were not run.
 
     Raises:
         UserError: fewer than two sizes, rewards that are not pass rates, or an invalid budget or target.
@@ -164,47 +181,49 @@ def compare_sizes(
         if target >= 1:
             raise UserError(f"--target {target:g}: a power law in 1 - R never reaches it; give less than 1")
     law, joint = fit_power_law(dict(by_size), recipe), fit_across(by_size, recipe)
-    frontier = () if joint is None else joint.frontier(_start(by_size), _end(by_size))
-    compared = held_out(by_size)
-    unseen = sorted({size for size in more if not law.seen(size)})
-    choices = () if budget is None else best_size(law, joint, list(by_size), budget, unseen)
+    frontier = () if joint is None else joint.frontier(_first_compute(by_size), _last_compute(by_size))
+    test_errors = held_out(by_size)
+    new_sizes = sorted({size for size in more if not law.was_run(size)})
+    choices = () if budget is None else best_size(law, joint, list(by_size), budget, new_sizes)
     return Sizes(
         recipe=recipe,
         law=law,
         joint=joint,
         frontier=frontier,
         crossovers=crossovers(law, joint, by_size),
-        held_out=compared,
+        held_out=test_errors,
         choices=choices,
-        reach=() if target is None else _reach(law, joint, by_size, target, unseen),
-        sentence=_sentence(choices, budget, compared) if choices else "",
-        warnings=_warnings(law, joint, by_size, compared, budget, unseen),
+        reach=() if target is None else _compute_to_target(law, joint, by_size, target, new_sizes),
+        sentence=_sentence(choices, budget, test_errors) if choices else "",
+        warnings=_warnings(law, joint, by_size, test_errors, budget, new_sizes),
     )
 
 
-def _end(by_size: Mapping[float, Fit]) -> float:
+def _last_compute(by_size: Mapping[float, Fit]) -> float:
+    """Return the largest compute of any evaluation."""
     return max(float(fit.curve.compute.max()) for fit in by_size.values())
 
 
-def _start(by_size: Mapping[float, Fit]) -> float:
+def _first_compute(by_size: Mapping[float, Fit]) -> float:
+    """Return the smallest compute above 0 of any evaluation."""
     return min(float(fit.curve.compute[fit.curve.compute > 0].min()) for fit in by_size.values())
 
 
 def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
-    """Return, for every pair of sizes, the compute from which the larger keeps the lower loss.
+    """Return the compute, for every pair of sizes, from which the larger size keeps the lower loss.
 
     The larger size must stay ahead up to `FAR` times the largest compute of the data.
     """
     sizes, crossings = list(by_size), []
-    start = _start(by_size)
-    grid = np.geomspace(start, FAR * _end(by_size), _GRID)
+    start = _first_compute(by_size)
+    grid = np.geomspace(start, FAR * _last_compute(by_size), _GRID)
     for i, smaller in enumerate(sizes):
         for larger in sizes[i + 1 :]:
-            law_at = overtakes(law.log_loss(smaller, grid) - law.log_loss(larger, grid), grid)
-            power_law, by_sigmoid = _opened(quantiles(law_at), start), None
+            law_at = overtaking_compute(law.log_loss(smaller, grid) - law.log_loss(larger, grid), grid)
+            power_law, by_sigmoid = _open_low_bound(quantiles(law_at), start), None
             if joint is not None:
                 small, large = (joint.curve(size, grid) for size in (smaller, larger))
-                by_sigmoid = _opened(quantiles(overtakes(large - small, grid)), start)
+                by_sigmoid = _open_low_bound(quantiles(overtaking_compute(large - small, grid)), start)
             crossings.append(
                 Crossover(
                     smaller=smaller,
@@ -217,29 +236,31 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
     return tuple(crossings)
 
 
-def _opened(crossing: Interval, start: float) -> Interval:
-    """Open the lower bound of a crossing if the larger size may have been ahead from the start."""
+def _open_low_bound(crossing: Interval, start: float) -> Interval:
+    """Set the lower bound of a crossing to None if the larger size may have been ahead from the start."""
     return replace(crossing, low=None) if crossing.low is not None and crossing.low <= start * 1.001 else crossing
 
 
-def overtakes(lead: Array, grid: Array) -> Array:
-    """Return the compute from which `lead` stays positive to the grid's end, else infinity. (K, m) -> (K,)."""
-    behind = lead <= 0
-    # The last point at which it is behind; earlier crossings do not last.
-    last = np.where(behind.any(1), lead.shape[1] - 1 - behind[:, ::-1].argmax(1), -1)
-    at = np.clip(last, 0, lead.shape[1] - 2)
+def overtaking_compute(lead: Array, grid: Array) -> Array:
+    """Return the compute from which `lead` (K, m) stays positive to the grid's end, (K,); infinite if it does not."""
+    is_behind = lead <= 0
+    # Index of the last grid point without a lead; -1 if there is none. Earlier crossings do not last.
+    last_behind = np.where(is_behind.any(1), lead.shape[1] - 1 - is_behind[:, ::-1].argmax(1), -1)
+    index = np.clip(last_behind, 0, lead.shape[1] - 2)
     rows = np.arange(len(lead))
-    before, after = lead[rows, at], lead[rows, at + 1]
-    share = np.where(after > before, -before / np.where(after > before, after - before, 1.0), 0.0)
+    lead_before, lead_after = lead[rows, index], lead[rows, index + 1]
+    fraction = np.where(
+        lead_after > lead_before, -lead_before / np.where(lead_after > lead_before, lead_after - lead_before, 1.0), 0.0
+    )
     log_grid = np.log(grid)
-    # Interpolated in log compute, in which the lead is nearly linear.
-    crossing = np.exp(log_grid[at] + np.clip(share, 0, 1) * (log_grid[at + 1] - log_grid[at]))
-    result = np.where(last < 0, grid[0], crossing)
-    return np.asarray(np.where(last == lead.shape[1] - 1, np.inf, result))
+    # Interpolate in log compute, in which the lead is nearly linear.
+    crossing = np.exp(log_grid[index] + np.clip(fraction, 0, 1) * (log_grid[index + 1] - log_grid[index]))
+    result = np.where(last_behind < 0, grid[0], crossing)
+    return np.asarray(np.where(last_behind == lead.shape[1] - 1, np.inf, result))
 
 
 def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
-    """Describe for each law whether the crossing is within the data, beyond it, or nowhere."""
+    """Describe for each law whether the crossing is within the data, beyond them, or never."""
     words = []
     for name, crossing in (("power law", law), ("sigmoid", sigmoid)):
         if crossing is None:
@@ -256,21 +277,21 @@ def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> st
 
 
 def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
-    """Judge both laws, fitted to the first three quarters of every size's compute, on the last quarter.
+    """Compare both laws, fitted to the first three quarters of every size's compute, on the last quarter.
 
-    Each run counts by the mean of its held-out rewards. If a size's sigmoid cannot be fitted to the first part, neither
-    law is judged.
+    Each run counts by the mean of its held-out rewards. If the sigmoid of some size cannot be fitted to the first part,
+    the result is `unknown`.
     """
-    first: dict[float, Fit] = {}
+    early_fits: dict[float, Fit] = {}
     for size, fit in by_size.items():
         cut = (1 - _HELD_OUT) * (fit.window[1] if fit.window else float(fit.curve.compute.max()))
         try:
-            first[size] = fit_curve(fit.curve, replace(fit.options, max_compute=cut), fit.seed_spread)
+            early_fits[size] = fit_curve(fit.curve, replace(fit.options, max_compute=cut), fit.seed_spread)
         except UserError:
             return HeldOut(None, None, "unknown", 0)
-    joint = fit_across(first)
+    joint = fit_across(early_fits)
     try:
-        law = fit_power_law(first)
+        law = fit_power_law(early_fits)
     except UserError:
         joint = None
     if joint is None:
@@ -279,8 +300,8 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
     errors: list[tuple[float, float]] = []
     noise: list[float] = []
     for s, (size, fit) in enumerate(by_size.items()):
-        early = first[size]
-        cut = early.options.max_compute or 0.0
+        early_fit = early_fits[size]
+        cut = early_fit.options.max_compute or 0.0
         end = np.inf if fit.options.max_compute is None else fit.options.max_compute
         if fit.outlook is None:
             continue
@@ -296,32 +317,32 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
     if not errors:
         return HeldOut(None, None, "unknown", 0)
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))
-    # Standard error, from the evaluations' noise alone, of the mean over the held-out runs.
+    # Standard error of the mean over the held-out runs, from the noise of evaluations alone.
     resolution = float(np.sqrt(np.mean(noise) / len(noise)))
-    better = "power_law" if law_error < sigmoid_error else "sigmoid"
+    better_law = "power_law" if law_error < sigmoid_error else "sigmoid"
     if abs(law_error - sigmoid_error) <= resolution:
-        better = "neither"
-    return HeldOut(law_error, sigmoid_error, better, len(errors))
+        better_law = "neither"
+    return HeldOut(law_error, sigmoid_error, better_law, len(errors))
 
 
 def best_size(
-    law: PowerLaw, joint: AcrossSizes | None, seen: Sequence[float], budget: float, unseen: Sequence[float] = ()
+    law: PowerLaw, joint: AcrossSizes | None, run_sizes: Sequence[float], budget: float, new_sizes: Sequence[float] = ()
 ) -> tuple[SizeChoice, ...]:
     """Return every size's reward at a budget and its probability of being best, by each law; sizes in order.
 
-    p_best compares with the sizes that were run; for another size, with those and itself.
+    p_best compares a size with the sizes that were run.
     """
     at = np.array([budget])
-    # Minus the log loss: higher is better, as for a reward.
-    by_law = [-law.log_loss(size, at)[:, 0] for size in seen]
-    by_sigmoid = [] if joint is None else [joint.curve(size, at)[:, 0] for size in seen]
+    # Use minus the log loss, so that higher is better, as for a reward.
+    by_law = [-law.log_loss(size, at)[:, 0] for size in run_sizes]
+    by_sigmoid = [] if joint is None else [joint.curve(size, at)[:, 0] for size in run_sizes]
     choices = []
-    for size in sorted([*seen, *unseen]):
+    for size in sorted([*run_sizes, *new_sizes]):
         own_law, own_sigmoid = -law.log_loss(size, at)[:, 0], None if joint is None else joint.curve(size, at)[:, 0]
         choices.append(
             SizeChoice(
                 size=size,
-                extrapolation=size in unseen,
+                extrapolation=size in new_sizes,
                 R=law.reward(size, budget),
                 p_best=_p_best(own_law, by_law),
                 R_sigmoid=None if own_sigmoid is None else quantiles(own_sigmoid),
@@ -331,19 +352,19 @@ def best_size(
     return tuple(choices)
 
 
-def _p_best(values: Array, seen: Sequence[Array]) -> float:
-    """Return the share of draws in which a size is at least as good as the best of the sizes that were run."""
-    return float((values >= np.max(seen, axis=0)).mean())
+def _p_best(values: Array, values_of_run_sizes: Sequence[Array]) -> float:
+    """Return the fraction of draws in which a size is at least as good as the best of the sizes that were run."""
+    return float((values >= np.max(values_of_run_sizes, axis=0)).mean())
 
 
-def _reach(
-    law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, unseen: Sequence[float]
+def _compute_to_target(
+    law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, new_sizes: Sequence[float]
 ) -> tuple[SizeReach, ...]:
     """Return the compute at which every size, run or not, reaches the target, by each law."""
-    far = FAR * _end(by_size)
-    grid = np.concatenate([[0.0], np.geomspace(_start(by_size) / 10, far, _GRID)])
+    far = FAR * _last_compute(by_size)
+    grid = np.concatenate([[0.0], np.geomspace(_first_compute(by_size) / 10, far, _GRID)])
     rows = []
-    for size in sorted([*by_size, *unseen]):
+    for size in sorted([*by_size, *new_sizes]):
         times = law.compute_to_reach(size, target)
         by_law = quantiles(np.where(times > far, np.inf, times))
         curves = None if joint is None else joint.curve(size, grid)
@@ -352,24 +373,24 @@ def _reach(
     return tuple(rows)
 
 
-def _sentence(choices: Sequence[SizeChoice], budget: float | None, compared: HeldOut) -> str:
+def _sentence(choices: Sequence[SizeChoice], budget: float | None, test_errors: HeldOut) -> str:
     """Name the best size by the law that predicts better, or by both if neither does."""
-    seen = [choice for choice in choices if not choice.extrapolation]
-    by_law = max(seen, key=lambda choice: choice.p_best)
+    run_sizes = [choice for choice in choices if not choice.extrapolation]
+    by_law = max(run_sizes, key=lambda choice: choice.p_best)
     answers = {"power law": (by_law.size, by_law.p_best)}
-    readable = [choice for choice in seen if choice.p_best_sigmoid is not None]
+    readable = [choice for choice in run_sizes if choice.p_best_sigmoid is not None]
     if readable:
         top = max(readable, key=lambda choice: choice.p_best_sigmoid or 0.0)
         answers["sigmoid"] = (top.size, top.p_best_sigmoid or 0.0)
-    if compared.better == "power_law" or "sigmoid" not in answers:
+    if test_errors.better == "power_law" or "sigmoid" not in answers:
         answers.pop("sigmoid", None)
-    elif compared.better == "sigmoid":
+    elif test_errors.better == "sigmoid":
         answers.pop("power law")
     sizes = {size for size, _ in answers.values()}
     sure_by = ", ".join(f"{name} {chance(p)}" for name, (_, p) in answers.items())
     if len(sizes) > 1:
-        each = ", ".join(f"{name} {size:.4g} ({chance(p)})" for name, (size, p) in answers.items())
-        return f"undecided: at {budget:.4g} the laws disagree on the best size seen: {each}"
+        listed = ", ".join(f"{name} {size:.4g} ({chance(p)})" for name, (size, p) in answers.items())
+        return f"undecided: at {budget:.4g} the laws disagree on the best size seen: {listed}"
     sure = min(p for _, p in answers.values()) >= CONFIDENCE
     word = "best size seen" if sure else "undecided; most likely best of the sizes seen"
     return f"{word} at {budget:.4g}: {sizes.pop():.4g} ({sure_by})"
@@ -379,16 +400,17 @@ def _warnings(
     law: PowerLaw,
     joint: AcrossSizes | None,
     by_size: Mapping[float, Fit],
-    compared: HeldOut,
+    test_errors: HeldOut,
     budget: float | None,
-    unseen: Sequence[float],
+    new_sizes: Sequence[float],
 ) -> tuple[str, ...]:
+    """Return warnings on the limits of both laws for these data."""
     notes = []
     if law.left_out:
         notes.append(f"{law.left_out} points left out of the power law: compute 0, or loss 0, has no logarithm")
     if len(law.sizes) == 2:
         notes.append("two sizes fix k_max and N_0 exactly: that k saturates is assumed, not tested")
-    if unseen and len(law.sizes) < 4:
+    if new_sizes and len(law.sizes) < 4:
         notes.append(
             f"the intercept of a size not seen is a line through {len(law.sizes)} sizes: "
             + ("its interval leaves out how far sizes lie off it" if len(law.sizes) == 2 else "little tests it")
@@ -397,9 +419,9 @@ def _warnings(
     text = "a power law in 1 - R has no ceiling below 1"
     if ceilings:
         text += f"; the sigmoids put it at {max(ceilings):.3f} or less for the sizes seen"
-    if compared.better == "sigmoid":
+    if test_errors.better == "sigmoid":
         text += ", and predict the held-out quarter better: trust them"
     notes.append(text)
-    if budget is not None and budget > _end(by_size):
-        notes.append(f"the budget is {budget / _end(by_size):.2g} x the largest compute seen: extrapolation")
+    if budget is not None and budget > _last_compute(by_size):
+        notes.append(f"the budget is {budget / _last_compute(by_size):.2g} x the largest compute seen: extrapolation")
     return tuple(notes)

@@ -1,10 +1,10 @@
-"""Watching a running study: fits are repeated as compute grows, and forecasts are checked against later evaluations.
+"""Watch a running study: repeat fits as compute grows, and check forecasts against later evaluations.
 
-A snapshot is the fit up to some compute C, with a check: the mean of the evaluations in the last tenth (C / 1.1 to C)
-is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C only, not on
-when it was computed. A run has departed if two snapshots that differ by a factor of 1.15, and all between them, are on
-the same side of a 95% interval. docs/measured/watch.md has the rate of alarms for runs that follow the law and for runs
-that fall (`benchmarks/watch.py`).
+A snapshot is the fit to evaluations up to some compute C, with a check: the mean of the evaluations in the last tenth
+(C / 1.1 to C) is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C
+only, not on when it was computed. A run has departed from its forecast if the checks of two snapshots whose C differ by
+a factor of 1.15, and of all snapshots between them, are on the same side of the 95% interval. docs/measured/watch.md
+has the rate of alarms for runs that follow the law and for runs that fall (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions
-from sweeps.fit.history import GROWTH, Snapshot, _history, departure
+from sweeps.fit.history import GROWTH, Snapshot, departure, iter_snapshots
 from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalError, read_journal
 from sweeps.source import LoadedStudy
@@ -31,21 +31,21 @@ FITS_FILE = "fits.jsonl"
 
 @dataclass(frozen=True)
 class News:
-    """A snapshot, and the warning if the run had departed by then; else None."""
+    """A snapshot, and the warning if the run had departed from its forecast by then; None if not."""
 
     snapshot: Snapshot
     warning: str | None
 
 
 class Watch:
-    """Follows sources; takes a snapshot of a recipe whenever it has new evaluations.
+    """Observer of sources that takes a snapshot of a recipe whenever it has new evaluations.
 
     Snapshots are appended to a file, one flushed JSON object per line, and read back from it. So a restarted watch, or
     a second watcher, neither computes nor writes a snapshot twice.
 
     Args:
         load: reads the sources: `sweeps.source.load` with its arguments bound.
-        sources: paths as given by the user; their sizes and times show cheaply whether anything is new.
+        sources: paths as given by the user; changes are detected by the files' sizes and modification times.
         options: options of every fit; the defaults if None.
         path: file to append snapshots to, see `default_path`; None to keep them in memory only.
         every: factor of compute between snapshots, see `history`.
@@ -64,24 +64,24 @@ class Watch:
         self._load, self._sources, self._every, self._clock = load, list(sources), every, clock
         self._options = options or FitOptions()
         self._path = path
-        self._known: dict[str, list[Snapshot]] = {}
-        self._given: dict[str, int] = {}
+        self._snapshots: dict[str, list[Snapshot]] = {}
+        self._yielded_counts: dict[str, int] = {}
         self._sizes: dict[str, tuple[int, float]] = {}
-        self._seen: object = None
+        self._last_state: object = None
 
     def poll(self) -> Iterator[News]:
-        """Yield news not yielded before: snapshots read from the file, and new ones once they are written.
+        """Yield each snapshot once, as news: those read from the file, and new snapshots after they are written.
 
         Raises:
             UserError: the sources cannot be read, or the file cannot be written.
         """
         state = sources_state(self._sources)
-        if state is not None and state == self._seen:
+        if state is not None and state == self._last_state:
             return
         for curve in self._load().curves:
             yield from self.follow(curve)
         # Set last: if the caller stops half-way, the next poll yields the rest.
-        self._seen = state
+        self._last_state = state
 
     def follow(self, curve: Curve) -> Iterator[News]:
         """Yield news of one curve, for callers that load the sources themselves.
@@ -90,10 +90,10 @@ class Watch:
             UserError: the file cannot be written.
         """
         if self._sizes.get(curve.recipe) != _size(curve):
-            yield from self._locked(curve)
+            yield from self._follow_locked(curve)
             self._sizes[curve.recipe] = _size(curve)
 
-    def _locked(self, curve: Curve) -> list[News]:
+    def _follow_locked(self, curve: Curve) -> list[News]:
         """Follow a curve under a file lock, so that two watchers of one study do not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
@@ -108,18 +108,24 @@ class Watch:
             raise UserError(f"{self._path}: cannot be written ({reason}); give another file with --out") from error
 
     def _follow(self, curve: Curve) -> list[News]:
-        """Take a curve's new snapshots; return those read from the file and not yet yielded, then the new ones."""
+        """Take a curve's new snapshots; return those from the file that were not yielded yet, then the new ones."""
         identity = self._identity(curve)
-        known = self._known.setdefault(curve.recipe, []) if self._path is None else _known(self._path, identity)
-        yielded = self._given.get(curve.recipe, 0)
-        news = [News(known[at], departure(known[: at + 1])) for at in range(yielded, len(known))]
-        for snapshot in _history(curve, self._options, self._every, known):
-            known.append(snapshot)
-            news.append(News(snapshot, departure(known)))
+        snapshots = (
+            self._snapshots.setdefault(curve.recipe, [])
+            if self._path is None
+            else _read_snapshots(self._path, identity)
+        )
+        yielded = self._yielded_counts.get(curve.recipe, 0)
+        news = [
+            News(snapshots[number], departure(snapshots[: number + 1])) for number in range(yielded, len(snapshots))
+        ]
+        for snapshot in iter_snapshots(curve, self._options, self._every, snapshots):
+            snapshots.append(snapshot)
+            news.append(News(snapshot, departure(snapshots)))
             if self._path is not None:
                 line = {"time": self._clock(), **identity, **snapshot.to_json(), "warning": news[-1].warning}
                 append_lines(self._path, [line])
-        self._given[curve.recipe] = len(known)
+        self._yielded_counts[curve.recipe] = len(snapshots)
         return news
 
     def _identity(self, curve: Curve) -> dict[str, Any]:
@@ -129,12 +135,13 @@ class Watch:
             "compute_axis": curve.axis,
             "metric": curve.metric,
             "options": asdict(self._options),
-            # For rewards in [0, 1] bounds are inferred; lines of older versions have no `bounds`.
+            # For rewards in [0, 1] None is written, because lines of older versions have no `bounds`.
             "bounds": None if curve.limits in (None, (0.0, 1.0)) else list(curve.limits),
         }
 
 
 def _size(curve: Curve) -> tuple[int, float]:
+    """Return number of evaluations and largest compute, which change if a curve has new evaluations."""
     return len(curve.compute), float(curve.compute.max())
 
 
@@ -145,7 +152,7 @@ def default_path(sources: Sequence[str | Path]) -> Path | None:
 
 
 def waiting(sources: Sequence[str | Path]) -> bool:
-    """Return whether all sources are runs or sweeps without an evaluation yet, which is not an error."""
+    """Return whether all sources are runs or sweeps that have no evaluation yet, which is not an error."""
     for source in sources:
         runs = Place(source).run_folders
         if not runs:
@@ -155,7 +162,7 @@ def waiting(sources: Sequence[str | Path]) -> bool:
                 if read_journal(run).of_kind("eval"):
                     return False
             except JournalError:
-                # The header is still being written; a file that has a whole line is damaged instead.
+                # Without a complete line the header is still being written; with one, the file is damaged.
                 if b"\n" in (run / JOURNAL_FILE).read_bytes():
                     return False
     return True
@@ -178,8 +185,8 @@ def sources_state(sources: Sequence[str | Path]) -> object:
         return None
 
 
-def _known(path: Path, identity: Mapping[str, Any]) -> list[Snapshot]:
-    """Read one recipe's snapshots under the same fit options, in the order written; skip torn or invalid lines."""
+def _read_snapshots(path: Path, identity: Mapping[str, Any]) -> list[Snapshot]:
+    """Read the snapshots with this identity, see `Watch._identity`, in the order written; skip invalid lines."""
     if not path.exists():
         return []
     label = json.dumps(identity["recipe"]).encode()

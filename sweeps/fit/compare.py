@@ -1,10 +1,10 @@
-"""Comparison of curve families on one recipe, by fit and by forecast error.
+"""Comparison of curve families on one recipe's evaluations, by fit and by forecast error.
 
 Families are compared by AICc on the points that all of them can use (positive compute), and by their error on later
 compute that the fit has not seen (rolling origin): from origins at 50% to 90% of the window, each family is fitted to
-the earlier points and predicts the later ones, up to twice the origin's compute. The baseline is the last value: each
-seed's last evaluation before the origin. Where no family beats this baseline, the curve supports no forecast, and a
-ranking on its asymptote is refused.
+the earlier points and predicts the later ones, up to twice the origin's compute. The baseline is the last value, which
+is each seed's last evaluation before the origin. Where no family beats this baseline, the curve
+supports no forecast, and the sentence says so.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve
 from sweeps.fit import verdict
 from sweeps.fit.family import FAMILIES, Family
-from sweeps.fit.points import FitOptions, Points, fits_r0, grouped, select
+from sweeps.fit.points import FitOptions, Points, average_neighbours, fits_r0, select
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
-# Above this number of points, neighbours are averaged.
-_MOST = 1000
+# Above this number of points, neighbouring points are averaged.
+_MAX_POINTS = 1000
 # With fewer held-out points, forecast skill is not judged.
-_LEAST_HELD_OUT = 5
-# Grid search for a shape. Each round has `_STEPS` values per side, over `_REACH` prior standard deviations on either
-# side of the best cell; each of the `_ROUNDS` rounds is `_CLOSER` times finer than the last.
-_STEPS, _REACH, _ROUNDS, _CLOSER = 15, 3.0, 5, 2.8
+_MIN_HELD_OUT = 5
+# Grid search for a shape, in `_ROUNDS` rounds. A round has `_STEPS` values per shape parameter. The first round covers
+# `_REACH` prior standard deviations on either side of the prior mean; each further round is centred on the best cell
+# and `_REFINEMENT` times finer.
+_STEPS, _REACH, _ROUNDS, _REFINEMENT = 15, 3.0, 5, 2.8
 # Ridge penalty on the seeds' offsets: the weight of one seed, where a point has weight 1.
 _RIDGE = 1.0
 
@@ -39,7 +40,7 @@ class FamilyRow(AsJson):
 
     Attributes:
         parameters: number of fitted parameters, without the seeds' offsets.
-        A, sse, r2: asymptote, weighted sum of squares and R^2 on all points of positive compute.
+        A, sse, r2: asymptote, weighted sum of squared errors and R^2 on all points of positive compute.
         aicc, delta_aicc: Akaike's criterion corrected for few points, and its difference to the best family's.
         held_out: mean absolute error in reward on later, unseen compute; None where too little can be held out.
     """
@@ -61,8 +62,8 @@ class Comparison(AsJson):
     Attributes:
         rows: one per family; empty with too few points.
         last_value: mean absolute error of each seed's last value, in reward; None where too little is held out.
-        beats_last: whether some family (other than the constant) has a smaller error; None where too little is held
-            out.
+        beats_last: whether some family (other than the constant) has a smaller error than the last value; None where
+            too little is held out.
         sentence: the outcome in words.
     """
 
@@ -76,59 +77,79 @@ class Comparison(AsJson):
 
 
 def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
-    """Compare the families on one recipe, within the window of `options`, under its R0 rule where it applies.
+    """Compare the families on one recipe's evaluations within the window of `options`.
 
     Args:
         curve: evaluations of one recipe.
-        options: R0 rule, compute window and the family that the sentence names; the defaults if None.
+        options: R0 rule (for families that have one), compute window, and the family that the sentence names; the
+            defaults if None.
 
     Raises:
         UserError: as for `sweeps.fit.fit.fit_curve`.
     """
     options = options or FitOptions()
-    curve = _started(curve)
+    curve = _drop_unstarted_seeds(curve)
     options_by_name = {name: replace(options, family=name, asymptote=None) for name in FAMILIES}
-    nothing = Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
+    no_comparison = Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
     if not len(curve.reward) or not len(select(curve, options_by_name["power_law"]).reward):
-        return nothing
-    points = {name: grouped(select(curve, how), _MOST) for name, how in options_by_name.items()}
-    shared = points["sigmoid"].take(points["sigmoid"].compute > 0)
-    if verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
-        return nothing
-    parts, last = _held_back(points["sigmoid"])
+        return no_comparison
+    points = {
+        name: average_neighbours(select(curve, family_options), _MAX_POINTS)
+        for name, family_options in options_by_name.items()
+    }
+    common = points["sigmoid"].take(points["sigmoid"].compute > 0)
+    if verdict.before_fit(common.compute, common.reward, common.seed, 4) is not None:
+        return no_comparison
+    held_out, last_error = _hold_out(points["sigmoid"])
     errors = (
-        {name: _error(points[name], options_by_name[name], parts, curve.bounds) for name in points} if parts else {}
+        {name: _error(points[name], options_by_name[name], held_out, curve.bounds) for name in points}
+        if held_out
+        else {}
     )
-    rows = [_row(name, shared, options_by_name[name], curve.bounds, errors.get(name)) for name in FAMILIES]
-    least = min(row.aicc for row in rows)
-    rows = [replace(row, delta_aicc=row.aicc - least) for row in rows]
+    rows = [_row(name, common, options_by_name[name], curve.bounds, errors.get(name)) for name in FAMILIES]
+    lowest_aicc = min(row.aicc for row in rows)
+    rows = [replace(row, delta_aicc=row.aicc - lowest_aicc) for row in rows]
     scored = [row for row in rows if row.held_out is not None and row.family != "constant"]
     beats_last = None
     sentence = "too little later compute to judge forecasts by"
-    if last is not None and scored:
+    if last_error is not None and scored:
         best = min(scored, key=lambda row: row.held_out or 0.0)
         assert best.held_out is not None
-        beats_last = best.held_out < last
-        own_error = next((row.held_out for row in scored if row.family == options.family), None)
-        sentence = f"{best.family} foretells later compute best (error {best.held_out:.4f}; last value {last:.4f}" + (
-            f", {options.family} {own_error:.4f})" if own_error is not None and best.family != options.family else ")"
+        beats_last = best.held_out < last_error
+        family_error = next((row.held_out for row in scored if row.family == options.family), None)
+        sentence = (
+            f"{best.family} foretells later compute best (error {best.held_out:.4f}; last value {last_error:.4f}"
+            + (
+                f", {options.family} {family_error:.4f})"
+                if family_error is not None and best.family != options.family
+                else ")"
+            )
         )
         if not beats_last:
             sentence = (
-                f"no family foretells later compute better than the last value does (error {last:.4f}, "
+                f"no family foretells later compute better than the last value does (error {last_error:.4f}, "
                 f"{best.family} {best.held_out:.4f})"
             )
-    return Comparison(curve.recipe, tuple(rows), last, beats_last, sentence)
+    return Comparison(curve.recipe, tuple(rows), last_error, beats_last, sentence)
 
 
-def _started(curve: Curve) -> Curve:
-    """Drop the seeds without an evaluation above compute 0, which not every family could use."""
+def _drop_unstarted_seeds(curve: Curve) -> Curve:
+    """Drop seeds that have no evaluation above compute 0, because a power law cannot use their points."""
     return curve.take(np.isin(curve.seed, curve.seed[curve.compute > 0]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Solution:
-    """Least-squares curve of a family; compute in units of `end`. offset (S,): each seed's gain minus the mean gain."""
+    """Least-squares curve of a family.
+
+    Attributes:
+        end: largest compute, which is the unit of the other computes.
+        first: smallest positive compute, in units of `end`.
+        shape: shape parameters u and v.
+        r0, a: R0 and the common asymptote.
+        offset: each seed's asymptote minus the common one, (S,); empty for one seed.
+        sse: weighted sum of squared errors.
+    """
 
     family: Family
     end: float
@@ -139,69 +160,72 @@ class _Solution:
     offset: Array
     sse: float
 
-    def share(self, compute: Array) -> Array:
-        """Return the share of the gain at computes (m,)."""
-        return _share(self.family, compute / self.end, self.first, *self.shape)
+    def gain_fraction(self, compute: Array) -> Array:
+        """Return g, the fraction of the gain, at computes (m,)."""
+        return _gain_fraction(self.family, compute / self.end, self.first, *self.shape)
 
 
 def _weights(points: Points) -> Array:
-    """Inverse variances of the points (n,), relative to the mean variance; 1 where variances are unknown."""
+    """Return inverse variances of the points (n,), relative to the mean variance; 1 where variances are unknown."""
     return np.ones(len(points.reward)) if points.variance is None else points.variance.mean() / points.variance
 
 
-def _share(family: Family, x: Array, first: float, u: Array | float, v: Array | float) -> Array:
-    """Return g at computes x (n,), in windows, for shapes that broadcast; a power law begins at `first`."""
+def _gain_fraction(family: Family, x: Array, first: float, u: Array | float, v: Array | float) -> Array:
+    """Return g at computes x (n,), in windows, for shapes that broadcast with x; a power law begins at `first`."""
     u, v = np.asarray(u), np.asarray(v)
     with np.errstate(divide="ignore", over="ignore"):
         return family.basis(np.log(x), u, np.full_like(v, np.log(first)) if family.name == "power_law" else v)
 
 
 def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> _Solution:
-    """Fit a family by least squares: a grid over its shape is refined around the best cell, where R0 and A are solved.
+    """Fit a family by least squares: refine a grid over its shape around the best cell, and solve for R0 and A there.
 
-    Each seed has its own gain, pulled towards the common one by a ridge penalty.
+    Each seed has its own asymptote, shrunk towards the common one by a ridge penalty.
     """
-    family = options.shape
+    family = options.curve_family
     end, first = float(points.compute.max()), float(points.compute[points.compute > 0].min())
     x, first = points.compute / end, first / end
     weight = _weights(points)
     fixed = 0.0 if options.family == "sigmoid_zero" else None if isinstance(options.r0, str) else float(options.r0)
-    root = np.sqrt(weight)
-    member = points.seed[:, None] == np.arange(points.seeds) if points.seeds > 1 else np.zeros((len(x), 0))
-    ridge = np.eye(member.shape[1]) * _RIDGE
+    root_weight = np.sqrt(weight)
+    is_seed = points.seed[:, None] == np.arange(points.seeds) if points.seeds > 1 else np.zeros((len(x), 0))
+    ridge = np.eye(is_seed.shape[1]) * _RIDGE
 
     def linear(shape: Array) -> tuple[Array, Array]:
-        g = _share(family, x, first, *shape)
-        # With R0 fixed, its part of the curve moves to the right-hand side; else it is a column of its own.
-        columns, target = [g, *(member * g[:, None]).T], points.reward - (0.0 if fixed is None else fixed * (1 - g))
+        """Solve for R0 (unless fixed), A and the seeds' offsets; return these and the weighted residuals."""
+        g = _gain_fraction(family, x, first, *shape)
+        # If R0 is fixed, subtract its part of the curve from the rewards; else R0 gets a column.
+        columns, target = [g, *(is_seed * g[:, None]).T], points.reward - (0.0 if fixed is None else fixed * (1 - g))
         if fixed is None:
             columns = [1 - g, *columns]
-        design = np.stack(columns, axis=1) * root[:, None]
-        pull = np.zeros((len(ridge), design.shape[1]))
-        pull[:, design.shape[1] - len(ridge) :] = ridge
-        stacked, wanted = np.concatenate([design, pull]), np.append(target * root, np.zeros(len(ridge)))
-        theta = np.linalg.lstsq(stacked, wanted)[0]
+        design = np.stack(columns, axis=1) * root_weight[:, None]
+        penalty = np.zeros((len(ridge), design.shape[1]))
+        penalty[:, design.shape[1] - len(ridge) :] = ridge
+        stacked, targets = np.concatenate([design, penalty]), np.append(target * root_weight, np.zeros(len(ridge)))
+        theta = np.linalg.lstsq(stacked, targets)[0]
         levels = np.arange(1 if fixed is not None else 2)
-        outside = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
-        if len(outside):
-            # Put a level that is outside its bounds on the bound, and solve again for the others.
-            theta[outside] = np.clip(theta[outside], *bounds)
-            free = np.setdiff1d(np.arange(len(theta)), outside)
-            theta[free] = np.linalg.lstsq(stacked[:, free], wanted - stacked[:, outside] @ theta[outside])[0]
+        out_of_bounds = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
+        if len(out_of_bounds):
+            # Put a level (R0 or A) that is outside its bounds on the bound, and solve again for the others.
+            theta[out_of_bounds] = np.clip(theta[out_of_bounds], *bounds)
+            free = np.setdiff1d(np.arange(len(theta)), out_of_bounds)
+            theta[free] = np.linalg.lstsq(stacked[:, free], targets - stacked[:, out_of_bounds] @ theta[out_of_bounds])[
+                0
+            ]
             theta[levels] = np.clip(theta[levels], *bounds)
-        return theta, stacked @ theta - wanted
+        return theta, stacked @ theta - targets
 
-    (best_u, su), (best_v, sv) = family.prior
+    (best_u, sd_u), (best_v, sd_v) = family.prior
     steps = np.linspace(-1, 1, _STEPS)
     for round_ in range(_ROUNDS):
-        # All cells at once, ignoring that seeds differ; only the best cell is solved with offsets per seed.
-        span = _REACH * _CLOSER**-round_
-        u = best_u + span * su * (steps if family.shape > 0 else np.zeros(1))
-        v = best_v + span * sv * (steps if family.shape > 1 else np.zeros(1))
+        # Evaluate all cells at once, without offsets of the seeds; only the best cell is solved with them.
+        width = _REACH * _REFINEMENT**-round_
+        u = best_u + width * sd_u * (steps if family.shape > 0 else np.zeros(1))
+        v = best_v + width * sd_v * (steps if family.shape > 1 else np.zeros(1))
         u, v = np.repeat(u, len(v)), np.tile(v, len(u))
-        g = _share(family, x, first, u[:, None], v[:, None])
-        at = int(_squares(g, points.reward, weight, fixed, bounds).argmin())
-        best_u, best_v = float(u[at]), float(v[at])
+        g = _gain_fraction(family, x, first, u[:, None], v[:, None])
+        best_cell = int(_sum_of_squares(g, points.reward, weight, fixed, bounds).argmin())
+        best_u, best_v = float(u[best_cell]), float(v[best_cell])
     best = np.array([best_u, best_v])
     theta, residual = linear(best)
     r0, (a, *offset) = (fixed, theta) if fixed is not None else (float(theta[0]), theta[1:])
@@ -221,7 +245,7 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
 def _row(
     name: str, points: Points, options: FitOptions, bounds: tuple[float, float], held_out: float | None
 ) -> FamilyRow:
-    """Fit a family to all points and return its row."""
+    """Fit a family to all points and return its row; `delta_aicc` is filled in later."""
     solution = _solve(points, options, bounds)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
@@ -247,8 +271,11 @@ def _row(
     )
 
 
-def _squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tuple[float, float]) -> Array:
-    """Return the weighted squares of y (n,) about the best line from R0 to A within bounds; g (k, n) -> (k,)."""
+def _sum_of_squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tuple[float, float]) -> Array:
+    """Return the weighted sum of squares of y (n,) about the best R0 (1 - g) + A g; g (k, n) -> (k,).
+
+    R0 and A are within the bounds; `fixed` is R0 if it is fixed, None to solve for it.
+    """
     h = 1 - g
     gg, gh, hh, gy, hy = (g * g) @ weight, (g * h) @ weight, (h * h) @ weight, g @ (weight * y), h @ (weight * y)
 
@@ -266,8 +293,8 @@ def _squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tup
 
 
 @dataclass(frozen=True, eq=False)
-class _Later:
-    """Evaluations after an origin, held out of the fit: `compute`, `reward` and `seed` are (m,)."""
+class _HeldOut:
+    """Evaluations after the compute `origin`, held out of the fit: `compute`, `reward` and `seed` are (m,)."""
 
     origin: float
     compute: Array
@@ -275,44 +302,47 @@ class _Later:
     seed: Any
 
 
-def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
+def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
     """Return the evaluations held out after each origin, and the mean absolute error of the last value on them.
 
-    A seed's later evaluations are compared with its own curve and its own last value, so seeds that ended earlier do
-    not distort the errors.
+    Empty and None if too few can be held out. Each seed is compared with its own last value, so that seeds that ended
+    earlier do not distort the error.
     """
-    end = float(whole.compute.max())
-    parts: list[_Later] = []
+    end = float(points.compute.max())
+    parts: list[_HeldOut] = []
     last_errors: list[Array] = []
-    for share in ORIGINS:
-        origin = share * end
-        before = whole.compute <= origin
-        later = (whole.compute > origin) & (whole.compute <= 2 * origin) & np.isin(whole.seed, whole.seed[before])
-        seen = whole.take(before)
-        if not later.any() or verdict.before_fit(seen.compute, seen.reward, seen.seed, 4) is not None:
+    for fraction in ORIGINS:
+        origin = fraction * end
+        early = points.compute <= origin
+        later = (points.compute > origin) & (points.compute <= 2 * origin) & np.isin(points.seed, points.seed[early])
+        early_points = points.take(early)
+        if (
+            not later.any()
+            or verdict.before_fit(early_points.compute, early_points.reward, early_points.seed, 4) is not None
+        ):
             continue
-        part = _Later(origin, whole.compute[later], whole.reward[later], whole.seed[later])
-        last = {s: float(whole.reward[before & (whole.seed == s)][-1]) for s in np.unique(part.seed)}
-        last_errors.append(np.abs(part.reward - np.array([last[s] for s in part.seed])))
+        part = _HeldOut(origin, points.compute[later], points.reward[later], points.seed[later])
+        last_rewards = {s: float(points.reward[early & (points.seed == s)][-1]) for s in np.unique(part.seed)}
+        last_errors.append(np.abs(part.reward - np.array([last_rewards[s] for s in part.seed])))
         parts.append(part)
-    if not last_errors or sum(len(part) for part in last_errors) < _LEAST_HELD_OUT:
+    if not last_errors or sum(len(part) for part in last_errors) < _MIN_HELD_OUT:
         return [], None
     return parts, float(np.concatenate(last_errors).mean())
 
 
-def _error(points: Points, options: FitOptions, parts: Sequence[_Later], bounds: tuple[float, float]) -> float:
+def _error(points: Points, options: FitOptions, parts: Sequence[_HeldOut], bounds: tuple[float, float]) -> float:
     """Return the mean absolute error, in reward, of a family over all held-out evaluations."""
     errors = []
     for part in parts:
         # `take` renumbers the seeds: map the held-out seeds to the new numbers, -1 for a seed not seen before the
         # origin.
-        known = np.unique(points.seed[points.compute <= part.origin])
-        number = np.where(np.isin(part.seed, known), np.searchsorted(known, part.seed), -1)
-        seen = points.take(points.compute <= part.origin)
-        solution = _solve(seen, options, bounds)
-        # An unseen seed has offset 0.
-        offset = np.append(solution.offset if len(solution.offset) else np.zeros(seen.seeds), 0.0)[number]
-        g = solution.share(part.compute)
+        seeds_before = np.unique(points.seed[points.compute <= part.origin])
+        number = np.where(np.isin(part.seed, seeds_before), np.searchsorted(seeds_before, part.seed), -1)
+        early_points = points.take(points.compute <= part.origin)
+        solution = _solve(early_points, options, bounds)
+        # A seed that was not seen before the origin has offset 0.
+        offset = np.append(solution.offset if len(solution.offset) else np.zeros(early_points.seeds), 0.0)[number]
+        g = solution.gain_fraction(part.compute)
         predicted = solution.r0 * (1 - g) + (solution.a + offset) * g
         errors.append(np.abs(part.reward - predicted))
     return float(np.concatenate(errors).mean())

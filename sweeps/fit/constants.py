@@ -1,7 +1,7 @@
 """Hand-set constants of `sweeps.fit` that affect the conclusions from a curve, each with the data it was set on.
 
-Numerical resolution (grids, rounds, draws) is set next to each computation instead: it affects no conclusion, and
-`tests/sweeps/fit/test_law.py` checks it against a sampler without grids. Rewards are on a scale of width 1. Compute is
+Numerical resolution (grids, rounds, draws) is set next to each computation instead, because it affects no conclusion:
+`tests/sweeps/fit/test_law.py` compares with a sampler without grids. Rewards are on a scale of width 1. Compute is
 in windows: units of the largest compute evaluated. docs/reference/methods.md has the equations. "The zoo" is
 benchmarks/forecast_zoo.py, "real curves" are benchmarks/real_curves.py.
 """
@@ -10,76 +10,77 @@ from __future__ import annotations
 
 # --- priors ---------------------------------------------------------------------------------------------------------
 
-# Forecasts (`sweeps.fit.posterior`): none of these was tuned on a curve. Prior probability of each law, and mean and
-# standard deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale, in
-# windows.
+# Priors of forecasts (`sweeps.fit.posterior`); none was tuned on a curve. First the prior probability of each law, then
+# mean and standard deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale,
+# in windows.
 P_SIGMOID = P_WEIBULL = 0.4
 P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
 # Shapes of the other families: logarithm of k, and c, of a logistic; logarithm of a power law's B.
 RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
-# R0 and A of a law that rises, and the level if there is no law.
+# Mean and standard deviation of R0 and A of a law that rises, and of the level if there is no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
 # The random walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window
 # (about 0.06), and the scale, in windows beyond the end, on which it levels off.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
-# A includes the walk's current level: its mean over this much of a window beyond the end.
+# A includes the walk's current level: the mean of the walk from the window's end to this many windows later.
 STANDING = 0.25
 # Prior standard deviation of a fixed R0 or A: practically 0.
 FIXED = 1e-5
 # Lower limit of the noise's standard deviation.
 EXACT = 1e-3
-# Grid of equally likely scales for the walks of seeds about their mean, in units of the recipe's walk.
+# Grid of scales, equally likely, for the walks of seeds about their mean, in units of the recipe's walk.
 SEED_WALKS = (0.3, 1.0, 3.0)
-# Prior of the noise. Without known errors: the points' roughness, at least QUIET, with this standard deviation of the
-# logarithm. With errors given by the source: those times KNOWN, because evaluations on the same prompts agree better
-# than independent ones.
+# Prior of the noise. Without known errors: median at the points' roughness, at least QUIET; NOISE_SD is the standard
+# deviation of its logarithm. With errors given by the source: median at KNOWN times these errors, because evaluations
+# on the same prompts agree better than independent evaluations; KNOWN_SD is the standard deviation of its logarithm.
 NOISE_SD, QUIET = 0.5, 0.004
 KNOWN, KNOWN_SD = 0.85, 0.2
-# Where A is not named, forecasts and ceilings are read up to this many windows: no study could use more.
+# Where A is not identifiable, forecasts and ceilings are used up to this many windows: no study could use more.
 FARTHEST = 10.0
 
-# While the learning rate is above this share of its peak, compute counts in full: the gain from cooling down makes up
-# for the lower rate. Below, it counts proportionally less. Set on 18 runs of the arithmetic task
+# While the learning rate is above this fraction of its peak, compute counts in full: the gain from cooling down makes
+# up for the lower rate. At lower rates compute counts proportionally less. Set on 18 runs of the arithmetic task
 # (docs/reference/methods.md).
 COOLED = 0.5
 
 # --- noise ----------------------------------------------------------------------------------------------------------
 
-# Spread of asymptotes between seeds of one recipe (three ScaleRL runs were within it: arXiv 2510.13786, A.7), and the
-# compute, in windows, over which it builds up. Including the drift of policies, means over half a window differ by
-# twice the spread.
+# SEED_SD: spread of asymptotes between seeds of one recipe (three ScaleRL runs were within it: arXiv 2510.13786, A.7).
+# SETTLED: compute, in windows, over which the spread builds up. MEANS_SD: spread of means over half a window, which is
+# twice as large because policies also drift.
 SEED_SD, SETTLED = 0.015, 0.15
 MEANS_SD = SEED_SD + SEED_SD
-# Lower limit of the noise where all evaluations agree: agreement does not make them infinitely precise.
+# Lower limit of the noise where all evaluations are equal, because equal evaluations are not infinitely precise.
 LEAST_SD = 0.04
-# A seed with less than this share of the best seed's information on A gives no asymptote of its own.
+# The asymptote of a seed counts only if the seed has at least this fraction of the best seed's information on A.
 INFORMING = 0.2
-# A seed is an outlier beyond this many standard deviations of a healthy gap. A choice, checked on the studies with a
-# bad seed in the zoo and in docs/measured/ranking.md.
+# A seed is an outlier if its gap exceeds this many standard deviations of a healthy gap. A choice, checked on the
+# studies with a bad seed in the zoo and in docs/measured/ranking.md.
 BAD_SEED = 4.0
 # With `--robust`, residuals beyond this many robust standard deviations get less weight (Huber 1964).
 HUBER = 1.5
 
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
-# With fewer distinct computes in one run, or a narrower range (as a factor), the points do not show the curve's shape.
+# With fewer distinct computes in one run, or a smaller ratio of largest to smallest compute, the points do not show the
+# curve's shape.
 MIN_COMPUTES, MIN_SPAN = 6, 1.5
 # An interval wider than this (in units of the reward's range; also never wider than the gain) cannot separate any two
 # of the published recipes, whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2).
 MAX_WIDTH = 0.2
 # A plateau at a bound is observed if the mean of the last quarter is this close to it: the margin of a tie.
 PLATEAU = 0.02
-# Highest allowed probability that the bend is beyond the window. Set on real curves: every limit up to 0.5 named more
-# asymptotes, and none of those was later exceeded (except on digits, 10 of 82 at every limit).
+# Highest allowed probability that the bend is beyond the window. Set on real curves: higher limits up to 0.5 made more
+# asymptotes identifiable, and none of these was later exceeded (except on digits, 10 of 82 at every limit).
 BEND = 0.2
 # A curve is flat if "no law" is more likely than not, and a rise by more than `PLATEAU`, from the start to two windows,
 # is less likely than this. Set on real curves: none of the 15 curves called flat had risen by then.
 P_FLAT = 0.25
-# A law is preferred to the sigmoid if its log evidence is higher by this much (20 times as likely).
+# Another law is preferred to the sigmoid if its log evidence is higher by this much (20 times as likely).
 AHEAD = 3.0
-# A is named if at least this share of the ceiling's posterior, over all laws, is within A's interval.
+# A is identifiable only if at least this fraction of the ceiling's posterior, over all laws, is within A's interval.
 AGREED = 0.65
-# A run has gone bad if it ends this share of its gain below its best stretch. A run can only be called dead if it once
-# had this reward. A choice, checked on the zoo.
+# A run has gone bad if it ends below its best fifth by more than this fraction of its gain. A run can only be called
+# dead if it once had this reward. A choice, checked on the zoo.
 COLLAPSE = 0.2

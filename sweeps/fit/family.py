@@ -2,7 +2,7 @@
 two shape parameters.
 
     sigmoid        g = 1 / (1 + (C_mid / C)^B)                       arXiv 2510.13786, eq. 1
-    sigmoid_zero   the same with R0 = 0
+    sigmoid_zero   the sigmoid with R0 = 0
     logistic       g = 1 / (1 + exp(-k (C - c))): R0 is the lower asymptote, not the reward at compute 0
     exponential    g = 1 - exp(-C / tau)                             (arXiv 2507.18014, revised)
     power_law      g = 1 - (C / C_first)^-B, that is A - D C^-B      (arXiv 2510.13786, A.4); R0 is the reward at
@@ -30,12 +30,14 @@ class Family:
     Attributes:
         name, formula: name and equation of the family, as printed.
         names: names of its shape parameters, none to two.
-        basis: g(log_compute, u, v), for coordinates u and v that broadcast against the points' log compute (-inf at
-            compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which is c itself.
-        inverse: compute at which g equals a share of 1: (share, u, v), for arrays u and v of the same shape.
+        basis: g as a function (log_compute, u, v), for coordinates u and v that broadcast against the points' log
+            compute (-inf at compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which
+            is c itself.
+        inverse: compute at which g has a given value below 1, as a function (g, u, v), for arrays u and v of the same
+            shape.
         prior: prior mean and standard deviation of u, and of v, with compute in windows.
         powers: exponents of the unit of compute in the two shape parameters.
-        from_zero: whether the curve is defined at compute 0; if not, evaluations there are left out.
+        from_zero: whether the curve is defined at compute 0; if not, evaluations at compute 0 are left out.
     """
 
     name: str
@@ -53,23 +55,23 @@ class Family:
         return len(self.names)
 
     def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
-        """Convert coordinates u and v to the shape parameters in their own units."""
+        """Convert coordinates u and v to the shape parameters (such as B and C_mid)."""
         with np.errstate(over="ignore"):
             return np.exp(u), v if self.name == "logistic" else np.exp(v)
 
-    def compute_at(self, share: float, first: Array, second: Array) -> Array:
-        """Return the compute at which a share of A - R0 is gained, for shape parameters (K,); infinite on overflow."""
+    def compute_at(self, fraction: float, first: Array, second: Array) -> Array:
+        """Return the compute (K,) at which a fraction of A - R0 is gained, for shapes (K,); infinite on overflow."""
         with np.errstate(over="ignore", divide="ignore"):
-            return np.maximum(self.inverse(share, *self.search(first, second)), 0.0)
+            return np.maximum(self.inverse(fraction, *self.coordinates(first, second)), 0.0)
 
-    def search(self, first: Array, second: Array) -> tuple[Array, Array]:
+    def coordinates(self, first: Array, second: Array) -> tuple[Array, Array]:
         """Convert shape parameters to coordinates u and v, the inverse of `natural`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)
 
 
 def logistic_of(t: Array) -> Array:
-    """The logistic function, 1 / (1 + exp(-t)). SciPy's `expit` is exacter for tiny values but takes twice the time."""
-    # Compute in place: with many cells, allocating temporaries costs as much as the function itself.
+    """Compute the logistic function 1 / (1 + exp(-t)); SciPy's `expit` is exacter for tiny values but half as fast."""
+    # Compute in place: for large arrays, allocating temporaries costs as much as the function itself.
     result = np.asarray(0.5 * t)
     np.tanh(result, out=result)
     result *= 0.5
@@ -86,7 +88,7 @@ def _logistic(x: Array, u: Array, v: Array) -> Array:
 
 
 def _exponential(x: Array, u: Array, v: Array) -> Array:
-    # expm1 keeps a small g exact; adding 0 v broadcasts the result to the grid's shape.
+    # expm1 keeps a small g exact. Adding 0 v broadcasts the result to the shape of v.
     result: Array = -np.expm1(-np.exp(x - u)) + 0.0 * v
     return result
 
@@ -102,27 +104,28 @@ def _constant(x: Array, u: Array, v: Array) -> Array:
     return result
 
 
-def _odds(share: float) -> float:
-    return float(np.log(share / (1 - share)))
+def _log_odds(fraction: float) -> float:
+    """Return the log odds of a fraction."""
+    return float(np.log(fraction / (1 - fraction)))
 
 
-def _sigmoid_inverse(share: float, u: Array, v: Array) -> Array:
-    return np.asarray(np.exp(v + _odds(share) * np.exp(-u)))
+def _sigmoid_inverse(fraction: float, u: Array, v: Array) -> Array:
+    return np.asarray(np.exp(v + _log_odds(fraction) * np.exp(-u)))
 
 
-def _logistic_inverse(share: float, u: Array, v: Array) -> Array:
-    return v + _odds(share) * np.exp(-u)
+def _logistic_inverse(fraction: float, u: Array, v: Array) -> Array:
+    return v + _log_odds(fraction) * np.exp(-u)
 
 
-def _exponential_inverse(share: float, u: Array, v: Array) -> Array:
-    return np.asarray(-np.log1p(-share) * np.exp(u))
+def _exponential_inverse(fraction: float, u: Array, v: Array) -> Array:
+    return np.asarray(-np.log1p(-fraction) * np.exp(u))
 
 
-def _power_inverse(share: float, u: Array, v: Array) -> Array:
-    return np.asarray(np.exp(v - np.log1p(-share) * np.exp(-u)))
+def _power_inverse(fraction: float, u: Array, v: Array) -> Array:
+    return np.asarray(np.exp(v - np.log1p(-fraction) * np.exp(-u)))
 
 
-def _constant_inverse(share: float, u: Array, v: Array) -> Array:
+def _constant_inverse(fraction: float, u: Array, v: Array) -> Array:
     return np.zeros_like(u)
 
 

@@ -1,9 +1,9 @@
-"""Fit the compute curve of a recipe: A, B, C_mid and R0 with intervals, a verdict and predictions.
+"""Fit the compute curve of a recipe: A, B, C_mid and R0 with intervals, a verdict and forecasts.
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
 or another family of `fit.family`. All results are read from the draws of one posterior (`fit.posterior`): estimates are
-medians, and intervals cover 95% for the given runs. This module takes arrays only: no files, no torch.
+medians, and 95% intervals are for the given runs, not for new seeds. This module takes arrays only: no files, no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sweeps.errors import UserError
 from sweeps.fit import verdict
 from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
 from sweeps.fit.checks import Checks, R0Effect
-from sweeps.fit.collapse import death
+from sweeps.fit.collapse import collapse_probability
 from sweeps.fit.constants import HUBER, PLATEAU
-from sweeps.fit.forecast import Draws, Lookout, Outlook, lookout
+from sweeps.fit.forecast import Draws, Outlook, OutlookInputs, outlook_inputs
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, fits_r0, select
 from sweeps.fit.pooling import POOLED_FROM, pooled_weights
@@ -31,24 +31,24 @@ from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
 
-# Rounds of pulling outliers towards the line under `robust`.
+# With `robust`: number of rounds in which outliers are moved towards the line.
 _ROBUST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Interval(AsJson):
-    """An estimate with its 95% bounds. A bound is None if open; the value is None if the verdict does not allow one."""
+    """An estimate with its 95% bounds. An open bound is None; the value is None if unknown or refused."""
 
     value: float | None
     low: float | None
     high: float | None
 
 
-NOTHING = Interval(None, None, None)
+UNKNOWN = Interval(None, None, None)
 
 
-def shown(interval: Interval | None, form: str) -> str:
-    """Format an estimate with its bounds; `-` for none, `open` for an open bound."""
+def format_interval(interval: Interval | None, form: str) -> str:
+    """Format an estimate with its bounds in the number format `form`; None is `-`, an open bound `open`."""
     if interval is None or interval.value is None:
         return "-"
     low, high = ("open" if bound is None else format(bound, form) for bound in (interval.low, interval.high))
@@ -62,17 +62,18 @@ class Fit(AsJson):
     Attributes:
         A, B, C_mid: estimates with 95% bounds; value and bounds are None where the verdict allows no estimate.
         A_total: A's bounds widened by the spread between seeds, in reward; None for an open bound.
-        R0: reward at compute 0; None without a fit, and for a constant. R0_source: `given`, `first` or `free`.
-        rmse, r2: of the rewards about the fitted line, `Outlook.line`; None without a fit.
+        R0: reward at compute 0; None without a fit, and for a constant. R0_source: `given`, `first` or `free`, see
+            `sweeps.fit.points`.
+        rmse, r2: root mean squared error and R^2 of the rewards about the fitted line; None without a fit.
         window: smallest and largest fitted compute, in the curve's unit; None if no point is in the window.
         bounds: lowest and highest value that R0 and A may take, in reward.
         draws: posterior draws that the intervals are read from; None where no fit was possible.
         shape: the family's shape parameters by name: B and C_mid of a sigmoid, B alone of a power law.
-        informing: number of seeds with enough points for their own asymptote.
+        informative_seeds: number of seeds with enough points to inform on their asymptote.
         bad_seeds: outlier seeds, which are left out of the curve.
         checks: further fits of the same points, for judging this one; None without a fit.
-        lookout: inputs of the posterior; None with too few points.
-        pooled: number of recipes whose walks are pooled, including this one; 1 means no pooling.
+        outlook_inputs: inputs of the posterior; None with too few points.
+        pool_size: number of recipes whose walks are pooled, including this recipe; 1 means no pooling.
     """
 
     curve: Curve
@@ -81,10 +82,10 @@ class Fit(AsJson):
     warnings: tuple[str, ...]
     verdict: str = ""
     reason: str = ""
-    A: Interval = NOTHING
+    A: Interval = UNKNOWN
     A_total: tuple[float | None, float | None] = (None, None)
-    B: Interval = NOTHING
-    C_mid: Interval = NOTHING
+    B: Interval = UNKNOWN
+    C_mid: Interval = UNKNOWN
     R0: float | None = None
     R0_source: str = "given"
     seed_spread: SeedSpread = field(default_factory=SeedSpread)
@@ -96,25 +97,25 @@ class Fit(AsJson):
     draws: Draws | None = None
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
     shape: dict[str, Interval] = field(default_factory=dict)
-    informing: int = 1
+    informative_seeds: int = 1
     bad_seeds: tuple[BadSeed, ...] = ()
     checks: Checks | None = None
-    lookout: Lookout | None = None
-    pooled: int = 1
+    outlook_inputs: OutlookInputs | None = None
+    pool_size: int = 1
 
     @property
     def outlook(self) -> Outlook | None:
         """Forecasts under any verdict; None where there are too few points. Computed at first use, which is slow."""
-        return None if self.lookout is None else self.lookout.outlook
+        return None if self.outlook_inputs is None else self.outlook_inputs.outlook
 
     @property
     def extrapolation_error(self) -> float | None:
-        """See `Checks.extrapolation_error`; None also without a fit."""
+        """See `Checks.extrapolation_error`; also None without a fit."""
         return None if self.checks is None else self.checks.extrapolation_error
 
     @property
     def R0_effect(self) -> R0Effect | None:
-        """See `Checks.R0_effect`; None also where the verdict does not allow an A."""
+        """See `Checks.R0_effect`; also None where the verdict does not allow an A."""
         return None if self.checks is None or self.A.value is None else self.checks.R0_effect
 
     @property
@@ -133,7 +134,7 @@ class Fit(AsJson):
         return self.verdict == "identifiable"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object printed by `scalerl fit --json`: no NaN, no infinity; an open bound is None."""
+        """Return the fit as printed by `scalerl fit --json`: without NaN and infinity; an open bound is None."""
         return {
             "recipe": self.recipe,
             "verdict": self.verdict,
@@ -170,20 +171,20 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     Args:
         curve: evaluations of all seeds; the result does not depend on their order or on the unit of compute.
         options: R0 rule, compute window and fixed asymptote; the defaults if None.
-        seed_spread: spread of A between seeds, for `A_total`; None for the published one (arXiv 2510.13786, A.7).
+        seed_spread: spread of A between seeds, for `A_total`; None for the published spread (arXiv 2510.13786, A.7).
 
     Raises:
         UserError: r0 is outside the rewards' bounds, or the window is empty.
     """
     options = options or FitOptions()
     spread = seed_spread or SeedSpread(BORROWED_SEED_SD * curve.scale)
-    kept, bad = without_bad_seeds(curve, options.max_compute)
-    points = select(kept, options)
-    schedule = schedule_of(kept, options.max_compute)
+    agreeing, bad_seeds = without_bad_seeds(curve, options.max_compute)
+    points = select(agreeing, options)
+    schedule = schedule_of(agreeing, options.max_compute)
     empty = Fit(curve=curve, options=options, bounds=curve.bounds, warnings=curve.notes, seed_spread=spread)
     if not len(points.reward):
         if options.min_compute is None and options.max_compute is None:
-            # This is not an error: the run has only its evaluation at compute 0 so far.
+            # Not an error: the run has only its evaluation at compute 0 so far.
             reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}"
             return replace(empty, verdict="too_few_points", reason=f"{reason}; run on")
         raise UserError(
@@ -196,13 +197,15 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     start = 0.0 if options.min_compute is None else options.min_compute
     if schedule is not None:
         # Points are in compute at the peak learning rate, so convert the start of the window too.
-        start = float(schedule.count(np.array(start)))
-    # A first evaluation from before the window only informs R0, not the curve's shape.
-    inside = points.compute >= start
-    window = (float(points.compute[inside].min()), float(points.compute[inside].max())) if inside.any() else None
+        start = float(schedule.effective_compute(np.array(start)))
+    # A first evaluation from before the window only informs R0, so it is not counted for the window.
+    in_window = points.compute >= start
+    window = (
+        (float(points.compute[in_window].min()), float(points.compute[in_window].max())) if in_window.any() else None
+    )
     if schedule is not None and window is not None:
         window = (float(schedule.compute_at(np.array(window[0]))), float(schedule.compute[-1]))
-    ahead = lookout(curve.recipe, points, curve.range, schedule, options)
+    inputs = outlook_inputs(curve.recipe, points, curve.range, schedule, options)
     zero = options.family == "sigmoid_zero"
     empty = replace(
         empty,
@@ -211,66 +214,68 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         n=len(points.reward),
         seeds=points.seeds,
         window=window,
-        warnings=(*curve.notes, *_notes(curve, kept, options, schedule, ahead, bad)),
-        bad_seeds=bad,
-        lookout=ahead,
+        warnings=(*curve.notes, *_notes(curve, agreeing, options, schedule, inputs, bad_seeds)),
+        bad_seeds=bad_seeds,
+        outlook_inputs=inputs,
     )
-    parameters = options.shape.shape + (options.asymptote is None) + fits_r0(options) + (points.seeds - 1)
-    refused = verdict.before_fit(points.compute[inside], points.reward[inside], points.seed[inside], parameters)
-    if refused is not None or ahead is None:
-        assert refused is not None, "points that vary, and are enough, have an outlook"
-        return replace(empty, verdict=refused.name, reason=refused.reason)
-    return _read(empty, points, _pulled_in(points, ahead) if options.robust else ahead, parameters)
+    parameters = options.curve_family.shape + (options.asymptote is None) + fits_r0(options) + (points.seeds - 1)
+    refusal = verdict.before_fit(
+        points.compute[in_window], points.reward[in_window], points.seed[in_window], parameters
+    )
+    if refusal is not None or inputs is None:
+        assert refusal is not None, "points that vary, and are enough, have an outlook"
+        return replace(empty, verdict=refusal.name, reason=refusal.reason)
+    return _fill_in(empty, points, _refit_robustly(points, inputs) if options.robust else inputs, parameters)
 
 
 def _notes(
     curve: Curve,
-    kept: Curve,
+    agreeing: Curve,
     options: FitOptions,
     schedule: Schedule | None,
-    ahead: Lookout | None,
-    bad: Sequence[BadSeed],
+    inputs: OutlookInputs | None,
+    bad_seeds: Sequence[BadSeed],
 ) -> Iterator[str]:
-    """Yield warnings about how the curve was read. `kept`: the curve without its bad seeds."""
+    """Yield warnings about the data of the fit. agreeing: the curve without its bad seeds."""
     if schedule is not None:
         yield (
             f"the learning rate decays: compute counts {schedule.rate:.0%} at the end, A, B and C_mid are the peak's, "
             "and forecasts are of these runs; a longer schedule is another run"
         )
-    if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
+    if options.r0 == "first" and options.curve_family.from_zero and not (curve.compute == 0).any():
         yield "no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known"
-    others = ", ".join(str(label) for label in np.unique(kept.seed))
-    for seed in bad:
+    others = ", ".join(str(label) for label in np.unique(agreeing.seed))
+    for seed in bad_seeds:
         yield (
             f"seed {seed.seed} went its own way from compute {seed.since:.4g} on, {abs(seed.by):.3g} "
             f"{'below' if seed.by < 0 else 'above'} the others ({others}): it is left out of the curve; look at its "
             "run before you trust the recipe"
         )
-    if ahead is None:
+    if inputs is None:
         return
-    if ahead.each > 1:
-        total = round(ahead.each * len(ahead.seen.x))
-        yield f"{total} points were averaged to {len(ahead.seen.x)} means of neighbours"
-    p, died = death(ahead.seen)
+    if inputs.evaluations_per_point > 1:
+        total = round(inputs.evaluations_per_point * len(inputs.points.x))
+        yield f"{total} points were averaged to {len(inputs.points.x)} means of neighbours"
+    p, died = collapse_probability(inputs.points)
     if p > 0:
-        at = ahead.end * np.array(died)
-        since = float(at if schedule is None else schedule.compute_at(at))
+        since_at_peak = inputs.end * np.array(died)
+        since = float(since_at_peak if schedule is None else schedule.compute_at(since_at_peak))
         yield (
-            f"the reward is exactly {ahead.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
+            f"the reward is exactly {inputs.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
             f"it stays there with P = {p:.3f}"
         )
 
 
-def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
-    """Fill in estimates, intervals and verdict from the draws of `ahead`.
+def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int) -> Fit:
+    """Fill in estimates, intervals and verdict from the draws of the posterior.
 
     Args:
         empty: the fit so far, with its options, bounds and warnings.
         points: the fitted points.
-        ahead: inputs of the posterior, and its draws.
+        inputs: inputs of the posterior, with its draws.
         parameters: number of fitted parameters.
     """
-    options, bounds, outlook = empty.options, empty.bounds, ahead.outlook
+    options, bounds, outlook = empty.options, empty.bounds, inputs.outlook
     draws, line = outlook.draws, outlook.line_at(points.compute)
     excluded = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in excluded]
@@ -279,46 +284,49 @@ def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
     if uninformative and len(labels) == points.seeds:
         note = f"seed {', '.join(uninformative)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=tuple(dict.fromkeys([*empty.warnings, note])))
-    empty = replace(empty, lookout=ahead)
+    empty = replace(empty, outlook_inputs=inputs)
     A = interval_of(draws.A)
     if options.asymptote is not None:
         A = Interval(options.asymptote, options.asymptote, options.asymptote)
-    A = Interval(A.value, *_a_ends(points, A, empty.curve.range))
+    A = Interval(A.value, *_a_bounds(points, A, empty.curve.range))
     shape = {
-        name: interval_of(values) for name, values in zip(options.shape.names, (draws.B, draws.C_mid), strict=False)
+        name: interval_of(values)
+        for name, values in zip(options.curve_family.names, (draws.B, draws.C_mid), strict=False)
     }
     r0 = options.r0 if isinstance(options.r0, float | int) else float(np.median(draws.R0))
     residual = points.reward - line
     variance = float(points.reward.var())
-    half = draws.family.compute_at(0.5, draws.B, draws.C_mid) if draws.family.names else None
+    half_gain_computes = draws.family.compute_at(0.5, draws.B, draws.C_mid) if draws.family.names else None
     evidence = verdict.Evidence(
         compute=points.compute,
         reward=points.reward,
         A=(float(np.median(draws.A)) if A.value is None else A.value, A.low, A.high),
-        half_gain=None if half is None else (float(np.median(half)), float((half > outlook.end).mean())),
+        half_gain=None
+        if half_gain_computes is None
+        else (float(np.median(half_gain_computes)), float((half_gain_computes > outlook.end).mean())),
         half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
         R0=r0,
         reward_range=empty.curve.scale,
         doubt=_doubt(empty, A),
     )
-    judged = verdict.after_fit(evidence)
-    unnamed = judged.name in ("flat", "decreasing")
+    judgement = verdict.after_fit(evidence)
+    without_asymptote = judgement.name in ("flat", "decreasing")
     fit = replace(
         empty,
-        verdict=judged.name,
-        reason=judged.reason,
-        A=NOTHING if unnamed else A,
-        B=NOTHING if unnamed else shape.get("B", NOTHING),
-        C_mid=NOTHING if unnamed else shape.get("C_mid", NOTHING),
-        shape={} if unnamed else shape,
+        verdict=judgement.name,
+        reason=judgement.reason,
+        A=UNKNOWN if without_asymptote else A,
+        B=UNKNOWN if without_asymptote else shape.get("B", UNKNOWN),
+        C_mid=UNKNOWN if without_asymptote else shape.get("C_mid", UNKNOWN),
+        shape={} if without_asymptote else shape,
         R0=None if options.family == "constant" else r0,
         rmse=float(np.sqrt(np.mean(residual**2))),
         r2=None if variance <= 0 else 1 - float(np.mean(residual**2)) / variance,
-        checks=Checks(points, ahead, r0, float(np.median(draws.A)), bounds, parameters),
+        checks=Checks(points, inputs, r0, float(np.median(draws.A)), bounds, parameters),
         draws=draws,
-        informing=int(informing.sum()),
-        # Seeds' asymptotes can only be compared where the verdict says that they are known.
-        seed_excess=excess if judged.identifiable else SeedExcess(),
+        informative_seeds=int(informing.sum()),
+        # The asymptotes of seeds can only be compared if the verdict says that A is known.
+        seed_excess=excess if judgement.identifiable else SeedExcess(),
     )
     return with_seed_spread(fit, empty.seed_spread)
 
@@ -329,46 +337,45 @@ def interval_of(draws: Array) -> Interval:
     return Interval(value, low, high)
 
 
-def _pulled_in(points: Points, ahead: Lookout) -> Lookout:
-    """Pull outliers towards the line, so that fitting the result approximates Huber's robust fit (1964)."""
+def _refit_robustly(points: Points, inputs: OutlookInputs) -> OutlookInputs:
+    """Move outliers towards the fitted line and fit again, which approximates Huber's robust fit (1964)."""
     for _ in range(_ROBUST_ROUNDS):
-        line = ahead.outlook.line_at(points.compute)
+        line = inputs.outlook.line_at(points.compute)
         residual = points.reward - line
         # 1.4826 x the median absolute residual is a standard deviation that outliers do not affect.
-        limit = HUBER * max(1.4826 * float(np.median(np.abs(residual))), 1e-7 * ahead.width)
-        pulled = replace(points, reward=line + np.clip(residual, -limit, limit))
-        refitted = lookout(ahead.recipe, pulled, ahead.limits, ahead.schedule, ahead.options)
+        limit = HUBER * max(1.4826 * float(np.median(np.abs(residual))), 1e-7 * inputs.width)
+        clipped = replace(points, reward=line + np.clip(residual, -limit, limit))
+        refitted = outlook_inputs(inputs.recipe, clipped, inputs.limits, inputs.schedule, inputs.options)
         if refitted is None:
             break
-        ahead = refitted
-    return ahead
+        inputs = refitted
+    return inputs
 
 
 def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
-    """Return the evidence against the fitted family."""
+    """Collect the evidence of all laws for and against the fitted family; A is its asymptote."""
     assert fit.outlook is not None and fit.window is not None
     outlook, scale = fit.outlook, fit.curve.scale
-    # `rival` is the law with the most evidence besides the fitted family.
     evidence = dict(outlook.log_evidence)
     fitted = evidence.pop(fit.family)
     rival = max(evidence, key=lambda name: evidence[name])
     start, later = outlook.at(np.array([0.0, 2 * fit.window[1]])).T
     # A ceiling within the margin of a tie counts as the same ceiling.
-    near = PLATEAU * scale
-    low = (fit.bounds[0] if A.low is None else A.low) - near
-    high = (fit.bounds[1] if A.high is None else A.high) + near
-    compared = fit.options.sigmoid
+    margin = PLATEAU * scale
+    low = (fit.bounds[0] if A.low is None else A.low) - margin
+    high = (fit.bounds[1] if A.high is None else A.high) + margin
+    compares_laws = fit.options.is_free_sigmoid
     return verdict.Doubt(
-        p_rise=float((later - start > near).mean()),
+        p_rise=float((later - start > margin).mean()),
         p_none=outlook.weights["none"],
         rival=rival,
-        ahead=evidence[rival] - fitted if compared else 0.0,
-        agreed=float(((outlook.ceiling >= low) & (outlook.ceiling <= high)).mean()) if compared else 1.0,
+        rival_lead=evidence[rival] - fitted if compares_laws else 0.0,
+        agreement=float(((outlook.ceiling >= low) & (outlook.ceiling <= high)).mean()) if compares_laws else 1.0,
     )
 
 
-def _a_ends(points: Points, A: Interval, limits: tuple[float, float] | None) -> tuple[float | None, float | None]:
-    """Return A's bounds. A bound at the limit of the reward is None (open), unless a plateau was observed there."""
+def _a_bounds(points: Points, A: Interval, limits: tuple[float, float] | None) -> tuple[float | None, float | None]:
+    """Return A's bounds; None at a limit of the reward, except at the upper limit if a plateau was observed."""
     low, high = A.low, A.high
     if limits is None:
         return low, high
@@ -382,51 +389,51 @@ def _a_ends(points: Points, A: Interval, limits: tuple[float, float] | None) -> 
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
-    """Return the fit with another seed spread; `A_total` is A's interval widened by the error of the seeds' mean."""
+    """Return the fit with another seed spread, and with `A_total`, A's interval widened by that spread."""
     value, low, high = fit.A.value, fit.A.low, fit.A.high
     if value is None:
         return replace(fit, seed_spread=spread, A_total=(None, None))
     # The errors of the fit and of the mean over seeds are independent: their half-widths add in quadrature.
-    reach = spread.quantile() * spread.sd / np.sqrt(fit.informing)
-    bottom = None if low is None else float(max(value - np.hypot(value - low, reach), fit.bounds[0]))
-    top = None if high is None else float(min(value + np.hypot(high - value, reach), fit.bounds[1]))
+    half_width = spread.quantile() * spread.sd / np.sqrt(fit.informative_seeds)
+    bottom = None if low is None else float(max(value - np.hypot(value - low, half_width), fit.bounds[0]))
+    top = None if high is None else float(min(value + np.hypot(high - value, half_width), fit.bounds[1]))
     return replace(fit, seed_spread=spread, A_total=(bottom, top))
 
 
 def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, workers: int = 1) -> list[Fit]:
-    """Fit every recipe.
+    """Fit every recipe of a study.
 
-    The spread between seeds is measured on a recipe's own seeds (3 or more), else pooled over recipes, else taken from
-    the paper.
+    The spread between seeds is measured on the recipe's seeds if there are 3 or more, else pooled over recipes, else
+    taken from the paper.
 
     Args:
         curves: one curve per recipe.
         options: R0 rule, window and family; the defaults if None.
         workers: number of processes that share the work, see `sweeps.parallel`.
     """
-    return with_shared(mapped(partial(fit_curve, options=options), curves, workers), curves)
+    return pool_over_recipes(mapped(partial(fit_curve, options=options), curves, workers), curves)
 
 
-def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
-    """Return fits of single curves (from `fit_curve`) with the quantities that recipes of a study share.
+def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
+    """Pool over a study's recipes what single fits (from `fit_curve`) do not share; `fit_curves` does this too.
 
-    These are the scale of their walks (`sweeps.fit.pooling`) and the spread between seeds. `fit_curves` does this too.
+    Pooled are the scale of the walks (`sweeps.fit.pooling`) and the spread between seeds.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
-    fits = _pooled(fits)
-    pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
+    fits = _pool_walks(fits)
+    study_spread = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
     for fit, curve in zip(fits, curves, strict=True):
-        measured = pooled_seed_spread([fit.seed_excess], scale)
-        spread = measured or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
+        recipe_spread = pooled_seed_spread([fit.seed_excess], scale)
+        spread = recipe_spread or study_spread or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
         result.append(with_seed_spread(replace(fit, curve=curve), spread))
     return result
 
 
 def warnings_of(fits: Sequence[Fit]) -> list[str]:
-    """Return the warnings of fits: one if the spread between seeds is assumed, then those of each recipe by its name.
+    """Return all warnings of fits, each with its recipe, after a warning if the spread between seeds is assumed.
 
-    Fits without draws, such as those of the published procedure, use no spread between seeds.
+    Fits without draws, such as fits by the published procedure, use no spread between seeds.
     """
     assumed = [fit for fit in fits if fit.draws is not None and fit.seed_spread.assumed]
     notes = [f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings]
@@ -437,17 +444,21 @@ def warnings_of(fits: Sequence[Fit]) -> list[str]:
     return [f"{seeds}: the spread between seeds is assumed ({spread}), not measured; add seeds", *notes]
 
 
-def _pooled(fits: Sequence[Fit]) -> list[Fit]:
-    """Reweight each fit's draws by the walks of the other recipes, and recompute its estimates."""
-    known = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
-    if len(known) < POOLED_FROM:
+def _pool_walks(fits: Sequence[Fit]) -> list[Fit]:
+    """Reweight each fit's draws by the walks of the other recipes, and recompute the estimates."""
+    numbers = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
+    if len(numbers) < POOLED_FROM:
         return list(fits)
-    outlooks = [fits[i].outlook for i in known]
-    walks = [(o.futures.log_walk, o.alone.log_walk) for o in outlooks if o is not None and o.alone is not None]
-    result = list(fits)
-    for i, weights in zip(known, pooled_weights(walks), strict=True):
+    outlooks = [fits[i].outlook for i in numbers]
+    walks = [
+        (o.futures.log_walk, o.family_futures.log_walk)
+        for o in outlooks
+        if o is not None and o.family_futures is not None
+    ]
+    pooled = list(fits)
+    for i, weights in zip(numbers, pooled_weights(walks), strict=True):
         fit = fits[i]
-        assert fit.checks is not None and fit.lookout is not None
-        ahead = fit.lookout.pooled(weights)
-        result[i] = replace(_read(fit, fit.checks.points, ahead, fit.checks.parameters), pooled=len(known))
-    return result
+        assert fit.checks is not None and fit.outlook_inputs is not None
+        inputs = fit.outlook_inputs.resample(weights)
+        pooled[i] = replace(_fill_in(fit, fit.checks.points, inputs, fit.checks.parameters), pool_size=len(numbers))
+    return pooled

@@ -11,17 +11,17 @@ import numpy as np
 
 from sweeps.curve import Array
 from sweeps.fit.family import SIGMOID, Family
-from sweeps.fit.points import FitOptions, Points, grouped
-from sweeps.fit.posterior import Futures, Posterior, by_weight, laws_of
+from sweeps.fit.points import FitOptions, Points, average_neighbours
+from sweeps.fit.posterior import Futures, Posterior, draw_by_weight, laws_of
 from sweeps.fit.schedule import Schedule
-from sweeps.fit.seen import Seen
+from sweeps.fit.seen import ScaledPoints
 
 DRAWS = 2000
-# Above this number of points, neighbours or seeds are averaged: more points only take time.
-_MOST = 160
+# Above this number of points, points of neighbours or of several seeds are averaged: more points only take time.
+_MAX_POINTS = 160
 # With fewer points there is no forecast.
-_LEAST = 4
-# Computes, in windows, at which the fitted line is computed; linear in between.
+_MIN_POINTS = 4
+# Computes, in windows, at which the fitted line is computed; it is linear in between.
 _LINE = np.concatenate([[0.0], np.geomspace(1e-3, 0.04, 8), np.linspace(0.05, 1, 39), np.geomspace(1.05, 300, 32)])
 
 
@@ -30,10 +30,10 @@ class Draws:
     """Joint draws of a fitted family's parameters.
 
     Attributes:
-        A, R0: in reward, (K,). A includes the runs' current offset, see `sweeps.fit.posterior.Futures.standing`.
-        B, C_mid: shape parameters, (K,); for other families than the sigmoid, their first and second one.
+        A, R0: asymptote and reward at compute 0, (K,). A includes `sweeps.fit.posterior.Futures.current_offset`.
+        B, C_mid: first and second shape parameter of the family, (K,); B and C_mid for a sigmoid.
         family: family of the curve.
-        schedule: decay of the learning rate, which defines effective compute; None where it is constant or unknown.
+        schedule: decay of the learning rate, which defines effective compute; None if it is constant or unknown.
     """
 
     A: Array
@@ -43,23 +43,23 @@ class Draws:
     family: Family = SIGMOID
     schedule: Schedule | None = None
 
-    def share(self, compute: Array) -> Array:
-        """Return the share of A - R0 that each draw has gained at `compute`. Shapes: (m,) -> (K, m)."""
+    def gain_fraction(self, compute: Array) -> Array:
+        """Return the fraction of A - R0 that each draw has gained at computes (m,); (K, m)."""
         with np.errstate(divide="ignore"):
-            log_compute = np.log(compute if self.schedule is None else self.schedule.count(compute))
-        u, v = self.family.search(self.B, self.C_mid)
+            log_compute = np.log(compute if self.schedule is None else self.schedule.effective_compute(compute))
+        u, v = self.family.coordinates(self.B, self.C_mid)
         return self.family.basis(log_compute[None], u[:, None], v[:, None])
 
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """Posterior draws of a recipe's curve in its own units, and the posterior weights of the laws.
+    """Posterior draws of a recipe's curve, in the units of its evaluations, and the posterior weights of the laws.
 
     Attributes:
         futures: K joint draws of the curve under all laws, without units.
-        alone: K draws under the fitted family alone; None after pooling with other recipes.
-        draws: K draws of the fitted family's parameters; for a sigmoid, some of them are also in `futures`.
-        line: median of law plus walk under the fitted family at the computes `_LINE`, without units.
+        family_futures: K draws of the curve under the fitted family only; None after pooling with other recipes.
+        draws: K draws of the fitted family's parameters.
+        line: fitted line at the computes `_LINE`, without units: median of law plus walk under the fitted family.
         end: largest evaluated compute, at the peak learning rate, in the curve's unit.
         bottom, width: lower end and width of the reward's scale.
         weights, log_evidence: posterior probability and log evidence of each law, by name.
@@ -68,7 +68,7 @@ class Outlook:
     """
 
     futures: Futures
-    alone: Futures | None
+    family_futures: Futures | None
     draws: Draws
     line: Array
     end: float
@@ -80,13 +80,13 @@ class Outlook:
     schedule: Schedule | None = None
 
     def at(self, compute: Array) -> Array:
-        """Return the draws' rewards at each compute (m,), in the curve's units; (K, m)."""
+        """Return the draws' rewards (K, m) at each compute (m,), in the curve's units."""
         at = np.asarray(compute, dtype=float)
-        at = at if self.schedule is None else self.schedule.count(at)
+        at = at if self.schedule is None else self.schedule.effective_compute(at)
         return self.bottom + self.width * self.futures.at(np.asarray(at / self.end))
 
     def line_at(self, compute: Array) -> Array:
-        """Return the fitted line, in reward, at computes at the peak learning rate; it ends at A's median; (m,)."""
+        """Return the fitted line, in reward, at computes (m,) at the peak learning rate; it ends at A's median."""
         return np.asarray(self.bottom + self.width * np.interp(compute / self.end, _LINE, self.line))
 
     @cached_property
@@ -96,76 +96,78 @@ class Outlook:
 
 
 @dataclass(frozen=True, eq=False)
-class Lookout:
-    """Inputs of an outlook. The outlook itself is computed at first use, because it is slow.
+class OutlookInputs:
+    """Inputs of an outlook, which is computed at first use, because it is slow.
 
     Attributes:
         recipe: label of the recipe, which seeds the draws.
-        seen: evaluations of the recipe, without units.
+        points: evaluations of the recipe, without units.
         end, bottom, width, schedule: see `Outlook`.
-        each: average number of evaluations behind each point of `seen`.
+        evaluations_per_point: average number of evaluations that were averaged to one of the points.
         options: the family, and R0 and A where they are fixed.
     """
 
     recipe: str
-    seen: Seen
+    points: ScaledPoints
     end: float
     bottom: float
     width: float
     options: FitOptions
-    each: float = 1.0
+    evaluations_per_point: float = 1.0
     schedule: Schedule | None = None
 
     @cached_property
     def outlook(self) -> Outlook:
-        """The outlook from these inputs, computed once."""
+        """The outlook from these inputs."""
         r0, a = (None if value is None else (value - self.bottom) / self.width for value in self._fixed)
-        laws = laws_of(self.options.shape, self._first, r0, a)
-        posterior = Posterior(self.seen, generator(self.recipe, "posterior"), laws)
-        return self._read(*posterior.draw(DRAWS), posterior.log_evidence)
+        laws = laws_of(self.options.curve_family, self._first, r0, a)
+        posterior = Posterior(self.points, generator(self.recipe, "posterior"), laws)
+        return self._outlook_from(*posterior.draw(DRAWS), posterior.log_evidence)
 
-    def pooled(self, weights: tuple[Array, Array]) -> Lookout:
+    def resample(self, weights: tuple[Array, Array]) -> OutlookInputs:
         """Return a copy whose draws are resampled.
 
         Args:
             weights: weights of the draws under all laws, and of the draws under the fitted family only.
         """
-        assert self.outlook.alone is not None
+        assert self.outlook.family_futures is not None
         rng = generator(self.recipe, "pooled")
-        pairs = zip((self.outlook.futures, self.outlook.alone), weights, strict=True)
-        futures, alone = (futures.take(by_weight(weight, DRAWS, rng)) for futures, weight in pairs)
+        pairs = zip((self.outlook.futures, self.outlook.family_futures), weights, strict=True)
+        futures, family_futures = (futures.take(draw_by_weight(weight, DRAWS, rng)) for futures, weight in pairs)
         resampled = replace(self)
         # A cached property stores its value in the instance's dictionary: fill it in.
-        resampled.__dict__["outlook"] = replace(self._read(futures, alone, self.outlook.log_evidence), alone=None)
+        resampled.__dict__["outlook"] = replace(
+            self._outlook_from(futures, family_futures, self.outlook.log_evidence), family_futures=None
+        )
         return resampled
 
-    def _read(self, futures: Futures, alone: Futures, log_evidence: Mapping[str, float]) -> Outlook:
+    def _outlook_from(self, futures: Futures, family_futures: Futures, log_evidence: Mapping[str, float]) -> Outlook:
         """Convert draws of all laws, and of the family alone, to the curve's units."""
-        # A point of `each` evaluations is a mean: one evaluation is noisier by the square root.
-        family = self.options.shape
-        noise = self.width * self.each**0.5 * futures.noise
+        # A point is a mean of several evaluations: one evaluation is noisier by the square root of their number.
+        family = self.options.curve_family
+        noise = self.width * self.evaluations_per_point**0.5 * futures.noise
         # A dead run earns exactly 0, without noise.
         noise[futures.dead] = 0.0
-        v = np.full(DRAWS, np.log(self._first)) if family.name == "power_law" else alone.v
-        first, second = family.natural(alone.u, v)
+        v = np.full(DRAWS, np.log(self._first)) if family.name == "power_law" else family_futures.v
+        first, second = family.natural(family_futures.u, v)
         draws = Draws(
-            A=self.bottom + self.width * alone.asymptote,
+            A=self.bottom + self.width * family_futures.asymptote,
             B=first * self.end ** family.powers[0],
             C_mid=second * self.end ** family.powers[1],
-            R0=self.bottom + self.width * alone.r0,
+            R0=self.bottom + self.width * family_futures.r0,
             family=family,
             schedule=self.schedule,
         )
-        share = np.bincount(futures.law, minlength=len(futures.laws)) / len(futures.law)
+        fractions = np.bincount(futures.law, minlength=len(futures.laws)) / len(futures.law)
         return Outlook(
             futures=futures,
-            alone=alone,
+            family_futures=family_futures,
             draws=draws,
-            line=alone.line(_LINE),
+            line=family_futures.line(_LINE),
             end=self.end,
             bottom=self.bottom,
             width=self.width,
-            weights={law.name: float(share[i]) for i, law in enumerate(futures.laws)},
+            weights={law.name: float(fractions[i]) for i, law in enumerate(futures.laws)},
             log_evidence=log_evidence,
             noise=noise,
             schedule=self.schedule,
@@ -174,12 +176,12 @@ class Lookout:
     @property
     def limits(self) -> tuple[float, float] | None:
         """Lowest and highest possible reward; None if rewards have no bounds."""
-        return (self.bottom, self.bottom + self.width) if self.seen.bounded else None
+        return (self.bottom, self.bottom + self.width) if self.points.bounded else None
 
     @property
     def _first(self) -> float:
         """Smallest positive compute, in windows."""
-        return float(self.seen.x[self.seen.x > 0].min())
+        return float(self.points.x[self.points.x > 0].min())
 
     @property
     def _fixed(self) -> tuple[float | None, float | None]:
@@ -188,7 +190,7 @@ class Lookout:
         return 0.0 if self.options.family == "sigmoid_zero" else r0, self.options.asymptote
 
 
-# Purposes of a recipe's random numbers. The index in this list is part of the seed: append new ones at the end.
+# Purposes of a recipe's random numbers. The index in this tuple is part of the seed: append new purposes at the end.
 _STREAMS = (
     "posterior",
     "pooled",
@@ -204,54 +206,54 @@ _STREAMS = (
 
 
 def generator(name: str, stream: str) -> np.random.Generator:
-    """Return the random numbers of a recipe for one purpose: the same in every process, independent of other streams.
+    """Return a generator of a recipe's random numbers for one purpose, with the same seed in every process.
 
     Args:
         name: label of the recipe, or of another object that is drawn.
-        stream: one of `_STREAMS`.
+        stream: purpose of the numbers, one of `_STREAMS`.
     """
     # crc32 instead of `hash`, which is salted per process.
     return np.random.default_rng([zlib.crc32(name.encode()), _STREAMS.index(stream)])
 
 
-def lookout(
+def outlook_inputs(
     recipe: str,
     points: Points,
     scale: tuple[float, float] | None,
     schedule: Schedule | None = None,
     options: FitOptions | None = None,
-) -> Lookout | None:
-    """Rescale points to unit-free evaluations for an outlook; None where they are too few or do not vary.
+) -> OutlookInputs | None:
+    """Rescale points to evaluations without units, as inputs of an outlook; None if they are too few or do not vary.
 
     Args:
         recipe: label of the recipe, which seeds the draws.
-        points: points of its curve; compute at the peak learning rate.
+        points: points of the recipe's curve; compute at the peak learning rate.
         scale: lowest and highest possible reward; None if rewards are unbounded (their observed range is then used).
         schedule: conversion from compute spent to the points' compute; None if they are equal.
         options: the family, and R0 and A where they are fixed; the defaults if None.
     """
     positive = points.compute > 0
-    if len(points.reward) < _LEAST or len(np.unique(points.compute[positive])) < _LEAST - 1:
+    if len(points.reward) < _MIN_POINTS or len(np.unique(points.compute[positive])) < _MIN_POINTS - 1:
         return None
     bottom, top = scale or (float(points.reward.min()), float(points.reward.max()))
     width = top - bottom
     if width <= 0:
         return None
-    fewer = grouped(points, _MOST)
-    order = np.lexsort((fewer.seed, fewer.compute))
+    averaged = average_neighbours(points, _MAX_POINTS)
+    order = np.lexsort((averaged.seed, averaged.compute))
     end = float(points.compute.max())
-    variance = None if fewer.variance is None else np.round(fewer.variance[order] / width**2, 14)
-    # Rounded, so that changing the unit of compute or reward does not change a bit of the result.
-    x, z = np.round(fewer.compute[order] / end, 12), np.round((fewer.reward[order] - bottom) / width, 12)
-    seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
-    per_point = len(points.reward) / len(fewer.reward)
-    return Lookout(
+    variance = None if averaged.variance is None else np.round(averaged.variance[order] / width**2, 14)
+    # Round, so that changing the unit of compute or reward does not change a bit of the result.
+    x, z = np.round(averaged.compute[order] / end, 12), np.round((averaged.reward[order] - bottom) / width, 12)
+    scaled = ScaledPoints(x, z, averaged.seed[order], variance, scale is not None)
+    per_point = len(points.reward) / len(averaged.reward)
+    return OutlookInputs(
         recipe=recipe,
-        seen=seen,
+        points=scaled,
         end=end,
         bottom=bottom,
         width=width,
         options=options or FitOptions(),
-        each=per_point,
+        evaluations_per_point=per_point,
         schedule=schedule,
     )

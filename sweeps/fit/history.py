@@ -15,16 +15,23 @@ from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.predict import predict, predict_mean, readable
 
-# Factor by which compute grows between snapshots; also the distance between two that must confirm each other.
+# Factor by which compute grows between snapshots; also the factor between two snapshots that confirm a departure.
 GROWTH = 1.15
-# A check uses the evaluations of the last tenth of compute; a forecast reaches half as far again as its fit.
+# A check uses evaluations above compute / RECENT, the last tenth. A fit forecasts up to REACH times its compute.
 RECENT = 1.1
 REACH = 1.5
 
 
 @dataclass(frozen=True)
 class Check(AsJson):
-    """A forecast by the fit up to compute `made_at` (95%), and the actual mean of `evaluations`."""
+    """Comparison of a forecast with the mean of later evaluations.
+
+    Attributes:
+        made_at: compute up to which the forecasting fit used evaluations.
+        evaluations: number of evaluations in the mean.
+        actual: mean of these evaluations.
+        predicted, low, high: forecast of the mean, with its 95% interval.
+    """
 
     made_at: float
     evaluations: int
@@ -35,7 +42,7 @@ class Check(AsJson):
 
     @property
     def inside(self) -> bool:
-        """Return whether the actual mean lies within the predicted interval."""
+        """Return whether the actual mean is within the predicted interval."""
         return self.low <= self.actual <= self.high
 
     def to_json(self) -> dict[str, Any]:
@@ -44,16 +51,20 @@ class Check(AsJson):
 
     @property
     def side(self) -> int:
-        """1 if the outcome is above the interval, -1 if below, else 0."""
+        """1 if the actual mean is above the interval, -1 if it is below, else 0."""
         return int(self.actual > self.high) - int(self.actual < self.low)
 
 
 @dataclass(frozen=True)
 class Snapshot(AsJson):
-    """One recipe's fit up to `compute_end`, with `n` evaluations up to there, over all seeds.
+    """Results of one recipe's fit to its evaluations up to a compute.
 
-    ahead: a later compute, and the predicted reward of one evaluation there (95%). ahead and check are None where the
-    fit cannot be used for forecasts.
+    Attributes:
+        compute_end: the compute. n: number of evaluations up to it, over all seeds.
+        verdict, A: results of the fit.
+        forecast: a later compute, and the predicted reward of one evaluation there, with a 95% interval; None where the
+            fit cannot be used for forecasts.
+        check: comparison of an earlier forecast with the latest evaluations; None without such a forecast.
     """
 
     recipe: str
@@ -61,31 +72,31 @@ class Snapshot(AsJson):
     n: int
     verdict: str
     A: Interval
-    ahead: tuple[float, Interval] | None = None
+    forecast: tuple[float, Interval] | None = None
     check: Check | None = None
 
-    JSON: ClassVar = {"compute_end": "compute", "ahead": "next"}
+    JSON: ClassVar = {"compute_end": "compute", "forecast": "next"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the snapshot as a line of `fits.jsonl` stores it, with the forecast under `next`."""
-        ahead = None if self.ahead is None else {"compute": self.ahead[0], **self.ahead[1].to_json()}
-        return {**super().to_json(), "next": ahead}
+        """Return the snapshot as it is stored in a line of `fits.jsonl`, with the forecast under `next`."""
+        forecast = None if self.forecast is None else {"compute": self.forecast[0], **self.forecast[1].to_json()}
+        return {**super().to_json(), "next": forecast}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Snapshot:
-        """Read a snapshot from a line of `fits.jsonl`.
+        """Create a snapshot from a parsed line of `fits.jsonl`.
 
         Raises:
             KeyError, TypeError, ValueError: the entry is not a snapshot.
         """
-        ahead, check = entry["next"], entry["check"]
+        forecast, check = entry["next"], entry["check"]
         return Snapshot(
             recipe=str(entry["recipe"]),
             compute_end=float(entry["compute"]),
             n=int(entry["n"]),
             verdict=str(entry["verdict"]),
             A=_interval(entry["A"]),
-            ahead=None if ahead is None else (float(ahead["compute"]), _interval(ahead)),
+            forecast=None if forecast is None else (float(forecast["compute"]), _interval(forecast)),
             check=None
             if check is None
             else Check(
@@ -104,89 +115,98 @@ def history(
     curve: Curve,
     options: FitOptions | None = None,
     every: float = GROWTH,
-    known: Sequence[Snapshot] = (),
+    earlier: Sequence[Snapshot] = (),
 ) -> list[Snapshot]:
-    """Repeat the fit at growing compute up to the curve's end; return only new snapshots.
+    """Repeat the fit at growing compute up to the curve's end; return only the new snapshots.
 
     Args:
         curve: evaluations of one recipe so far.
-        options: options of every fit; `max_compute` ends the history.
+        options: options of every fit; no snapshot is taken beyond `max_compute`.
         every: smallest factor by which compute grows between snapshots, except for the last (a dozen snapshots for 40
             evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
-        known: earlier snapshots, the oldest first. The last one's compute is fitted again if all new evaluations are
-            below it (a seed that lags behind).
+        earlier: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last
+            snapshot (of a seed that lags behind), a snapshot at the last compute is taken again.
 
     Raises:
-        UserError: `every` is below 1, or as for `fit_curve`.
+        UserError: `every` is below 1; also as for `fit_curve`.
     """
-    return list(_history(curve, options or FitOptions(), every, known))
+    return list(iter_snapshots(curve, options or FitOptions(), every, earlier))
 
 
-def _history(curve: Curve, options: FitOptions, every: float, known: Sequence[Snapshot]) -> Iterator[Snapshot]:
+def iter_snapshots(curve: Curve, options: FitOptions, every: float, earlier: Sequence[Snapshot]) -> Iterator[Snapshot]:
     """Yield snapshots one by one, so that a caller can write each before the next is computed."""
     if not every >= 1:
         raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
     fits = _Fits(curve, options)
-    for end in _ends(fits.computes, curve, every, known):
+    for end in _snapshot_computes(fits.computes, curve, every, earlier):
         yield fits.snapshot(end)
 
 
-def _ends(computes: list[float], curve: Curve, every: float, known: Sequence[Snapshot]) -> list[float]:
-    """Choose the computes of new snapshots from earlier data only, so that more data does not move earlier ones."""
+def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlier: Sequence[Snapshot]) -> list[float]:
+    """Choose the computes of new snapshots, so that later evaluations do not change the choice of earlier computes."""
     if not computes:
         return []
-    last = known[-1].compute_end if known else 0.0
+    last = earlier[-1].compute_end if earlier else 0.0
     ends: list[float] = []
-    for at, compute in enumerate(computes):
+    for number, compute in enumerate(computes):
         # With fewer computes than `MIN_COMPUTES` every fit is refused (`too_few_points`).
-        if compute > last and (at + 1 >= MIN_COMPUTES or known) and compute >= every * last:
+        if compute > last and (number + 1 >= MIN_COMPUTES or earlier) and compute >= every * last:
             ends.append(compute)
             last = compute
     end = computes[-1]
-    lagging = not ends and end == last and int((curve.compute <= end).sum()) > known[-1].n
-    if end > last or lagging or not (ends or known):
+    lagging = not ends and end == last and int((curve.compute <= end).sum()) > earlier[-1].n
+    if end > last or lagging or not (ends or earlier):
         ends.append(end)
     return ends
 
 
 class _Fits:
-    """Fits of one curve up to any compute; each is computed once."""
+    """Fits of one curve up to any compute, each computed once; computes: all at which it was evaluated."""
 
     def __init__(self, curve: Curve, options: FitOptions) -> None:
-        within = (curve.compute > 0) & options.inside(curve.compute)
-        self.computes: list[float] = np.unique(curve.compute[within]).tolist()
+        in_window = (curve.compute > 0) & options.inside(curve.compute)
+        self.computes: list[float] = np.unique(curve.compute[in_window]).tolist()
         self._curve, self._options = curve, options
         self._fits: dict[float, Fit] = {}
 
     def up_to(self, end: float) -> Fit:
+        """Fit the evaluations up to a compute."""
         if end not in self._fits:
             self._fits[end] = fit_curve(self._curve, replace(self._options, max_compute=end))
         return self._fits[end]
 
     def snapshot(self, end: float) -> Snapshot:
+        """Take a snapshot of the evaluations up to a compute."""
         fit = self.up_to(end)
-        ahead = None
-        if _names_a_curve(fit):
+        forecast = None
+        if _can_forecast(fit):
             band = predict(fit, [REACH * end], observations=1)
-            ahead = REACH * end, band.interval()
+            forecast = REACH * end, band.interval()
         n = int((self._curve.compute <= end).sum())
         return Snapshot(
-            recipe=fit.recipe, compute_end=end, n=n, verdict=fit.verdict, A=fit.A, ahead=ahead, check=self._check(end)
+            recipe=fit.recipe,
+            compute_end=end,
+            n=n,
+            verdict=fit.verdict,
+            A=fit.A,
+            forecast=forecast,
+            check=self._check(end),
         )
 
     def _check(self, end: float) -> Check | None:
-        """Compare the latest evaluations with a forecast from a fit that has not seen them; None without such a fit."""
+        """Compare the latest evaluations with a forecast from a fit without them; None if no fit can forecast."""
         earlier = [compute for compute in self.computes if compute <= end / RECENT]
         if not earlier:
             return None
-        # If evaluations are sparse, use the latest earlier one, although its forecast has to reach further.
+        # If evaluations are sparse, forecast from the latest earlier compute, although it is further away.
         made_at = next((compute for compute in earlier if compute >= end / REACH), earlier[-1])
         fit = self.up_to(made_at)
-        if not _names_a_curve(fit):
+        if not _can_forecast(fit):
             return None
         latest = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
         value, low, high = predict_mean(fit, self._curve.compute[latest])
-        # Where some seeds have ended, the mean of the others differs from the mean of all by the spread between seeds.
+        # If some seeds have ended, the mean of the other seeds differs from the mean of all by the spread between
+        # seeds.
         seeds_before = len(np.unique(self._curve.seed[self._curve.compute <= made_at]))
         seeds_now = len(np.unique(self._curve.seed[latest]))
         if seeds_now < seeds_before:
@@ -195,15 +215,15 @@ class _Fits:
         return Check(made_at, int(latest.sum()), float(self._curve.reward[latest].mean()), value, low, high)
 
 
-def _names_a_curve(fit: Fit) -> bool:
-    """Return whether a fit's forecasts can be checked: readable, and not flat, falling or short of points."""
+def _can_forecast(fit: Fit) -> bool:
+    """Return whether a fit's forecasts can be checked: not without draws, flat, falling or of too few points."""
     return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
-    """Return a warning if the latest evaluations are outside of the intervals that earlier fits predicted, else None.
+    """Return a warning if the latest evaluations are outside the intervals that earlier fits predicted, else None.
 
-    Two snapshots in a row that differ by `GROWTH` in compute must be outside, on the same side;
+    The checks of all snapshots over a factor `GROWTH` of compute must be outside their intervals, on the same side;
     docs/measured/watch.md has the rates of false alarms and misses.
 
     Args:

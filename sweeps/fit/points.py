@@ -1,11 +1,11 @@
-"""Selection of the points of a fit: the window, and the role of R0.
+"""Selection of the points of a fit: the compute window, and the role of R0.
 
-The paper does not say how R0 is obtained; an error of 0.05 in it moves A by about 0.014. The modes:
+The paper does not say how R0 is obtained; an error of 0.05 in R0 moves A by about 0.014. The modes of R0:
 
     a number   R0 is fixed; evaluations at compute 0 are left out.
     "first"    R0 is fitted. The first evaluation of every seed counts as a noisy observation, even where
-               `min_compute` cuts off the rest of the early part. At compute 0 it observes R0 itself; later,
-               only the curve there.
+               `min_compute` cuts off the rest of the early part. An evaluation at compute 0 observes
+               R0 itself, a later one only the curve at its compute.
     "free"     R0 is fitted to the points of the window only.
 """
 
@@ -21,8 +21,8 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.family import FAMILIES, Family
 
-# A run keeps at least this many points: widely spaced neighbours would hide the bend between them.
-_OF_A_RUN = 40
+# Averaging leaves at least this many points per run: widely spaced points would hide the bend between them.
+_MIN_POINTS_OF_RUN = 40
 R0Mode = float | Literal["first", "free"]
 
 
@@ -30,8 +30,12 @@ R0Mode = float | Literal["first", "free"]
 class FitOptions:
     """Options of a fit: R0 rule, compute window, family and robustness.
 
-    min_compute and max_compute are inclusive, in the curve's unit; asymptote fixes A; family is a name of
-    `sweeps.fit.family.FAMILIES`; robust gives points far from the curve less weight.
+    Attributes:
+        r0: value or mode of R0, see the module's docstring.
+        min_compute, max_compute: ends of the window, inclusive, in the curve's unit; None for no limit.
+        asymptote: fixed A; None to fit A.
+        family: a name in `sweeps.fit.family.FAMILIES`.
+        robust: whether points far from the curve get less weight.
     """
 
     r0: R0Mode = "first"
@@ -42,12 +46,12 @@ class FitOptions:
     robust: bool = False
 
     def inside(self, compute: Array) -> NDArray[np.bool_]:
-        """Return which computes (n,) lie in the window."""
+        """Return a mask of the computes (n,) that are in the window."""
         low, high = self.min_compute, self.max_compute
         return (compute >= (-np.inf if low is None else low)) & (compute <= (np.inf if high is None else high))
 
     @property
-    def shape(self) -> Family:
+    def curve_family(self) -> Family:
         """The curve family that the options name.
 
         Raises:
@@ -58,14 +62,21 @@ class FitOptions:
         return FAMILIES[self.family]
 
     @property
-    def sigmoid(self) -> bool:
+    def is_free_sigmoid(self) -> bool:
         """Return whether the sigmoid is fitted with A free; only then are other laws compared with it."""
         return self.family == "sigmoid" and self.asymptote is None
 
 
 @dataclass(frozen=True)
 class Points:
-    """The points of a fit, ordered by seed and compute; each (n,). variance: of their sampling errors, if known."""
+    """The points of a fit, ordered by seed and compute; arrays (n,).
+
+    Attributes:
+        compute: compute at the peak learning rate, in the curve's unit.
+        reward: reward of the evaluation.
+        variance: variance of the sampling error of each reward; None if unknown.
+        seed: number of the seed, from 0.
+    """
 
     compute: Array
     reward: Array
@@ -74,7 +85,7 @@ class Points:
 
     @property
     def seeds(self) -> int:
-        """Number of seeds. Seeds are numbered from 0."""
+        """Number of seeds."""
         return int(self.seed.max()) + 1
 
     def take(self, keep: NDArray[np.bool_]) -> Points:
@@ -85,12 +96,12 @@ class Points:
 
 
 def select(curve: Curve, options: FitOptions) -> Points:
-    """Select the points within the window, and first evaluations where they observe R0.
+    """Select the points within the window, and for the mode `first` the first evaluation of every seed.
 
-    Their compute is converted to the peak of the learning rate (`sweeps.fit.schedule`).
+    Compute is converted to compute at the peak learning rate (`sweeps.fit.schedule`).
     """
     keep = options.inside(curve.compute)
-    if not options.shape.from_zero or not isinstance(options.r0, str) or options.family == "sigmoid_zero":
+    if not options.curve_family.from_zero or not isinstance(options.r0, str) or options.family == "sigmoid_zero":
         keep &= curve.compute > 0
     elif options.r0 == "first":
         _, seeds = np.unique(curve.seed, return_inverse=True)
@@ -98,7 +109,7 @@ def select(curve: Curve, options: FitOptions) -> Points:
         np.minimum.at(first, seeds, curve.compute)
         keep |= (curve.compute == first[seeds]) & replace(options, min_compute=None).inside(curve.compute)
     _, seed = np.unique(curve.seed[keep], return_inverse=True)
-    # Sort by reward last: with ties in compute, the result must not depend on the order of the evaluations.
+    # Sort ties in compute by reward, so that the result does not depend on the order of the evaluations.
     order = np.lexsort((curve.reward[keep], curve.compute[keep], seed))
     sd = None if curve.sd is None else curve.sd[keep][order]
     variance = None
@@ -110,46 +121,47 @@ def select(curve: Curve, options: FitOptions) -> Points:
     return Points(at_peak[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
 
 
-def grouped(points: Points, most: int) -> Points:
-    """Average points down to about `most`: neighbours of one seed first, and whole seeds if there are too many.
+def average_neighbours(points: Points, limit: int) -> Points:
+    """Average neighbouring points until about `limit` points remain.
 
-    Neighbours are averaged as long as each run keeps `_OF_A_RUN` points. With more seeds, groups of seeds are merged
-    into one run each: the common curve keeps its resolution. Evaluations at compute 0 are not averaged with later ones.
+    Neighbours of one seed are averaged if each seed then keeps `_MIN_POINTS_OF_RUN` points. With more seeds, each of
+    several groups of seeds is merged into one run instead, so that the common curve keeps its resolution. Evaluations
+    at compute 0 are not averaged with later evaluations.
     """
-    seeds, block = points.seeds, -(-len(points.reward) // most)
-    if block == 1 or most >= _OF_A_RUN * seeds:
-        return _in_blocks(points, block)
+    seeds, block = points.seeds, -(-len(points.reward) // limit)
+    if block == 1 or limit >= _MIN_POINTS_OF_RUN * seeds:
+        return _average_blocks(points, block)
     groups = -(-seeds // block)
     group_of = np.arange(seeds) * groups // seeds
     group = group_of[points.seed]
     order = np.lexsort((points.seed, points.compute, group))
     variance = None if points.variance is None else points.variance[order]
     merged = Points(points.compute[order], points.reward[order], variance, group[order])
-    # A block holds one point of each seed in the group; more where even a single run is too long.
-    return _in_blocks(merged, block if groups == 1 else np.bincount(group_of))
+    # A block holds one point of each seed in the group, or more points if even a single merged run is too long.
+    return _average_blocks(merged, block if groups == 1 else np.bincount(group_of))
 
 
-def _in_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
-    """Average blocks of `block` neighbours in a run: one size for all runs, or one per run."""
+def _average_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
+    """Average blocks of neighbours within each run; block: points per block, for all runs or for each run."""
     if np.max(block) == 1:
         return points
     n = len(points.reward)
     start = np.flatnonzero(np.concatenate([[True], points.seed[1:] != points.seed[:-1]]))
     position = np.arange(n) - np.repeat(start, np.diff(np.append(start, n)))
-    size = np.broadcast_to(block, points.seeds)[points.seed]
-    key = np.where(points.compute > 0, 1 + position // size, 0)
-    fresh = np.concatenate([[True], (points.seed[1:] != points.seed[:-1]) | (key[1:] != key[:-1])])
-    cell = np.cumsum(fresh) - 1
-    count = np.bincount(cell)
+    block_size = np.broadcast_to(block, points.seeds)[points.seed]
+    key = np.where(points.compute > 0, 1 + position // block_size, 0)
+    starts_block = np.concatenate([[True], (points.seed[1:] != points.seed[:-1]) | (key[1:] != key[:-1])])
+    block_of = np.cumsum(starts_block) - 1
+    count = np.bincount(block_of)
 
     def mean(values: Array) -> Array:
-        return np.asarray(np.bincount(cell, values) / count)
+        return np.asarray(np.bincount(block_of, values) / count)
 
     with np.errstate(divide="ignore"):
-        # The geometric mean: a curve is nearly straight in log compute.
-        compute = np.where(points.compute[fresh] > 0, np.exp(mean(np.log(points.compute))), 0.0)
+        # Use the geometric mean, because a curve is nearly straight in log compute.
+        compute = np.where(points.compute[starts_block] > 0, np.exp(mean(np.log(points.compute))), 0.0)
     variance = None if points.variance is None else mean(points.variance) / count
-    return Points(compute, mean(points.reward), variance, points.seed[fresh])
+    return Points(compute, mean(points.reward), variance, points.seed[starts_block])
 
 
 def fits_r0(options: FitOptions) -> bool:

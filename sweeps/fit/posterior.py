@@ -4,7 +4,7 @@
 
 x is compute in windows (units of the largest compute evaluated), z the reward on a scale of width 1. g is a law: a
 sigmoid, a Weibull curve, or nothing. w is a random walk about the law: Brownian within the window, levelling off beyond
-it. s is a seed's distance from the mean of the given seeds, also a random walk. e is white noise.
+the window. s is a seed's distance from the mean of the given seeds, also a random walk. e is white noise.
 
 Given a law, its shape (u, v) and the scales of walk and noise, the rest of the model is Gaussian, so the evidence is
 exact. Only these four parameters are sampled, by adaptive importance sampling with deterministic mixture weights (Owen
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import gammaln
 
 from sweeps.curve import Array
-from sweeps.fit.collapse import death
+from sweeps.fit.collapse import collapse_probability
 from sweeps.fit.constants import (
     A_PRIOR,
     FARTHEST,
@@ -45,21 +45,23 @@ from sweeps.fit.constants import (
     WEIBULL_PRIOR,
 )
 from sweeps.fit.family import SIGMOID, Family, Prior
-from sweeps.fit.seen import Seen
+from sweeps.fit.seen import ScaledPoints
 
-# Samples per round. Sampling stops when the effective sample size reaches `_FINE`; after `_ROUNDS` rounds, `_ENOUGH`
-# suffices; after `_MOST_ROUNDS` it stops anyway. A new proposal is fitted to an effective size of at least `_ENOUGH`.
-_SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MOST_ROUNDS = 200, 200, 15, 12, 40
-# Computes at which walks are drawn, in windows: within and beyond the window. At the last one they have levelled off.
+# Sampling draws `_SAMPLES` per round. It stops when the effective sample size reaches `_FINE`; after `_ROUNDS` rounds,
+# `_ENOUGH` suffices; after `_MAX_ROUNDS` it stops in any case. A new proposal is fitted to samples whose effective size
+# is at least `_ENOUGH`.
+_SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MAX_ROUNDS = 200, 200, 15, 12, 40
+# Computes at which walks are drawn, in windows: within and beyond the window. At the last of these they have levelled
+# off.
 _WITHIN = np.linspace(0, 1, 25)[1:]
 _BEYOND = np.array([*(1 + STANDING * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
-# With this many draws, a line is the median of every fourth one: it is only plotted, no decision depends on it.
-_FOR_LINE = 1000
-# Variance added to every point, so that the precision stays finite; no reward is recorded more exactly.
+# From this many draws on, a line is the median of every fourth draw.
+_MANY_DRAWS = 1000
+# Variance added to every point, so that the precision stays finite.
 _ROUNDING = 1e-8
-# A later proposal is wider than the samples so far: by this factor in variance, plus this share of the prior's standard
-# deviation. `_TAIL` is the degrees of freedom of proposals.
+# A later proposal is wider than the samples so far: by the factor `_WIDER` in variance, plus the fraction
+# `_PRIOR_SHARE` of the prior's standard deviation. `_TAIL` is the degrees of freedom of proposals.
 _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 
@@ -68,11 +70,11 @@ class Law:
     """A law by which the reward grows with compute.
 
     Attributes:
-        prior: probability before the data.
+        prior: prior probability of the law.
         basis: g(log x, u, v) for the logarithm of computes x (n,) and shapes u, v (k, 1); (k, n), from 0 to 1.
         shape: prior mean and standard deviation of u, and of v.
         r0, a: prior mean and standard deviation of R0 and A.
-        rises: whether the law has a gain; without one R0 is the level and A has no meaning.
+        rises: whether the law has a gain; if not, R0 is the level and A has no meaning.
     """
 
     name: str
@@ -88,11 +90,11 @@ def _weibull(log_x: Array, u: Array, v: Array) -> Array:
     return np.asarray(-np.expm1(-np.exp(np.minimum(np.exp(u) * (log_x - v), 6.0))))
 
 
-def _nothing(log_x: Array, u: Array, v: Array) -> Array:
+def _no_gain(log_x: Array, u: Array, v: Array) -> Array:
     return np.zeros(np.broadcast_shapes(log_x.shape, u.shape))
 
 
-_NONE = Law(name="none", prior=P_NONE, basis=_nothing, shape=((0.0, 1.0), (0.0, 1.0)), r0=LEVEL_PRIOR, rises=False)
+_NONE = Law(name="none", prior=P_NONE, basis=_no_gain, shape=((0.0, 1.0), (0.0, 1.0)), r0=LEVEL_PRIOR, rises=False)
 LAWS = (
     Law(name="sigmoid", prior=P_SIGMOID, basis=SIGMOID.basis, shape=SIGMOID.prior),
     # u and v are the logarithms of a Weibull curve's power and scale.
@@ -101,15 +103,13 @@ LAWS = (
 )
 
 
-def _beginning(family: Family, log_first: float, log_x: Array, u: Array, v: Array) -> Array:
-    # For a power law v is not free: it is the logarithm of the first positive compute.
+def _power_law_basis(family: Family, log_first: float, log_x: Array, u: Array, v: Array) -> Array:
+    """Return g of a power law, whose v is not free: it is the logarithm of the first positive compute."""
     return family.basis(log_x, u, np.full_like(v, log_first))
 
 
 def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> tuple[Law, ...]:
-    """Return the laws to average when a family is fitted.
-
-    For a sigmoid these are `LAWS`. For another family, or with A fixed, they are the family and "no law".
+    """Return the laws to average: `LAWS` for a sigmoid; for another family, or with A fixed, the family and "no law".
 
     Args:
         family: the fitted family.
@@ -120,15 +120,15 @@ def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> 
     if family is not SIGMOID or a is not None:
         basis = family.basis
         if family.name == "power_law":
-            basis = partial(_beginning, family, float(np.log(first)))
+            basis = partial(_power_law_basis, family, float(np.log(first)))
         laws = (Law(name=family.name, prior=P_SIGMOID + P_WEIBULL, basis=basis, shape=family.prior), _NONE)
     if a is not None:
         laws = tuple(replace(law, a=(a, FIXED)) if law.rises else law for law in laws)
     return laws if r0 is None else tuple(replace(law, r0=(r0, FIXED)) for law in laws)
 
 
-def walked(x: Array) -> Array:
-    """Return the variance at compute x (any shape, in windows) of a walk of scale 1. It levels off after the window."""
+def walk_variance(x: Array) -> Array:
+    """Return the variance, at compute x (any shape, in windows), of a walk of scale 1, which levels off after x = 1."""
     return np.where(x <= 1, x, 1 - LEVELLING * np.expm1(-np.maximum(x - 1, 0) / LEVELLING))
 
 
@@ -139,10 +139,10 @@ class Futures:
     Attributes:
         laws, law: the laws, and the index of each draw's law.
         u, v, r0, a: shape and levels of the law.
-        walk: the walk at the computes `_NODES`, (K, m); in single precision, because a study keeps 2,000 per recipe.
+        walk: the walk at the computes `_NODES`, (K, m); in single precision, to save memory.
         noise: standard deviation of one evaluation. log_walk: logarithm of the walk's standard deviation over a window.
-        bounded: whether rewards are in [0, 1]. Draws are then clipped to it.
-        dead: draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
+        bounded: whether rewards are in [0, 1]; if so, draws are clipped to [0, 1].
+        dead: mask of the draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
     """
 
     laws: tuple[Law, ...]
@@ -165,11 +165,11 @@ class Futures:
 
     def at(self, x: Array) -> Array:
         """Return the reward of each draw at computes x (m,), in windows; (K, m)."""
-        return self._inside(self._law_at(x) + self._walk_at(x, len(_NODES) - 1), x)
+        return self._clip(self._law_at(x) + self._walk_at(x, len(_NODES) - 1), x)
 
     @property
-    def standing(self) -> Array:
-        """Current offset of each draw: mean of its walk over the first `STANDING` windows beyond the end, (K,)."""
+    def current_offset(self) -> Array:
+        """Current offset of each draw: mean of the walk over the first `STANDING` windows beyond the end, (K,)."""
         end = len(_WITHIN)
         x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
         return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / STANDING)
@@ -178,30 +178,30 @@ class Futures:
     def ceiling(self) -> Array:
         """Reward of each draw's law at `FARTHEST` windows, plus the walk's current offset; (K,)."""
         far = np.array([FARTHEST])
-        return self._inside(self._law_at(far) + self.standing[:, None], far)[:, 0]
+        return self._clip(self._law_at(far) + self.current_offset[:, None], far)[:, 0]
 
     @property
     def asymptote(self) -> Array:
         """A of each draw, plus the walk's current offset; (K,)."""
         end = np.array([np.inf])
-        return self._inside((self.a + self.standing)[:, None], end)[:, 0]
+        return self._clip((self.a + self.current_offset)[:, None], end)[:, 0]
 
     def line(self, x: Array) -> Array:
         """Return the median of law plus walk at computes x (m,), with the walk constant beyond the window; (m,)."""
-        if len(self.law) >= _FOR_LINE:
+        if len(self.law) >= _MANY_DRAWS:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))
-        # From the window's end to `STANDING` windows later, interpolate to `standing`, the mean of the walk in A: the
-        # line ends at A.
-        beyond = np.clip((x - 1) / STANDING, 0, 1)
-        walk = walk * (1 - beyond) + self.standing[:, None] * beyond
-        return np.asarray(np.median(self._inside(self._law_at(x) + walk, x), axis=0))
+        # From the window's end to `STANDING` windows later, interpolate to the offset that A includes, so that the line
+        # ends at A.
+        fraction = np.clip((x - 1) / STANDING, 0, 1)
+        walk = walk * (1 - fraction) + self.current_offset[:, None] * fraction
+        return np.asarray(np.median(self._clip(self._law_at(x) + walk, x), axis=0))
 
     def _walk_at(self, x: Array, last: int) -> Array:
-        """Return the walk at computes x (m,): linear between its nodes, constant after the node `last`; (K, m)."""
-        after = np.clip(np.searchsorted(_NODES, x), 1, last)
-        part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
-        return np.asarray(self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part)
+        """Return the walk (K, m) at computes x (m,): linear between nodes, constant after the node number `last`."""
+        right_node = np.clip(np.searchsorted(_NODES, x), 1, last)
+        fraction = np.clip((x - _NODES[right_node - 1]) / (_NODES[right_node] - _NODES[right_node - 1]), 0, 1)
+        return np.asarray(self.walk[:, right_node - 1] * (1 - fraction) + self.walk[:, right_node] * fraction)
 
     def _law_at(self, x: Array) -> Array:
         """Return the reward by the law alone at computes x (m,); (K, m)."""
@@ -214,51 +214,64 @@ class Futures:
             rewards[rows] = self.r0[rows, None] + (self.a - self.r0)[rows, None] * g
         return rewards
 
-    def _inside(self, paths: Array, x: Array) -> Array:
-        """Set dead runs to 0, and clip rewards to their bounds; (K, m) at computes x (m,)."""
+    def _clip(self, paths: Array, x: Array) -> Array:
+        """Return rewards (K, m) at computes x (m,): 0 where a draw is dead, else clipped to the bounds."""
         paths[np.ix_(self.dead, x >= self.died)] = 0.0
         return np.clip(paths, 0.0, 1.0) if self.bounded else paths
 
 
 @dataclass(frozen=True, eq=False)
-class _Turned:
+class _Rotated:
     """The points in rotated coordinates in which walk and noise are independent, for one scale of the seeds' walks.
 
     Attributes:
-        turn: matrix from points to rotated coordinates, (n, n).
-        value: variance of a walk of scale 1 in each coordinate, (n,); that of noise of scale 1 is 1.
-        one, z: the constant 1 and the rewards, rotated; (n,) each.
+        rotation: matrix from points to rotated coordinates, (n, n).
+        variance: variance of a walk of scale 1 in each coordinate, (n,); the variance of noise of scale 1 is 1.
+        one, z: the constant 1 and the rewards in rotated coordinates; (n,) each.
         log_det: log determinant of the covariance of noise of scale 1.
-        across: covariance of a walk of scale 1 at `_WITHIN` with the rotated points, (m, n).
+        cross: covariance of a walk of scale 1 at `_WITHIN` with the rotated points, (m, n).
     """
 
-    turn: Array
-    value: Array
+    rotation: Array
+    variance: Array
     one: Array
     z: Array
     log_det: float
-    across: Array
+    cross: Array
 
 
-def _turned(seen: Seen, relative: Array, scale: float) -> _Turned:
-    """Diagonalize the covariance of walks of scale 1. relative (n,): variance of each point's noise at scale 1."""
-    h = walked(seen.x)
+def _rotate(points: ScaledPoints, relative: Array, scale: float) -> _Rotated:
+    """Diagonalize the covariance of walks of scale 1.
+
+    Args:
+        points: the evaluations.
+        relative: variance of each point's noise, relative to the mean variance, (n,).
+        scale: scale of the seeds' walks, in units of the recipe's walk.
+    """
+    h = walk_variance(points.x)
     # A seed's walk is relative to the mean of the given seeds, so its covariances over all seeds sum to 0.
-    same = seen.seed[:, None] == seen.seed
-    kernel = np.minimum(h[:, None], h) * (1 + scale**2 * (same - 1 / seen.seeds))
+    same = points.seed[:, None] == points.seed
+    kernel = np.minimum(h[:, None], h) * (1 + scale**2 * (same - 1 / points.seeds))
     root = np.sqrt(relative)
-    value, vectors = np.linalg.eigh(kernel / (root[:, None] * root))
-    turn = vectors.T / root
-    across = np.minimum(_WITHIN[:, None], h) @ turn.T
-    return _Turned(turn, np.maximum(value, 0.0), turn.sum(1), turn @ seen.z, float(np.log(relative).sum()), across)
+    eigenvalues, eigenvectors = np.linalg.eigh(kernel / (root[:, None] * root))
+    rotation = eigenvectors.T / root
+    cross = np.minimum(_WITHIN[:, None], h) @ rotation.T
+    return _Rotated(
+        rotation,
+        np.maximum(eigenvalues, 0.0),
+        rotation.sum(1),
+        rotation @ points.z,
+        float(np.log(relative).sum()),
+        cross,
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class _Regressed:
-    """Posterior of R0 and A given the parameters, one entry per sample, (k,).
+class _Regression:
+    """Posterior of R0 and A given the other parameters, one entry per sample, (k,).
 
     Attributes:
-        precision, g: precision of the rotated points and g at them, (k, n).
+        precision, g: precision of the rotated points, and rotated g at the points, (k, n).
         r0, a: posterior means.
         v01, v11: covariance of R0 and A, and variance of A.
         m00: precision of R0 given A.
@@ -291,26 +304,26 @@ class _Samples:
 
 
 class Posterior:
-    """The posterior of one recipe's curve: weighted samples under each law, and draws from them.
+    """The posterior of one recipe's curve: weighted samples under each law, from which curves are drawn.
 
     Attributes:
         weights: posterior probability of each law, by name.
         log_evidence: log evidence of each law, by name.
     """
 
-    def __init__(self, seen: Seen, rng: np.random.Generator, laws: tuple[Law, ...] = LAWS) -> None:
-        self._seen, self._rng, self._laws = seen, rng, laws
+    def __init__(self, points: ScaledPoints, rng: np.random.Generator, laws: tuple[Law, ...] = LAWS) -> None:
+        self._points, self._rng, self._laws = points, rng, laws
         with np.errstate(divide="ignore"):
-            self._log_x = np.log(seen.x)[None]
-        sampling = np.ones(len(seen.x)) if seen.variance is None else seen.variance
+            self._log_x = np.log(points.x)[None]
+        sampling = np.ones(len(points.x)) if points.variance is None else points.variance
         mean = float(sampling.mean())
-        # Prior of the log noise. Known sampling errors replace the roughness only where they explain all of it.
-        self._noise = float(np.log(max(seen.roughness, QUIET))), NOISE_SD
-        if seen.variance is not None and KNOWN * mean**0.5 >= seen.roughness:
+        # Prior of the log noise. Known sampling errors are used only if they explain all of the points' roughness.
+        self._noise = float(np.log(max(points.roughness, QUIET))), NOISE_SD
+        if points.variance is not None and KNOWN * mean**0.5 >= points.roughness:
             self._noise = float(np.log(KNOWN * mean**0.5)), KNOWN_SD
-        scales = (0.0,) if seen.seeds == 1 else SEED_WALKS
-        self._turned = [_turned(seen, sampling / mean, scale) for scale in scales]
-        self._samples = [self._explore(i) for i in range(len(laws))]
+        scales = (0.0,) if points.seeds == 1 else SEED_WALKS
+        self._rotated = [_rotate(points, sampling / mean, scale) for scale in scales]
+        self._samples = [self._sample_law(i) for i in range(len(laws))]
         self.log_evidence: Mapping[str, float] = {
             law.name: samples.log_evidence for law, samples in zip(laws, self._samples, strict=True)
         }
@@ -318,14 +331,14 @@ class Posterior:
         share = np.exp(log_weight - np.logaddexp.reduce(log_weight))
         self.weights: Mapping[str, float] = dict(zip((law.name for law in laws), share.tolist(), strict=True))
 
-    def _regress(self, which: int, turned: _Turned, theta: Array) -> _Regressed:
-        """Regress the points on R0 (1 - g) + A g under each row of theta (k, 4)."""
-        law, n = self._laws[which], len(turned.z)
+    def _regress(self, law_index: int, rotated: _Rotated, theta: Array) -> _Regression:
+        """Regress the points on R0 (1 - g) + A g under a law, for each row of theta (k, 4), see `_Samples`."""
+        law, n = self._laws[law_index], len(rotated.z)
         (m0, s0), (m1, s1) = law.r0, law.a
         u, v, log_walk, log_noise = theta.T[..., None]
-        p = 1 / (np.exp(2 * log_walk) * turned.value + np.exp(2 * log_noise) + _ROUNDING)
-        g = law.basis(self._log_x, u, v) @ turned.turn.T
-        pg, one, z = p * g, turned.one, turned.z
+        p = 1 / (np.exp(2 * log_walk) * rotated.variance + np.exp(2 * log_noise) + _ROUNDING)
+        g = law.basis(self._log_x, u, v) @ rotated.rotation.T
+        pg, one, z = p * g, rotated.one, rotated.z
         oo, oz, zz = p @ one**2, p @ (one * z), p @ z**2
         og, gz, gg = pg @ one, pg @ z, (pg * g).sum(1)
         # Normal equations of the columns 1 - g and g; the prior adds its precision.
@@ -337,23 +350,25 @@ class Posterior:
         # Gaussian evidence with R0 and A integrated out.
         squares = zz + (m0 / s0) ** 2 + (m1 / s1) ** 2 - r0 * c0 - a * c1
         log_evidence = -0.5 * (
-            n * np.log(2 * np.pi) + turned.log_det - np.log(p).sum(1) + np.log(det * (s0 * s1) ** 2) + squares
+            n * np.log(2 * np.pi) + rotated.log_det - np.log(p).sum(1) + np.log(det * (s0 * s1) ** 2) + squares
         )
-        return _Regressed(precision=p, g=g, r0=r0, a=a, v01=v01, v11=v11, m00=m00, log_evidence=log_evidence)
+        return _Regression(precision=p, g=g, r0=r0, a=a, v01=v01, v11=v11, m00=m00, log_evidence=log_evidence)
 
-    def _explore(self, which: int) -> _Samples:
-        """Sample the parameters of a law: first from their prior, then around the samples with most weight."""
-        prior = np.array([*self._laws[which].shape, WALK_PRIOR, self._noise])
-        proposals = [_Bell(prior[:, 0], np.diag(prior[:, 1]))]
-        theta, likely = np.empty((0, 4)), np.empty((len(self._turned), 0))
-        for round_ in range(_MOST_ROUNDS):
-            fresh = proposals[-1].draw(_SAMPLES, self._rng)
-            theta = np.concatenate([theta, fresh])
-            evidences = [self._regress(which, turned, fresh).log_evidence for turned in self._turned]
-            likely = np.concatenate([likely, np.stack(evidences) - np.log(len(evidences))], axis=1)
+    def _sample_law(self, law_index: int) -> _Samples:
+        """Sample the parameters of a law: first from the prior, then around the samples with most weight."""
+        prior = np.array([*self._laws[law_index].shape, WALK_PRIOR, self._noise])
+        proposals = [_StudentT(prior[:, 0], np.diag(prior[:, 1]))]
+        theta, log_likelihood = np.empty((0, 4)), np.empty((len(self._rotated), 0))
+        for round_ in range(_MAX_ROUNDS):
+            new_samples = proposals[-1].draw(_SAMPLES, self._rng)
+            theta = np.concatenate([theta, new_samples])
+            evidences = [self._regress(law_index, rotated, new_samples).log_evidence for rotated in self._rotated]
+            log_likelihood = np.concatenate([log_likelihood, np.stack(evidences) - np.log(len(evidences))], axis=1)
             # Weigh all samples by the mixture of all proposals so far (deterministic mixture).
-            proposed = np.logaddexp.reduce([bell.log_density(theta) for bell in proposals], 0) - np.log(len(proposals))
-            log_weight = likely + _log_normal(theta, prior) - proposed
+            log_proposal = np.logaddexp.reduce([bell.log_density(theta) for bell in proposals], 0) - np.log(
+                len(proposals)
+            )
+            log_weight = log_likelihood + _log_normal(theta, prior) - log_proposal
             total = np.logaddexp.reduce(log_weight, 0)
             weight = np.exp(total - total.max())
             effective = float(weight.sum() ** 2 / (weight @ weight))
@@ -362,33 +377,35 @@ class Posterior:
             # Fit the next proposal to tempered weights, so that it does not collapse onto a few samples.
             weight = _tempered(total)
             centre = weight @ theta
-            about = theta - centre
-            covariance = _WIDER * (about * weight[:, None]).T @ about + np.diag((_PRIOR_SHARE * prior[:, 1]) ** 2)
-            proposals.append(_Bell(centre, np.asarray(np.linalg.cholesky(covariance))))
-        whole = float(np.logaddexp.reduce(log_weight.ravel()))
-        return _Samples(theta, np.exp(log_weight - whole), whole - float(np.log(len(theta))))
+            deviation = theta - centre
+            covariance = _WIDER * (deviation * weight[:, None]).T @ deviation + np.diag(
+                (_PRIOR_SHARE * prior[:, 1]) ** 2
+            )
+            proposals.append(_StudentT(centre, np.asarray(np.linalg.cholesky(covariance))))
+        log_total = float(np.logaddexp.reduce(log_weight.ravel()))
+        return _Samples(theta, np.exp(log_weight - log_total), log_total - float(np.log(len(theta))))
 
     def draw(self, count: int) -> tuple[Futures, Futures]:
-        """Draw curves of all laws, by posterior probability, and as many curves of the first law alone.
+        """Draw `count` curves of all laws, by posterior probability, and `count` curves of the first law only.
 
-        The first law's curves in the joint draw are a subset of its own draws.
+        The curves of the first law in the joint draw are also in the draw of the first law only.
         """
         edges = np.rint(np.cumsum([0.0, *self.weights.values()]) * count).astype(int)
         counts = np.diff(edges)
         parts = [self._draw(i, count if i == 0 else int(counts[i])) for i in range(len(self._laws))]
-        p, died = death(self._seen)
+        p, died = collapse_probability(self._points)
         order = self._rng.permutation(count)
         first_law = [values[order] for values in parts[0]]
-        alone = self._futures(np.zeros(count, dtype=np.intp), first_law, p, died)
-        some = [[values[: counts[0]] for values in first_law], *parts[1:]]
+        first_law_futures = self._futures(np.zeros(count, dtype=np.intp), first_law, p, died)
+        parts_by_law = [[values[: counts[0]] for values in first_law], *parts[1:]]
         order = self._rng.permutation(count)
         law = np.repeat(np.arange(len(self._laws)), counts)
-        joined = [np.concatenate([part[i] for part in some])[order] for i in range(7)]
-        return self._futures(law[order], joined, p, died), alone
+        joint_draws = [np.concatenate([part[i] for part in parts_by_law])[order] for i in range(7)]
+        return self._futures(law[order], joint_draws, p, died), first_law_futures
 
-    def _futures(self, law: NDArray[np.intp], drawn: Sequence[Array], p: float, died: float) -> Futures:
-        """Assemble draws of u, v, r0, a, walk, noise and log_walk; the first share p of the rows are dead runs."""
-        u, v, r0, a, walk, noise, log_walk = drawn
+    def _futures(self, law: NDArray[np.intp], draws: Sequence[Array], p: float, died: float) -> Futures:
+        """Assemble draws of u, v, r0, a, walk, noise and log_walk; the first fraction p of the rows are dead runs."""
+        u, v, r0, a, walk, noise, log_walk = draws
         dead = np.arange(len(law)) < round(p * len(law))
         return Futures(
             laws=self._laws,
@@ -400,56 +417,62 @@ class Posterior:
             walk=walk.astype(np.float32),
             noise=noise,
             log_walk=log_walk,
-            bounded=self._seen.bounded,
+            bounded=self._points.bounded,
             dead=dead,
             died=died,
         )
 
-    def _draw(self, which: int, count: int) -> tuple[Array, ...]:
+    def _draw(self, law_index: int, count: int) -> tuple[Array, ...]:
         """Draw from one law: u, v, r0, a, walk (count, m), noise and log_walk."""
-        samples, rng = self._samples[which], self._rng
-        scale, row = np.divmod(by_weight(samples.weight.ravel(), count, rng), len(samples.theta))
+        samples, rng = self._samples[law_index], self._rng
+        scale, row = np.divmod(draw_by_weight(samples.weight.ravel(), count, rng), len(samples.theta))
         theta = samples.theta[row]
         r0, a, walk = np.empty(count), np.empty(count), np.empty((count, len(_NODES)))
-        for s, turned in enumerate(self._turned):
+        for s, rotated in enumerate(self._rotated):
             rows = np.flatnonzero(scale == s)
             if len(rows):
-                r0[rows], a[rows], walk[rows] = self._draw_levels(which, turned, theta[rows])
+                r0[rows], a[rows], walk[rows] = self._draw_levels(law_index, rotated, theta[rows])
         return theta[:, 0], theta[:, 1], r0, a, walk, np.exp(theta[:, 3]), theta[:, 2]
 
-    def _draw_levels(self, which: int, turned: _Turned, theta: Array) -> tuple[Array, Array, Array]:
-        """Draw R0 and A (k,) and the walk (k, m) given the parameters (k, 4)."""
-        levels, rng, k, m = self._regress(which, turned, theta), self._rng, len(theta), len(_WITHIN)
-        a = levels.a + np.sqrt(levels.v11) * rng.standard_normal(k)
-        r0 = levels.r0 + levels.v01 / levels.v11 * (a - levels.a) + rng.standard_normal(k) / np.sqrt(levels.m00)
-        # Matheron's rule: draw walk and points from the prior, then correct the walk by the points' difference to the
-        # observed rewards.
+    def _draw_levels(self, law_index: int, rotated: _Rotated, theta: Array) -> tuple[Array, Array, Array]:
+        """Draw R0 and A (k,) and the walk (k, m) given the other parameters (k, 4)."""
+        regression, rng, k, m = self._regress(law_index, rotated, theta), self._rng, len(theta), len(_WITHIN)
+        a = regression.a + np.sqrt(regression.v11) * rng.standard_normal(k)
+        r0 = (
+            regression.r0
+            + regression.v01 / regression.v11 * (a - regression.a)
+            + rng.standard_normal(k) / np.sqrt(regression.m00)
+        )
+        # Matheron's rule: draw walk and points from the prior, then correct the walk by how the drawn points differ
+        # from the observed rewards.
         tau, sigma = np.exp(theta[:, 2:3]), np.exp(theta[:, 3:4])
-        free = tau * np.cumsum(np.sqrt(np.diff(walked(_NODES))) * rng.standard_normal((k, len(_NODES) - 1)), axis=1)
+        prior_walk = tau * np.cumsum(
+            np.sqrt(np.diff(walk_variance(_NODES))) * rng.standard_normal((k, len(_NODES) - 1)), axis=1
+        )
         nodes = np.minimum(_WITHIN[:, None], _WITHIN)
-        gain = np.linalg.solve(nodes, turned.across)
+        gain = np.linalg.solve(nodes, rotated.cross)
         # Covariance of the points given the walk at the nodes: variation between the nodes, and the seeds' walks.
-        value, vectors = np.linalg.eigh(np.diag(turned.value) - turned.across.T @ gain)
+        value, vectors = np.linalg.eigh(np.diag(rotated.variance) - rotated.cross.T @ gain)
         scale = np.sqrt(tau**2 * np.maximum(value, 0.0) + sigma**2)
-        points = free[:, :m] @ gain + (scale * rng.standard_normal((k, len(value)))) @ vectors.T
-        law = r0[:, None] * turned.one + (a - r0)[:, None] * levels.g
-        moved = tau**2 * ((levels.precision * (turned.z - law - points)) @ turned.across.T)
+        prior_points = prior_walk[:, :m] @ gain + (scale * rng.standard_normal((k, len(value)))) @ vectors.T
+        law = r0[:, None] * rotated.one + (a - r0)[:, None] * regression.g
+        correction = tau**2 * ((regression.precision * (rotated.z - law - prior_points)) @ rotated.cross.T)
         walk = np.zeros((k, len(_NODES)))
-        walk[:, 1 : m + 1] = free[:, :m] + moved
-        # Beyond the window nothing is observed: the walk keeps the last correction.
-        walk[:, m + 1 :] = free[:, m:] + moved[:, -1:]
+        walk[:, 1 : m + 1] = prior_walk[:, :m] + correction
+        # Beyond the window nothing is observed, so the last correction is kept.
+        walk[:, m + 1 :] = prior_walk[:, m:] + correction[:, -1:]
         return r0, a, walk
 
 
-def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Draw indices (count,) by weight (n,), in random order; stratified, which is less noisy than independent draws."""
-    place = (np.arange(count) + rng.random(count)) / max(count, 1)
-    chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
-    return np.asarray(rng.permutation(chosen), dtype=np.intp)
+def draw_by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Draw indices (count,) by weight (n,), in random order; stratified, because independent draws are noisier."""
+    quantiles = (np.arange(count) + rng.random(count)) / max(count, 1)
+    indices = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), quantiles), len(weight) - 1)
+    return np.asarray(rng.permutation(indices), dtype=np.intp)
 
 
 def _tempered(log_weight: Array) -> Array:
-    """Return weights (k,) that sum to 1, flattened until the effective sample size is at least `_ENOUGH`."""
+    """Return weights (k,) that sum to 1, raised to a power until the effective sample size is at least `_ENOUGH`."""
     below = log_weight - log_weight.max()
     for power in 0.7 ** np.arange(60):
         weight = np.exp(power * below)
@@ -460,18 +483,18 @@ def _tempered(log_weight: Array) -> Array:
 
 
 def _log_normal(x: Array, prior: Array) -> Array:
-    """Return the log density of independent normals; (k, d), means and standard deviations (d, 2) -> (k,)."""
+    """Return the log density (k,) of independent normals at x (k, d); prior: means and standard deviations (d, 2)."""
     mean, sd = prior.T
     return np.asarray(-0.5 * (((x - mean) / sd) ** 2).sum(1) - np.log(sd).sum() - 0.5 * len(sd) * np.log(2 * np.pi))
 
 
 @dataclass(frozen=True, eq=False)
-class _Bell:
-    """A Student t distribution, whose tails are heavier than a posterior's.
+class _StudentT:
+    """A multivariate Student t distribution, the proposal: its tails are heavier than those of the posterior.
 
     Attributes:
-        mean: (d,).
-        root: Cholesky factor of its scale, (d, d).
+        mean: mean, (d,).
+        root: Cholesky factor of the scale matrix, (d, d).
     """
 
     mean: Array

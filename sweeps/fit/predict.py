@@ -1,8 +1,8 @@
 """Forecasts from a fit: the runs' reward at given compute with a 95% interval, under any verdict.
 
-They come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts. A verdict decides
-whether A is identifiable, not whether the curve can be forecast. If another family than the sigmoid was fitted, or A
-was fixed, the laws are that family and "no law".
+Forecasts come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts. A verdict
+decides whether A is identifiable, not whether the curve can be forecast. If another family than the sigmoid was fitted,
+or A was fixed, the laws are that family and "no law".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.seeds import SeedSpread
 
-# Beyond this many times the window's end a forecast is useless for planning; the source extrapolates 2 to 3 times.
+# Beyond this multiple of the window's end a forecast is useless for planning; the paper extrapolates to 2 to 3 times.
 FAR = 100.0
 
 
@@ -36,12 +36,12 @@ class Band:
 
 
 def readable(fit: Fit) -> bool:
-    """Return whether the fit has enough points to forecast from."""
-    return fit.lookout is not None
+    """Return whether the fit has enough points for forecasts, under any verdict."""
+    return fit.outlook_inputs is not None
 
 
 def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
-    """Return draws of the runs' mean curve; (m,) in the curve's unit -> (K, m) in reward.
+    """Return draws (K, m) of the given runs' mean reward at computes (m,), in the curve's unit.
 
     Raises:
         ValueError: there are too few points to forecast from.
@@ -51,16 +51,16 @@ def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
     return fit.outlook.at(np.atleast_1d(np.asarray(compute, dtype=float)))
 
 
-def apart(x: Array) -> Array:
-    """Return the share of the final offset between seeds that has built up at compute x, in windows; 0 at 0; (n,)."""
+def offset_growth(x: Array) -> Array:
+    """Return the fraction of the final offset between seeds that has built up at computes x (n,), in windows."""
     return np.asarray(-np.expm1(-x / SETTLED))
 
 
 def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
-    """Return draws of the recipe's mean over all possible seeds, not only the given ones; shapes as for `paths`."""
+    """Return draws (K, m) of the recipe's mean reward over all possible seeds, not only the given runs, see `paths`."""
     draws = paths(fit, compute)
     assert fit.window is not None
-    grown = apart(np.atleast_1d(np.asarray(compute, dtype=float)) / fit.window[1])
+    grown = offset_growth(np.atleast_1d(np.asarray(compute, dtype=float)) / fit.window[1])
     result: Array = np.clip(draws + seed_offsets(fit)[:, None] * grown, *fit.bounds)
     return result
 
@@ -71,8 +71,8 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
     Args:
         fit: a fit of any verdict that is `readable`.
         compute: where to predict, 0 or more, in the curve's unit, (m,).
-        observations: 0 for the curve itself; k to include the noise of a mean of k evaluations around that compute,
-            over all seeds.
+        observations: 0 to predict the curve; k to predict the mean of k evaluations around that compute, over all
+            seeds, with its noise.
 
     Raises:
         ValueError: there are too few points to forecast from.
@@ -107,45 +107,45 @@ def spacing(fit: Fit) -> float:
     """Return the median distance between evaluations of one run in the window, in compute."""
     assert fit.window is not None
     curve = fit.curve
-    inside = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
-    steps = [np.diff(np.unique(curve.compute[inside & (curve.seed == label)])) for label in np.unique(curve.seed)]
+    in_window = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
+    steps = [np.diff(np.unique(curve.compute[in_window & (curve.seed == label)])) for label in np.unique(curve.seed)]
     return float(np.median(np.concatenate(steps)))
 
 
 def _band(fit: Fit, draws: Array) -> Band:
-    """Return median and 95% quantiles over draws, clipped to the reward's bounds. Shapes: (K, m) -> (m,)."""
+    """Return median and 95% quantiles (m,) over draws (K, m), clipped to the reward's bounds."""
     low, value, high = np.quantile(draws, [0.025, 0.5, 0.975], axis=0)
     return Band(*(np.clip(v, *fit.bounds) for v in (value, low, high)))
 
 
 def support(fit: Fit) -> float | None:
-    """Return the largest compute, in the curve's unit, up to which the fit may be read; None if it may not be read."""
+    """Return the largest compute, in the curve's unit, at which forecasts of the fit may be used; None without any."""
     if fit.window is None or not readable(fit):
         return None
     return (FAR if fit.identifiable else FARTHEST) * fit.window[1]
 
 
-def within(fit: Fit, compute: float) -> bool:
-    """Return whether the fit may be read at this compute, see `support`."""
+def is_supported(fit: Fit, compute: float) -> bool:
+    """Return whether a forecast of the fit may be used at this compute, see `support`."""
     limit = support(fit)
     return limit is not None and compute <= limit * (1 + 1e-9)
 
 
 def reward_at(fit: Fit, compute: float) -> Interval | None:
-    """Return the runs' reward at a compute with its 95% interval; None where the fit may not be read."""
-    return predict(fit, [compute]).interval() if within(fit, compute) else None
+    """Return the runs' reward at a compute with its 95% interval; None where the fit may not be used, see `support`."""
+    return predict(fit, [compute]).interval() if is_supported(fit, compute) else None
 
 
 def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Return draws of a recipe's A over all possible seeds, or of a new run's A; (K,), in reward.
 
-    The draws cover all laws, whether or not A is identifiable. The mean over the given seeds differs from the recipe's
-    A by sd / sqrt(seeds), and a new run from the recipe's A by a further sd.
+    The draws cover all laws, whether or not A is identifiable. The standard deviation of the difference between the
+    mean over the given seeds and the recipe's A is sd / sqrt(seeds); a new run adds sd.
 
     Args:
         fit: fit of one recipe.
-        new_run: draw the A of a new run instead of the recipe's.
-        spread: spread between seeds; None for the fit's own (the spread between paired recipes is smaller).
+        new_run: whether to draw the A of a new run instead of the recipe's A.
+        spread: spread between seeds; None for the fit's `seed_spread` (between paired recipes it is smaller).
 
     Raises:
         ValueError: there are too few points.
@@ -155,16 +155,16 @@ def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = Non
 
 
 def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Return draws of the offset of the given seeds' mean, or of a new run, from the recipe's A, see `total_draws`."""
+    """Return draws of the difference between `total_draws` and `asymptote_draws`, (K,)."""
     rng = generator(fit.recipe, "seeds")
     spread = spread or fit.seed_spread
     noise = rng.standard_normal(DRAWS) if np.isinf(spread.dof) else rng.standard_t(spread.dof, DRAWS)
-    offsets: Array = spread.sd * np.sqrt(1 / max(fit.informing, 1) + new_run) * noise
+    offsets: Array = spread.sd * np.sqrt(1 / max(fit.informative_seeds, 1) + new_run) * noise
     return offsets
 
 
 def asymptote_draws(fit: Fit) -> Array:
-    """Return draws of A for the given runs: as `total_draws` but without the spread between seeds. (K,).
+    """Return draws (K,) of A for the given runs: as `total_draws`, but without the spread between seeds.
 
     Raises:
         ValueError: there are too few points.
@@ -172,15 +172,15 @@ def asymptote_draws(fit: Fit) -> Array:
     if fit.outlook is None:
         raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
     if fit.verdict in ("flat", "decreasing") and fit.window is not None:
-        # Nothing rises, so there is no ceiling to extrapolate to: take the forecast at twice the compute.
+        # The reward does not rise, so there is no ceiling to extrapolate to: take the forecast at twice the compute.
         return fit.outlook.at(np.array([2 * fit.window[1]]))[:, 0]
     return fit.outlook.ceiling
 
 
-def quantiles(values: Array, beyond: float = 0.025) -> Interval:
-    """Return median and bounds of draws (K,), with the share `beyond` outside on either side; None if infinite."""
-    # This method returns one of the draws: interpolating with infinity would give NaN.
-    low, value, high = np.quantile(values, [beyond, 0.5, 1 - beyond], method="inverted_cdf")
+def quantiles(values: Array, tail: float = 0.025) -> Interval:
+    """Return median and bounds of draws (K,), with probability `tail` beyond either bound; None where infinite."""
+    # "inverted_cdf" returns one of the draws; interpolating with an infinite draw would give NaN.
+    low, value, high = np.quantile(values, [tail, 0.5, 1 - tail], method="inverted_cdf")
     return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
 
 
@@ -190,11 +190,11 @@ def chance(p: float) -> str:
 
 
 # Number of values at which a confidence curve is computed.
-_LOOKS = 125
+_CONFIDENCE_POINTS = 125
 
 
-def fitted(fit: Fit, compute: Array) -> Array:
-    """Return the fitted line at computes at the peak learning rate. Shapes: (n,) -> (n,).
+def fitted_line(fit: Fit, compute: Array) -> Array:
+    """Return the fitted line (n,) at computes (n,) at the peak learning rate.
 
     Raises:
         ValueError: there is no fit.
@@ -205,13 +205,13 @@ def fitted(fit: Fit, compute: Array) -> Array:
 
 
 def confidence_curve(fit: Fit) -> tuple[Array, Array]:
-    """Return values of A across its interval, and for each twice the share of draws beyond it, on the smaller side.
+    """Return values of A, and for each its two-sided p-value: twice the smaller fraction of draws on either side.
 
     Raises:
-        ValueError: the fit names no A.
+        ValueError: the fit has no A.
     """
     if fit.draws is None or fit.A.value is None:
         raise ValueError(f"recipe {fit.recipe!r} names no asymptote: {fit.verdict}, {fit.reason}")
-    share = np.linspace(0.004, 0.996, _LOOKS)
-    x, first = np.unique(np.quantile(fit.draws.A, share), return_index=True)
-    return x, np.asarray(2 * np.minimum(share, 1 - share)[first])
+    probabilities = np.linspace(0.004, 0.996, _CONFIDENCE_POINTS)
+    x, first = np.unique(np.quantile(fit.draws.A, probabilities), return_index=True)
+    return x, np.asarray(2 * np.minimum(probabilities, 1 - probabilities)[first])

@@ -18,12 +18,12 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.names import METHOD
 
-# Rounded, so that 0.61 is printed as 0.61.
+# Rounded, because linspace would give 0.6099999.
 A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
 C_MID_GRID = np.linspace(100.0, 40000.0, 100)  # GPU-hours
 # The paper drops compute below this ("about one epoch"), in GPU-hours.
 MIN_COMPUTE = 1500.0
-# Three for A, B and C_mid, and one more that can contradict them.
+# Three computes for A, B and C_mid, and one more that can contradict the fit.
 _MIN_COMPUTES = 4
 
 
@@ -33,7 +33,7 @@ def fit_literal(
     a_grid: Array | Sequence[float] = A_GRID,
     c_mid_grid: Array | Sequence[float] = C_MID_GRID,
 ) -> Fit:
-    """Fit one recipe's curve as the paper describes it; takes one to two seconds on the printed grids.
+    """Fit one recipe's curve as the paper describes; takes one to two seconds on the printed grids.
 
     In every cell of the two grids, `scipy.optimize.curve_fit` fits B alone, from SciPy's default start (1, unbounded).
     The cell with the least sum of squares wins; all points of all seeds weigh the same. Points at compute 0 and below
@@ -42,14 +42,14 @@ def fit_literal(
 
     Args:
         curve: evaluations of one recipe, compute in the unit of `c_mid_grid`.
-        options: r0 is a number, or `first` for the first evaluation's reward (mean over seeds); either is held fixed.
-            `asymptote` fixes A, and `a_grid` is then not used.
+        options: r0 is a number, or `first` for the first evaluation's reward (mean over seeds); R0 is not fitted. If
+            `asymptote` fixes A, `a_grid` is not used.
         a_grid: values of A to try, in reward units.
         c_mid_grid: values of C_mid to try, positive, in the curve's unit.
 
     Returns:
-        A fit without intervals or draws. verdict: `at_bound` if A or C_mid lies on an edge of its grid,
-        `too_few_points`, else `open`.
+        A fit without intervals or draws. Its verdict is `too_few_points`, `degenerate` (no cell has a fit), `at_bound`
+        (A or C_mid is at an edge of its grid) or `open`.
 
     Raises:
         UserError: r0 is `free` or outside the reward's range, a grid is empty, not increasing or not positive,
@@ -107,6 +107,7 @@ def fit_literal(
 
 
 def _check_grid(name: str, values: Array) -> None:
+    """Refuse a grid that is empty, not finite or not increasing."""
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or (np.diff(values) <= 0).any():
         raise UserError(f"{name}: {values.size} values; give at least one, finite and increasing")
 
@@ -117,16 +118,17 @@ def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, 
         raise UserError(f"--r0 free: --method {METHOD} does not fit R0; give a number, or first")
     if options.r0 != "first":
         return float(options.r0), "given"
-    firsts, at = [], []
+    first_rewards, first_computes = [], []
     for label in np.unique(curve.seed):
         first = int(np.flatnonzero(curve.seed == label)[0])  # a curve is sorted by seed and compute
-        firsts.append(float(curve.reward[first]))
-        at.append(float(curve.compute[first]))
-    if max(at) > 0:
+        first_rewards.append(float(curve.reward[first]))
+        first_computes.append(float(curve.compute[first]))
+    if max(first_computes) > 0:
         notes.append(
-            f"no evaluation at compute 0: the reward at {max(at):.4g} is taken as R0; give --r0 if it is known"
+            f"no evaluation at compute 0: the reward at {max(first_computes):.4g} is taken as R0; give --r0 if it is "
+            "known"
         )
-    return float(np.mean(firsts)), "first"
+    return float(np.mean(first_rewards)), "first"
 
 
 def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c_mid_grid: Array) -> Fit:

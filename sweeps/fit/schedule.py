@@ -2,10 +2,10 @@
 
     s(C) = integral of min(1, rate / (peak / 2)) dC
 
-A curve with a decaying rate is fitted and forecast in s; its A, B and C_mid are those it would have at the peak rate.
-Down to half of the peak rate compute counts in full, because the gain from cooling down makes up for the lower rate.
+A curve with a decaying rate is fitted and forecast in s, so A, B and C_mid are those of a run at the peak rate. Down to
+half of the peak rate compute counts in full, because the gain from cooling down makes up for the lower rate.
 A run that has cooled down fully no longer improves, however much compute it spends. Between evaluations s is linear.
-Beyond the last evaluation, the rate at which compute counts continues to fall linearly to 0, as it did last.
+Beyond the last evaluation ds/dC continues to fall linearly, as over the last evaluations, until it is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from sweeps.curve import Array, Curve
 from sweeps.fit.constants import COOLED
 
-# Number of last intervals between evaluations from which the final fall of the rate is estimated.
+# Number of last intervals between evaluations from which the final fall of ds/dC is estimated.
 _LAST = 3
 
 
@@ -27,8 +27,8 @@ class Schedule:
 
     Attributes:
         compute, at_peak: compute spent and its equivalent, increasing from 0, (k,) each; linear in between.
-        rate: equivalent of a unit of compute at the end of `compute`, 0 to 1.
-        slope: change of that rate with compute beyond the end, 0 or less.
+        rate: ds/dC at the end of `compute`, 0 to 1.
+        slope: change of ds/dC per unit of compute beyond the end, 0 or less.
     """
 
     compute: Array
@@ -36,15 +36,15 @@ class Schedule:
     rate: float
     slope: float
 
-    def count(self, compute: Array) -> Array:
+    def effective_compute(self, compute: Array) -> Array:
         """Convert compute spent to its equivalent at the peak rate; any shape."""
         last = float(self.compute[-1])
-        # The rate reaches 0 after this much more compute, or never.
-        more: Array = np.maximum(np.asarray(compute, dtype=float) - last, 0.0)
+        compute_beyond: Array = np.maximum(np.asarray(compute, dtype=float) - last, 0.0)
         if self.slope < 0:
-            more = np.minimum(more, self.rate / -self.slope)
-        within = np.interp(compute, self.compute, self.at_peak)
-        return np.asarray(within + self.rate * more + 0.5 * self.slope * more**2)
+            # Compute beyond the point where ds/dC reaches 0 does not count.
+            compute_beyond = np.minimum(compute_beyond, self.rate / -self.slope)
+        at_peak = np.interp(compute, self.compute, self.at_peak)
+        return np.asarray(at_peak + self.rate * compute_beyond + 0.5 * self.slope * compute_beyond**2)
 
     def compute_at(self, counted: Array) -> Array:
         """Convert peak-rate equivalents back to compute spent, within the observed range; any shape."""
@@ -76,7 +76,7 @@ def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
 def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
     """Convert compute to its equivalent at the peak learning rate; None if the rate stays near the peak or is invalid.
 
-    Warm-up counts in full: every run pays for it alike.
+    Warm-up counts in full, because every run has it.
 
     Args:
         compute: cumulative compute of one run at each logged step, increasing, (n,).
@@ -88,11 +88,11 @@ def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
     """
     if not len(rate) or not np.isfinite(rate).all() or (rate < 0).any() or (np.diff(compute) < 0).any():
         return None
-    # Use the peak so far, not the peak of the whole run: during warm-up each step is at its peak and counts in full.
-    enough = COOLED * np.maximum.accumulate(rate)
-    counts = np.divide(np.minimum(rate, enough), enough, out=np.ones(len(rate)), where=enough > 0)
-    if counts.min() >= 1:
+    # Use the peak up to each step, not the peak of the whole run: so every step of the warm-up counts in full.
+    full_rate = COOLED * np.maximum.accumulate(rate)
+    weights = np.divide(np.minimum(rate, full_rate), full_rate, out=np.ones(len(rate)), where=full_rate > 0)
+    if weights.min() >= 1:
         return None
-    counted = np.cumsum(counts * np.diff(compute, prepend=0.0))
-    beyond = counts[-1] * np.maximum(at - compute[-1], 0.0)
-    return np.asarray(np.interp(at, np.append(0.0, compute), np.append(0.0, counted)) + beyond)
+    counted = np.cumsum(weights * np.diff(compute, prepend=0.0))
+    extrapolated = weights[-1] * np.maximum(at - compute[-1], 0.0)
+    return np.asarray(np.interp(at, np.append(0.0, compute), np.append(0.0, counted)) + extrapolated)

@@ -17,13 +17,19 @@ from sweeps.fit.forecast import Outlook
 from sweeps.fit.points import Points
 
 BORROWED_SEED_SD = SEED_SD
-# Source of a spread that is taken from the paper.
+# Name of the source of a spread that is taken from the paper.
 _BORROWED = "borrowed"
 
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """Spread of A between seeds: sd, its source, and its degrees of freedom (infinite if taken as known)."""
+    """Spread of A between seeds.
+
+    Attributes:
+        sd: standard deviation, in reward.
+        source: `borrowed` (published), `measured`, `pooled` (over recipes) or `paired`.
+        dof: degrees of freedom of sd; infinite if sd is taken as known.
+    """
 
     sd: float = BORROWED_SEED_SD
     source: str = _BORROWED
@@ -31,11 +37,11 @@ class SeedSpread:
 
     @property
     def assumed(self) -> bool:
-        """Return whether the spread is the published one, because there were too few seeds to measure it."""
+        """Return whether the spread is the published value, because there were too few seeds to measure it."""
         return self.source == _BORROWED
 
     def quantile(self) -> float:
-        """Return the 97.5% quantile of Student's t with these degrees of freedom; normal if they are infinite."""
+        """Return the 97.5% quantile of Student's t with `dof` degrees of freedom; of a normal if they are infinite."""
         return 1.959964 if np.isinf(self.dof) else float(stdtrit(self.dof, 0.975))
 
 
@@ -45,7 +51,7 @@ class SeedExcess:
 
     Attributes:
         squares: sum of squared deviations from the seeds' mean, in reward squared.
-        sampling: mean sampling variance of one seed's value.
+        sampling: mean sampling variance of one seed's value, in reward squared.
         dof: degrees of freedom, number of seeds minus one.
         offset: each seed's value minus the mean, by label; empty where seeds have no labels.
     """
@@ -59,17 +65,17 @@ class SeedExcess:
 def seed_excess(
     points: Points, line: Array, outlook: Outlook, labels: Sequence[str]
 ) -> tuple[SeedExcess, NDArray[np.bool_]]:
-    """Return per-seed distances from the common asymptote, and a mask (S,) of the seeds with enough evaluations.
+    """Estimate each seed's distance from the common asymptote. Returns also a mask (S,) of informative seeds.
 
     Args:
         points: the fitted points.
-        line: the fitted line at them, (n,).
+        line: the fitted line at the points, (n,).
         outlook: the posterior.
         labels: labels of the seeds, indexed as in `points.seed`.
     """
     # A seed's offset r = offset x g grows with the curve; its least-squares estimate is sum g r / sum g^2.
     draws = outlook.draws
-    u, v = draws.family.search(np.median(draws.B, keepdims=True), np.median(draws.C_mid, keepdims=True))
+    u, v = draws.family.coordinates(np.median(draws.B, keepdims=True), np.median(draws.C_mid, keepdims=True))
     with np.errstate(divide="ignore"):
         g = draws.family.basis(np.log(points.compute), u, v)
     information = np.bincount(points.seed, g * g, points.seeds)
@@ -82,10 +88,10 @@ def seed_excess(
     ]
     offset = offset - offset.mean()
     sampling = float(np.mean(outlook.noise**2) * np.mean(1 / information[informing]))
-    used = [labels[int(i)] for i in np.flatnonzero(informing)] if len(labels) == points.seeds else []
-    # Numbers that a reader assigned to runs are not seeds: equal numbers in two recipes mean nothing.
-    named = bool(used) and not any(label.startswith(UNNAMED) for label in used)
-    by_label = dict(zip(used, offset.tolist(), strict=True)) if named else {}
+    used_labels = [labels[int(i)] for i in np.flatnonzero(informing)] if len(labels) == points.seeds else []
+    # Numbers that a reader of sources assigned to runs are not seeds: equal numbers in two recipes mean nothing.
+    are_seeds = bool(used_labels) and not any(label.startswith(UNNAMED) for label in used_labels)
+    by_label = dict(zip(used_labels, offset.tolist(), strict=True)) if are_seeds else {}
     return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label), informing
 
 
@@ -102,15 +108,15 @@ class Pairing(AsJson):
     spread: SeedSpread
 
     def to_json(self) -> dict[str, Any]:
-        """Return the pairing as printed by `scalerl rank --json`."""
+        """Return the field `paired` in `scalerl rank --json`."""
         return {"seeds": list(self.seeds), "seed_sd": self.spread.sd}
 
 
 def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:
-    """Return the spread for comparing recipes with common seeds: two-way analysis of variance, recipe x seed.
+    """Estimate the spread that remains between recipes with common seeds: analysis of variance, recipe x seed.
 
-    None unless the recipes have exactly the same seeds, at least two (the effect of a seed that one recipe lacks would
-    not cancel), and at least two degrees of freedom remain.
+    Returns None unless all recipes have exactly the same seeds, two or more, and two degrees of freedom remain. The
+    effect of a seed that one recipe lacks would not cancel.
     """
     shared = sorted(excesses[0].offset) if excesses else []
     if any(sorted(excess.offset) != shared for excess in excesses):
@@ -127,10 +133,10 @@ def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pa
 
 
 def pooled_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> SeedSpread | None:
-    """Return the spread between seeds over the given recipes, or None with fewer than two degrees of freedom.
+    """Estimate the spread between seeds from the given recipes; None with fewer than two degrees of freedom.
 
-    The variance explained by the points' noise is subtracted. The result is at least the part of the published spread
-    that this noise could hide, converted to the reward's scale.
+    The variance due to the points' noise is subtracted. The result is at least the part of the published spread,
+    converted to the reward's scale, that this noise could hide.
     """
     squares = sum(excess.squares for excess in excesses)
     dof = sum(excess.dof for excess in excesses)

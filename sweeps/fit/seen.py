@@ -1,4 +1,4 @@
-"""A recipe's evaluations without units: the input of the posterior."""
+"""The input of the posterior: a recipe's evaluations, rescaled to be without units."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sweeps.fit.constants import EXACT, LEAST_SD
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """A recipe's evaluations without units.
+class ScaledPoints:
+    """A recipe's evaluations, rescaled to be without units.
 
     Attributes:
         x: compute in windows, increasing, (n,).
@@ -42,21 +42,20 @@ class Seen:
         for s in np.unique(self.seed):
             z = self.z[self.seed == s]
             if len(z) >= 3:
-                # A second difference of independent errors has 1 + 4 + 1 times their variance.
+                # The second difference of independent errors has 1 + 4 + 1 times the variance of one error.
                 differences.append((z[:-2] - 2 * z[1:-1] + z[2:]) / np.sqrt(6))
-        every = np.abs(np.concatenate(differences)) if differences else np.zeros(1)
-        mean_square = float(np.sqrt(np.mean(every**2)))
+        absolute = np.abs(np.concatenate(differences)) if differences else np.zeros(1)
+        rms = float(np.sqrt(np.mean(absolute**2)))
         # 1.4826 x the median of absolute values is the standard deviation of a normal (its 75% quantile is 0.6745).
-        spread = max(1.4826 * float(np.median(every)), 0.3 * mean_square)
+        spread = max(1.4826 * float(np.median(absolute)), 0.3 * rms)
         levels = np.unique(self.z)
-        # Rewards of exactly 0 or 1 (never or always passing) repeat regardless of the step between rewards: leave
-        # them out.
-        between = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
+        # Leave out rewards of exactly 0 or 1 (no or every completion passes), which repeat however fine the scale is.
+        inner_rewards = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
         if len(levels) == 1:
             spread = max(spread, LEAST_SD)
-        elif not len(between) or len(np.unique(between)) < 0.6 * len(between):
-            # Coarse rewards repeat themselves, which does not make them precise: their smallest step is one rollout.
-            spread = max(spread, 0.7 * mean_square, 0.5 * float(np.diff(levels).min()))
+        elif not len(inner_rewards) or len(np.unique(inner_rewards)) < 0.6 * len(inner_rewards):
+            # Rewards on a coarse scale repeat without being precise: the smallest step between them is one rollout.
+            spread = max(spread, 0.7 * rms, 0.5 * float(np.diff(levels).min()))
         if self.variance is not None:
             spread = max(spread, 0.5 * float(np.sqrt(np.median(self.variance))))
         return max(spread, EXACT)

@@ -1,10 +1,10 @@
 """Sensitivity of A to the settings of the fit: the same points refitted under changed settings.
 
-    early cut       leave out the points below 5, 10, 20 and 30% of the window's end, and none. Shares are of the
-                    end, not of its logarithm: evaluations are evenly spaced, so this is the share of points left out
+    early cut       leave out the points below 5, 10, 20 and 30% of the window's end, and none. The percentages are
+                    of compute, not of its logarithm: for evenly spaced evaluations they are fractions of the points
     R0              as the first evaluation, free, and fixed one step below and above the fitted one
     robust          give points far from the curve less weight
-    window's end    at 75 and 50% of it: would A have been the same with less compute?
+    window's end    at 75 and 50% of the end: would A have been the same with less compute?
 
 Settings that change neither the points nor the role of R0, or leave too few points, are skipped.
 """
@@ -23,7 +23,7 @@ from sweeps.fit.points import R0Mode, select
 
 _CUTS = (0.05, 0.10, 0.20, 0.30)
 _ENDS = (0.75, 0.50)
-# Families whose R0 follows the options; for a power law and a constant it means something else.
+# Families whose R0 follows the options; R0 of a power law or a constant has another meaning.
 _WITH_R0 = ("sigmoid", "logistic", "exponential")
 _UNFITTED = ("too_few_points", "degenerate")
 MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
@@ -31,13 +31,13 @@ MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
 
 @dataclass(frozen=True)
 class Row(AsJson):
-    """A fit under one setting.
+    """Result of a fit under one setting.
 
     Attributes:
         kind: changed setting; `main` for the unchanged fit, which comes first.
         setting, short: the setting in words, and as head of a column.
         A, B, C_mid, verdict: results of the fit under this setting.
-        shift: its A minus the main fit's A, in reward; None where either names no A.
+        shift: this A minus the main fit's A, in reward; None where either is None.
         n: number of points that were fitted.
     """
 
@@ -55,39 +55,39 @@ class Row(AsJson):
 
 
 def sensitivity(main: Fit) -> tuple[Row, ...]:
-    """Return the fit, and the refits under every changed setting that leaves enough points.
+    """Refit a recipe under every changed setting that leaves enough points; return the main fit and the refits.
 
     Args:
-        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits share nothing with other recipes
+        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits are not pooled with other recipes
             of the study.
     """
     curve = main.curve
-    rows = [_row(main, MAIN, "as fitted", "as fitted", main)]
-    seen = [_points(curve, main.options)]
-    for kind, setting, short, changed in _settings(main):
-        # A cut below the first point changes nothing; a row for it would look like evidence that the cut does not
+    rows = [_make_row(main, MAIN, "as fitted", "as fitted", main)]
+    keys = [_points_key(curve, main.options)]
+    for kind, setting, short, options in _settings(main):
+        # Skip a cut below the first point, which changes nothing: its row would look like evidence that cuts do not
         # matter.
-        points = _points(curve, changed)
-        if points in seen or not points[0]:
+        key = _points_key(curve, options)
+        if key in keys or not key[0]:
             continue
-        seen.append(points)
-        fit = fit_curve(curve, changed)
+        keys.append(key)
+        fit = fit_curve(curve, options)
         if fit.verdict not in _UNFITTED:
-            rows.append(_row(fit, kind, setting, short, main))
+            rows.append(_make_row(fit, kind, setting, short, main))
     return tuple(rows)
 
 
-def _points(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
-    """Return a key that is equal for two settings that fit the same points, so that one can be skipped.
+def _points_key(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
+    """Return a key that is equal for settings that fit the same points: number of points, and the other options.
 
-    Cuts only remove points, so the count identifies them. `first` and `free` differ by one point at most.
+    Cuts only remove points, so their number identifies them. `first` and `free` differ by one point at most.
     """
     r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
     return len(select(curve, options).reward), replace(options, r0=r0, min_compute=None, max_compute=None)
 
 
 def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
-    """Yield kind, wording, column head and options of each changed setting."""
+    """Yield kind, setting in words, head of the column, and options of each changed setting."""
     options = main.options
     end = float(main.curve.compute.max()) if main.window is None else main.window[1]
     if options.min_compute is not None:
@@ -110,7 +110,7 @@ def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
         yield END, f"up to compute {share * end:.5g} ({share:.0%} of the end)", f"end {share:.0%}", early
 
 
-def _row(fit: Fit, kind: str, setting: str, short: str, main: Fit) -> Row:
+def _make_row(fit: Fit, kind: str, setting: str, short: str, main: Fit) -> Row:
     shift = None if fit.A.value is None or main.A.value is None else fit.A.value - main.A.value
     return Row(
         kind=kind,
@@ -133,31 +133,32 @@ def summary(rows: Sequence[Row]) -> str:
     """
     main = rows[0].A
     cuts = [row for row in rows if row.kind == CUT]
-    moved = [(abs(row.shift), row) for row in cuts if row.shift is not None]
+    shifts = [(abs(row.shift), row) for row in cuts if row.shift is not None]
     if main.value is None:
         return f"A is not named ({rows[0].verdict}), so nothing can move it"
-    if not moved:
+    if not shifts:
         return "no early cut leaves enough points to refit A"
-    _, most = max(moved, key=lambda item: item[0])
-    assert most.A.value is not None
-    inside = _holds(main, most.A.value)
+    _, largest = max(shifts, key=lambda item: item[0])
+    assert largest.A.value is not None
+    is_within = _contains(main, largest.A.value)
     text = (
-        f"early cuts move A by at most {abs(most.shift or 0.0):.3f} ({most.short}), "
-        f"{'within' if inside else 'outside'} its 95% interval"
+        f"early cuts move A by at most {abs(largest.shift or 0.0):.3f} ({largest.short}), "
+        f"{'within' if is_within else 'outside'} its 95% interval"
     )
-    if not inside and _holds(most.A, main.value):
-        # With less data A is less certain, which by itself moves it.
+    if not is_within and _contains(largest.A, main.value):
+        # With fewer points A is less certain, and moves for that reason alone.
         text += ", but the refit's own holds the A as fitted"
-    lost = [row.short for row in cuts if row.verdict != rows[0].verdict]
-    if rows[0].verdict == "identifiable" and lost:
-        text += f"; A is not identifiable with {', '.join(lost)}"
+    unidentifiable = [row.short for row in cuts if row.verdict != rows[0].verdict]
+    if rows[0].verdict == "identifiable" and unidentifiable:
+        text += f"; A is not identifiable with {', '.join(unidentifiable)}"
     return text
 
 
-def _holds(interval: Interval, value: float) -> bool:
+def _contains(interval: Interval, value: float) -> bool:
+    """Return whether an interval, whose bounds may be open, contains a value."""
     return (interval.low is None or interval.low <= value) and (interval.high is None or value <= interval.high)
 
 
 def signed(value: float) -> str:
-    """Format a shift of a reward; zero is not `-0.000`."""
+    """Format a shift of a reward with its sign; a shift that rounds to 0 has no sign."""
     return "0.000" if abs(value) < 0.0005 else f"{value:+.3f}"

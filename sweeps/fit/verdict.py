@@ -2,7 +2,7 @@
 
 Only `identifiable` lets a recipe be ranked on A. The refusals are, in the order tested: `too_few_points`, `degenerate`,
 `decreasing`, `flat`, `misfit`, `pre_inflection`, `open`; only the published procedure gives `at_bound`. They concern
-the asymptote: values within the window, and forecasts, are available under any verdict (`sweeps.fit.forecast`).
+the asymptote only: values within the window, and forecasts, are available under any verdict (`sweeps.fit.forecast`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sweeps.fit.constants import (
     PLATEAU,
 )
 
-# Number of evaluations averaged for the best value so far.
-_SMOOTH = 5
+# The best value so far is the highest mean of this many consecutive evaluations.
+_SMOOTHED = 5
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict. `name` is one of the nine in the module's docstring; `reason` is one sentence."""
+    """A verdict: one of the names in the module's docstring, and a reason in one sentence."""
 
     name: str
     reason: str
@@ -48,19 +48,19 @@ class Doubt:
     """Posterior evidence for and against the sigmoid, from all laws (`sweeps.fit.posterior`).
 
     Attributes:
-        p_rise: probability that the reward rises by more than `PLATEAU` times its scale, between compute 0 and
-            twice the window.
+        p_rise: probability that the reward rises by more than `PLATEAU` times its scale between compute 0 and twice the
+            window.
         p_none: posterior probability that there is no law of growth.
         rival: name of the law other than the sigmoid with the most evidence.
-        ahead: log evidence by which the rival leads the sigmoid; negative if it trails.
-        agreed: posterior probability, over all laws, that the ceiling is within A's interval.
+        rival_lead: log evidence of the rival minus that of the sigmoid.
+        agreement: posterior probability, over all laws, that the ceiling is within A's interval.
     """
 
     p_rise: float
     p_none: float
     rival: str
-    ahead: float
-    agreed: float
+    rival_lead: float
+    agreement: float
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,20 @@ def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: 
 
 
 def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
-    """Return the verdict that refuses the points before any fit; None if a fit is possible. Shapes: (n,).
+    """Return the verdict that refuses the points before any fit; None if a fit is possible. Arrays are (n,).
 
-    One run must show the curve's shape: more seeds evaluated at the same computes add precision, not shape.
+    A single run must show the curve's shape: more seeds at the same computes add precision, but no shape.
     """
     distinct = np.unique(compute[compute > 0])
-    along = max((len(np.unique(compute[(compute > 0) & (seed == s)])) for s in np.unique(seed)), default=0)
-    if along < MIN_COMPUTES or len(compute) < parameters + 3:
+    most_computes = max((len(np.unique(compute[(compute > 0) & (seed == s)])) for s in np.unique(seed)), default=0)
+    if most_computes < MIN_COMPUTES or len(compute) < parameters + 3:
         return Verdict(
             "too_few_points",
-            f"{len(compute)} points, at most {along} distinct positive compute values in one run, cannot carry "
+            f"{len(compute)} points, at most {most_computes} distinct positive compute values in one run, cannot carry "
             f"{parameters} parameters; evaluate more often or run longer (at least {parameters + 3} points, and in one "
             f"run {MIN_COMPUTES} different values of compute above 0)",
         )
-    # Capped before the exponential, which would overflow above about 709.
+    # Cap the argument: the exponential overflows above about 709.
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
     if span < MIN_SPAN:
         return Verdict(
@@ -121,8 +121,8 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
     return None
 
 
-def _about_line(reward: Array) -> tuple[float, float, Array]:
-    """Return slope, sum of squared positions and residual (n,) of a straight line through equally spaced rewards."""
+def _fit_line(reward: Array) -> tuple[float, float, Array]:
+    """Fit a line to equally spaced rewards. Returns slope, sum of squared positions and residuals (n,)."""
     x = np.arange(len(reward)) - (len(reward) - 1) / 2
     slope = float(x @ reward / (x @ x))
     return slope, float(x @ x), reward - reward.mean() - slope * x
@@ -133,8 +133,8 @@ def _trend(e: Evidence) -> Verdict | None:
     order = np.argsort(e.compute, kind="stable")
     reward = e.reward[order]
     n = len(reward)
-    # Measure noise about this line, not about the sigmoid: relative to a sigmoid, a steady fall is one long deviation.
-    slope, xx, residual = _about_line(reward)
+    # Measure noise about this line, not about the sigmoid: about a sigmoid, a steady fall would count as noise.
+    slope, xx, residual = _fit_line(reward)
     squares = max(float(residual @ residual), 1e-300)
     lag_1 = float(residual[1:] @ residual[:-1]) / squares
     # The lag-1 autocorrelation of residuals is biased low by (1 + 4 r) / n (Kendall 1954); n correlated points count
@@ -156,10 +156,12 @@ def _trend(e: Evidence) -> Verdict | None:
     fall, gain = means[top] - means[-1], means[top] - means[0]
     if fall <= COLLAPSE * max(gain, 0.0):
         return None
-    # Noise within the blocks, about a line in each. Blocks are too short to measure correlation, so the value of a
-    # drifting policy (r = 0.6) is assumed.
-    within = sum(float(rest @ rest) for _, _, rest in map(_about_line, blocks)) / (n - 2 * len(blocks))
-    block_error = np.sqrt(2 * within * (1 + 0.6) / (1 - 0.6) / len(blocks[-1]))
+    # Variance of the noise about a line in each block. Blocks are too short to measure its autocorrelation, so the
+    # value of a drifting policy (r = 0.6) is assumed.
+    noise_variance = sum(float(deviation @ deviation) for _, _, deviation in map(_fit_line, blocks)) / (
+        n - 2 * len(blocks)
+    )
+    block_error = np.sqrt(2 * noise_variance * (1 + 0.6) / (1 - 0.6) / len(blocks[-1]))
     if fall > 3 * block_error:
         at = float(e.compute[order][sum(len(block) for block in blocks[: top + 1]) - 1])
         return Verdict(
@@ -187,40 +189,41 @@ def after_fit(e: Evidence) -> Verdict:
     misfit = _misfit(e)
     if misfit is not None:
         return misfit
-    reach = ""
+    seen_range = ""
     if e.half_gain is not None:
-        c, beyond = e.half_gain
-        if beyond > BEND:
+        c, p_beyond = e.half_gain
+        if p_beyond > BEND:
             return Verdict(
                 "pre_inflection",
                 f"the window ends at compute {end:.4g} and may not have reached the bend ({e.half_name} about {c:.4g}, "
-                f"beyond the window with P = {beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute",
+                f"beyond the window with P = {p_beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute",
             )
         if c > 0:
-            reach = f" in a window up to {end / c:.2g} x {e.half_name}"
-    cure = "add seeds or evaluate on more prompts"
+            seen_range = f" in a window up to {end / c:.2g} x {e.half_name}"
+    remedy = "add seeds or evaluate on more prompts"
     if e.half_gain is not None and end < 4 * e.half_gain[0]:
-        cure = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x {e.half_name}), or more seeds"
+        remedy = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x {e.half_name}), or more seeds"
     if a_low is None or a_high is None:
         side = "above" if a_high is None else "below"
-        return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){reach}; {cure}")
+        return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){seen_range}; {remedy}")
     width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range, gain)
     if width > allowed:
         return Verdict(
             "open",
-            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed){reach}; {cure}",
+            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed)"
+            f"{seen_range}; {remedy}",
         )
-    if e.doubt.agreed < AGREED:
+    if e.doubt.agreement < AGREED:
         return Verdict(
             "open",
-            f"other laws fit as well and put the ceiling elsewhere: {e.doubt.agreed:.0%} of what they say "
-            f"lies within A's {a_low:.3f}..{a_high:.3f}{reach}; {cure}",
+            f"other laws fit as well and put the ceiling elsewhere: {e.doubt.agreement:.0%} of what they say "
+            f"lies within A's {a_low:.3f}..{a_high:.3f}{seen_range}; {remedy}",
         )
-    return Verdict("identifiable", f"A is known within {width:.3f}{reach}")
+    return Verdict("identifiable", f"A is known within {width:.3f}{seen_range}")
 
 
-# Wording for a law that explains the points better than a sigmoid.
-_SEEN = {
+# Wording of each law that may explain the points better than a sigmoid.
+_WORDING = {
     "none": "no law: the reward wanders, and its last value predicts the next better than any curve",
     "weibull": "another law: a Weibull curve",
 }
@@ -230,14 +233,14 @@ def _misfit(e: Evidence) -> Verdict | None:
     """Return `misfit` if another law explains the points far better than a sigmoid; else None."""
     doubt = e.doubt
     # If the better law has the same ceiling, A still holds.
-    if doubt.ahead <= AHEAD or (doubt.rival != "none" and doubt.agreed >= AGREED):
+    if doubt.rival_lead <= AHEAD or (doubt.rival != "none" and doubt.agreement >= AGREED):
         return None
     order = np.argsort(e.compute, kind="stable")
-    smooth = np.convolve(e.reward[order], np.ones(_SMOOTH) / _SMOOTH, mode="valid")
-    best = float(e.compute[order][int(smooth.argmax()) + _SMOOTH // 2])
+    smooth = np.convolve(e.reward[order], np.ones(_SMOOTHED) / _SMOOTHED, mode="valid")
+    best = float(e.compute[order][int(smooth.argmax()) + _SMOOTHED // 2])
     return Verdict(
         "misfit",
-        f"{_SEEN[doubt.rival]}; it explains the evaluations e^{doubt.ahead:.1f} times better than a sigmoid, "
+        f"{_WORDING[doubt.rival]}; it explains the evaluations e^{doubt.rival_lead:.1f} times better than a sigmoid, "
         f"so A is not named; the best so far is {smooth.max():.3f} about compute {best:.4g}; readings of the window "
         "and forecasts hold without A (scalerl plan, scalerl rank --budget)",
     )

@@ -1,4 +1,4 @@
-"""Terminal text of `scalerl compare`, `scalerl decide`, `scalerl effects` and `scalerl race`."""
+"""Format the output of `scalerl compare`, `scalerl decide`, `scalerl effects` and `scalerl race` for a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sweeps.decide.effects import Effects
 from sweeps.decide.keep_discard import UNDECIDED, Choice
 from sweeps.decide.pairwise import Comparisons
 from sweeps.decide.race import Race
-from sweeps.fit.fit import shown
+from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table, units
 
 # Explanation of the columns `best` and `ahead` of a race.
@@ -18,32 +18,32 @@ CHANCES = (
 
 
 def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
-    """Format differences of recipe pairs: a table, the units (those of `curve`), and a sentence per pair."""
+    """Format differences of pairs of recipes: a table, the units (from `curve`), and a sentence per pair."""
     pairs = comparisons.rows
     columns = {
         "recipe": [row.recipe for row in pairs],
         "against": [row.other for row in pairs],
         "compute": [f"{row.compute:.4g}" for row in pairs],
-        "reward": [shown(row.R, "+.3f") for row in pairs],
+        "reward": [format_interval(row.R, "+.3f") for row in pairs],
     }
     if any("prompt" in row.paired for row in pairs):
-        columns["on other prompts"] = [shown(row.R_on_prompts, "+.3f") for row in pairs]
+        columns["on other prompts"] = [format_interval(row.R_on_prompts, "+.3f") for row in pairs]
     if comparisons.budget is not None:
-        columns[f"at {comparisons.budget:.4g}"] = [shown(row.R_at_budget, "+.3f") for row in pairs]
-    columns["asymptote"] = [shown(row.A, "+.3f") for row in pairs]
-    columns["times the compute"] = [shown(row.ratio, ".2f") for row in pairs]
-    together = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
+        columns[f"at {comparisons.budget:.4g}"] = [format_interval(row.R_at_budget, "+.3f") for row in pairs]
+    columns["asymptote"] = [format_interval(row.A, "+.3f") for row in pairs]
+    columns["times the compute"] = [format_interval(row.ratio, ".2f") for row in pairs]
+    joint_note = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
     lines = [
         table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]),
         "",
-        "; ".join([*units(curve.unit, curve.metric), f"95% intervals, over all seeds{together}"]),
+        "; ".join([*units(curve.unit, curve.metric), f"95% intervals, over all seeds{joint_note}"]),
         *(one_line(row.sentence) for row in pairs),
     ]
     return "\n".join(lines)
 
 
 def choice_text(choice: Choice) -> str:
-    """Format whether a change is kept: both recipes, difference, noise floor, verdict; if undecided, also a remedy."""
+    """Format a decision: both recipes, difference, noise floor, verdict, and if undecided how to decide."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.6g}"
@@ -53,17 +53,17 @@ def choice_text(choice: Choice) -> str:
         [role, side.recipe, str(side.runs), str(side.failed), number(side.mean), number(side.spread)]
         for role, side in zip(("A", "B"), choice.sides, strict=True)
     ]
-    better = "lower is better" if choice.lower_is_better else "higher is better"
-    facts = [
-        ["noise floor", shown(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
-        ["gain of B over A", shown(choice.difference, "+.4g"), better + _spread_of(choice.spread)],
+    direction = "lower is better" if choice.lower_is_better else "higher is better"
+    details = [
+        ["noise floor", format_interval(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
+        ["gain of B over A", format_interval(choice.difference, "+.4g"), direction + _spread_of(choice.spread)],
     ]
     if choice.verdict == UNDECIDED:
-        needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
-        told = choice.difference_to_tell and f"to tell {choice.difference_to_tell} at 5% with 80% power"
-        facts.append(["runs needed", needed, told])
-    width = max(len(fact[1]) for fact in facts)
-    lines = [f"{name:16}  {value:{width}}  {more}".rstrip() for name, value, more in facts]
+        run_count = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
+        purpose = choice.margin_text and f"to tell {choice.margin_text} at 5% with 80% power"
+        details.append(["runs needed", run_count, purpose])
+    width = max(len(detail[1]) for detail in details)
+    lines = [f"{name:16}  {value:{width}}  {remark}".rstrip() for name, value, remark in details]
     blocks = [table(head, rows), "\n".join(lines), one_line(choice.sentence)]
     if choice.remedy is not None:
         blocks[-1] += f"\n{one_line(choice.remedy)}"
@@ -71,6 +71,7 @@ def choice_text(choice: Choice) -> str:
 
 
 def _spread_of(spread: str | None) -> str:
+    """Describe the spread that an interval is based on, see `Choice.spread`; empty without an interval."""
     return "" if spread is None else "; spread of their own runs" if spread == "own" else "; spread: the noise floor"
 
 
@@ -83,16 +84,16 @@ def effects_text(effects: Effects) -> str:
             effect.level,
             effect.against,
             str(effect.cells),
-            shown(effect.A, "+.3f"),
+            format_interval(effect.A, "+.3f"),
             f"{effect.p_positive:.2f}",
-            shown(effect.compute, ".2f"),
+            format_interval(effect.compute, ".2f"),
         ]
         for effect in effects.effects
     ]
     blocks = [
         table(head, rows),
         f"on average over {effects.cells} recipes, drawn to zero as far as the others are small; 95% intervals; "
-        f"recipes differ by {effects.own:.3f} beyond that",
+        f"recipes differ by {effects.residual_sd:.3f} beyond that",
     ]
     if not effects.effects:
         blocks = [one_line(note) for note in effects.notes]
@@ -112,7 +113,7 @@ def race_text(race: Race) -> str:
             "-" if runner.stopped_at is None else f"{runner.stopped_at:.4g}",
             "-" if runner.p_best is None else f"{runner.p_best:.2f}",
             "-" if runner.p_ahead is None else f"{runner.p_ahead:.2f}",
-            "-" if runner.R is None else shown(runner.R, ".3f"),
+            "-" if runner.R is None else format_interval(runner.R, ".3f"),
             f"{runner.spent:.4g}",
         ]
         for runner in race.runners

@@ -1,7 +1,7 @@
 """Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
 Figures are drawn without pyplot, so there is no global state and no display. The SVG keeps text as text. Text (`INK`)
-and lines (`RULE`) have placeholder colours. `inline_svg` replaces them by the page's colours, so one drawing fits a
+and lines (`RULE`) have placeholder colours, which `inline_svg` replaces by the page's colours, so one drawing fits a
 light and a dark page.
 """
 
@@ -25,12 +25,13 @@ from sweeps.curve import Array, Curve
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
 from sweeps.report.labels import cut, printable
-from sweeps.report.thinning import smaller
+from sweeps.report.thinning import shorten_svg
 
-# Okabe and Ito's colours: most colour-blind readers can distinguish them; legible on white and on near-black.
+# Colours by Okabe and Ito, which most colour-blind readers can distinguish; legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
 # Line styles for recipes beyond the number of colours, as matplotlib and the interactive figure name them.
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+# Colour of recipes without an identifiable asymptote, and of other subdued marks.
 REFUSED = "#8a8f98"
 INK, RULE = "#1b1f24", "#d7dadf"
 STYLE = {
@@ -60,15 +61,17 @@ class Style(NamedTuple):
 def styles(recipes: Iterable[str], baseline: str | None) -> dict[str, Style]:
     """Assign each recipe a colour and a line style that do not depend on its rank.
 
-    The baseline (without one, the first label) has the first colour, solid, for itself alone. The others follow by
-    label: five colours, first solid, then in the next line style.
+    Only the baseline (without a baseline, the first label) has the first colour. The other recipes, sorted by label,
+    have the other five colours, at first with solid lines, then with the next line style.
     """
     order = sorted(set(recipes), key=lambda recipe: (recipe != baseline, recipe))
-    others = COLOURS[1:]
-    chosen = {recipe: Style(COLOURS[0], 0) for recipe in order[:1]}
+    other_colours = COLOURS[1:]
+    style_by_recipe = {recipe: Style(COLOURS[0], 0) for recipe in order[:1]}
     for index, recipe in enumerate(order[1:]):
-        chosen[recipe] = Style(others[index % len(others)], index // len(others) % len(DASHES))
-    return chosen
+        style_by_recipe[recipe] = Style(
+            other_colours[index % len(other_colours)], index // len(other_colours) % len(DASHES)
+        )
+    return style_by_recipe
 
 
 def ranking_styles(ranking: Ranking) -> dict[str, Style]:
@@ -82,14 +85,14 @@ def colours(ranking: Ranking) -> dict[str, str]:
 
 
 def label(text: str, limit: int = 34) -> str:
-    """Shorten a title to printable text of `limit` characters, cut in the middle; for recipes see `labels.cut`."""
+    """Shorten a title to at most `limit` printable characters, by a cut in the middle; for recipes see `labels.cut`."""
     line = printable(text)
     head = limit // 2
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
 
 def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
-    """Make a figure with one titled panel per name, on shared axes with one label each. Call it within `STYLE`."""
+    """Make a figure with one titled panel per name, on shared, labelled axes; call it within the context of `STYLE`."""
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.15 * columns + 0.5, 2.45 * rows + 0.4), layout="constrained")
@@ -100,7 +103,7 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
     for name, panel in zip(names, panels, strict=False):
         panel.set_title(titles[name], loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
         panel.grid(axis="y", color=RULE, linewidth=0.6)
-        # Each has its own numbers, because a narrow page shows the panels one below the other.
+        # Number the axes of each panel, because a narrow page shows the panels one below the other.
         panel.tick_params(length=2.5, labelbottom=True, labelleft=True)
     figure.supxlabel(label(x, 50), fontsize=9, parse_math=False)
     figure.supylabel(label(y, 50), fontsize=9, parse_math=False)
@@ -116,7 +119,7 @@ def limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def log_axis(panel: Axes, left: float, right: float) -> None:
-    """Set a log axis of compute; below two decades, 2 and 5 are labelled too, as plain numbers."""
+    """Set a log axis of compute; an axis of less than two decades is also labelled at 2 and 5, as plain numbers."""
     panel.set_xscale("log")
     panel.set_xlim(left, right)
     if right < 100 * left:
@@ -126,7 +129,7 @@ def log_axis(panel: Axes, left: float, right: float) -> None:
 
 
 def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left: float, colour: str) -> None:
-    """Draw points with one marker per seed; those at compute 0 are hollow, at the left edge. Shapes: (n,)."""
+    """Draw points (n,) with one marker per seed; points at compute 0 are hollow, at the left edge."""
     for index, label in enumerate(np.unique(seed)):
         marker = "osD^v"[index % 5]
         later = (seed == label) & (compute > 0)
@@ -168,9 +171,11 @@ def pdf(figure: Figure) -> bytes:
 
 @dataclass(frozen=True)
 class Panels:
-    """Panels of a figure, to show one below the other: each one's view box in the SVG, and the labels that all share.
+    """Panels of a figure, to show one below the other.
 
-    A view box is left, top, width and height in points.
+    Attributes:
+        boxes: view box of each panel in the SVG: left, top, width and height in points.
+        x, y: labels of the axes, which all panels share.
     """
 
     boxes: tuple[tuple[float, float, float, float], ...] = ()
@@ -179,7 +184,7 @@ class Panels:
 
 
 def panels_of(figure: Figure) -> Panels:
-    """Return the panels of a figure whose layout is final; none if it has a single one."""
+    """Return the panels of a figure whose layout is final; no boxes if it has a single panel."""
     axes = [panel for panel in figure.axes if panel.get_visible()]
     if len(axes) < 2:
         return Panels()
@@ -194,15 +199,15 @@ def panels_of(figure: Figure) -> Panels:
 
 
 def inline_svg(document: str, prefix: str, description: str, panels: Panels | None = None) -> str:
-    """Convert an SVG document to a page element, with unique ids, and ink and rules in the page's colours.
+    """Convert an SVG document to an element of the page, with unique ids, and text and lines in the page's colours.
 
     Args:
         document: SVG from `svg`.
         prefix: prefix for ids, unique on the page.
         description: text for screen readers, already escaped.
-        panels: panels of the figure; the page's style shows them instead of the whole on a narrow screen.
+        panels: panels of the figure, which a narrow screen shows instead of the whole figure; None without panels.
     """
-    body = smaller(document[document.index("<svg") :])
+    body = shorten_svg(document[document.index("<svg") :])
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="', f'id="{prefix}-', body)
     body = re.sub(r'href="#', f'href="#{prefix}-', body)

@@ -1,4 +1,4 @@
-"""Figures of a report: compute curves, asymptotes, residuals, the confidence curve of A, A as compute grew."""
+"""Draw a report's figures: compute curves, asymptotes, residuals, confidence curves of A, A as compute grew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted, predict
+from sweeps.fit.predict import confidence_curve, fitted_line, predict
 from sweeps.report.drawing import (
     DASHES,
     INK,
@@ -33,8 +33,8 @@ from sweeps.report.labels import cut, shortened
 from sweeps.report.overlay import name_rows
 
 
-def _short(order: Sequence[str], ranking: Ranking) -> list[str]:
-    """Return the short labels of some recipes of a ranking, see `sweeps.report.labels`."""
+def _short_labels(order: Sequence[str], ranking: Ranking) -> list[str]:
+    """Return the short labels of the recipes in `order`, see `sweeps.report.labels`."""
     short = shortened([entry.recipe for entry in ranking.ranking])
     return [short[recipe] for recipe in order]
 
@@ -42,7 +42,7 @@ def _short(order: Sequence[str], ranking: Ranking) -> list[str]:
 def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     """Draw residuals, one panel per recipe: reward minus the fitted curve, by seed, with +-2 standard deviations.
 
-    None if no recipe has a fitted curve. Only fitted points are drawn.
+    Only fitted points are drawn. None if no recipe has a fitted curve.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.draws is not None and fit.A.value is not None}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]
@@ -51,18 +51,18 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     colour = colours(ranking)
     left, right = limits([by_recipe[recipe].curve for recipe in order])
     with rc_context(STYLE):
-        figure, panels = multiples(_short(order, ranking), fits[0].curve.unit, "reward less the curve")
-        reach = max(
+        figure, panels = multiples(_short_labels(order, ranking), fits[0].curve.unit, "reward less the curve")
+        largest = max(
             _draw_residuals(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe])
             for recipe, panel in zip(order, panels, strict=True)
         )
         # Leave room for the note below the points.
-        panels[0].set_ylim(-1.35 * reach, 1.1 * reach)
+        panels[0].set_ylim(-1.35 * largest, 1.1 * largest)
     return figure
 
 
 def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: str) -> float:
-    """Draw the residuals of one recipe and return the largest absolute one."""
+    """Draw the residuals of one recipe; return the largest absolute residual."""
     points = select(fit.curve, fit.options)
     log_axis(panel, left, right)
     panel.axhline(0, color=colour, linewidth=1.2)
@@ -71,7 +71,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
         panel.axhspan(-2 * noise, 2 * noise, color=colour, alpha=0.13, linewidth=0)
         note = f"sd {noise:.4f}"
         panel.text(0.97, 0.03, note, transform=panel.transAxes, ha="right", fontsize=8.5)
-    residual = points.reward - fitted(fit, points.compute)
+    residual = points.reward - fitted_line(fit, points.compute)
     draw_points(panel=panel, compute=points.compute, y=residual, seed=points.seed, left=left, colour=colour)
     return max(float(np.abs(residual).max()), 1e-6)
 
@@ -80,7 +80,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 
 
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw the confidence curves of A, identifiable recipes left, open ones right; None without such a recipe.
+    """Draw the confidence curves of A: identifiable recipes on the left, open recipes on the right; None without any.
 
     The curve crosses 0.05 at the ends of the 95% interval; an open end is marked at the bound of A.
     """
@@ -93,16 +93,16 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     groups = [(title, group) for title, group in groups if group]
     if not groups:
         return None
-    drawn = ranking_styles(ranking)
+    style_by_recipe = ranking_styles(ranking)
     with rc_context(STYLE):
         longest = max(len(group) for _, group in groups)
         size = (6.6 if len(groups) == 1 else 9.4, 2.9 + 0.19 * -(-longest // 2))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(groups), sharey=True, squeeze=False).ravel()
-        names = _legend(ranking)
+        names = _legend_names(ranking)
         for (title, group), panel in zip(groups, panels, strict=True):
             for fit in group:
-                colour, dash = drawn[fit.recipe]
+                colour, dash = style_by_recipe[fit.recipe]
                 _draw_profile(
                     panel=panel,
                     fit=fit,
@@ -125,6 +125,7 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 
 
 def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -> None:
+    """Draw the confidence curve of one recipe."""
     x, p = confidence_curve(fit)
     panel.plot(x, p, color=colour, linewidth=1.4, linestyle=dash, label=name)
     for end, known in ((0, fit.A.low), (-1, fit.A.high)):
@@ -141,11 +142,11 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
             )
 
 
-def _legend(ranking: Ranking) -> dict[str, str]:
-    """Return each recipe's name for a legend, with a zero-width space before a `_`: Matplotlib omits such names."""
+def _legend_names(ranking: Ranking) -> dict[str, str]:
+    """Return names for a legend, with a zero-width space before a `_`, because Matplotlib omits names that begin so."""
     short = shortened([entry.recipe for entry in ranking.ranking])
-    shown = cut(list(short.values()), 40)
-    return {recipe: "\u200b" * shown[name].startswith("_") + shown[name] for recipe, name in short.items()}
+    cut_names = cut(list(short.values()), 40)
+    return {recipe: "\u200b" * cut_names[name].startswith("_") + cut_names[name] for recipe, name in short.items()}
 
 
 # --- A as compute grew --------------------------------------------------------------------------------------
@@ -154,33 +155,34 @@ def _legend(ranking: Ranking) -> dict[str, str]:
 def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking, unit: str) -> Figure | None:
     """Draw A over compute, one panel per recipe: A of the fit up to each compute, with its 95% interval.
 
-    Markers are filled where A was identifiable, hollow and grey elsewhere; an open end is dotted to the panel's edge. A
-    recipe that never got beyond the bend is left out; None if no recipe remains.
+    Markers are filled where A was identifiable, else hollow and grey. An open bound is a dotted line to the panel's
+    edge. A recipe whose A was never identifiable or open is left out; None if no recipe remains.
     """
-    shown = {
+    with_asymptote = {
         recipe: [snapshot for snapshot in snapshots if snapshot.A.value is not None]
         for recipe, snapshots in histories.items()
         if any(snapshot.verdict in ("identifiable", "open") for snapshot in snapshots)
     }
-    order = [entry.recipe for entry in ranking.ranking if shown.get(entry.recipe)]
+    order = [entry.recipe for entry in ranking.ranking if with_asymptote.get(entry.recipe)]
     if not order:
         return None
     colour = colours(ranking)
-    all_snapshots = [snapshot for recipe in order for snapshot in shown[recipe]]
+    all_snapshots = [snapshot for recipe in order for snapshot in with_asymptote[recipe]]
     identifiable = [snapshot for snapshot in all_snapshots if snapshot.verdict == "identifiable"] or all_snapshots
     heights = [value for s in identifiable for value in (s.A.value, s.A.low, s.A.high) if value is not None]
-    pad = 0.12 * (max(heights) - min(heights)) + 1e-3
+    margin = 0.12 * (max(heights) - min(heights)) + 1e-3
     with rc_context(STYLE):
-        figure, panels = multiples(_short(order, ranking), unit, "asymptote A, as fitted up to there")
-        panels[0].set_ylim(min(heights) - pad, max(heights) + pad)
+        figure, panels = multiples(_short_labels(order, ranking), unit, "asymptote A, as fitted up to there")
+        panels[0].set_ylim(min(heights) - margin, max(heights) + margin)
         ends = [snapshot.compute_end for snapshot in all_snapshots]
         for recipe, panel in zip(order, panels, strict=True):
             log_axis(panel, min(ends) / 1.15, max(ends) * 1.15)
-            _draw_history(panel, shown[recipe], colour[recipe])
+            _draw_history(panel, with_asymptote[recipe], colour[recipe])
     return figure
 
 
 def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> None:
+    """Draw A of one recipe's snapshots."""
     bottom, top = panel.get_ylim()
     for snapshot in snapshots:
         value, x = snapshot.A.value, snapshot.compute_end
@@ -206,7 +208,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
     left, right = limits(curves)
     colour = colours(ranking)
     with rc_context(STYLE):
-        figure, panels = multiples(_short(order, ranking), curves[0].unit, curves[0].metric)
+        figure, panels = multiples(_short_labels(order, ranking), curves[0].unit, curves[0].metric)
         for recipe, panel in zip(order, panels, strict=True):
             log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")
@@ -221,7 +223,10 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
 
 
 def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
-    """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A if identifiable."""
+    """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A or the verdict.
+
+    `ghost` draws only a thin line, of the baseline in another recipe's panel.
+    """
     if fit.draws is None or fit.window is None:
         return
     x = np.geomspace(left, right, 80)
@@ -242,13 +247,14 @@ def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, gho
         panel.text(0.03, 0.94, fit.verdict, transform=panel.transAxes, va="top", fontsize=8.5, color=INK)
 
 
-def _named(fit: Fit) -> float:
+def _asymptote(fit: Fit) -> float:
+    """Return the A of an identifiable fit, which is never None."""
     assert fit.A.value is not None, "only identifiable recipes are ranked"
     return fit.A.value
 
 
 def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw A of every ranked recipe: a thick 95% interval for these runs, a thin one including the seed spread.
+    """Draw A of every ranked recipe: a thick 95% interval for the given runs, a thin interval for all seeds.
 
     None if no recipe is ranked. The shaded strip is the margin below the best A.
     """
@@ -257,7 +263,7 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     if not ranked:
         return None
     colour = colours(ranking)
-    best = max(_named(fit) for fit in ranked)
+    best = max(_asymptote(fit) for fit in ranked)
     with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 0.36 * len(ranked) + 0.95), layout="constrained")
         panel = figure.subplots()
@@ -266,8 +272,8 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
             for ends, width in ((fit.A_total, 1.1), ((fit.A.low, fit.A.high), 4.0)):
                 at = np.array(ends, dtype=float)
                 panel.plot(at, np.full(2, row), color=colour[fit.recipe], linewidth=width, alpha=0.7)
-            panel.plot([_named(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
-        name_rows(panel, _short([fit.recipe for fit in ranked], ranking))
+            panel.plot([_asymptote(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
+        name_rows(panel, _short_labels([fit.recipe for fit in ranked], ranking))
         panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best)")
     return figure
 
@@ -276,12 +282,12 @@ def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure 
     """Draw the performance profiles of all recipes over several evaluation sets; None without an aggregate."""
     if aggregate is None:
         return None
-    drawn, names = ranking_styles(ranking), _legend(ranking)
+    style_by_recipe, names = ranking_styles(ranking), _legend_names(ranking)
     with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 2.9 + 0.19 * -(-len(aggregate.rows) // 2)), layout="constrained")
         panel = figure.subplots()
         for row in aggregate.rows:
-            colour, dash = drawn[row.recipe]
+            colour, dash = style_by_recipe[row.recipe]
             name = names[row.recipe]
             panel.step(aggregate.thresholds, row.profile, where="post", color=colour, ls=DASHES[dash], label=name)
             if row.runs > 1:

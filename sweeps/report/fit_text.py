@@ -1,4 +1,4 @@
-"""Fits as text for a terminal: `scalerl fit`, its options, and `scalerl watch`."""
+"""Format fits as text for a terminal: the output of `scalerl fit` and its options, and of `scalerl watch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
-from sweeps.fit.fit import Fit, shown
+from sweeps.fit.fit import Fit, format_interval
 from sweeps.fit.history import Snapshot
 from sweeps.fit.sensitivity import Row as SensitivityRow
 from sweeps.fit.sensitivity import signed, summary
@@ -15,16 +15,16 @@ from sweeps.terminal import counted
 
 
 def fits_table(fits: Sequence[Fit]) -> str:
-    """Format one row per recipe: verdict, parameters with intervals, error and numbers of points and seeds."""
-    # All shape parameters of the family, including those that no fit could identify.
+    """Format a table of fits: verdict, parameters with intervals, error, and numbers of points and seeds."""
+    # All shape parameters of the family, including parameters that no fit could identify.
     names = list(FAMILIES[fits[0].family].names)
     head = ["recipe", "verdict", "A", *names, "R0", "rmse", "n", "seeds"]
     rows = [
         [
             fit.recipe,
             fit.verdict,
-            shown(fit.A, ".3f"),
-            *(shown(fit.shape.get(name), ".4g") for name in names),
+            format_interval(fit.A, ".3f"),
+            *(format_interval(fit.shape.get(name), ".4g") for name in names),
             "-" if fit.R0 is None else f"{fit.R0:.3f}",
             "-" if fit.rmse is None else f"{fit.rmse:.4f}",
             str(fit.n),
@@ -36,8 +36,8 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 
 def units_line(fit: Fit, bounds: str) -> str:
-    """Format the names of compute and reward, and the meaning of the bounds."""
-    pooled = [f"walks are pooled over {fit.pooled} recipes"] if fit.pooled > 1 else []
+    """Format the names of compute and reward; bounds: text on the meaning of the bounds."""
+    pooled = [f"walks are pooled over {fit.pool_size} recipes"] if fit.pool_size > 1 else []
     return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
 
@@ -48,10 +48,10 @@ def verdict_line(fit: Fit) -> str:
     if effect is None or not fit.identifiable:
         return line
     sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
-    moved = [
+    changes = [
         f"{effect.step:g} {side}, A {a:.3f} and B {b:.3g}" for side, a, b in sides if a is not None and b is not None
     ]
-    return f"{line}; were R0 {', or '.join(moved)}" if moved else line
+    return f"{line}; were R0 {', or '.join(changes)}" if changes else line
 
 
 def families_text(comparison: Comparison) -> str:
@@ -80,10 +80,10 @@ def _refit_row(row: SensitivityRow) -> list[str]:
     """Format a refit as a row of the table."""
     return [
         row.setting,
-        shown(row.A, ".3f"),
+        format_interval(row.A, ".3f"),
         "-" if row.shift is None else signed(row.shift),
-        shown(row.B, ".3g"),
-        shown(row.C_mid, ".4g"),
+        format_interval(row.B, ".3g"),
+        format_interval(row.C_mid, ".4g"),
         str(row.n),
         row.verdict,
     ]
@@ -91,7 +91,7 @@ def _refit_row(row: SensitivityRow) -> list[str]:
 
 def snapshot_line(snapshot: Snapshot) -> str:
     """Format a snapshot of a running study as one line, with the check of the previous forecast."""
-    parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
+    parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {format_interval(snapshot.A, '.3f')}"]
     check = snapshot.check
     if check is not None:
         parts.append(

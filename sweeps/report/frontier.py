@@ -1,4 +1,4 @@
-"""Figure of the frontier: curves of the model sizes over compute, and the best size for each budget."""
+"""Draw the frontier: curves of the model sizes over compute, and the best size for each budget."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from matplotlib.figure import Figure
 from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier
 from sweeps.decide.plan import Plan
-from sweeps.decide.power_law import sized
+from sweeps.decide.power_law import group_by_size
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
 from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_axis, write_figure
 
 
 def write_frontier(path: Path, plan: Plan, fits: Sequence[Fit], column: str) -> None:
-    """Draw the best model size over budgets, for the plan's only recipe; `column` names the sizes.
+    """Write the figure of the best model size for each budget, for the plan's only recipe.
+
+    Args:
+        path: file to write; its ending is the format.
+        plan: plan of one recipe.
+        fits: fits of all model sizes.
+        column: name of the factor with the model size.
 
     Raises:
-        UserError: there are several recipes, or no sigmoid across the sizes, or the file cannot be written.
+        UserError: there are several recipes, or the sigmoids across sizes could not be fitted, or the file cannot be
+            written.
     """
     if len(plan.sizes) != 1:
         names = ", ".join(sizes.recipe for sizes in plan.sizes)
@@ -32,7 +39,7 @@ def write_frontier(path: Path, plan: Plan, fits: Sequence[Fit], column: str) -> 
         raise UserError(
             f"{path}: no figure, for a size of {sizes.recipe} has too few points for a curve; evaluate more"
         )
-    by_size = sized(fits, column)[sizes.recipe]
+    by_size = group_by_size(fits, column)[sizes.recipe]
     write_figure(frontier_figure(sizes.joint, sizes.frontier, list(by_size.values())), path)
 
 
@@ -66,12 +73,14 @@ def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequ
                 colour=colour,
             )
             rewards.plot(compute, np.median(joint.curve(size, compute), 0), color=colour, label=f"{size:.3g}")
-        best = _ends([point.R.value for point in frontier])
+        best = _with_nan([point.R.value for point in frontier])
         for part, dash in ((evaluated, "-"), (~evaluated, (0, (2, 2)))):
             rewards.plot(compute[part], best[part], color=INK, linewidth=2.2, alpha=0.5, linestyle=dash)
         rewards.set_ylabel("reward")
         rewards.legend(title="size", frameon=False, fontsize=8)
-        low, value, high = (_ends([getattr(point.size, end) for point in frontier]) for end in ("low", "value", "high"))
+        low, value, high = (
+            _with_nan([getattr(point.size, end) for point in frontier]) for end in ("low", "value", "high")
+        )
         sizes.fill_between(compute, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
         for part, dash in ((evaluated, "-"), (~evaluated, (0, (2, 2)))):
             sizes.plot(compute[part], value[part], color=COLOURS[0], linestyle=dash)
@@ -83,5 +92,6 @@ def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequ
     return figure
 
 
-def _ends(values: Sequence[float | None]) -> Array:
+def _with_nan(values: Sequence[float | None]) -> Array:
+    """Return values as an array, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values])

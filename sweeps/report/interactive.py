@@ -1,7 +1,7 @@
-"""Data of the report's interactive figure, and the library that draws it: Vega-Lite, inlined into the page.
+"""Prepare the data of the report's interactive figure, and the library that draws it: Vega-Lite, inlined in the page.
 
-`sweeps/report/templates/report.js` draws the figure from `study_data`. Points are those of the curves; further facts
-from the journals (step, other compute axes) are joined to them, so curves from tables have only one axis.
+`sweeps/report/templates/report.js` draws the figure from `study_data`. To the points of the curves, steps and other
+compute axes are joined from the journals, so curves from tables have only one axis.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict, readable
 from sweeps.report.drawing import ranking_styles
 from sweeps.report.labels import cut
-from sweeps.report.thinning import MOST_HOVERED, evenly
+from sweeps.report.thinning import MAX_HOVERED, even_indices
 from sweeps.run.journal import JournalView, Record
 from sweeps.run.rollouts import Shown, kept_steps
 
-# Axes besides the curves' own, in the order of the menu.
+# Axes in addition to the axis of the curves, in the order of the menu.
 _AXES = {
     "step": "optimizer steps",
     "tokens": "tokens trained on",
@@ -38,36 +38,36 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
-# Largest number of characters of a recipe's name next to its asymptote, on a screen and on a phone.
-_CUTS = (28, 18)
-_NOTHING = float("nan")
+# Largest numbers of characters of a recipe's name next to its asymptote: on a screen, and on a phone.
+_NAME_LIMITS = (28, 18)
+_UNKNOWN = float("nan")
 
 
 @cache
 def library() -> str | None:
     """Return Vega, Vega-Lite and Vega-Embed as one gzipped script in base64; None if vl-convert is not installed.
 
-    Compressed it has a third of the size. vl-convert needs a few seconds to bundle the sources, so the bundle is cached
-    in the user's cache folder.
+    Compression reduces the size to a third. vl-convert needs a few seconds to bundle the sources, so the bundle is
+    cached in the user's cache folder.
     """
     try:
         import vl_convert
     except ImportError:
         return None
-    # Our packages' own cache, see `lightning_scalerl.cache`.
+    # The cache folder of our packages, see `lightning_scalerl.cache`.
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning-scalerl"
-    kept = Path(os.environ.get("SCALERL_CACHE", default)) / f"vega-{metadata.version('vl-convert-python')}.js.gz"
+    cached = Path(os.environ.get("SCALERL_CACHE", default)) / f"vega-{metadata.version('vl-convert-python')}.js.gz"
     try:
-        packed = kept.read_bytes()
+        compressed = cached.read_bytes()
     except OSError:
         script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default
-        packed = gzip.compress(script.encode(), mtime=0)
+        compressed = gzip.compress(script.encode(), mtime=0)
         with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
-            unfinished.write_bytes(packed)
-            unfinished.replace(kept)
-    return base64.b64encode(packed).decode()
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = cached.with_name(f"{cached.name}.{os.getpid()}")
+            unfinished.write_bytes(compressed)
+            unfinished.replace(cached)
+    return base64.b64encode(compressed).decode()
 
 
 def study_data(
@@ -85,44 +85,48 @@ def study_data(
         curves, fits, ranking, runs: as for `write_report`.
         short: short labels of the recipes.
         shown: rollouts that are on the page.
-        rate: price of a device hour, which adds the cost axis.
+        rate: price of a device hour, which adds an axis of cost; None for no such axis.
     """
     by_recipe = {curve.recipe: curve for curve in curves}
     fit_of = {fit.recipe: fit for fit in fits}
     order = [entry.recipe for entry in ranking.ranking]
     journals = _Journals(runs, curves[0].axis, curves[0].column, rate)
     total = sum(len(curve.compute) for curve in curves)
-    share = min(1.0, MOST_HOVERED / max(total, 1))
-    drawn, cuts = ranking_styles(ranking), [cut(list(short.values()), limit) for limit in _CUTS]
+    fraction = min(1.0, MAX_HOVERED / max(total, 1))
+    style_by_recipe, cuts = ranking_styles(ranking), [cut(list(short.values()), limit) for limit in _NAME_LIMITS]
     recipes: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     for place, recipe in enumerate(order):
         curve, fit = by_recipe[recipe], fit_of[recipe]
-        joined = [journals.find(recipe, str(seed), c, y) for seed, c, y in _rows(curve)]
-        others = {axis: np.array([_on(axis, at, journals) for at in joined]) for axis in _AXES}
-        colour, dash = drawn[recipe]
+        records = [journals.find(recipe, str(seed), c, y) for seed, c, y in _rows(curve)]
+        other_axes = {axis: np.array([_axis_value(axis, record, journals) for record in records]) for axis in _AXES}
+        colour, dash = style_by_recipe[recipe]
         recipes.append(
             {
                 "label": recipe,
                 "short": short[recipe],
-                "cut": [by[short[recipe]] for by in cuts],
+                "cut": [cut_names[short[recipe]] for cut_names in cuts],
                 "colour": colour,
                 "dash": dash,
             }
             | _asymptote(fit, curve)
-            | {"curve": _fitted_curve(fit, curve, others)}
+            | {"curve": _fitted_curve(fit, curve, other_axes)}
         )
         for seed in dict.fromkeys(curve.seed):
             rows = np.flatnonzero(curve.seed == seed)
-            for at in rows[evenly(len(rows), share)]:
-                run = joined[at]
+            for index in rows[even_indices(len(rows), fraction)]:
+                run = records[index]
                 points.append(
-                    {"r": place, "s": str(seed), "y": _short(curve.reward[at], 5), "c": _short(curve.compute[at])}
-                    | ({} if curve.sd is None else {"e": _short(curve.sd[at], 3)})
+                    {"r": place, "s": str(seed), "y": _round(curve.reward[index], 5), "c": _round(curve.compute[index])}
+                    | ({} if curve.sd is None else {"e": _round(curve.sd[index], 3)})
                     | ({} if run is None else {"run": run[0]})
-                    | {axis: _short(values[at], 5) for axis, values in others.items() if np.isfinite(values[at])}
+                    | {
+                        axis: _round(values[index], 5)
+                        for axis, values in other_axes.items()
+                        if np.isfinite(values[index])
+                    }
                 )
-    # The curves' own axis is column "c" already.
+    # The axis of the curves is already column "c".
     columns = sorted({key for point in points for key in point} - {curves[0].axis})
     return {
         "metric": curves[0].metric,
@@ -138,7 +142,7 @@ def study_data(
 
 
 class _Journals:
-    """Evaluations of all runs, found by seed, compute and reward."""
+    """Index of all runs' evaluations, to find them by seed, compute and reward."""
 
     def __init__(self, runs: Sequence[JournalView], axis: str, metric: str, rate: float | None) -> None:
         self.rate = rate
@@ -146,69 +150,72 @@ class _Journals:
         self._exact: dict[tuple[str, str, float, float], tuple[int, Record]] = {}
         self._any: dict[tuple[float, float], tuple[int, Record] | None] = {}
         for number, view in enumerate(runs):
-            trained = view.of_kind("train")
-            counts = np.cumsum([float(record.metrics.get("train/credited_tokens", _NOTHING)) for record in trained])
-            self.tokens.append({0: 0.0} | dict(zip((record.step for record in trained), counts, strict=True)))
+            training_records = view.of_kind("train")
+            counts = np.cumsum(
+                [float(record.metrics.get("train/credited_tokens", _UNKNOWN)) for record in training_records]
+            )
+            self.tokens.append({0: 0.0} | dict(zip((record.step for record in training_records), counts, strict=True)))
             recipe, seed = str(view.header.get("recipe", "")), str(view.header.get("seed", ""))
             for record in view.of_kind("eval"):
-                at = (float(record.metrics.get(axis, _NOTHING)), float(record.metrics.get(metric, _NOTHING)))
-                self._exact[(recipe, seed, *at)] = (number, record)
-                self._any[at] = None if at in self._any else (number, record)
+                key = (float(record.metrics.get(axis, _UNKNOWN)), float(record.metrics.get(metric, _UNKNOWN)))
+                self._exact[(recipe, seed, *key)] = (number, record)
+                self._any[key] = None if key in self._any else (number, record)
 
     def find(self, recipe: str, seed: str, compute: float, reward: float) -> tuple[int, Record] | None:
-        """Return the run's number and the record of an evaluation; None if no journal or several have it.
+        """Return the run's number and the record of an evaluation; None if it is in no journal, or in several.
 
-        Recipe and seed may have other names in a curve than in the journals; then compute and reward must suffice.
+        If recipe and seed have other names in the curve than in the journals, compute and reward must identify it.
         """
         return self._exact.get((recipe, seed, compute, reward)) or self._any.get((compute, reward))
 
 
 def _rows(curve: Curve) -> list[tuple[str, float, float]]:
+    """Return seed, compute and metric of each evaluation."""
     return list(zip(curve.seed, curve.compute.tolist(), curve.values.tolist(), strict=True))
 
 
-def _on(axis: str, at: tuple[int, Record] | None, journals: _Journals) -> float:
-    """Return an evaluation's position on another axis; NaN if its journal does not have it."""
-    if at is None:
-        return _NOTHING
-    number, record = at
+def _axis_value(axis: str, evaluation: tuple[int, Record] | None, journals: _Journals) -> float:
+    """Return the value of an evaluation (the run's number, and the record) on another axis; NaN if it is unknown."""
+    if evaluation is None:
+        return _UNKNOWN
+    number, record = evaluation
     if axis == "step":
         return float(record.step)
     if axis == "tokens":
-        return journals.tokens[number].get(record.step, _NOTHING)
+        return journals.tokens[number].get(record.step, _UNKNOWN)
     if axis == "cost":
-        return _NOTHING if journals.rate is None else journals.rate * record.metrics.get(DEVICE_HOURS, _NOTHING)
-    return float(record.metrics.get(axis, _NOTHING))
+        return _UNKNOWN if journals.rate is None else journals.rate * record.metrics.get(DEVICE_HOURS, _UNKNOWN)
+    return float(record.metrics.get(axis, _UNKNOWN))
 
 
 def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
-    """Return the asymptote with its interval; if it may not be named, the mean reward near the end of compute."""
+    """Return the asymptote with its interval, or if it is not identifiable the mean reward near the end of compute."""
     if fit.identifiable and fit.A.value is not None:
         low, high = (bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True))
-        return {"named": True, "a": _short(fit.A.value), "low": _short(low), "high": _short(high)}
+        return {"named": True, "a": _round(fit.A.value), "low": _round(low), "high": _round(high)}
     last = float(curve.reward[curve.compute >= 0.9 * curve.compute.max()].mean())
-    return {"named": False, "a": _short(last), "verdict": fit.verdict}
+    return {"named": False, "a": _round(last), "verdict": fit.verdict}
 
 
-def _fitted_curve(fit: Fit, curve: Curve, others: Mapping[str, Array]) -> dict[str, list[float | None]] | None:
-    """Return the fitted curve with its 95% band within the window, on every axis; None without one."""
+def _fitted_curve(fit: Fit, curve: Curve, other_axes: Mapping[str, Array]) -> dict[str, list[float | None]] | None:
+    """Return the fitted curve with its 95% band within the window, on every axis; None without a fitted curve."""
     if not readable(fit) or fit.window is None or not fit.window[0] < fit.window[1]:
         return None
     positive = curve.compute[curve.compute > 0]
     x = np.geomspace(max(fit.window[0], float(positive.min())), fit.window[1], _CURVE_POINTS)
     band = predict(fit, x)
     columns = {"c": x, "y": band.value, "low": band.low, "high": band.high}
-    for axis, at in others.items():
-        known = np.isfinite(at)
-        if known.sum() < 2:
+    for axis, values_on_axis in other_axes.items():
+        is_known = np.isfinite(values_on_axis)
+        if is_known.sum() < 2:
             continue
-        # Average over seeds: the curve is a function of compute, so map compute to the other axis by the runs' mean.
-        compute, index = np.unique(curve.compute[known], return_inverse=True)
-        mean = np.bincount(index, weights=at[known]) / np.bincount(index)
+        # The curve is a function of compute, so map compute to the other axis by the mean over runs.
+        compute, index = np.unique(curve.compute[is_known], return_inverse=True)
+        mean = np.bincount(index, weights=values_on_axis[is_known]) / np.bincount(index)
         columns[axis] = np.interp(x, compute, np.maximum.accumulate(mean))
-    return {name: [_short(value) for value in values] for name, values in columns.items()}
+    return {name: [_round(value) for value in values] for name, values in columns.items()}
 
 
-def _short(value: float, digits: int = 4) -> float | None:
+def _round(value: float, digits: int = 4) -> float | None:
     """Round a number to a few digits; None if it is not finite."""
     return float(f"{value:.{digits}g}") if np.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Short labels of recipes: parts that all recipes of a study share are left out, and long ones are cut elsewhere."""
+"""Shorten labels of recipes: leave out parts that all recipes of a study share, and cut labels that are too long."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def shortened(labels: Sequence[str]) -> dict[str, str]:
-    """Return a short label for each recipe, without the `+`-separated parts that all others share.
+    """Return a short label for each recipe, without the `+`-separated parts that all recipes share.
 
-    Next to `scalerl`, `scalerl+loss=dapo` becomes `loss=dapo`. A label that has only shared parts keeps its first part.
-    Labels with different first parts are unchanged, as is a single label.
+    `scalerl+loss=dapo` becomes `loss=dapo` if the other recipe is `scalerl`. A label of shared parts only keeps its
+    first part. Labels with different first parts, and a single label, are unchanged.
     """
     parts = {label: label.split("+") for label in labels}
     if len(parts) < 2 or len({split[0] for split in parts.values()}) > 1:
         return {label: label for label in labels}
     # Ignore the baseline, which has no changes: otherwise the other recipes would have no common part.
-    departing = [set(split[1:]) for split in parts.values() if len(split) > 1]
-    common = set.intersection(*departing) if len(departing) == len(parts) else set()
+    changes = [set(split[1:]) for split in parts.values() if len(split) > 1]
+    common = set.intersection(*changes) if len(changes) == len(parts) else set()
     short = {
         label: "+".join(part for part in split[1:] if part not in common) or split[0] for label, split in parts.items()
     }
@@ -29,26 +29,26 @@ def printable(text: str) -> str:
 
 
 def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
-    """Return each label as printable text of at most `limit` characters; different labels stay different.
+    """Cut each label to printable text of at most `limit` characters; different labels stay different.
 
-    A long label is cut where it resembles other labels. If no other label has its beginning and end, the middle is cut.
-    Otherwise only a piece that no other label has remains. Labels for which this is impossible are numbered.
+    The middle of a long label is cut, if no other label has the same beginning and end. Otherwise a piece is kept that
+    no other label contains. If there is no such piece, the label is cut at the end and numbered.
     """
-    whole = {label: printable(label) for label in labels}
+    texts = {label: printable(label) for label in labels}
     result: dict[str, str] = {}
-    for label, text in whole.items():
-        others = [other for name, other in whole.items() if name != label]
-        shown = text if len(text) <= limit and text not in others else next(_pieces(text, others, limit), None)
-        taken = set(result.values())
-        if shown is None or shown in taken:
+    for label, text in texts.items():
+        others = [other for name, other in texts.items() if name != label]
+        abbreviation = text if len(text) <= limit and text not in others else next(_pieces(text, others, limit), None)
+        used_names = set(result.values())
+        if abbreviation is None or abbreviation in used_names:
             numbered = (f"{text[: limit - 1 - len(mark)]}…{mark}" for mark in map(str, range(1, len(labels) + 1)))
-            shown = next(each for each in numbered if each not in taken)
-        result[label] = shown
+            abbreviation = next(candidate for candidate in numbered if candidate not in used_names)
+        result[label] = abbreviation
     return result
 
 
 def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
-    """Yield abbreviations of a text that fit no other text: both of its ends, then a piece of it."""
+    """Yield abbreviations of a text that match none of the others: both ends of the text, then a piece of it."""
     others = list(others)
     half = limit // 2
     for head in (half, half // 2, min(half + half // 2, limit - 2)):
@@ -57,5 +57,5 @@ def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
             yield f"{start}…{end}"
     pieces = [text[at : at + limit - 2] for at in range(1, len(text) - limit + 2)]
     unique = [piece for piece in pieces if not any(piece in other for other in others)]
-    if unique:  # the middle one has the difference near its own middle
+    if unique:  # in the middle piece, the difference is near the middle
         yield f"…{unique[len(unique) // 2]}…"

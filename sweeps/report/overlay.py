@@ -1,4 +1,4 @@
-"""Figure of the whole study: all recipes' curves on one pair of axes, and the ranking next to them."""
+"""Draw the whole study: all recipes' curves on one pair of axes, and the ranking next to them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Rankin
     with rc_context(STYLE):
         figure = Figure(figsize=(11.0, max(4.2, 0.36 * len(order) + 1.6)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=False, width_ratios=(1.25, 1.0))
-        drawn = ranking_styles(ranking)
-        _draw_curves(panel=left, drawn=drawn, order=order, fits=by_recipe, points=points)
-        _draw_ranking(panel=right, drawn=drawn, order=order, fits=by_recipe, points=points, ranking=ranking)
+        styles = ranking_styles(ranking)
+        _draw_curves(panel=left, styles=styles, order=order, fits=by_recipe, points=points)
+        _draw_ranking(panel=right, styles=styles, order=order, fits=by_recipe, points=points, ranking=ranking)
     return figure
 
 
 def _draw_curves(
     panel: Axes,
-    drawn: Mapping[str, Style],
+    styles: Mapping[str, Style],
     order: Sequence[str],
     fits: Mapping[str, Fit],
     points: Mapping[str, Curve],
 ) -> None:
+    """Draw the evaluations of all recipes, and their fitted curves within the window."""
     _, end = limits(list(points.values()))
     panel.set_xlim(0, end / 1.5 * 1.02)
     panel.grid(axis="y", color=RULE, linewidth=0.6)
     for recipe in order:
-        colour, dash = drawn[recipe]
+        colour, dash = styles[recipe]
         curve, fit = points[recipe], fits[recipe]
         panel.plot(curve.compute, curve.reward, "o", color=colour, markersize=2.2, alpha=0.35, markeredgewidth=0)
         if readable(fit) and fit.window is not None:
@@ -57,28 +58,29 @@ def _draw_curves(
 
 def _draw_ranking(
     panel: Axes,
-    drawn: Mapping[str, Style],
+    styles: Mapping[str, Style],
     order: Sequence[str],
     fits: Mapping[str, Fit],
     points: Mapping[str, Curve],
     ranking: Ranking,
 ) -> None:
+    """Draw one row per recipe: A with its interval, or the mean reward at the end; shade the margin below the best."""
     tied = {entry.recipe for entry in ranking.ranking if entry.tied_with_best}
-    named = [fits[recipe].A.value for recipe in order if fits[recipe].identifiable]
-    best = max((value for value in named if value is not None), default=None)
+    asymptotes = [fits[recipe].A.value for recipe in order if fits[recipe].identifiable]
+    best = max((value for value in asymptotes if value is not None), default=None)
     if best is not None:
         panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
     for row, recipe in enumerate(order):
-        colour, fit, curve = drawn[recipe].colour, fits[recipe], points[recipe]
+        colour, fit, curve = styles[recipe].colour, fits[recipe], points[recipe]
         if fit.identifiable and fit.A.value is not None:
             ends = [bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True)]
             panel.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="round")
             panel.plot([fit.A.value], [row], "o", color=colour, markersize=6)
             text = f"{fit.A.value:.2f}" + (" tied" if recipe in tied and len(tied) > 1 else "")
         else:
-            last = float(curve.reward[curve.compute >= 0.9 * curve.compute.max()].mean())
-            panel.plot([last], [row], "o", color=colour, markerfacecolor="none", markersize=6)
-            text = f"{last:.2f} so far"
+            last_reward = float(curve.reward[curve.compute >= 0.9 * curve.compute.max()].mean())
+            panel.plot([last_reward], [row], "o", color=colour, markerfacecolor="none", markersize=6)
+            text = f"{last_reward:.2f} so far"
         panel.annotate(
             text, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize=8.5, color=INK,
@@ -91,8 +93,8 @@ def _draw_ranking(
 def name_rows(panel: Axes, names: Sequence[str], limit: int = 34) -> None:
     """Name the rows of a panel from the top, one per recipe, for values along the horizontal axis."""
     panel.set_yticks(range(len(names)))
-    shown = cut(names, limit)
-    panel.set_yticklabels([shown[name].replace("$", r"\$") for name in names])
+    cut_names = cut(names, limit)
+    panel.set_yticklabels([cut_names[name].replace("$", r"\$") for name in names])
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(axis="x", color=RULE, linewidth=0.6)
     panel.tick_params(axis="y", length=0)

@@ -1,6 +1,7 @@
-"""Rendering of the HTML report: data and helpers for the templates in `sweeps/report/templates`.
+"""Render the HTML report from the templates in `sweeps/report/templates`.
 
-Text and markup are in the templates, which escape all values. This module prepares the values.
+Text and markup are in the templates, which escape all values. This module prepares the values, and functions that the
+templates call.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from sweeps.run.rollouts import Shown
 from sweeps.search.race_log import RaceRecord
 from sweeps.source.held_out import PromptShares
 
-# Verdicts with a curve beyond its bend, for which the sensitivity of A is worth computing.
+# Verdicts under which A has a value, so that its sensitivity is computed.
 NAMED = ("identifiable", "open")
-# A table with more rows scrolls within the page.
+# Number of rows above which a table scrolls within the page.
 _TALL = 14
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Further content of a report besides the fits and their ranking. Each part may be empty.
+    """Content of a report in addition to the fits and their ranking. Each part may be empty.
 
     Attributes:
-        sensitivity: rows by recipe.
+        sensitivity: refits under other settings, by recipe.
         settlements: runs to make next, one entry per group of comparable recipes.
         comparisons: comparisons of families.
         histories: snapshots by recipe.
@@ -55,7 +56,7 @@ class Findings:
         rollouts: sample completions.
         races: records of studies that were run as races or searches.
         at_k: the ranking by pass@k next to that by pass@1.
-        prompts: by recipe, the shares of held-out prompts that never, sometimes and always pass.
+        prompts: by recipe, the fractions of held-out prompts that never and always pass.
         signal: signal to noise by evaluation set. aggregate: recipes over several sets.
     """
 
@@ -96,25 +97,32 @@ def render(
     panels: Mapping[str, Panels] | None = None,
     beside: OtherStudy | None = None,
 ) -> str:
-    """Render the whole page. Other arguments are as for `report.write_report`.
+    """Render the whole page.
 
-    documents: figures as SVG. dots: by figure, how many of its points became dots of a path. panels: by figure, the
-    panels to stack on a narrow screen.
+    Args:
+        documents: SVG of each figure, by name.
+        findings: further content; None for none.
+        dots: by figure, the number of points that became dots of a path; None for none.
+        panels: by figure, the panels to stack on a narrow screen; None for none.
+
+    Other arguments are as for `report.write_report`.
     """
-    found = findings or Findings()
+    all_findings = findings or Findings()
     facts = Facts(runs)
     short = shortened([entry.recipe for entry in ranking.ranking])
     script = library()
-    study = None if script is None else study_data(curves, fits, ranking, runs, short, found.rollouts, facts.rate)
+    study = (
+        None if script is None else study_data(curves, fits, ranking, runs, short, all_findings.rollouts, facts.rate)
+    )
     counters = mechanism_counters(runs)
-    departed = {recipe: departure(snapshots) for recipe, snapshots in found.histories.items()}
+    departures = {recipe: departure(snapshots) for recipe, snapshots in all_findings.histories.items()}
     notes = [
         *idle_variants(runs),
         *truncation_alarms(runs),
         *code_changes(runs),
         *warnings,
         *warnings_of(fits),
-        *(f"{recipe}: {note}" for recipe, note in departed.items() if note),
+        *(f"{recipe}: {note}" for recipe, note in departures.items() if note),
     ]
     return _templates().get_template("page.html").render(
         title=title,
@@ -123,10 +131,10 @@ def render(
         ranking=ranking,
         runs=runs,
         documents=documents,
-        found=found,
+        findings=all_findings,
         counters=counters,
         notes=notes,
-        departed=departed,
+        departures=departures,
         headers=_headers(runs),
         dots=dots or {},
         panels=panels or {},
@@ -140,7 +148,7 @@ def render(
 
 
 def _headline(ranking: Ranking, short: Mapping[str, str]) -> str:
-    """Return the ranking's outcome in one line, with names short enough for it."""
+    """Return the ranking's outcome in one line, with short names."""
     if ranking.standing is None:
         return ranking.sentence
     names = cut(list(short.values()), 22)
@@ -148,12 +156,12 @@ def _headline(ranking: Ranking, short: Mapping[str, str]) -> str:
 
 
 def _inert_json(content: Any) -> str:
-    """Encode JSON for a script element: without `<`, so that no text in it ends the element."""
+    """Encode JSON for a script element, without `<`, so that no text in the JSON can end the element."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _templates() -> Environment:
-    """Make the template environment with its helpers; an undefined name is an error, not an empty cell."""
+    """Make the environment of the templates, in which an undefined name raises instead of becoming an empty cell."""
     templates = Environment(
         loader=PackageLoader("sweeps.report"),
         autoescape=True,
@@ -162,8 +170,8 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    called = (number, compact, gain, signed, summary, colours, inline_svg, columns, identifiable_from)
-    templates.globals |= {function.__name__: function for function in called}
+    functions = (number, compact, gain, signed, summary, colours, inline_svg, columns, identifiable_from)
+    templates.globals |= {function.__name__: function for function in functions}
     templates.globals |= {"NAMED": NAMED, "MAIN": MAIN, "TALL": _TALL, "FAMILIES": FAMILIES}
     assert templates.loader is not None
     templates.globals["own_script"] = templates.loader.get_source(templates, "report.js")[0]
@@ -189,7 +197,7 @@ def columns(groups: Iterable[Iterable[Any]], attribute: str) -> list[Any]:
 
 
 def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
-    """Return the compute from which every fit was identifiable; None if the last one was not."""
+    """Return the compute from which on every fit was identifiable; None if the last fit was not."""
     since = None
     for snapshot in reversed(snapshots):
         if snapshot.verdict != "identifiable":
@@ -199,13 +207,13 @@ def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
 
 
 def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
-    """Return header fields of all runs as text, by name: those common to all, and one text per run for the others.
+    """Return the header fields of all runs as text: `common` fields once, `varying` fields as one text per run.
 
     Fields that are empty in every run are left out.
     """
-    # The table already has a run's name: it is the name of its folder.
-    itself = {"run"} if all(view.header.get("run") == view.path.parent.name for view in runs) else set()
-    names = sorted({name for view in runs for name in view.header} - {"kind", "time"} - itself)
+    # Leave out a run's name if it is the name of its folder, which the table has already.
+    redundant = {"run"} if all(view.header.get("run") == view.path.parent.name for view in runs) else set()
+    names = sorted({name for view in runs for name in view.header} - {"kind", "time"} - redundant)
     texts = {name: [_plain(view.header.get(name)) for view in runs] for name in names}
     texts = {name: values for name, values in texts.items() if any(values)}
     common = {name: values[0] for name, values in texts.items() if len(runs) > 1 and len(set(values)) == 1}

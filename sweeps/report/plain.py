@@ -1,4 +1,4 @@
-"""Plain lines and tables for a terminal, without heavy imports, so that errors appear at once."""
+"""Format plain lines and tables for a terminal. Nothing slow is imported, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sweeps.terminal import one_line as one_line
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format aligned columns without cutting them: a pipe has no width, and a terminal wraps only the last column."""
+    """Format aligned columns without cutting cells: a pipe has no width, and a terminal wraps only the last column."""
     cells = [[one_line(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -16,6 +16,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def units(compute: str, reward: str = "reward") -> list[str]:
-    """Name the compute axis and the reward, each only if the name says more than the column's heading."""
-    named = (("compute", compute), ("reward", reward))
-    return [f"{heading}: {name}" for heading, name in named if name != heading]
+    """Return the names of the compute axis and of the reward; a name that equals its column's heading is left out."""
+    pairs = (("compute", compute), ("reward", reward))
+    return [f"{heading}: {name}" for heading, name in pairs if name != heading]

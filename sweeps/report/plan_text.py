@@ -1,4 +1,4 @@
-"""A plan as text for a terminal: `scalerl plan`."""
+"""Format a plan as text for a terminal: the output of `scalerl plan`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from sweeps.decide.plan import Plan
 from sweeps.decide.rollout_counts import RolloutPlan
 from sweeps.decide.sizes import Sizes
-from sweeps.fit.fit import shown
+from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
-# A heading, the table's head and its rows; without rows, only the heading is printed.
+# Heading, and head and rows of a table; without rows, only the heading is printed.
 Section = tuple[str, list[str], list[list[str]]]
 
 
 def plan_text(plan: Plan, commands: Sequence[str | None]) -> str:
-    """Format a plan, followed by the commands that run its next steps, one per line, to paste."""
+    """Format a plan, followed by the commands that run the next steps, one per line, to paste."""
     blocks = [one_line(heading) + ("\n" + table(head, rows) if rows else "") for heading, head, rows in sections(plan)]
     if any(commands):
         # Commands are not in a table, because a command to paste must stay on one line.
@@ -54,45 +54,53 @@ def gain(expected: float | None) -> str:
 
 
 def _target_section(plan: Plan) -> Section:
+    """Return the section on the compute to the target."""
     head = ["recipe", f"compute to {plan.target:g}", "a new run", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
         assert row.reach is not None
-        compute, new_run = shown(row.compute, ".4g"), shown(row.reach.new_run, ".4g")
+        compute, new_run = format_interval(row.compute, ".4g"), format_interval(row.reach.new_run, ".4g")
         rows.append([row.recipe, compute, new_run, row.asymptote.verdict, row.reason])
     unit = "" if plan.unit == "compute" else f", in {plan.unit}"
     return f"compute to reach {plan.target:g}{unit}, 95% intervals:", head, rows
 
 
 def _budget_section(plan: Plan) -> Section:
+    """Return the section on each recipe's part of the budget."""
     head = ["recipe", "gets", "to compute", "R there", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
         assert row.compute is not None and row.compute.value is not None
-        gets, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
-        rows.append([row.recipe, gets, to, shown(row.R, ".3f"), row.asymptote.verdict, row.reason])
-    what = "compute still to spend" if plan.split is not None else "compute of one run"
+        amount, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
+        rows.append([row.recipe, amount, to, format_interval(row.R, ".3f"), row.asymptote.verdict, row.reason])
+    meaning = "compute still to spend" if plan.split is not None else "compute of one run"
     unit = "" if plan.unit == "compute" else f"{plan.unit}; "
-    return f"a budget of {plan.budget:.4g} ({unit}{what}), 95% intervals:", head, rows
+    return f"a budget of {plan.budget:.4g} ({unit}{meaning}), 95% intervals:", head, rows
 
 
 def _size_sections(sizes: Sizes) -> Iterator[Section]:
+    """Yield the sections on model sizes: laws, best size, compute to the target, crossovers, held-out errors."""
     law = sizes.law
     yield (
         f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
-        f"k_max {shown(law.k_max, '.3f')}, N_0 {shown(law.N_0, '.3g')}; {counted(law.points, 'point')}",
+        f"k_max {format_interval(law.k_max, '.3f')}, N_0 {format_interval(law.N_0, '.3g')}; "
+        f"{counted(law.points, 'point')}",
         [],
         [],
     )
     if sizes.joint is not None:
         powers = sizes.joint.exponents
         rows = [
-            [f"{size:.4g}", shown(sizes.joint.ceiling(size), ".3f"), shown(sizes.joint.half_gain(size), ".4g")]
+            [
+                f"{size:.4g}",
+                format_interval(sizes.joint.ceiling(size), ".3f"),
+                format_interval(sizes.joint.half_gain(size), ".4g"),
+            ]
             for size in sizes.joint.sizes.tolist()
         ]
         yield (
-            f"sigmoids of all sizes together: 1 - A goes as N^{shown(powers['one_minus_A'], '.3f')}, C_mid as "
-            f"N^{shown(powers['C_mid'], '.3f')}:",
+            f"sigmoids of all sizes together: 1 - A goes as N^{format_interval(powers['one_minus_A'], '.3f')}, C_mid "
+            f"as N^{format_interval(powers['C_mid'], '.3f')}:",
             ["size", "A", "C_mid"],
             rows,
         )
@@ -102,9 +110,9 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
             [
                 f"{choice.size:.4g}",
                 "no: extrapolation" if choice.extrapolation else "yes",
-                shown(choice.R, ".3f"),
+                format_interval(choice.R, ".3f"),
                 f"{choice.p_best:.2f}",
-                shown(choice.R_sigmoid, ".3f"),
+                format_interval(choice.R_sigmoid, ".3f"),
                 "-" if choice.p_best_sigmoid is None else f"{choice.p_best_sigmoid:.2f}",
             ]
             for choice in sizes.choices
@@ -116,14 +124,20 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
             [
                 f"{reach.size:.4g}",
                 "no: extrapolation" if reach.extrapolation else "yes",
-                shown(reach.power_law, ".4g"),
-                shown(reach.sigmoid, ".4g"),
+                format_interval(reach.power_law, ".4g"),
+                format_interval(reach.sigmoid, ".4g"),
             ]
             for reach in sizes.reach
         ]
         yield "compute to the target by size:", head, rows
     rows = [
-        [f"{c.smaller:.4g}", f"{c.larger:.4g}", shown(c.power_law, ".4g"), shown(c.sigmoid, ".4g"), c.reason]
+        [
+            f"{c.smaller:.4g}",
+            f"{c.larger:.4g}",
+            format_interval(c.power_law, ".4g"),
+            format_interval(c.sigmoid, ".4g"),
+            c.reason,
+        ]
         for c in sizes.crossovers
     ]
     head = ["smaller", "larger", "power law", "sigmoid", "why"]
@@ -141,10 +155,11 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
 
 
 def _rollout_section(plan: RolloutPlan) -> Section:
+    """Return the section on the number of rollouts per prompt."""
     where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
     head = ["rollouts a prompt", "R at the budget", "P(best)", "why"]
     rows = [
-        [str(v.rollouts), shown(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
+        [str(v.rollouts), format_interval(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
         for v in plan.values
     ]
     return f"{where}: {plan.sentence}", head, rows

@@ -1,4 +1,4 @@
-"""Figure of held-out prompts over compute: the shares that never, sometimes and always pass."""
+"""Draw the fractions of held-out prompts that never, sometimes and always pass, over compute."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sweeps.source.held_out import PromptShares
 
 
 def prompts_figure(shares: Sequence[PromptShares], ranking: Ranking, unit: str) -> Figure | None:
-    """Draw a panel per recipe: prompts that always pass (dark), sometimes (light), never (white), over compute.
+    """Draw one panel per recipe: prompts that always pass (dark), sometimes pass (light) and never pass (white).
 
-    Compute 0 is drawn at the left edge. None without a recipe that has such shares at two evaluations.
+    Compute 0 is drawn at the left edge. None if no recipe has these fractions at two evaluations.
     """
-    by_recipe = {each.recipe: each for each in shares if len(each.compute) > 1}
+    by_recipe = {row.recipe: row for row in shares if len(row.compute) > 1}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]
     if not order:
         return None
@@ -29,12 +29,12 @@ def prompts_figure(shares: Sequence[PromptShares], ranking: Ranking, unit: str) 
     with rc_context(STYLE):
         figure, panels = multiples([short[recipe] for recipe in order], unit, "share of prompts")
         for recipe, panel in zip(order, panels, strict=True):
-            each = by_recipe[recipe]
-            x = [max(compute, left) for compute in each.compute]
-            some = [1 - never for never in each.never]
+            row = by_recipe[recipe]
+            x = [max(compute, left) for compute in row.compute]
+            not_never = [1 - never for never in row.never]
             log_axis(panel, left, right)
             panel.set_ylim(0, 1)
-            panel.fill_between(x, 0, each.always, color=colour[recipe], alpha=0.75, linewidth=0)
-            panel.fill_between(x, each.always, some, color=colour[recipe], alpha=0.3, linewidth=0)
-            panel.plot(x, some, color=INK, linewidth=0.8)
+            panel.fill_between(x, 0, row.always, color=colour[recipe], alpha=0.75, linewidth=0)
+            panel.fill_between(x, row.always, not_never, color=colour[recipe], alpha=0.3, linewidth=0)
+            panel.plot(x, not_never, color=INK, linewidth=0.8)
     return figure

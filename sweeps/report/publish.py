@@ -1,4 +1,4 @@
-"""Publishing to MLflow: ship the members' metrics, log fits and bands, print the chart's link."""
+"""Publish to MLflow: send the members' metrics, log fits and bands, print links of the views."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def publish(
     Args:
         sources: exactly one run or sweep directory.
         uri: tracking URI, such as `sqlite:///mlflow.db`.
-        ranked: called with fits and ranking, before the links are printed.
+        ranked: function that is called with fits and ranking, before the links are printed.
 
     Raises:
         UserError: the directory does not exist, there is nothing to fit, or MLflow cannot be reached.
@@ -90,7 +90,7 @@ def publish_into(
     ranking: Ranking,
     at_k: AtK | None = None,
 ) -> str:
-    """Publish fits of a sweep that is already tracked; return the command and links that open chart and run list."""
+    """Publish fits of a sweep that is already tracked; return the command and the links that open the views."""
     entries = {entry.recipe: entry for entry in ranking.ranking}
     labels = shortened([fit.recipe for fit in fits])
     places = {} if at_k is None else {row.recipe: row.at_k.place for row in at_k.rows}
@@ -117,7 +117,7 @@ def publish_into(
 
 
 def member_of(run_dir: Path) -> Member:
-    """Make the member of a run directory from its journal's header."""
+    """Make the member of a run from the header of its journal."""
     header = read_journal(run_dir).header
     # Runs of scripts may share an identity: add the folder's name.
     run = header["run"] if (run_dir / SPEC_FILE).is_file() else f"{header['run']}-{run_dir.name}"
@@ -131,7 +131,7 @@ def member_of(run_dir: Path) -> Member:
 
 
 def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
-    """Make the summary of a fit for MLflow; parameters, curve and band only if A is identifiable."""
+    """Summarize a fit for MLflow; parameters, curve and band are included only if A is identifiable."""
     common: dict[str, Any] = {
         "recipe": fit.recipe,
         "verdict": fit.verdict,
@@ -157,7 +157,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
         C_mid=fit.C_mid.value,
         R0=fit.R0,
         rmse=fit.rmse,
-        curve_x=compute + fit.curve.origin,  # members' points are at the compute of the whole run
+        curve_x=compute + fit.curve.origin,  # in MLflow, members' points are at the compute of the whole run
         curve_y=band.value,
         band_low=band.low,
         band_high=band.high,

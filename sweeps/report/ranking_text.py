@@ -1,4 +1,4 @@
-"""A ranking as text for a terminal: `scalerl rank`, and the end of a study."""
+"""Format a ranking as text for a terminal: the output of `scalerl rank`, and of a study that ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.rank import Ranking
 from sweeps.decide.reward import Rewards
 from sweeps.decide.signal import Signal
-from sweeps.fit.fit import shown
+from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 
 
@@ -48,21 +48,21 @@ def rank_text(
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the ranking's table."""
     tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
-    ahead = [] if ranking.horizon is None else [f"at {ranking.horizon.windows:.3g} windows"]
-    head = ["rank", "recipe", "P(best)", *ahead, "A", *tie, "B at shared A", "why"]
+    horizon = [] if ranking.horizon is None else [f"at {ranking.horizon.windows:.3g} windows"]
+    head = ["rank", "recipe", "P(best)", *horizon, "A", *tie, "B at shared A", "why"]
     rows = []
     for entry in ranking.ranking:
-        named = entry.rank is not None
+        is_ranked = entry.rank is not None
         row = [
-            str(entry.rank) if named else "-",
+            str(entry.rank) if is_ranked else "-",
             entry.recipe,
             "-" if entry.p_best is None else f"{entry.p_best:.2f}",
-            *(["-" if entry.p_best_at_horizon is None else f"{entry.p_best_at_horizon:.2f}"] if ahead else []),
-            shown(entry.A if named else None, ".3f"),
-            *([shown(entry.efficiency, ".3g"), shown(entry.efficiency_half, ".3g")] if tie else []),
-            shown(entry.B_at_shared_A, ".3g"),
+            *(["-" if entry.p_best_at_horizon is None else f"{entry.p_best_at_horizon:.2f}"] if horizon else []),
+            format_interval(entry.A if is_ranked else None, ".3f"),
+            *([format_interval(entry.efficiency, ".3g"), format_interval(entry.efficiency_half, ".3g")] if tie else []),
+            format_interval(entry.B_at_shared_A, ".3g"),
         ]
-        rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
+        rows.append([*row, entry.reason if is_ranked else f"{entry.verdict}: {entry.reason}"])
     return head, rows
 
 
@@ -75,25 +75,34 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
         head += [f"R at {rewards.budget:.4g}", "P(highest)"]
     rows = []
     for entry in rewards.rows:
-        row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
+        row = [entry.recipe, format_interval(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            # Compute as a multiple of the fastest recipe's, which is 1 for itself.
-            row += [shown(entry.C, ".4g"), "1" if entry.recipe == rewards.fastest else shown(entry.ratio, ".2f")]
+            # Compute as a multiple of that of the fastest recipe, whose own multiple is 1.
+            row += [
+                format_interval(entry.C, ".4g"),
+                "1" if entry.recipe == rewards.fastest else format_interval(entry.ratio, ".2f"),
+            ]
         if rewards.budget is not None:
             p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
-            row += [shown(entry.R_at_budget, ".3f"), p]
+            row += [format_interval(entry.R_at_budget, ".3f"), p]
         rows.append(row)
     return head, rows
 
 
 def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a ranking on several axes: each recipe's place, reward and chance of the highest."""
+    """Return head and rows of a ranking on several axes: each recipe's place, reward and probability of the highest."""
     head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in by_axis.columns)]
     rows = []
     for recipe in by_axis.recipes:
         places = [column.row(recipe) for column in by_axis.columns]
         rows.append(
-            [recipe, *("-" if at is None else f"{at[0]}. {at[1].R.value:.3f} (P {at[1].p_best:.2f})" for at in places)]
+            [
+                recipe,
+                *(
+                    "-" if place is None else f"{place[0]}. {place[1].R.value:.3f} (P {place[1].p_best:.2f})"
+                    for place in places
+                ),
+            ]
         )
     return head, rows
 
@@ -104,9 +113,14 @@ def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
     head = ["recipe", *(f"{name} at {at_k.compute:.4g}" for name in names), *(f"A of {name}" for name in names)]
     rows = []
     for row in at_k.rows:
-        both = (row.at_1, row.at_k)
-        cells = ["-" if by.R is None else f"{by.place}. {shown(by.R, '.3f')} (P {by.p_best:.2f})" for by in both]
-        cells += ["-" if by.A is None else f"{by.rank}. {shown(by.A, '.3f')}" for by in both]
+        metrics = (row.at_1, row.at_k)
+        cells = [
+            "-" if metric.R is None else f"{metric.place}. {format_interval(metric.R, '.3f')} (P {metric.p_best:.2f})"
+            for metric in metrics
+        ]
+        cells += [
+            "-" if metric.A is None else f"{metric.rank}. {format_interval(metric.A, '.3f')}" for metric in metrics
+        ]
         rows.append([row.recipe, *cells])
     return head, rows
 
@@ -115,10 +129,11 @@ def signal_rows(signal: Signal) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of signal and noise by evaluation set."""
     head = ["set", "mean", "signal", "noise", "signal to noise", "without the rise"]
     numbers = [(row.mean, row.signal, row.noise, row.ratio, row.ratio_without_rise) for row in signal.rows]
-    return head, [[row.set, *map(_short, values)] for row, values in zip(signal.rows, numbers, strict=True)]
+    return head, [[row.set, *map(_format, values)] for row, values in zip(signal.rows, numbers, strict=True)]
 
 
-def _short(value: float | None) -> str:
+def _format(value: float | None) -> str:
+    """Format a number with three digits; `-` for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
@@ -130,8 +145,8 @@ def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
         [
             row.recipe,
             str(row.runs),
-            shown(row.iqm, ".3f"),
-            shown(row.p_first_improves, ".2f"),
+            format_interval(row.iqm, ".3f"),
+            format_interval(row.p_first_improves, ".2f"),
             *(f"{row.by_set[name]:.3f}" for name in aggregate.sets),
         ]
         for row in aggregate.rows
@@ -145,9 +160,9 @@ def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             entry.recipe,
-            shown(entry.delta_a, "+.3f"),
-            shown(entry.ratio, ".2f"),
-            shown(entry.delta_b, "+.3g"),
+            format_interval(entry.delta_a, "+.3f"),
+            format_interval(entry.ratio, ".2f"),
+            format_interval(entry.delta_b, "+.3g"),
             entry.reason,
         ]
         for entry in ranking.leave_one_out

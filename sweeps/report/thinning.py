@@ -1,4 +1,4 @@
-"""Ways to keep a large study's page small: points as dots of one path, shorter SVG, fewer points to hover over."""
+"""Keep the page of a large study small: points as dots of one path, shorter SVG, fewer points to hover over."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-# Above this number of points, a figure uses dots: a marker takes 150 bytes of the page, a dot 16.
+# Above this number of points, a figure has dots instead of markers: a marker takes 150 bytes of the page, a dot 16.
 MANY_POINTS = 1500
-# Largest number of points in the interactive figure, about 60 bytes each.
-MOST_HOVERED = 3000
-# Lines with fewer points keep their markers, which identify the points at compute 0.
-_FEW = 8
-# SVG attributes with coordinates. Texts, which may contain numbers too, are not changed.
+# Largest number of points in the interactive figure, which take about 60 bytes each.
+MAX_HOVERED = 3000
+# Lines of at most this many points keep their markers, because these may be the points at compute 0.
+_MIN_DOTS = 8
+# SVG attributes with coordinates. Only these are shortened, because texts may contain numbers too.
 _COORDINATES = re.compile(r'\s(?:d|x|y|width|height|points|transform)="[^"]*"')
 _DIGITS = re.compile(r"(\.\d\d)\d+")
 # Spaces next to a path command are redundant; other spaces may be line breaks.
@@ -32,7 +32,7 @@ def points_as_dots(figure: Figure) -> int:
         line
         for axes in figure.axes
         for line in axes.lines
-        if line.get_linestyle() == "None" and len(np.atleast_1d(line.get_xdata())) > _FEW
+        if line.get_linestyle() == "None" and len(np.atleast_1d(line.get_xdata())) > _MIN_DOTS
     ]
     count = sum(len(np.atleast_1d(line.get_xdata())) for line in markers)
     if count <= MANY_POINTS:
@@ -48,18 +48,18 @@ def points_as_dots(figure: Figure) -> int:
     return count
 
 
-def smaller(document: str) -> str:
+def shorten_svg(document: str) -> str:
     """Shorten an SVG for the page: coordinates to a hundredth of a point, no unused ids, no fonts."""
     body = _COORDINATES.sub(lambda match: _SPACES.sub(r"\1", _DIGITS.sub(r"\1", match.group())), document)
     body = _DOT.sub(r"M\1h0", body)
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
-    body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used else "", body)
+    used_ids = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
+    body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used_ids else "", body)
     # The page's font applies; a font list at each number would be most of an axis.
     body = re.sub(r"font-family: [^;\"]*;\s*", "", body)
     return re.sub(r">\s*\n\s*<", "><", body)
 
 
-def evenly(count: int, share: float) -> NDArray[np.intp]:
-    """Return indices of about this share of `count` points: evenly spread, including the first and the last."""
-    kept = max(2, round(count * share))
-    return np.arange(count) if kept >= count else np.unique(np.linspace(0, count - 1, kept).round().astype(np.intp))
+def even_indices(count: int, share: float) -> NDArray[np.intp]:
+    """Return indices of about a fraction `share` of `count` points: evenly spread, including the first and the last."""
+    size = max(2, round(count * share))
+    return np.arange(count) if size >= count else np.unique(np.linspace(0, count - 1, size).round().astype(np.intp))

@@ -1,4 +1,4 @@
-"""The live screen of `scalerl watch`, drawn by rich: ranking, members, warnings."""
+"""Draw the live screen of `scalerl watch` with rich: ranking, members, warnings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from sweeps.curve import Curve
     from sweeps.decide.rank import Ranking
 
-# Order of the members' states: those that need attention first, ended ones last.
+# Order of the members' states: states that need attention first, states of ended members last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
 _CURVE = 16  # characters of a sparkline
-SURE, OUT = 0.95, 0.05  # P(best) at or above which, and below which, a recipe is coloured
+SURE, OUT = 0.95, 0.05  # P(best) from which on a recipe is highlighted, and below which it is greyed out
 _TALL = 20  # minimum height of a terminal, in lines, for several sentences and warnings
 ROWS = 40  # members that are printed when the screen is closed
 
@@ -38,13 +38,13 @@ _MEMBERS = (
 
 @dataclass(frozen=True)
 class Member:
-    """One run as the screen shows it.
+    """One run, as shown on the screen.
 
     Attributes:
         state: see `sweeps.launch.status.MemberView`; "" if the source does not report it.
-        step, steps: newest step and budget; None where not known.
-        rewards: evaluations so far, in order.
-        note: why it failed or waits, or the time since its last heartbeat.
+        step, steps: newest step, and number of steps of the whole run; None if unknown.
+        rewards: rewards of the evaluations so far, in order.
+        note: why the run failed or waits, or the time since its last heartbeat.
     """
 
     recipe: str
@@ -58,13 +58,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Screen:
-    """Everything that the live screen shows at one time, drawn by rich.
+    """Content of the live screen at one time, which rich can draw.
 
     Attributes:
         title: name of the study.
-        left_s: estimated seconds until the last member ends; None where not known.
+        left_s: estimated seconds until the last member ends; None if unknown.
         curves: mean over seeds of each recipe's rewards, in order.
-        ranking: newest ranking; None before the first.
+        ranking: newest ranking; None before the first ranking.
         ranked_s: age of the ranking in seconds.
         behind: number of evaluations since the ranking.
         waiting: why there is no ranking yet.
@@ -84,35 +84,35 @@ class Screen:
     height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the header, then as many rows of both tables as fit."""
+        """Draw the header, then as many rows of both tables as fit on the screen."""
         width, height = options.max_width, self.height
-        most = None if height is None else 3 if height >= _TALL else 1
+        max_sentences = None if height is None else 3 if height >= _TALL else 1
         outcome = self.waiting or "fitting for the first time" if self.ranking is None else self.ranking.sentence
-        lines = [self._head(), *self._age(), *Text(one_line(outcome)).wrap(console, width)[:most]]
-        lines += [Text(one_line(f"! {text}"), "yellow") for text in self.warnings[:most]]
+        lines = [self._head(), *self._age(), *Text(one_line(outcome)).wrap(console, width)[:max_sentences]]
+        lines += [Text(one_line(f"! {text}"), "yellow") for text in self.warnings[:max_sentences]]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
-        places = [] if self.ranking is None else _places(self.ranking, self.curves)
+        ranking_rows = [] if self.ranking is None else _ranking_rows(self.ranking, self.curves)
         members = sorted(self.members, key=lambda member: STATES.index(member.state))
-        room = len(places) + ROWS
+        row_count = len(ranking_rows) + ROWS
         if height is not None:
-            room = max(2, height - len(lines) - 4)  # the headers of both tables, a blank line, and "and 3 more"
-            places = places[: max(room // 2, room - len(members))]
-        shown = members[: room - len(places)]
+            row_count = max(2, height - len(lines) - 4)  # the headers of both tables, a blank line, and "and 3 more"
+            ranking_rows = ranking_rows[: max(row_count // 2, row_count - len(members))]
+        shown_members = members[: row_count - len(ranking_rows)]
         yield from lines
-        if places:
-            yield from (fitted(_RANKING, places, width), "")
-        if shown:
-            yield fitted(_MEMBERS, _rows(shown, members), width)
-        if len(shown) < len(members):
-            yield Text(f"and {len(members) - len(shown)} more", "bright_black")
+        if ranking_rows:
+            yield from (fitted(_RANKING, ranking_rows, width), "")
+        if shown_members:
+            yield fitted(_MEMBERS, _member_rows(shown_members, members), width)
+        if len(shown_members) < len(members):
+            yield Text(f"and {len(members) - len(shown_members)} more", "bright_black")
 
     def _head(self) -> Text:
         """Return the title with the time left, and the number of members in each state."""
         states = Counter(member.state for member in self.members)
         counts = [f"{states[state]} {state}" for state in STATES if state and states[state]]
-        left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
-        summary = ", ".join([*left, *(counts or [counted(len(self.members), "run")])])
+        time_left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
+        summary = ", ".join([*time_left, *(counts or [counted(len(self.members), "run")])])
         return Text.assemble((one_line(self.title), "bold"), "  ", summary)
 
     def _age(self) -> list[Text]:
@@ -126,8 +126,8 @@ class Screen:
 
 
 def ranking_table(ranking: Ranking, curves: Mapping[str, tuple[float, ...]], width: int) -> Table:
-    """Return a ranking as shown on the screen and at the end of a study; `curves` are the recipes' mean rewards."""
-    return fitted(_RANKING, _places(ranking, curves), width)
+    """Make the table of a ranking, for the screen and the end of a study; curves: see `Screen`."""
+    return fitted(_RANKING, _ranking_rows(ranking, curves), width)
 
 
 def mean_curve(curve: Curve) -> tuple[float, ...]:
@@ -139,14 +139,14 @@ def mean_curve(curve: Curve) -> tuple[float, ...]:
     return tuple(sum(values) / len(values) for _, values in sorted(by_place.items()))
 
 
-def _places(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[list[Cell]]:
-    """Return the rows of the ranking; recipes without a rank follow, those with the highest P(best) first."""
+def _ranking_rows(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[list[Cell]]:
+    """Return the rows of the ranking; recipes without a rank follow, by P(best)."""
     rewards = {} if ranking.rewards is None else {row.recipe: row.R.value for row in ranking.rewards.rows}
     names, scale = shortened(list(curves)), _scale(curves.values())
-    last = len(ranking.ranking) + 1
+    last_rank = len(ranking.ranking) + 1
     rows: list[list[Cell]] = []
-    for entry in sorted(ranking.ranking, key=lambda entry: (entry.rank or last, -(entry.p_best or 0.0))):
-        named, p, reward = entry.rank is not None, entry.p_best, rewards.get(entry.recipe)
+    for entry in sorted(ranking.ranking, key=lambda entry: (entry.rank or last_rank, -(entry.p_best or 0.0))):
+        is_ranked, p, reward = entry.rank is not None, entry.p_best, rewards.get(entry.recipe)
         style = "" if p is None else "bold green" if p >= SURE else "bright_black" if p < OUT else ""
         low = "-inf" if entry.A.low is None else f"{entry.A.low:.3f}"
         high = "inf" if entry.A.high is None else f"{entry.A.high:.3f}"
@@ -154,17 +154,17 @@ def _places(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[l
             str(entry.rank or "-"),
             (names.get(entry.recipe, entry.recipe), style),
             ("-" if p is None else f"{p:.2f}", style or "cyan"),
-            f"{entry.A.value:.3f}" if named else "",
-            f"{low} {high}" if named else "",
+            f"{entry.A.value:.3f}" if is_ranked else "",
+            f"{low} {high}" if is_ranked else "",
             "" if reward is None else f"{reward:.3f}",
             (sparkline(curves.get(entry.recipe, ()), *scale, _CURVE), "magenta"),
-            (entry.verdict, "" if named else "yellow"),
+            (entry.verdict, "" if is_ranked else "yellow"),
         ])  # fmt: skip
     return rows
 
 
-def _rows(shown: Sequence[Member], members: Sequence[Member]) -> list[list[Cell]]:
-    """Return the rows of the members shown, with the names and the scale of all members."""
+def _member_rows(shown: Sequence[Member], members: Sequence[Member]) -> list[list[Cell]]:
+    """Return the rows of the shown members; names and scale depend on all members."""
     names = shortened(list(dict.fromkeys(member.recipe for member in members)))
     scale = _scale(member.rewards for member in members)
     rows: list[list[Cell]] = []

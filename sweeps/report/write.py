@@ -1,4 +1,4 @@
-"""The report's files: one self-contained page, its figures, and the ranking as CSV."""
+"""Write the report's files: one self-contained page, its figures, and the ranking as CSV."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def write_report(
         path: path of the HTML file; its directory is created.
         curves, fits: one per recipe, of the same recipes.
         ranking: ranking of these fits.
-        runs: journals behind the curves, for mechanism counters and provenance; none for tables.
-        title: name of the study; the file's name by default.
+        runs: journals behind the curves, for mechanism counters and provenance; empty for other sources.
+        title: name of the study; None for the file's name.
         warnings: warnings about the sources as a whole.
-        comparisons: comparisons of the families, one per recipe; by default those of the ranking.
+        comparisons: comparisons of the families, one per recipe; if empty, the comparisons of the ranking.
         mapping: one line per source on how it was read.
-        histories: snapshots by recipe, from `histories`; none by default.
+        histories: snapshots by recipe, see `histories`; None for none.
         workers: number of processes that share the refits, see `sweeps.parallel`.
-        beside: another study to show next to this one.
-        at_k: the ranking by pass@k, to show next to `ranking`.
-        signal, aggregate: comparisons of the study's evaluation sets; none by default.
+        beside: another study to show next to this study; None for none.
+        at_k: the ranking by pass@k, to show next to `ranking`; None for none.
+        signal, aggregate: comparisons of the study's evaluation sets; None for none.
 
     Returns:
         Paths of the written files, the page first.
@@ -100,9 +100,11 @@ def write_report(
     settlements = [settle(_choice(group, fits, ranking)) for group in comparable(fits) if len(group) > 1]
     steps = [step for settlement in settlements for step in settlement.steps]
     commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
-    named = [fit for fit in fits if fit.verdict in NAMED]
+    with_asymptote = [fit for fit in fits if fit.verdict in NAMED]
     findings = Findings(
-        sensitivity=dict(zip((fit.recipe for fit in named), mapped(sensitivity, named, workers), strict=True)),
+        sensitivity=dict(
+            zip((fit.recipe for fit in with_asymptote), mapped(sensitivity, with_asymptote, workers), strict=True)
+        ),
         settlements=settlements,
         comparisons=comparisons or ranking.comparisons,
         histories=histories or {},
@@ -126,16 +128,16 @@ def write_report(
         "performance": performance_figure(aggregate, ranking),
         "history": history_figure(findings.histories, ranking, curves[0].unit),
     }
-    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    figures_drawn = {name: figure for name, figure in figures.items() if figure is not None}
     files: dict[Path, bytes] = {page: b""}
     documents, dots, panels = {}, {}, {}
-    for name, figure in drawn.items():
+    for name, figure in figures_drawn.items():
         files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
-        # The layout is computed by now; it takes most of the drawing time, so do not compute it again for each format.
+        # The layout is final now. Do not compute it again for each format, because it takes most of the time.
         figure.set_layout_engine("none")
         files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
         panels[name] = panels_of(figure)
-        # The SVG comes last, because dots replace the markers.
+        # Make the SVG last, because here dots replace the markers.
         dots[name] = points_as_dots(figure)
         documents[name] = svg(figure)
         files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
@@ -158,12 +160,12 @@ def write_report(
     return list(files)
 
 
-def _compared(fit: Fit) -> Comparison:
+def _compare_families(fit: Fit) -> Comparison:
     return compare(fit.curve, fit.options)
 
 
 def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choice:
-    """Return the choice between a group of recipes; the ranking's own if it is about the same fits."""
+    """Return the choice between a group of recipes; it is taken from the ranking if that has the same fits."""
     if ranking.standing is not None and list(group) == list(fits):
         return Choice(group, ranking.standing)
     return choice_of(group, ranking.margin)
@@ -179,14 +181,14 @@ def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
 def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> list[Comparison]:
     """Compare the families on every recipe whose A has a value; comparisons in the ranking are reused."""
     known = {comparison.recipe: comparison for comparison in ranking.comparisons}
-    valued = [fit for fit in fits if fit.A.value is not None]
-    others = [fit for fit in valued if fit.recipe not in known]
-    known |= dict(zip((fit.recipe for fit in others), mapped(_compared, others, workers), strict=True))
-    return [known[fit.recipe] for fit in valued]
+    with_asymptote = [fit for fit in fits if fit.A.value is not None]
+    others = [fit for fit in with_asymptote if fit.recipe not in known]
+    known |= dict(zip((fit.recipe for fit in others), mapped(_compare_families, others, workers), strict=True))
+    return [known[fit.recipe] for fit in with_asymptote]
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
-    """Fit every recipe at growing compute, about a dozen times, for `write_report`; about a second per recipe."""
+    """Fit every recipe at growing compute, about a dozen times, for `write_report`; takes about a second per recipe."""
     result = {}
     for fit in fits:
         computes = np.unique(fit.curve.compute[fit.curve.compute > 0])
@@ -210,14 +212,15 @@ def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -
     rows = [_csv_row(by_recipe[entry.recipe], ranking, at) for at, entry in enumerate(ranking.ranking)]
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["recipe"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _inert(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: _quote_formula(value) for name, value in row.items()} for row in rows)
     _write(Path(path), text.getvalue().encode("utf-8", errors="replace"))
     return Path(path)
 
 
-def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
-    entry = ranking.ranking[at]
-    shared, budget, nothing = entry.B_at_shared_A, entry.R_at_budget, Interval(None, None, None)
+def _csv_row(fit: Fit, ranking: Ranking, index: int) -> dict[str, Any]:
+    """Return the row of a recipe, by column; index: position of the recipe in the ranking."""
+    entry = ranking.ranking[index]
+    shared, budget, unknown = entry.B_at_shared_A, entry.R_at_budget, Interval(None, None, None)
     return {
         "recipe": fit.recipe,
         "rank": entry.rank,
@@ -228,15 +231,15 @@ def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
         "A_total_low": fit.A_total[0],
         "A_total_high": fit.A_total[1],
         **_cells("B", fit.B),
-        **_cells("efficiency", entry.efficiency or nothing),
-        **_cells("efficiency_half", entry.efficiency_half or nothing),
-        **_cells("ratio", entry.ratio or nothing),
-        **_cells("B_at_shared_A", shared or nothing),
-        **_cells("C_mid_at_shared_A", entry.C_mid_at_shared_A or nothing),
+        **_cells("efficiency", entry.efficiency or unknown),
+        **_cells("efficiency_half", entry.efficiency_half or unknown),
+        **_cells("ratio", entry.ratio or unknown),
+        **_cells("B_at_shared_A", shared or unknown),
+        **_cells("C_mid_at_shared_A", entry.C_mid_at_shared_A or unknown),
         **_cells("C_mid", fit.C_mid),
         "R0": fit.R0,
         "R0_source": fit.R0_source,
-        **_cells("R_at_budget", budget or nothing),
+        **_cells("R_at_budget", budget or unknown),
         "family": fit.family,
         "rmse": fit.rmse,
         "r2": fit.r2,
@@ -248,16 +251,18 @@ def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
     }
 
 
-def _inert(value: Any) -> Any:
+def _quote_formula(value: Any) -> Any:
     """Quote a text that a spreadsheet would evaluate: labels and reasons may come from other people's files."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
 
 
 def _cells(name: str, interval: Interval) -> dict[str, float | None]:
+    """Return the three cells of an estimate with its bounds."""
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _write(path: Path, content: bytes) -> None:
+    """Write a file, and create its directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -15,11 +15,11 @@ import optuna
 from optuna.trial import Trial, TrialState
 from scipy.special import ndtri
 
-from sweeps.decide.race import judged
-from sweeps.decide.standing import joint_rewards
+from sweeps.decide.race import make_look
+from sweeps.decide.standing import draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
-from sweeps.fit.predict import within
+from sweeps.fit.predict import is_supported
 from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
@@ -193,9 +193,9 @@ class Search:
             return lowest
         reached = float(curves[0].compute.max())
         budget = self._settings.budget or reached
-        if not within(fit, budget) and budget <= reached:
+        if not is_supported(fit, budget) and budget <= reached:
             return _seen_at_least(fit, budget)
-        (rewards,) = joint_rewards([fit], budget)
+        (rewards,) = draw_rewards([fit], budget)
         return float(np.quantile(rewards, _LOW))
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
@@ -238,7 +238,7 @@ class Search:
         if not due or len(curves) < 2:
             return
         fits: list[Fit] = fit_curves(curves)
-        look = judged(max(self._looked[run] for run in due), fits, joint_rewards(fits, rules.budget), rules)
+        look = make_look(max(self._looked[run] for run in due), fits, draw_rewards(fits, rules.budget), rules)
         for run in due:
             if states[run].recipe in look.stopped:
                 why = replace(look, compute=self._looked[run]).why(states[run].recipe, rules)

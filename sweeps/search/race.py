@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from sweeps.curve import Curve
-from sweeps.decide.race import Look, next_look, result
+from sweeps.decide.race import Look, describe_result, next_look
 from sweeps.errors import UserError
 from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
@@ -273,7 +273,7 @@ class LiveRace:
         spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)
         stopped = self._record.stopped if self._live else {}
-        messages = result([each for each in curves if each.recipe not in stopped], rules, stopped)
+        messages = describe_result([each for each in curves if each.recipe not in stopped], rules, stopped)
         verb = "spared" if self._live else "a race that stops would have spared"
         messages.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
         messages = [f"race: {line}" for line in messages]

@@ -1,8 +1,8 @@
 """Load curves from the user's sources: runs, tables, other frameworks' logs, MLflow.
 
-`load` is the entry point, and `places` finds the kind of a path. `readers` lists the readers in the order in which they
-are tried. `frame` reads any table into a pandas DataFrame; `cells`, `columns`, `text`, `log` and
-`collected` are shared.
+`load` is the entry point, and `places` tells what kind of source a path is. `readers` lists the readers in the order in
+which they are tried. `frame` reads any table into a pandas DataFrame. All readers share `cells`, `columns`, `text`,
+`log` and `collected`.
 
 A new format is a module with `matches` and `read` and a line in `readers` (docs/reference/sources.md has one); another
 framework's names are an entry in `vocabulary`. A reader never guesses silently: the `source:` line states the use of

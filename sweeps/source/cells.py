@@ -13,7 +13,7 @@ from sweeps.run.journal import finite
 if TYPE_CHECKING:
     from pandas import Series
 
-# Words that mean no value in exports: those that pandas reads so, and dashes.
+# Words that mean a missing value in exports: the words that pandas reads as missing, and dashes.
 _NO_VALUE = frozenset(["nan", "-nan", "na", "n/a", "<na>", "#na", "#n/a", "null", "none", "-", "–", "—"])
 
 
@@ -40,7 +40,7 @@ def numbers(cells: Series[Any]) -> Array:
 
 
 def number(cell: Any) -> float:
-    """Convert one cell like `numbers` converts a column."""
+    """Convert one cell to a number, see `numbers`."""
     if isinstance(cell, str):
         try:
             text = cell.rstrip()
@@ -54,7 +54,8 @@ def number(cell: Any) -> float:
 def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
     """Find a column that mixes percentages and larger numbers.
 
-    Returns the first cell with a percent sign and the first above 1 without one; None if the column has not both.
+    Returns the row of the first cell with a percent sign, and of the first cell above 1 without one; None if the column
+    lacks either.
     """
     if is_numeric(cells):
         return None
@@ -64,7 +65,7 @@ def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
 
 
 def is_empty(cell: object) -> bool:
-    """Return whether a cell is None or blank text: nothing was logged there."""
+    """Return whether a cell is None or blank text, so that nothing was logged."""
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 

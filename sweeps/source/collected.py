@@ -1,4 +1,4 @@
-"""The user's request, and the collected points per curve, with a line on how each source was read."""
+"""The user's request, and the collector of points per curve, which also notes how each source was read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sweeps.run.journal import JournalView, finite
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
 
-# --metric all: one curve per evaluation set.
+# Value of --metric that asks for one curve per evaluation set.
 ALL = "all"
 
 
@@ -27,14 +27,14 @@ class ForeignRun:
     """One run of another trainer: its name, its labels and its points.
 
     Attributes:
-        where, name: the source as given by the user, and the run's name in it.
-        key: identity of the run that survives renaming; "" if only place and name identify it.
+        where, name: the source as given by the user, and the run's name in the source.
+        key: identity of the run that survives renaming; "" if the run is only identified by source and name.
         state: `RUNNING`, `FINISHED` or `FAILED`; "" if the source does not record it.
-        final: reason why it finished before its budget and cannot be continued; None for any other run.
+        final: why the run finished before its budget and cannot be continued; None for any other run.
         labels: requested labels by name; also `recipe` and, where known, `seed` and `baseline`.
         axis, metric: columns of compute and reward.
-        steps: (n,); None where the source has none.
-        compute, reward: (n,).
+        steps: step of each evaluation, (n,); None if the source has no steps.
+        compute, reward: compute and reward of each evaluation, (n,).
         sd: standard errors of the rewards, (n,); None, or NaN for a point, where unknown.
     """
 
@@ -52,24 +52,24 @@ class ForeignRun:
     final: str | None = None
 
 
-def described(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:
-    """Return the labels of a `ForeignRun`: the requested factors, and the given labels without None."""
+def make_labels(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:
+    """Make the labels of a `ForeignRun` from the requested factors and the given labels that are not None."""
     return {**factors, **{name: value for name, value in labels.items() if value is not None}}
 
 
 @dataclass
 class LoadedStudy:
-    """Content of the sources: one curve per recipe, the journals, and warnings about omitted content.
+    """What was read from the sources: one curve per recipe, the journals, and warnings about omitted content.
 
     Attributes:
-        curves: the curves.
+        curves: one curve per recipe and factors.
         runs: journals of our own runs.
         warnings: content that was left out or looks wrong, with the reasons.
-        mapping: one line per source: the reader, the use of each column with the rule for it, and how many rows became
-            points, with the reasons for the others.
+        mapping: one line per source: the reader, the use of each column with the rule that chose it, how many rows
+            became points, and why other rows did not.
         shown: lines of the mapping that the user must see, because the format is foreign or a column was chosen by
             name.
-        foreign: runs of other trainers, one by one.
+        foreign: all runs of other trainers.
     """
 
     curves: list[Curve] = field(default_factory=list)
@@ -81,23 +81,29 @@ class LoadedStudy:
 
     @property
     def all_warnings(self) -> list[str]:
-        """`warnings`, followed by those of each curve. Fits repeat the latter and add their own."""
+        """`warnings`, followed by the warnings of each curve, which are also among the warnings of its fit."""
         return [*self.warnings, *(f"{curve.recipe}: {note}" for curve in self.curves for note in curve.notes)]
 
     def note(self, line: str, shown: bool) -> None:
-        """Add a line to the mapping; if `shown`, also to the lines that the user must see."""
+        """Add a line to the mapping, and if `shown` also to the lines that the user must see."""
         self.mapping.append(line)
         if shown:
             self.shown.append(line)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The user's request: reward (`y` of a table or log, `metric` of a journal), compute, labels.
+class Request:
+    """What the user asks to read from the sources, see `sweeps.source.load.load`.
 
-    seed_from: a pattern with one group, for seeds that are part of run names in foreign sources.
-    bounds: lowest and highest possible value of the metric; None to infer them.
-    lower_is_better: whether the metric is a loss or an error rate.
+    Attributes:
+        metric: reward of journals; None for the default.
+        x: compute; None for the default.
+        y: reward of tables and logs; None for the default.
+        by: column or label of the recipe; None for the default.
+        factors: columns or labels by which points are also grouped.
+        seed_from: pattern with one group, for seeds that are part of run names in foreign sources; None without one.
+        bounds: lowest and highest possible value of the metric; None to infer them.
+        lower_is_better: whether the metric is a loss or an error rate.
     """
 
     metric: str | None = None
@@ -110,7 +116,7 @@ class Asked:
     lower_is_better: bool = False
 
     def split_seed(self, name: str) -> tuple[str, str | None]:
-        """Split a name by `seed_from` into the recipe's label and the seed in its group, None without a seed."""
+        """Split a run's name by `seed_from` into the recipe's label and the seed; without a match the seed is None."""
         match = self.seed_from.search(name) if self.seed_from is not None else None
         if match is None or match[1] is None:
             return name, None
@@ -120,12 +126,16 @@ class Asked:
 
 @dataclass
 class CurvePoints:
-    """Points of one curve while its sources are read, one list per column.
+    """Points of one curve while its sources are read; lists have one entry per point.
 
-    recipe: the curve's label. name: the part of it that comes from the source. own_seeds: whether the source names some
-    of its seeds. names_run: whether `name` is the name of a run, for want of a recipe. bounds: lowest and highest
-    possible value of the metric, where the source knows them. origins: of each run, the compute at which its points
-    begin (`Curve.origin`).
+    Attributes:
+        recipe: label of the curve.
+        name: the label without factors.
+        own_seeds: whether the source names seeds of the curve.
+        names_run: whether `name` is the name of a run, because the source names no recipe.
+        ended: whether a run of the curve finished and cannot be continued.
+        bounds: lowest and highest possible value of the metric; None if the source does not know them.
+        origins: compute at which the points of each run begin (`Curve.origin`).
     """
 
     recipe: str
@@ -166,24 +176,28 @@ class Collected:
     """Collector of a study's curves while its sources are read.
 
     Args:
-        asked: the user's request.
+        request: the user's request.
         study: receives warnings and the mapping.
     """
 
-    def __init__(self, asked: Asked, study: LoadedStudy) -> None:
-        self.asked = asked
+    def __init__(self, request: Request, study: LoadedStudy) -> None:
+        self.request = request
         self.study = study
-        self.run_folders: dict[Path, Path] = {}  # by run, the state read first: later states repeat it
+        self.run_folders: dict[Path, Path] = {}  # by run: the trainer state that was read first
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
 
     def points(
         self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
     ) -> CurvePoints:
-        """Return the curve of a recipe and its factors, to add points to; it is created if needed.
+        """Return the points of a recipe and its factors, to add points to; they are created if needed.
 
-        `baseline` is the recipe that this one is compared with, if the source names one; its curve has the same
-        factors.
+        Args:
+            recipe, factors: recipe, and values of the factors.
+            axis, metric: columns of compute and reward.
+            where: the source, for errors.
+            baseline: recipe that this recipe is compared with, whose curve has the same factors; None if the source
+                names none.
 
         Raises:
             UserError: the curve already has points along another axis.
@@ -206,7 +220,7 @@ class Collected:
         return points
 
     def add(self, points: CurvePoints, seed: str, run: ForeignRun, at_peak: Array | None = None) -> None:
-        """Add a run to the study and its points to a curve, under a label of its seed; `at_peak`: see `Curve`."""
+        """Add a run to the study and its points to a curve; seed: label of the run; at_peak: see `Curve`."""
         points.extend(
             run.compute.tolist(),
             run.reward.tolist(),
@@ -217,29 +231,29 @@ class Collected:
         self.study.foreign.append(run)
 
     def takes(self, logs: Sequence[Any]) -> bool:
-        """Return whether this collector takes unprocessed logs, without choosing points (as `sweeps.source.raw`)."""
+        """Return whether this collector keeps whole logs, so that no points are chosen (as in `sweeps.source.raw`)."""
         return False
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
-        """Return a unique seed label for a run: its seed if known, else `run N`, its number in the curve."""
+        """Return a seed label that is unique in the curve: the run's seed if known, else `run N`, the run's number."""
         known = self._runs.setdefault(points.recipe, [])
-        label = _free(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
+        label = _unique_label(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
         known.append(label)
         return label
 
     def curves(self) -> list[Curve]:
-        """Make the curves, sorted by label. Seeds that are only in run names are found first.
+        """Make the curves, sorted by label; before that, find seeds that are only given by run names.
 
         Raises:
             UserError: two curves have different axes.
         """
-        if self.asked.seed_from is None:
-            self._take_seeds_from_names()
+        if self.request.seed_from is None:
+            self._merge_seeds_in_names()
         axes = sorted({points.axis for points in self._points.values()})
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
-        self._say_bounds()
-        self._say_single_runs()
+        self._note_bounds()
+        self._note_single_runs()
         curves = []
         for label in sorted(self._points):
             points = self._points[label]
@@ -256,43 +270,45 @@ class Collected:
                 factors=points.factors,
                 baseline=points.baseline,
                 at_peak=_at_peak(points),
-                bounds=points.bounds or self.asked.bounds,
-                lower_is_better=self.asked.lower_is_better,
+                bounds=points.bounds or self.request.bounds,
+                lower_is_better=self.request.lower_is_better,
             )
-            # `statistics` is not used, because its import brings six more modules.
+            # Not `statistics.mean`, whose import takes time.
             origin = sum(points.origins) / max(1, len(points.origins))
             curves.append(replace(curve, ended=points.ended, origin=origin))
         return with_shared_scale(curves)
 
-    def _say_bounds(self) -> None:
-        """Note the effect of `--lower-is-better`, and warn of metrics whose own bounds take precedence.
+    def _note_bounds(self) -> None:
+        """Note the effect of `--lower-is-better`, and warn of metrics with bounds that override `--bounds`.
 
         Raises:
-            UserError: the user said lower is better, but higher is better for a metric.
+            UserError: `--lower-is-better` was given for a pass rate.
         """
         metrics = dict.fromkeys(points.metric for points in self._points.values())
-        own = {points.metric: points.bounds for points in self._points.values() if points.bounds is not None}
-        if self.asked.lower_is_better:
-            if own:
+        metric_bounds = {points.metric: points.bounds for points in self._points.values() if points.bounds is not None}
+        if self.request.lower_is_better:
+            if metric_bounds:
                 raise UserError(
-                    f"--lower-is-better: {next(iter(own))} is a pass rate, higher is better; leave the option out, or "
-                    "name a loss with --metric"
+                    f"--lower-is-better: {next(iter(metric_bounds))} is a pass rate, higher is better; leave the "
+                    "option out, or name a loss with --metric"
                 )
-            without = "; A has no bounds: give --bounds 0 1 for an error rate" if self.asked.bounds is None else ""
+            bounds_hint = (
+                "; A has no bounds: give --bounds 0 1 for an error rate" if self.request.bounds is None else ""
+            )
             self.study.note(
                 "lower is better: every reward is shown as minus the metric "
-                f"({short(', '.join(f'-{metric}' for metric in metrics))}), so the highest is the best{without}",
+                f"({short(', '.join(f'-{metric}' for metric in metrics))}), so the highest is the best{bounds_hint}",
                 shown=True,
             )
         self.study.warnings += [
-            f"--bounds {self.asked.bounds[0]:g} {self.asked.bounds[1]:g}: {metric} is a pass rate and keeps its own, "
-            f"{low:g} to {high:g}"
-            for metric, (low, high) in own.items()
-            if self.asked.bounds not in (None, (low, high))
+            f"--bounds {self.request.bounds[0]:g} {self.request.bounds[1]:g}: {metric} is a pass rate and keeps its "
+            f"own, {low:g} to {high:g}"
+            for metric, (low, high) in metric_bounds.items()
+            if self.request.bounds not in (None, (low, high))
         ]
 
-    def _say_single_runs(self) -> None:
-        """Note how to name the seeds if every run of several has become a recipe of its own, by its name."""
+    def _note_single_runs(self) -> None:
+        """If every run has become a separate recipe, note how the user can name seeds."""
         all_points = self._points.values()
         recipes = {points.name for points in all_points}
         are_single = all(
@@ -306,57 +322,63 @@ class Collected:
                 shown=True,
             )
 
-    def _take_seeds_from_names(self) -> None:
-        """Merge runs whose names show that they are seeds of one recipe, if no field gives a seed; note it.
+    def _merge_seeds_in_names(self) -> None:
+        """Merge runs whose names show that they are seeds of one recipe, if no field gives a seed; add a note.
 
-        The word `seed` in a name suffices. A single letter counts only if the names then differ in the number alone.
+        The word `seed` in a name suffices. The letter `s` counts only if names differ in nothing but the number.
         """
-        hidden = {}
+        seeds_in_names = {}
         for label, points in self._points.items():
             match = None if points.own_seeds else hidden_seed(points.name)
             if match is not None and match[0]:
-                hidden[label] = match
+                seeds_in_names[label] = match
         seeds: dict[str, set[str]] = {}
-        for rest, seed, _ in hidden.values():
-            seeds.setdefault(rest, set()).add(seed)
-        taken = {label: match for label, match in hidden.items() if match[2] or len(seeds[match[0]]) > 1}
-        if not taken:
+        for recipe, seed, _ in seeds_in_names.values():
+            seeds.setdefault(recipe, set()).add(seed)
+        merged_runs = {label: match for label, match in seeds_in_names.items() if match[2] or len(seeds[match[0]]) > 1}
+        if not merged_runs:
             return
         old_points = self._points
-        self._points = {label: points for label, points in old_points.items() if label not in taken}
+        self._points = {label: points for label, points in old_points.items() if label not in merged_runs}
         new_labels = {}  # old label -> new label
-        for label, (rest, seed, _) in taken.items():
-            old = old_points[label]
-            new = self.points(rest, old.factors, old.axis, old.metric, label)
-            new_labels[label] = new.recipe
-            known = set(new.seed)
-            names = {}
-            for old_seed in dict.fromkeys(old.seed):
-                names[old_seed] = _free(seed, known)
-                known.add(names[old_seed])
-            new.extend(old.compute, old.reward, [names[old_seed] for old_seed in old.seed], old.sd, old.at_peak)
-            new.warnings += [note for note in old.warnings if note not in new.warnings]
-            new.baseline = new.baseline or old.baseline
+        for label, (recipe, seed, _) in merged_runs.items():
+            old_curve = old_points[label]
+            new_curve = self.points(recipe, old_curve.factors, old_curve.axis, old_curve.metric, label)
+            new_labels[label] = new_curve.recipe
+            known = set(new_curve.seed)
+            new_seeds = {}
+            for old_seed in dict.fromkeys(old_curve.seed):
+                new_seeds[old_seed] = _unique_label(seed, known)
+                known.add(new_seeds[old_seed])
+            new_curve.extend(
+                old_curve.compute,
+                old_curve.reward,
+                [new_seeds[old_seed] for old_seed in old_curve.seed],
+                old_curve.sd,
+                old_curve.at_peak,
+            )
+            new_curve.warnings += [note for note in old_curve.warnings if note not in new_curve.warnings]
+            new_curve.baseline = new_curve.baseline or old_curve.baseline
         for points in self._points.values():
             points.baseline = new_labels.get(points.baseline or "", points.baseline)
         parts: dict[str, list[str]] = {}
-        for label, (_, seed, _) in taken.items():
+        for label, (_, seed, _) in merged_runs.items():
             parts.setdefault(new_labels[label], []).append(f"{label} (seed {seed})")
         merged = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
         self.study.note(short(f"seeds from the runs' names: {merged}", 2000), shown=True)
 
 
 def _at_peak(points: CurvePoints) -> list[float] | None:
-    """Return each point's compute at the peak learning rate; None if no run's rate decays."""
+    """Return each point's compute at the peak learning rate; None if the rate of no run decays."""
     if points.at_peak.count(None) == len(points.at_peak):
         return None
     return [spent if value is None else value for spent, value in zip(points.compute, points.at_peak, strict=True)]
 
 
-def _free(label: str, known: Container[str]) -> str:
-    """Return the label, or `label#N` with the smallest free N from 2."""
-    free, number = label, 2
-    while free in known:
-        free = f"{label}#{number}"
+def _unique_label(label: str, known: Container[str]) -> str:
+    """Return the label if it is not known, else `label#N` with the smallest N from 2 that is not."""
+    candidate, number = label, 2
+    while candidate in known:
+        candidate = f"{label}#{number}"
         number += 1
-    return free
+    return candidate

@@ -1,4 +1,4 @@
-"""Columns of a table: found by name in any case, and read strictly; errors name the offending line."""
+"""Find a table's columns by name in any case, and read them strictly; errors name the offending line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sweeps.source.frame import Table
 from sweeps.source.text import File, short
 from sweeps.source.vocabulary import STEP_NAMES, counters
 
-# The column that pandas writes for the rows of a table.
+# Name of the column of row numbers that pandas writes.
 _INDEX = re.compile(r"|unnamed: \d+|index", re.IGNORECASE)
 
 
@@ -24,16 +24,15 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name.strip()) is not None
 
 
-def column_named(file: File, table: Table, wanted: str, option: str, asked: bool = False) -> str | None:
-    """Find a column by name in any case, else None. A name given by the user (`asked`) is tried as is
-    first.
+def column_named(file: File, table: Table, name: str, option: str, exact: bool = False) -> str | None:
+    """Find a column by name in any case; None without one. A name given by the user (`exact`) is first tried as is.
 
     Raises:
         UserError: several columns match.
     """
-    if asked and wanted in table.names:
-        return wanted
-    matching = table.named(wanted)
+    if exact and name in table.names:
+        return name
+    matching = table.named(name)
     if len(matching) > 1:
         raise UserError(
             f"{file.path}: columns {' and '.join(map(short, matching))} differ only in case; rename one, or choose "
@@ -43,7 +42,7 @@ def column_named(file: File, table: Table, wanted: str, option: str, asked: bool
 
 
 def counter_named(file: File, table: Table) -> str | None:
-    """Find the column of a framework's compute counter, else a step column (which is an order, not compute), else None.
+    """Find the column of a compute counter, else a column of steps (an order, not compute), else None.
 
     Raises:
         UserError: there are several counters.
@@ -58,27 +57,28 @@ def counter_named(file: File, table: Table) -> str | None:
 
 
 def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
-    """Check that each of these columns exists once, and that every row is long enough for them.
+    """Check that each of these columns occurs once, and that every row is long enough for them.
 
     Raises:
         UserError: a column occurs twice, there are no rows, or a row has too few cells.
     """
-    twice = sorted({name for name in names if table.names.count(name) > 1})
-    if twice:
-        raise UserError(f"{file.path}: column {', '.join(map(short, twice))} occurs more than once; rename one")
+    repeated = sorted({name for name in names if table.names.count(name) > 1})
+    if repeated:
+        raise UserError(f"{file.path}: column {', '.join(map(short, repeated))} occurs more than once; rename one")
     if not table.count:
         raise UserError(f"{file.path}: a header and no rows; give a file with points")
     last = max(names, key=table.names.index)
     cells = table.column(last)
-    ragged = [] if is_numeric(cells) or not (cells == "").any() else table.narrow(table.names.index(last) + 1)
-    if ragged:
+    short_rows = [] if is_numeric(cells) or not (cells == "").any() else table.narrow(table.names.index(last) + 1)
+    if short_rows:
         raise UserError(
-            f"{file.path}: {len(ragged)} rows have too few cells, first at {table.place(ragged[0])}; repair them"
+            f"{file.path}: {len(short_rows)} rows have too few cells, first at {table.place(short_rows[0])}; repair "
+            "them"
         )
 
 
 def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Array, NDArray[np.bool_]]:
-    """Convert a column to numbers; return them and the mask of blank cells (which are NaN).
+    """Convert a column to numbers; returns them, and a mask of the blank cells, which are NaN.
 
     Raises:
         UserError: a cell is neither blank nor a finite number, or only some cells have percent signs.

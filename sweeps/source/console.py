@@ -1,7 +1,7 @@
 """Console logs with metrics as a Python or JSON object anywhere in a line: TRL, Unsloth, ms-swift and others.
 
 transformers' Trainer prints `{'loss': 0.1, 'reward': 0.5, ...}` without a step, between updates of a progress bar: the
-step is the bar's count. ms-swift prints its step (`'global_step/max_steps': '5/400'`); other programs print one too
+step is the count of the bar. ms-swift prints the step (`'global_step/max_steps': '5/400'`), and so do other programs
 (`{"step": 5, ...}`), after a time or a logger's name.
 """
 
@@ -19,8 +19,8 @@ from sweeps.run.journal import finite
 from sweeps.source.cells import number
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, add_logs, series_of_records
-from sweeps.source.text import File, json_lines, parsed
-from sweeps.source.trl import renamed
+from sweeps.source.text import File, json_lines, parse_json_text
+from sweeps.source.trl import rename_metrics
 from sweeps.source.verl import COLOUR
 from sweeps.source.vocabulary import STEP_NAMES, TRL, vocabulary_of
 
@@ -28,26 +28,26 @@ NAME = "console log with metrics as Python or JSON objects"
 # Files with these endings hold rows, and are always read as tables.
 TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
-_IN_BYTES = re.compile(_OBJECT.pattern.encode())
-_MOST_OTHERS = 20  # objects per line that are not rows: a printed configuration may nest thousands
+_OBJECT_BYTES = re.compile(_OBJECT.pattern.encode())
+_MOST_OTHERS = 20  # objects per line that are not rows are tried up to here: a printed configuration may nest thousands
 _BAR = re.compile(r"\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")
-_OF_MOST = "global_step/max_steps"  # ms-swift: 5/400
-# Python prints these, but `ast.literal_eval` cannot read them: values of NumPy and torch, nan and inf.
+_STEP_OF_TOTAL = "global_step/max_steps"  # ms-swift: 5/400
+# Values of NumPy and torch, nan and inf: Python prints them, but `ast.literal_eval` cannot read them.
 _WRAPPED = re.compile(r"\b(?:(?:np|numpy)\.\w+|tensor)\(([^(),]*)(?:,[^()]*)?\)")
-_NO_NUMBER = re.compile(r"(?<=[\s:,\[(])-?(?:nan|inf)(?=\s*[,}\])])")
+_NOT_FINITE = re.compile(r"(?<=[\s:,\[(])-?(?:nan|inf)(?=\s*[,}\])])")
 # Keys that mark an object as a row of metrics rather than a printed configuration.
-_OF_A_ROW = frozenset({"loss", "reward", "eval_loss", "eval_reward", _OF_MOST, *STEP_NAMES})
+_ROW_KEYS = frozenset({"loss", "reward", "eval_loss", "eval_reward", _STEP_OF_TOTAL, *STEP_NAMES})
 
 
 def matches(file: File, into: Collected | None = None) -> bool:
-    """Return whether a line of a file, which is not a table by its ending, contains an object with metrics.
+    """Return whether a line of the file contains an object with metrics, and the ending is not that of a table.
 
-    ms-swift's `logging.jsonl` also counts: it has the rows of the console, without a column of steps.
+    ms-swift's `logging.jsonl` also counts, because it has the rows of the console, without a column of steps.
     """
     # ms-swift's file. Its steps are text such as "5/400", which no table reader understands.
-    if file.start[:1] == b"{" and f'"{_OF_MOST}": "'.encode() in file.raw:
+    if file.start[:1] == b"{" and f'"{_STEP_OF_TOTAL}": "'.encode() in file.raw:
         return True
-    if file.suffix in TABLE_ENDINGS or b"\0" in file.raw[:1024] or _IN_BYTES.search(file.raw) is None:
+    if file.suffix in TABLE_ENDINGS or b"\0" in file.raw[:1024] or _OBJECT_BYTES.search(file.raw) is None:
         return False
     if file.start[:1] in (b"{", b"[") and _is_json(file):
         return False
@@ -55,7 +55,7 @@ def matches(file: File, into: Collected | None = None) -> bool:
 
 
 def _is_json(file: File) -> bool:
-    """Return whether a file is one JSON document, or one per line: rows of a table or a tracker."""
+    """Return whether a file is one JSON document, or one document per line, as tables and trackers write."""
     if file.document is not None:
         return True
     try:
@@ -66,19 +66,19 @@ def _is_json(file: File) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the evaluations of the run; its training rewards if it has none.
+    """Add the evaluations of the run, or its training rewards if it has no evaluations.
 
     Raises:
         UserError: no row has a reward.
     """
     entries = list(_entries(file))
-    steps, how = _steps(entries)
+    steps, step_note = _steps(entries)
     rows = [row for _, row in entries if row is not None]
-    records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [how]
+    records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [step_note]
     names = list(dict.fromkeys(key for row in rows for key in row))
     if TRL.speaks(names):
-        records, more = renamed(records)
-        notes += more
+        records, rename_notes = rename_metrics(records)
+        notes += rename_notes
         names = list(dict.fromkeys(key for _, row in records for key in row))
     framework = vocabulary_of(names) or (TRL if "reward" in names else None)
     log = Log(name=file.run_name, names=names, rows=len(rows), series=series_of_records(records))
@@ -93,31 +93,33 @@ def _entries(file: File) -> Iterator[_Entry]:
     if "console" not in file.kept:
         # A job's output is not always UTF-8: progress bars may be cut within a character.
         text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
-        file.kept["console"] = [entry for line in re.split(r"[\r\n]+", text) for entry in _in_line(line)]
+        file.kept["console"] = [entry for line in re.split(r"[\r\n]+", text) for entry in _line_entries(line)]
     yield from file.kept["console"]
 
 
-def _in_line(line: str) -> Iterator[_Entry]:
-    at = others = 0
+def _line_entries(line: str) -> Iterator[_Entry]:
+    """Yield the entries in a line of the console."""
+    position = others = 0
     for match in _OBJECT.finditer(line):
-        if match.start() < at or others > _MOST_OTHERS:  # inside a row, or a printed configuration
+        if match.start() < position or others > _MOST_OTHERS:  # inside a row, or a printed configuration
             continue
         end = _end(line, match.start())
         if (row := _row(line[match.start() : end])) is not None:
-            yield from _bars(line[at : match.start()])
+            yield from _bars(line[position : match.start()])
             yield None, row
-            at = end
+            position = end
         others += row is None
-    yield from _bars(line[at:])
+    yield from _bars(line[position:])
 
 
 def _bars(text: str) -> Iterator[_Entry]:
+    """Yield the progress bars in a text."""
     for match in _BAR.finditer(text):
         yield (int(match[1]), int(match[2])), None
 
 
 def _end(line: str, at: int) -> int:
-    """Return the end of the object that begins at a brace; the end of the line if it is not closed."""
+    """Return the index after the object that begins at the brace `at`; the end of the line if it is not closed."""
     depth, quote = 0, ""
     for i in range(at, len(line)):
         char = line[i]
@@ -135,61 +137,62 @@ def _end(line: str, at: int) -> int:
 def _row(text: str) -> dict[str, Any] | None:
     """Return the metrics in a printed object; None for an object without metrics."""
     try:
-        value = parsed(text)
+        value = parse_json_text(text)
     except ValueError:
         try:
-            value = ast.literal_eval(_NO_NUMBER.sub("None", _WRAPPED.sub(r"\1", text)))
+            value = ast.literal_eval(_NOT_FINITE.sub("None", _WRAPPED.sub(r"\1", text)))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return None
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return None
     metrics = {key: cell for key, cell in value.items() if isinstance(cell, str | int | float | None)}
     count = sum(number(cell) == number(cell) for cell in metrics.values())  # not NaN
-    is_row = not _OF_A_ROW.isdisjoint(metrics) or TRL.speaks(metrics)
+    is_row = not _ROW_KEYS.isdisjoint(metrics) or TRL.speaks(metrics)
     return metrics if is_row and count > 1 else None
 
 
-def _steps(found: list[_Entry]) -> tuple[list[float], str]:
-    """Return the step of each row, and where the steps were found.
+def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
+    """Find the step of each row; returns the steps, and a note on where they were found.
 
     A row may contain its step; otherwise the progress bar of training gives it: the bar with the total that precedes
     most rows. Evaluations have their own bars, and their rows belong to the last step of training. Without any bar, or
     if the rows were buffered and printed after later bars, training rows are counted instead.
     """
-    total = _training_total(found)
+    total = _training_total(entries)
     own_steps: list[float | None] = []
     by_bar: list[float] = []
     by_row: list[float] = []
-    counted, trained = 0.0, 0
-    at_training: list[float] = []
-    for bar, row in found:
+    bar_count, training_rows = 0.0, 0
+    training_counts: list[float] = []
+    for bar, row in entries:
         if bar is not None:
-            counted = float(bar[0]) if bar[1] == total else counted
+            bar_count = float(bar[0]) if bar[1] == total else bar_count
         if row is None:
             continue
         if not _is_evaluation(row):
-            trained += 1
-            at_training.append(counted)
+            training_rows += 1
+            training_counts.append(bar_count)
         own_steps.append(_own_step(row))
-        by_bar.append(counted)
-        by_row.append(float(trained))
+        by_bar.append(bar_count)
+        by_row.append(float(training_rows))
     # Buffered output: several training rows follow the same count of the bar.
-    repeated = sum(one == other for one, other in pairwise(at_training))
+    repeated = sum(one == other for one, other in pairwise(training_counts))
     if total is None:
-        others, how = by_row, "rows are numbered, for neither they nor a progress bar say one"
-    elif 10 * repeated > trained:
-        others, how = by_row, "rows are numbered, for they were buffered and stand behind later progress bars"
+        fallback, note = by_row, "rows are numbered, for neither they nor a progress bar say one"
+    elif 10 * repeated > training_rows:
+        fallback, note = by_row, "rows are numbered, for they were buffered and stand behind later progress bars"
     else:
-        others, how = by_bar, "the progress bar's"
+        fallback, note = by_bar, "the progress bar's"
     if None not in own_steps:
-        how = "in the rows"
-    return [other if step is None else step for step, other in zip(own_steps, others, strict=True)], f"step <- {how}"
+        note = "in the rows"
+    return [other if step is None else step for step, other in zip(own_steps, fallback, strict=True)], f"step <- {note}"
 
 
-def _training_total(found: list[_Entry]) -> int | None:
+def _training_total(entries: list[_Entry]) -> int | None:
+    """Return the total of the progress bar of training: the bar that precedes most rows; None without a bar."""
     rows_after: Counter[int] = Counter()
     last: tuple[int, int] | None = None
-    for bar, row in found:
+    for bar, row in entries:
         last = bar or last
         if row is not None and last is not None and not _is_evaluation(row):
             rows_after[last[1]] += 1
@@ -201,6 +204,7 @@ def _is_evaluation(row: dict[str, Any]) -> bool:
 
 
 def _own_step(row: dict[str, Any]) -> float | None:
-    if isinstance(text := row.get(_OF_MOST), str):
+    """Return the step that a row contains; None if it has none."""
+    if isinstance(text := row.get(_STEP_OF_TOTAL), str):
         return finite(number(text.partition("/")[0]))
     return next((finite(number(row[name])) for name in STEP_NAMES if name in row), None)

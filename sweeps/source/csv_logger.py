@@ -16,20 +16,20 @@ from sweeps.source.log import Log, add_logs, series_of
 from sweeps.source.text import File
 
 NAME = "Lightning's CSVLogger"
-FILE, BESIDE = "metrics.csv", "hparams.yaml"
+FILE, PARAMETERS_FILE = "metrics.csv", "hparams.yaml"
 _VERSION = re.compile(r"version_\d+")
 
 
 def log_files(directory: Path) -> list[Path]:
-    """Return the logs at or below a directory, sorted by path."""
-    return sorted(path for path in directory.rglob(FILE) if (path.parent / BESIDE).is_file())
+    """Return the logger's files at or below a directory, sorted by path."""
+    return sorted(path for path in directory.rglob(FILE) if (path.parent / PARAMETERS_FILE).is_file())
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file has the logger's name, is next to its hyper-parameters, and has steps."""
-    if file.path.name != FILE or not (file.path.parent / BESIDE).is_file():
+    """Return whether the file has the name that the logger writes, hyper-parameters next to it, and steps."""
+    if file.path.name != FILE or not (file.path.parent / PARAMETERS_FILE).is_file():
         return False
-    table = read_table(file, into.asked)
+    table = read_table(file, into.request)
     return table is not None and "step" in table.names
 
 
@@ -37,11 +37,11 @@ def read(file: File, into: Collected) -> None:
     """Add the run of one log.
 
     Raises:
-        UserError: no metric that can be the reward.
+        UserError: the log has no metric that can be the reward.
     """
-    table = read_table(file, into.asked)
+    table = read_table(file, into.request)
     assert table is not None, "`matches` has read it"
-    parameters = read_yaml(file.path.parent / BESIDE)
+    parameters = read_yaml(file.path.parent / PARAMETERS_FILE)
     labels = {key: str(value) for key, value in parameters.items() if isinstance(value, str | int | float)}
     folder = file.path.parent
     name = folder.parent.name if _VERSION.fullmatch(folder.name) and folder.parent.name else folder.name

@@ -30,7 +30,7 @@ def event_files(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the name is one of TensorBoard's: the records have no magic bytes."""
+    """Return whether the file's name is one of TensorBoard's, because the content has no magic bytes."""
     return _MARK in file.path.name
 
 
@@ -58,9 +58,10 @@ def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
 
 
 def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -> None:
+    """Add runs, given by their event files; named: where the runs' names come from."""
     require("tensorboard", f"{where} (event files)")
     logs = []
-    alone = sum(map(len, runs.values())) == 1
+    is_single = sum(map(len, runs.values())) == 1
     for name, paths in runs.items():
         scalars: dict[str, list[tuple[float, float, float]]] = {}
         warnings = []
@@ -69,9 +70,9 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
                 if warning := _load(path, scalars):
                     warnings.append(warning)
             except UserError as error:
-                if alone:
+                if is_single:
                     raise
-                into.study.warnings.append(str(error))  # one damaged file must not hide the other runs
+                into.study.warnings.append(str(error))  # a damaged file must not hide the other runs
         if scalars:
             logs.append(_log(name, scalars, warnings))
     if not logs:
@@ -84,7 +85,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
-    whole, ends = _walk(path)
+    record_count, is_complete = _count_records(path)
     loaded = 0
     try:
         for event in EventFileLoader(str(path)).Load():
@@ -97,7 +98,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
         raise UserError(f"{path}: not a readable event file ({short(str(error))}); give another file") from error
     if not loaded:
         raise UserError(f"{path}: not an event file; give the file that TensorBoard's writer made")
-    if loaded < whole or not ends:
+    if loaded < record_count or not is_complete:
         return f"{path.name} is cut off or damaged after {loaded} records; what follows was not read"
     return None
 
@@ -115,7 +116,7 @@ def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
 
 
 def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnings: list[str]) -> Log:
-    """Make a run's log from its scalars; the seconds since its first event are one more metric."""
+    """Make a run's log from its scalars, and the seconds since the first event as one more metric."""
     events = np.unique(np.array([row[:2] for rows in scalars.values() for row in rows], dtype=float), axis=0)
 
     def series(tag: str) -> Series:
@@ -128,19 +129,19 @@ def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnin
     return Log(name=name, names=[*scalars, WALL_TIME], rows=len(steps), series=series, warnings=tuple(warnings))
 
 
-def _walk(path: Path) -> tuple[int, bool]:
-    """Count complete records (8 bytes of length, checksum, data, checksum), and whether the last ends the file."""
+def _count_records(path: Path) -> tuple[int, bool]:
+    """Count complete records (8 bytes of length, checksum, data, checksum); also return whether the file ends there."""
     try:
         size = path.stat().st_size
-        count = at = 0
+        count = position = 0
         with path.open("rb") as handle:
-            while at + 16 <= size:
-                handle.seek(at)
+            while position + 16 <= size:
+                handle.seek(position)
                 (length,) = struct.unpack("<Q", handle.read(8))
-                if at + 16 + length > size:
+                if position + 16 + length > size:
                     break
-                at += 16 + length
+                position += 16 + length
                 count += 1
-        return count, at == size
+        return count, position == size
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Known but unsupported files: refused with a hint on what to export instead, before they are read as text."""
+"""Refuse known but unsupported formats, with a hint on what to export instead, before they are read as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPREADSHEETS = (".ods", ".xls")
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file is one of these, by its first bytes or its ending."""
+    """Return whether the file has an unsupported format, by its first bytes or its ending."""
     return _remedy(file) is not None
 
 
@@ -26,6 +26,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def _remedy(file: File) -> str | None:
+    """Return what to give instead of the file; None if its format is not known as unsupported."""
     head = file.raw[:4]
     if file.suffix in _SPREADSHEETS or head == _OLE:
         return "a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file"

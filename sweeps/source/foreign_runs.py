@@ -1,4 +1,4 @@
-"""Runs of other trainers, one by one, for `scalerl adopt`."""
+"""Read runs of other trainers as separate runs, for `scalerl adopt`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sweeps.source.places import Kind, Place
 from sweeps.source.vocabulary import STEP_NAMES
 
 SEED = "seed"
-# Units of compute, each with its axis in a journal and the names its columns have.
+# Units of compute, each with its axis in a journal, and a pattern of the names of its columns.
 UNITS: Mapping[str, tuple[str, str]] = {
     "device_hours": (DEVICE_HOURS, r"(?:compute/)?(?:device|gpu)[ _-]hours"),
     "virtual_device_hours": (VIRTUAL_HOURS, r"compute/virtual_device_hours"),
@@ -36,12 +36,12 @@ _LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst"
 
 @dataclass(frozen=True)
 class Points:
-    """Evaluations of one run in order of steps, which are whole numbers.
+    """Evaluations of one run, in order of its steps, which are whole numbers.
 
     Attributes:
         steps, compute, reward: one entry per evaluation.
         sd: standard errors of the rewards; empty where unknown.
-        by_step: whether the steps come from the source; else the evaluations are numbered in order.
+        by_step: whether the steps come from the source; if not, they number the evaluations.
     """
 
     steps: tuple[int, ...]
@@ -52,7 +52,7 @@ class Points:
 
     @property
     def rows(self) -> list[tuple[int, float, float]]:
-        """(step, compute, reward) of each point."""
+        """Step, compute and reward of each point."""
         return list(zip(self.steps, self.compute, self.reward, strict=True))
 
     @property
@@ -63,7 +63,7 @@ class Points:
 
 
 def columns_of(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `--by`: `loss,seed` or `loss=config.loss_type`. Returns the source's column for each name, in order.
+    """Parse `--by`: `loss,seed` or `loss=config.loss_type`. Returns the source's column by name, in order.
 
     Raises:
         UserError: a name is empty or occurs twice.
@@ -80,7 +80,7 @@ def columns_of(texts: Sequence[str]) -> dict[str, str]:
 
 
 def axis_of(column: str, unit: str | None) -> str:
-    """Return a compute column's name in a journal; `unit` overrides the unit that its own name suggests."""
+    """Return the journal's name for a compute column; unit: its unit, None for the unit that the name suggests."""
     if unit is not None:
         return UNITS[unit][0]
     name = column.strip()
@@ -88,10 +88,10 @@ def axis_of(column: str, unit: str | None) -> str:
     return known or (name if name.startswith("compute/") else f"compute/{name}")
 
 
-def expanded(source: str) -> list[str]:
-    """Return the sources to read for one: a folder of logs that no reader knows as a whole is expanded to its files.
+def expand_source(source: str) -> list[str]:
+    """Expand a folder of logs that no reader knows as a whole to its files; return any other source unchanged.
 
-    For a run with several checkpoints only the newest state is read; it contains the whole history.
+    For a run with several checkpoints only the newest state is returned, which contains the whole history.
     """
     place = Place(source)
     if place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs:
@@ -111,7 +111,7 @@ def read_runs(
     y: str | None = None,
     seed_from: str | None = None,
 ) -> tuple[list[ForeignRun], list[str]]:
-    """Read the runs of the sources one by one. Returns them, and lines on how they were read and what was left out.
+    """Read the runs of the sources separately. Returns the runs, and notes on how they were read or left out.
 
     Raises:
         UserError: a source cannot be read, or lacks a column named by `--by`.
@@ -119,44 +119,44 @@ def read_runs(
     if metric == ALL or y == ALL:
         raise UserError(f"--metric {ALL}: a member has one reward; name it")
     columns = [column for name, column in by.items() if name != SEED]
-    others = [*columns[1:], *([by[SEED]] if by.get(SEED, SEED) != SEED else [])]
+    other_columns = [*columns[1:], *([by[SEED]] if by.get(SEED, SEED) != SEED else [])]
     runs: list[ForeignRun] = []
     notes: list[str] = []
     for source in sources:
-        parts = expanded(source)
-        refused: list[UserError] = []
+        parts = expand_source(source)
+        errors: list[UserError] = []
         for part in parts:
             try:
-                study = load([part], metric, x, y, columns[0] if columns else None, others, seed_from)
+                study = load([part], metric, x, y, columns[0] if columns else None, other_columns, seed_from)
             except UserError as error:
                 renamed = UserError(str(error).replace("--group", "--by"))
                 if len(parts) == 1:
                     raise renamed from error
-                refused.append(renamed)
+                errors.append(renamed)
                 continue
             runs += study.foreign
-            runs += _of_ours(study, columns, others)
+            runs += _own_as_foreign(study, columns, other_columns)
             notes += [*study.shown, *(f"warning: {warning}" for warning in study.warnings)]
-        if len(refused) == len(parts):
-            raise refused[0]
-        notes += [f"warning: left out: {error}" for error in refused]
+        if len(errors) == len(parts):
+            raise errors[0]
+        notes += [f"warning: left out: {error}" for error in errors]
     return runs, notes
 
 
-def _of_ours(study: LoadedStudy, columns: Sequence[str], others: Sequence[str]) -> Iterator[ForeignRun]:
-    """Yield our own runs from another folder as foreign runs, along the axis and metric of their curves."""
+def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: Sequence[str]) -> Iterator[ForeignRun]:
+    """Yield a study's own runs (with our journals) as foreign runs, with the axis and metric of their curves."""
     if not study.runs:
         return
     axis, metric = study.curves[0].axis, study.curves[0].metric
     for view in study.runs:
-        evaluated = view.of_kind("eval")
-        if not evaluated:
+        evaluations = view.of_kind("eval")
+        if not evaluations:
             continue
-        known = {**_configured(view), **view.header}
-        labels = {column: str(known[column]) for column in others if column in known}
-        labels |= {"recipe": str(known.get(columns[0] if columns else "recipe", view.path.parent.name))}
-        labels |= {SEED: str(known[SEED])} if SEED in known else {}
-        errors = [record.metrics.get(f"{metric}_se", np.nan) for record in evaluated]
+        fields = {**_configuration(view), **view.header}
+        labels = {column: str(fields[column]) for column in other_columns if column in fields}
+        labels |= {"recipe": str(fields.get(columns[0] if columns else "recipe", view.path.parent.name))}
+        labels |= {SEED: str(fields[SEED])} if SEED in fields else {}
+        errors = [record.metrics.get(f"{metric}_se", np.nan) for record in evaluations]
         yield ForeignRun(
             where=str(view.path.parent),
             name=view.path.parent.name,
@@ -165,17 +165,18 @@ def _of_ours(study: LoadedStudy, columns: Sequence[str], others: Sequence[str]) 
             labels=labels,
             axis=axis,
             metric=metric,
-            steps=np.array([record.step for record in evaluated], dtype=float),
+            steps=np.array([record.step for record in evaluations], dtype=float),
             compute=np.array(
-                [record.step if axis == STEP else record.metrics[axis] for record in evaluated], dtype=float
+                [record.step if axis == STEP else record.metrics[axis] for record in evaluations], dtype=float
             ),
-            reward=np.array([record.metrics[metric] for record in evaluated], dtype=float),
+            reward=np.array([record.metrics[metric] for record in evaluations], dtype=float),
             sd=np.array(errors) if np.isfinite(errors).all() else None,
             final=str(view.reason) if view.final else None,
         )
 
 
-def _configured(view: JournalView) -> dict[str, Any]:
+def _configuration(view: JournalView) -> dict[str, Any]:
+    """Return the values of a run's configuration by dotted key; empty if it cannot be read."""
     try:
         return leaves(RunSpec.read(view.path.parent).config)
     except UserError:
@@ -183,7 +184,7 @@ def _configured(view: JournalView) -> dict[str, Any]:
 
 
 def points_of(run: ForeignRun) -> Points:
-    """Return a run's points by whole steps; if its source has no steps, numbered in order of compute.
+    """Return a run's points by whole steps; if the source has no steps, number the points in order of compute.
 
     Raises:
         UserError: compute decreases along the steps.
@@ -192,21 +193,21 @@ def points_of(run: ForeignRun) -> Points:
     order = np.lexsort((run.reward, run.compute)) if steps is None else np.argsort(steps, kind="stable")
     compute, reward = run.compute[order], run.reward[order]
     sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[order]
-    if steps is None:  # a repeated row of a table is one point
-        kept = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
-        compute, reward, sd = compute[kept], reward[kept], None if sd is None else sd[kept]
+    if steps is None:  # rows of a table that repeat a point are dropped
+        is_new = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
+        compute, reward, sd = compute[is_new], reward[is_new], None if sd is None else sd[is_new]
     elif (np.diff(compute) < 0).any():
         at = int(np.flatnonzero(np.diff(compute) < 0)[0])
         raise UserError(
             f"{run.axis} falls from {compute[at]:g} to {compute[at + 1]:g} at step {steps[order][at + 1]:g}: it is not "
             "cumulative, or began again with a resumed run; choose another with --x"
         )
-    whole = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
-    numbers = steps[order].astype(int) if steps is not None and whole else np.arange(len(compute))
+    has_whole_steps = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
+    numbers = steps[order].astype(int) if steps is not None and has_whole_steps else np.arange(len(compute))
     return Points(
         steps=tuple(numbers.tolist()),
         compute=tuple(compute.tolist()),
         reward=tuple(reward.tolist()),
         sd=() if sd is None else tuple(sd.tolist()),
-        by_step=bool(whole),
+        by_step=bool(has_whole_steps),
     )

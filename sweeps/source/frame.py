@@ -1,6 +1,6 @@
-"""A table file as a pandas DataFrame, before its columns are assigned roles.
+"""Read a table file as a pandas DataFrame, before its columns are assigned roles.
 
-pandas is imported when cells are first needed, so that our own journals, and files that no reader wants, do without it.
+pandas is imported when cells are first needed, so that it is not imported for our own journals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sweeps.errors import UserError, require
 from sweeps.source.cells import is_empty, is_numeric, number
-from sweeps.source.collected import Asked
+from sweeps.source.collected import Request
 from sweeps.source.text import File, json_lines, short
 from sweeps.source.vocabulary import ORDER, RUN_COLUMNS
 
@@ -34,8 +34,8 @@ _JSON = (".json", *_JSON_LINES)
 _LABELS = ("recipe", "seed", "baseline", *RUN_COLUMNS)
 _LONGEST_HEADER = 10_000_000
 # A whole number, or a number with a decimal comma.
-_COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
-_PARTED = {"\t": "tabs", " ": "blanks"}
+_DECIMAL_COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
+_DELIMITER_NAMES = {"\t": "tabs", " ": "blanks"}
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Table:
             cells, "" if empty.
         torn: error message for a last line that does not parse; that line is not among the rows.
         place: describes where a row (counted from 0) is in the file.
-        narrow: returns the rows with fewer cells than a number.
-        notes: unusual ways of parsing (delimiter, decimal commas); complete once the cells are loaded.
+        narrow: returns the numbers of the rows that have fewer cells than a given number.
+        notes: unusual ways of parsing (delimiter, decimal commas); complete only after the cells were loaded.
     """
 
     names: list[str]
@@ -74,12 +74,12 @@ class Table:
         return self.frame.iloc[:, self.names.index(name)]
 
     def named(self, wanted: str) -> list[str]:
-        """Return the distinct column names that equal this name, ignoring case."""
+        """Return the distinct column names that equal a name, ignoring case and outer blanks."""
         key = wanted.strip().casefold()
         return [name for name in dict.fromkeys(self.names) if name.strip().casefold() == key]
 
     def label(self, name: str) -> list[str]:
-        """Return the cells of a column as stripped text."""
+        """Return the cells of a column as text without outer blanks."""
         cells = self.column(name).tolist()
         if not set(map(type, cells)) <= {str}:
             return [str(cell).strip() for cell in cells]
@@ -89,12 +89,12 @@ class Table:
         return [stripped[cell] for cell in cells]
 
     def take(self, rows: NDArray[np.intp]) -> Table:
-        """Return the table with only these rows; the rows keep their numbers."""
+        """Select rows, which keep their numbers."""
         return Table(self.names, lambda: self.frame.iloc[rows])
 
 
 def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Table:
-    """Make a table from mappings; the header is every key in order of appearance, and None is an empty cell."""
+    """Make a table from mappings; its header is all keys in order of appearance, and None is an empty cell."""
     names = list(dict.fromkeys(key for record in records for key in record))
 
     def load() -> DataFrame:
@@ -106,7 +106,7 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
     return Table(names, load, torn)
 
 
-def grouped(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
+def group_rows(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
     """Return the row numbers of each combination of labels, in order of first appearance."""
     import pandas
 
@@ -114,24 +114,24 @@ def grouped(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np
     return {tuple(map(str, key)): part.index.to_numpy() for key, part in frame.groupby(list(frame), sort=False)}
 
 
-def read_table(file: File, asked: Asked) -> Table | None:
+def read_table(file: File, request: Request) -> Table | None:
     """Read a CSV, JSONL, JSON, Excel or Parquet file, by its content and ending; None for an empty file.
 
     Raises:
-        UserError: the file is none of these, or damaged. Damaged cells of a CSV file raise when first read.
+        UserError: the file has none of these formats, or is damaged. Damaged cells of a CSV file raise when first read.
     """
     if "table" not in file.kept:
-        file.kept["table"] = _parse(file, asked)
+        file.kept["table"] = _parse(file, request)
     table: Table | None = file.kept["table"]
     return table
 
 
-def with_order(table: Table, asked: Asked, labels: Sequence[str]) -> Table:
-    """Return the table with a column that numbers its rows from 1, per combination of these labels.
+def with_order(table: Table, request: Request, labels: Sequence[str]) -> Table:
+    """For `--x order`, add a column that numbers the rows from 1, per combination of these labels.
 
-    Without `--x order`, or if the table has a column of that name, it is returned unchanged.
+    Otherwise, or if the table has a column of that name, it is returned unchanged.
     """
-    if asked.x != ORDER or table.named(ORDER):
+    if request.x != ORDER or table.named(ORDER):
         return table
     keys = [table.names.index(name) for name in table.names if name.strip().casefold() in labels]
 
@@ -148,13 +148,14 @@ def is_binary(file: File) -> bool:
     return file.start.startswith(b"PAR1") or file.suffix in (".parquet", *_EXCEL)
 
 
-def _parse(file: File, asked: Asked) -> Table | None:
+def _parse(file: File, request: Request) -> Table | None:
+    """Read a table by the format of its file."""
     if is_binary(file):
         return _excel(file) if file.suffix in _EXCEL else _parquet(file)
     if file.suffix in _JSON or file.start[:1] in (b"{", b"["):
         return _json(file)
-    # Labels stay text: seed 01 is not seed 1.
-    labels = {name.strip().casefold() for name in (asked.by, *asked.factors, *_LABELS) if name}
+    # Keep labels as text: seed 01 is not seed 1.
+    labels = {name.strip().casefold() for name in (request.by, *request.factors, *_LABELS) if name}
     return _csv(file, labels)
 
 
@@ -164,18 +165,18 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     text = _whole_lines(file)
     lines = [line[0][:100_000] for line in islice(re.finditer(r"\S[^\r\n]*", text), 2)]
     # Excel may write the delimiter in a line of its own, `sep=;`.
-    declared = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
-    delimiter = declared[1] if declared else _delimiter(lines)
-    notes = [] if delimiter == "," else [f"cells parted by {_PARTED.get(delimiter, repr(delimiter))}"]
-    if delimiter == " ":  # runs of blanks align the columns
+    separator_line = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
+    delimiter = separator_line[1] if separator_line else _delimiter(lines)
+    notes = [] if delimiter == "," else [f"cells parted by {_DELIMITER_NAMES.get(delimiter, repr(delimiter))}"]
+    if delimiter == " ":  # columns may be aligned by several blanks
         text, delimiter = "\n".join("\t".join(line.split()) for line in text.split("\n")), "\t"
-    top = 2 if declared else 1
+    header_lines = 2 if separator_line else 1
     handle = io.StringIO(text[:_LONGEST_HEADER], newline="")
-    head = list(islice(_records(file, handle, delimiter), top))
-    if len(head) < top:
+    header_rows = list(islice(_records(file, handle, delimiter), header_lines))
+    if len(header_rows) < header_lines:
         return None
-    names, body = [name.strip() for name in head[-1][1]], text[handle.tell() :]
-    as_text = [at for at, name in enumerate(names) if name.casefold() in labels]
+    names, body = [name.strip() for name in header_rows[-1][1]], text[handle.tell() :]
+    as_text = [column for column, name in enumerate(names) if name.casefold() in labels]
 
     def load() -> DataFrame:
         try:
@@ -183,12 +184,12 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
         except ValueError as error:  # the parser's own error is a ValueError
             raise _no_csv(file, error) from error
         if delimiter != "," and (commas := _decimal_commas(frame)):
-            notes.append(f"decimal commas in {short(', '.join(names[at] for at in commas), 200)}")
+            notes.append(f"decimal commas in {short(', '.join(names[column] for column in commas), 200)}")
         return frame
 
     def records() -> Iterator[tuple[int, list[str]]]:
         # Parse again instead of keeping a line number for every row: only error messages need it.
-        return islice(_records(file, io.StringIO(text, newline=""), delimiter), top, None)
+        return islice(_records(file, io.StringIO(text, newline=""), delimiter), header_lines, None)
 
     def place(row: int) -> str:
         return next((f"line {line}" for line, _ in islice(records(), row, None)), f"row {row + 1}")
@@ -200,6 +201,7 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
 
 
 def _no_csv(file: File, error: Exception) -> UserError:
+    """Return the error about a file that is not CSV."""
     return UserError(f"{file.path}: not a CSV file ({short(str(error).strip())}); check its quotes")
 
 
@@ -249,30 +251,31 @@ def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> Dat
     """
     import pandas
 
-    # A numbered header of the right width: pandas then ignores cells beyond it.
+    # With a numbered header of the right width, pandas ignores cells beyond the header.
     numbered = delimiter.join(map(str, range(width))) + "\n" + body
 
     def parsed(columns: Sequence[int], text: Sequence[int]) -> DataFrame:
         with warnings.catch_warnings():
-            # pandas 3.1 and later always parse exactly, and deprecate the argument that asks for it.
+            # pandas 3.1 and later always parse exactly, and deprecate the argument float_precision.
             warnings.simplefilter("ignore", DeprecationWarning)
             frame = pandas.read_csv(
                 io.StringIO(numbered), sep=delimiter, usecols=list(columns), index_col=False, na_filter=False,
-                dtype={str(at): object for at in text}, low_memory=False, float_precision="round_trip",
+                dtype={str(column): object for column in text}, low_memory=False, float_precision="round_trip",
             )  # fmt: skip
         return frame.set_axis(list(columns), axis=1)
 
     frame = parsed(range(width), as_text)
     # Keep booleans, columns with inf or nan, and integers beyond 64 bits as written.
-    odd = [at for at in range(width) if _is_odd(frame[at])]
-    if odd:
-        frame[odd] = parsed(odd, odd)
-    if not any(is_numeric(frame[at]) for at in range(width)):
+    odd_columns = [column for column in range(width) if _is_odd(frame[column])]
+    if odd_columns:
+        frame[odd_columns] = parsed(odd_columns, odd_columns)
+    if not any(is_numeric(frame[column]) for column in range(width)):
         frame = _without_blank_rows(frame).reset_index(drop=True)
     return frame
 
 
 def _is_odd(cells: Series[Any]) -> bool:
+    """Return whether pandas converted a column to something else than text or finite numbers."""
     if is_numeric(cells):
         return not np.isfinite(cells).all()
     return len(cells) > 0 and not isinstance(cells.iloc[0], str)
@@ -283,20 +286,20 @@ def _decimal_commas(frame: DataFrame) -> list[int]:
 
     A column that also has decimal points is left alone: its commas may separate thousands.
     """
-    changed = []
-    for at in range(frame.shape[1]):
-        cells = [] if is_numeric(frame[at]) else frame[at].tolist()
-        if not any("," in cell and _COMMA.fullmatch(cell) for cell in cells):
+    changed_columns = []
+    for column in range(frame.shape[1]):
+        cells = [] if is_numeric(frame[column]) else frame[column].tolist()
+        if not any("," in cell and _DECIMAL_COMMA.fullmatch(cell) for cell in cells):
             continue
         if any("." in cell and not math.isnan(number(cell.replace(",", ""))) for cell in cells):
             continue
-        changed.append(at)
-        frame[at] = [cell.replace(",", ".") if _COMMA.fullmatch(cell) else cell for cell in cells]
-    return changed
+        changed_columns.append(column)
+        frame[column] = [cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell for cell in cells]
+    return changed_columns
 
 
 def _whole_lines(file: File) -> str:
-    """Return a CSV file's text without lines that held NUL bytes: a cell that was cut off looks complete."""
+    """Return a CSV file's text without lines that had NUL bytes, because a cell that was cut off looks complete."""
     text = file.text
     if not file.holed:
         return text
@@ -309,7 +312,7 @@ def _whole_lines(file: File) -> str:
 
 
 def _json(file: File) -> Table | None:
-    """Read a JSON list of objects; a file that is not one document is read as one object per line."""
+    """Read a JSON list of objects, or else one JSON object per line."""
     file.wanted = "a JSON object a line"
     document = None if file.suffix in _JSON_LINES else file.document
     if document is None and file.start[:1] == b"[" and file.suffix not in _JSON_LINES:
@@ -323,13 +326,13 @@ def _json(file: File) -> Table | None:
         )
     if document is None:
         records, lines, torn = json_lines(file)
-        where, of, what = "line", "", "one object a line"
+        where, of_container, expected = "line", "", "one object a line"
     else:
         records, lines, torn = document, range(1, len(document) + 1), None
-        where, of, what = "entry", " of the list", "a list of objects"
-    for at, record in zip(lines, records, strict=True):
+        where, of_container, expected = "entry", " of the list", "a list of objects"
+    for position, record in zip(lines, records, strict=True):
         if not isinstance(record, dict):
-            raise UserError(f"{file.path}: {where} {at}{of} is not a JSON object; give {what}")
+            raise UserError(f"{file.path}: {where} {position}{of_container} is not a JSON object; give {expected}")
     if torn and not records:
         raise UserError(torn)
     return replace(table_of(records, torn), place=lambda row: f"{where} {lines[row]}") if records else None
@@ -346,7 +349,7 @@ def _parquet(file: File) -> Table:
         frame = table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     except Exception as error:  # the reader raises many types for damaged files
         raise UserError(f"{file.path}: not a readable Parquet file ({short(str(error))})") from error
-    return Table([str(name) for name in frame.columns], lambda: _filled(frame))
+    return Table([str(name) for name in frame.columns], lambda: _fill_nulls(frame))
 
 
 def _excel(file: File) -> Table | None:
@@ -371,21 +374,22 @@ def _excel(file: File) -> Table | None:
     notes = [f"sheet {short(str(sheet))}, the first of {len(sheets)}"] if len(sheets) > 1 else []
     return Table(
         names,
-        lambda: _filled(body.reset_index(drop=True)),
+        lambda: _fill_nulls(body.reset_index(drop=True)),
         place=lambda row: f"row {body.index[row] + 1}",
         notes=notes,
     )
 
 
 def _without_blank_rows(frame: DataFrame) -> DataFrame:
+    """Drop rows without a filled cell."""
     blank = frame
-    for at in frame:  # fast: nearly all rows have a filled first cell
+    for at in frame:  # column by column, because nearly all rows have a filled first cell
         blank = blank[blank[at].map(is_empty).to_numpy(bool)]
     return frame.drop(blank.index)
 
 
-def _filled(frame: DataFrame) -> DataFrame:
-    """Return the frame with "" for nulls (and for NaN that pandas put in their place), and numbered columns."""
+def _fill_nulls(frame: DataFrame) -> DataFrame:
+    """Number the columns, and replace nulls, and NaN that pandas uses for nulls, by ""."""
     frame = frame.set_axis(range(frame.shape[1]), axis=1)
     for at, column in frame.items():
         if not is_numeric(column) or column.isna().any():

@@ -1,4 +1,4 @@
-"""Journals of our own runs: one curve per recipe and, on request, per evaluation set."""
+"""Read journals of our own runs into one curve per recipe and, on request, per evaluation set."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json, read_yaml
 from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.branches import START, views_from_divergence
-from sweeps.source.collected import ALL, Asked, Collected, CurvePoints, LoadedStudy
+from sweeps.source.collected import ALL, Collected, CurvePoints, LoadedStudy, Request
 from sweeps.source.held_out import with_at_k
 from sweeps.source.namesakes import tell_apart, unlike_scripts
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import ORDER, order_warning
 from sweeps.terminal import counted
 
-# The axis that every journal has in addition to its compute axes.
+# Axis that every journal has in addition to its axes of compute.
 STEP = "step"
-_RATE = "train/learning_rate"
+_LEARNING_RATE = "train/learning_rate"
 # Metrics between 0 and 1.
-_IS_RATE = re.compile(r"eval/.+/(pass_rate.*|(pass|maj)@\d+)")
+_IN_UNIT_INTERVAL = re.compile(r"eval/.+/(pass_rate.*|(pass|maj)@\d+)")
 
 
 def is_journal(path: Path) -> bool:
-    """Return whether a `metrics.jsonl` is ours: other frameworks use this name for rows without a `kind`."""
+    """Return whether a `metrics.jsonl` is one of our journals: rows of other frameworks have no `kind`."""
     try:
         with path.open("rb") as handle:
             first = parse_json(handle.readline(1 << 20))
@@ -40,65 +40,66 @@ def is_journal(path: Path) -> bool:
 
 
 def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], JournalView] = read_journal) -> None:
-    """Add the evaluations of runs, by recipe label; `read` reads one journal.
+    """Add the evaluations of runs to the curves of their recipes; read: function that reads one journal.
 
     Raises:
-        UserError: an evaluation lacks the metric or the axis; JournalError: the only journal is damaged.
+        UserError: an evaluation lacks the metric or the axis.
+        JournalError: there is a single journal, and it is damaged.
     """
-    study, asked = into.study, into.asked
+    study, request = into.study, into.request
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):
         try:
-            study.runs.append(with_at_k(read(run_dir), asked.metric or ""))
+            study.runs.append(with_at_k(read(run_dir), request.metric or ""))
         except JournalError as error:
-            # One run that has not started, or a damaged file, must not hide the rest of a sweep.
+            # A run that has not started, or a damaged file, must not hide the other runs of a sweep.
             if len(run_dirs) == 1:
                 raise
             study.warnings.append(str(error))
-    usable = [view for view in study.runs if view.of_kind("eval")]
-    from_there, notes = views_from_divergence(usable)
+    evaluated = [view for view in study.runs if view.of_kind("eval")]
+    cut_views, notes = views_from_divergence(evaluated)
     if notes:
         empty = [view for view in study.runs if not view.of_kind("eval")]
-        usable, study.runs = from_there, [*from_there, *empty]
+        evaluated, study.runs = cut_views, [*cut_views, *empty]
         for line in notes:
             study.note(line, shown=True)
     study.warnings += [f"{v.path.parent}: no evaluation yet" for v in study.runs if not v.of_kind("eval")]
-    if not usable:
+    if not evaluated:
         return
-    tell_apart([(view, _labels(view, into)[1]) for view in usable], study)
-    axis = asked.x or _default_axis(usable)
-    names = _sets(usable) if asked.metric == ALL else {asked.metric or _default_metric(usable): ""}
-    seeds = _seed_labels(usable)
-    runs_of: dict[str, tuple[CurvePoints, list[JournalView]]] = {}
+    tell_apart([(view, _labels(view, into)[1]) for view in evaluated], study)
+    axis = request.x or _default_axis(evaluated)
+    names = _sets(evaluated) if request.metric == ALL else {request.metric or _default_metric(evaluated): ""}
+    seeds = _run_labels(evaluated)
+    runs_by_curve: dict[str, tuple[CurvePoints, list[JournalView]]] = {}
     count = 0
-    for view, seed in zip(usable, seeds, strict=True):
+    for view, seed in zip(evaluated, seeds, strict=True):
         recipe, factors = _labels(view, into)
         for name, set_name in names.items():
             records = view.of_kind("eval")
             # A set may be evaluated less often than others (`evaluation.sets`).
-            present = [record for record in records if name in record.metrics]
-            if set_name and len(present) < len(records):
-                absent = len(records) - len(present)
+            with_metric = [record for record in records if name in record.metrics]
+            if set_name and len(with_metric) < len(records):
+                absent = len(records) - len(with_metric)
                 study.warnings.append(f"{view.path.parent}: {absent} of {len(records)} evaluations have no {name}")
-                if not present:
+                if not with_metric:
                     continue
-            records = present or records
-            grouped = {**factors, "set": set_name} if set_name else factors
+            records = with_metric or records
+            curve_factors = {**factors, "set": set_name} if set_name else factors
             base = view.header.get("baseline")
-            points = into.points(recipe, grouped, axis, name, str(view.path), None if base is None else str(base))
+            points = into.points(recipe, curve_factors, axis, name, str(view.path), None if base is None else str(base))
             points.own_seeds = True
-            if _IS_RATE.fullmatch(name) and not view.header.get(
+            if _IN_UNIT_INTERVAL.fullmatch(name) and not view.header.get(
                 "axis"
             ):  # the metric of another trainer may be any reward
                 points.bounds = (0.0, 1.0)
-            runs_of.setdefault(points.recipe, (points, []))[1].append(view)
+            runs_by_curve.setdefault(points.recipe, (points, []))[1].append(view)
             if view.status == "failed":
                 reason = f": {short(str(view.reason))}" if view.reason else ""
                 points.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
             if view.final:
-                at = max(record.step for record in view.records)
+                last_step = max(record.step for record in view.records)
                 points.ended = True
                 points.warnings.append(
-                    f"run {view.path.parent.name} (seed {seed}) ended at step {at}: {short(str(view.reason))}"
+                    f"run {view.path.parent.name} (seed {seed}) ended at step {last_step}: {short(str(view.reason))}"
                 )
             if view.missing:
                 points.warnings.append(
@@ -123,7 +124,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 count += 1
             points.at_peak.extend(_at_peak(view, axis, spent))
             points.origins.append(float(view.header.get(START, {}).get(axis, 0.0)))
-    for label, (points, views) in runs_of.items():
+    for label, (points, views) in runs_by_curve.items():
         if (differences := unlike_scripts(label, views)) is not None:
             points.warnings.append(differences)
         curves = {str(view.header.get("curve", "")) for view in views}
@@ -131,20 +132,20 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )
-    rule = "given by --x" if asked.x else "default of the device"
-    chosen = {ALL: "every set"}.get(
-        asked.metric or "", "given by --metric" if asked.metric else "first set of the task"
+    axis_rule = "given by --x" if request.x else "default of the device"
+    metric_rule = {ALL: "every set"}.get(
+        request.metric or "", "given by --metric" if request.metric else "first set of the task"
     )
     study.note(
-        f"journals; compute <- {axis} ({rule}); reward <- {short(', '.join(names), 400)} ({chosen}); "
-        f"recipe <- the header's label{''.join(f', {factor}' for factor in asked.factors)}; seed <- the header's; "
+        f"journals; compute <- {axis} ({axis_rule}); reward <- {short(', '.join(names), 400)} ({metric_rule}); "
+        f"recipe <- the header's label{''.join(f', {factor}' for factor in request.factors)}; seed <- the header's; "
         f"sd <- the evaluation's standard error; {counted(len(study.runs), 'run')}: {counted(count, 'point')}",
         shown=False,
     )
 
 
 def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str] = ()) -> list[Curve]:
-    """Return a curve per recipe and evaluation set of runs that were read; none if they have fewer than two sets.
+    """Make one curve per recipe and evaluation set from journals that were read; none with fewer than two sets.
 
     Args:
         views: journals of the runs.
@@ -158,19 +159,19 @@ def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str
 
 
 def curves_of(views: Sequence[JournalView], metric: str, axis: str, factors: Sequence[str] = ()) -> list[Curve]:
-    """Return the curves of another metric of runs that were read before; arguments as for `curves_by_set`."""
+    """Make curves of another metric from journals that were read before; arguments as for `curves_by_set`."""
     by_folder = {view.path.parent.resolve(): view for view in views}
-    into = Collected(Asked(metric=metric, x=axis, factors=tuple(factors)), LoadedStudy())
+    into = Collected(Request(metric=metric, x=axis, factors=tuple(factors)), LoadedStudy())
     read_runs(list(by_folder), into, by_folder.__getitem__)
     return into.curves()
 
 
 def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:
-    """Convert the evaluations' compute to that at the peak learning rate; None for each if the rate does not decay."""
+    """Convert compute spent to compute at the peak learning rate; None for each point if the rate does not decay."""
     logged = [
         (float(record.step) if axis == STEP else value, rate)
         for record in view.of_kind("train")
-        if (rate := finite(record.metrics.get(_RATE))) is not None
+        if (rate := finite(record.metrics.get(_LEARNING_RATE))) is not None
         and ((value := finite(record.metrics.get(axis))) is not None or axis == STEP)
     ]
     if not logged:
@@ -183,35 +184,36 @@ def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float
 def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
     """Return a run's recipe and the requested factors, from its header, else from its configuration."""
     recipe = str(view.header.get("recipe", view.path.parent.name))
-    if not into.asked.factors:
+    if not into.request.factors:
         return recipe, {}
     config = read_yaml(view.path.parent / CONFIG_FILE)
     factors = {}
-    for name in into.asked.factors:
-        value = view.header[name] if name in view.header else _dotted(config, name)
+    for name in into.request.factors:
+        value = view.header[name] if name in view.header else _value_at(config, name)
         if value is None or isinstance(value, Mapping | list):
             raise UserError(
                 f"{view.path}: no field {short(name)} in the header, and no such key in {CONFIG_FILE}; "
-                f"found {listed([*view.header, *_keys(config)])}"
+                f"found {listed([*view.header, *_dotted_keys(config)])}"
             )
         factors[name] = str(value)
     return recipe, factors
 
 
-def _dotted(config: Any, name: str) -> Any:
+def _value_at(config: Any, name: str) -> Any:
+    """Return the value at a dotted key; None if there is none."""
     for part in name.split("."):
         config = config.get(part) if isinstance(config, Mapping) else None
     return config
 
 
-def _keys(config: Any, prefix: str = "") -> list[str]:
+def _dotted_keys(config: Any, prefix: str = "") -> list[str]:
     """Return the dotted keys of all values in a configuration."""
     if not isinstance(config, Mapping):
         return [prefix[:-1]] if prefix else []
-    return [key for name, value in config.items() for key in _keys(value, f"{prefix}{name}.")]
+    return [key for name, value in config.items() for key in _dotted_keys(value, f"{prefix}{name}.")]
 
 
-def _seed_labels(views: Sequence[JournalView]) -> list[str]:
+def _run_labels(views: Sequence[JournalView]) -> list[str]:
     """Return a label per run: its seed, numbered if two different runs of a recipe have the same seed."""
     known: dict[tuple[str, str], list[str]] = {}
     labels = []
@@ -234,26 +236,28 @@ def axes_of(views: Sequence[JournalView]) -> list[str]:
 
 
 def compared_by(views: Sequence[JournalView]) -> tuple[str, str]:
-    """Return the default compute axis and reward by which runs with evaluations are compared.
+    """Return the default compute axis and reward of runs with evaluations.
 
     Raises:
-        UserError: they share none.
+        UserError: the runs have none in common.
     """
     return _default_axis(views), _default_metric(views)
 
 
 def _default_axis(views: Sequence[JournalView]) -> str:
-    """Return the device's default compute axis, or FLOPs where not every evaluation has it."""
+    """Return the device's default compute axis, or FLOPs if some evaluation lacks the default."""
     # A run of another trainer has one axis, named in its header.
-    own = {str(view.header["axis"]) for view in views if view.header.get("axis")}
-    measured = {str(view.header.get("compute_is")) for view in views if view.header.get("axis")}
-    if len(own) > 1 or len(measured) > 1:
+    named_axes = {str(view.header["axis"]) for view in views if view.header.get("axis")}
+    measures = {str(view.header.get("compute_is")) for view in views if view.header.get("axis")}
+    if len(named_axes) > 1 or len(measures) > 1:
         raise UserError(
-            f"{views[0].path}: runs measure compute in different ways ({listed(sorted(measured))}), and reward at "
+            f"{views[0].path}: runs measure compute in different ways ({listed(sorted(measures))}), and reward at "
             "one of them says nothing of another; give runs of one way, or compare by --x step"
         )
-    if own and all(axis in record.metrics for axis in own for view in views for record in view.of_kind("eval")):
-        return own.pop()
+    if named_axes and all(
+        axis in record.metrics for axis in named_axes for view in views for record in view.of_kind("eval")
+    ):
+        return named_axes.pop()
     on_gpu = all(str(view.header.get("device", "")).startswith("cuda") for view in views)
     for axis in (default_axis(on_gpu), FLOPS):
         if all(axis in record.metrics for view in views for record in view.of_kind("eval")):
@@ -274,7 +278,7 @@ def _sets(views: Sequence[JournalView]) -> dict[str, str]:
 
 
 def _default_metric(views: Sequence[JournalView]) -> str:
-    """Return the pass rate of the first run's first evaluation set."""
+    """Return the name of the pass rate on the first run's first evaluation set."""
     names = views[0].of_kind("eval")[0].metrics
     for name in names:
         if PASS_RATE.fullmatch(name):
@@ -283,6 +287,7 @@ def _default_metric(views: Sequence[JournalView]) -> str:
 
 
 def _metric(view: JournalView, record: Record, name: str, option: str, prefixes: tuple[str, ...]) -> float:
+    """Return a metric of a record; option, prefixes: for the error, how to choose another, and what to list."""
     value = finite(record.metrics.get(name))
     if value is None:
         candidates = [key for key in record.metrics if key.startswith(prefixes)]

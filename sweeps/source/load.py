@@ -24,7 +24,7 @@ from sweeps.source import (
     wandb_project,
     wide,
 )
-from sweeps.source.collected import Asked, Collected, LoadedStudy
+from sweeps.source.collected import Collected, LoadedStudy, Request
 from sweeps.source.console import TABLE_ENDINGS
 from sweeps.source.places import Kind, Place
 from sweeps.source.readers import READERS
@@ -32,9 +32,9 @@ from sweeps.source.table import NoTableError
 from sweeps.source.text import File
 from sweeps.terminal import counted
 
-# Readers of text files, listed in the error about a file that none of them can read.
-_TRIED = (trl, verl, console, wandb_export, wide, table)
-# A source other than our runs: a key that detects duplicates, and the function that adds its points.
+# Readers of text files, which the error about an unreadable file lists.
+_TEXT_READERS = (trl, verl, console, wandb_export, wide, table)
+# A source other than our runs: a key that identifies it, to detect duplicates, and the function that adds its points.
 _Reading = tuple[str | Path, Callable[[Collected], None]]
 
 
@@ -52,8 +52,8 @@ def load(
 ) -> LoadedStudy:
     """Read runs, sweeps, tables, logs of other frameworks, W&B and MLflow into one curve per recipe, sorted by label.
 
-    Each reader and docs/reference/sources.md describe their format. Nothing is guessed silently: every chosen column is
-    listed in the study's `mapping`, and an ambiguous one is an error.
+    The formats are described in the readers and in docs/reference/sources.md. Nothing is guessed silently: every chosen
+    column is listed in the study's `mapping`, and an ambiguous column is an error.
 
     Args:
         sources: paths, `mlflow:URI#experiment` or `wandb:entity/project`; they may be mixed if they share the compute
@@ -68,9 +68,9 @@ def load(
             configuration, tags or parameters. A curve's label is then `<recipe> <name>=<value>`.
         seed_from: regular expression with one group, for seeds within run names of other trainers: its match is removed
             from the recipe's name, and its group is the seed.
-        read: reads a journal; one that caches can be passed to load the same sources repeatedly.
+        read: function that reads a journal; pass one with a cache to load the same sources repeatedly.
         bounds: lowest and highest possible value of the metric in the sources; None to infer them. Pass rates of
-            journals keep their own.
+            journals keep the bounds 0 and 1.
         lower_is_better: whether the metric is a loss or an error rate: rewards are then minus the metric.
 
     Raises:
@@ -78,7 +78,7 @@ def load(
             metric is outside its bounds.
     """
     if bounds is not None:
-        bounds = checked_bounds(bounds)
+        bounds = check_bounds(bounds)
     run_dirs: list[Path] = []
     readings: list[_Reading] = []
     for source in sources:
@@ -87,7 +87,7 @@ def load(
         run_dirs += place.runs
         readings += readings_of(place, _read)
     study = LoadedStudy()
-    asked = Asked(
+    request = Request(
         metric=metric,
         x=x,
         y=y if y is not None or run_dirs else metric,
@@ -97,7 +97,7 @@ def load(
         bounds=bounds,
         lower_is_better=lower_is_better,
     )
-    into = Collected(asked, study)
+    into = Collected(request, study)
     known: set[str | Path] = set()
     for key, add in readings:
         if key in known:
@@ -115,11 +115,11 @@ def load(
     return study
 
 
-def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
-    """Check the bounds of a reward and return them as a pair.
+def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds of a reward as a pair, after checking them.
 
     Raises:
-        UserError: they are not two finite numbers in increasing order.
+        UserError: the bounds are not two finite numbers in increasing order.
     """
     values = tuple(bounds)
     if len(values) != 2 or not all(math.isfinite(value) for value in values) or not values[0] < values[1]:
@@ -129,7 +129,7 @@ def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
-    """Return functions that read everything in a place except our own runs; `read` reads one file."""
+    """Return functions that read everything in a place except our own runs; read: function that reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:
@@ -140,25 +140,25 @@ def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Readin
     if place.event_files:
         return [(place.path.resolve(), partial(event_files.read_directory, place.path, place.event_files))]
     if place.files and place.files == place.collected:
-        return [(place.path.resolve(), partial(_read_each, place.files, read))]
+        return [(place.path.resolve(), partial(_read_files, place.files, read))]
     return [(path.resolve(), partial(read, File(path))) for path in place.files]
 
 
-def _read_each(paths: Sequence[Path], read: Callable[[File, Any], None], into: Collected) -> None:
-    """Read the files of a directory one by one; unusable ones are left out with a warning.
+def _read_files(paths: Sequence[Path], read: Callable[[File, Any], None], into: Collected) -> None:
+    """Read the files of a directory one by one; unusable files are left out with a warning.
 
     Raises:
-        UserError: none of them is usable; the first one's error.
+        UserError: no file is usable; this is the error of the first file.
     """
-    refused: list[UserError] = []
+    errors: list[UserError] = []
     for path in paths:
         try:
             read(File(path), into)
         except UserError as error:
-            refused.append(error)
-    if len(refused) == len(paths):
-        raise refused[0]
-    into.study.warnings += [f"left out: {error}" for error in refused]
+            errors.append(error)
+    if len(errors) == len(paths):
+        raise errors[0]
+    into.study.warnings += [f"left out: {error}" for error in errors]
 
 
 def _read(file: File, into: Collected) -> None:
@@ -166,9 +166,9 @@ def _read(file: File, into: Collected) -> None:
     try:
         next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
     except UserError as error:
-        # A file with the ending of a table was meant as one: report only its columns, not the other formats tried.
+        # A file with the ending of a table is meant as a table: do not list the other formats that were tried.
         no_table = isinstance(error, NoTableError) and file.suffix not in TABLE_ENDINGS
-        tried = f"; it was tried as: {', '.join(reader.NAME for reader in _TRIED)}" if no_table else ""
+        tried = f"; it was tried as: {', '.join(reader.NAME for reader in _TEXT_READERS)}" if no_table else ""
         damage = f" ({file.damage})" if file.damage is not None else ""
         if not tried + damage:
             raise
@@ -178,6 +178,7 @@ def _read(file: File, into: Collected) -> None:
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
+    """Compile `--seed-from`, which must have one group."""
     if text is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""A run's log from any tracker: metrics by step, most of them missing at most steps.
+"""Read curves from a run's log by any tracker: metrics by step, most of them missing at most steps.
 
 Evaluations are rarer than training steps and often logged separately, so reward and compute are read as two series and
-joined by step. The later of two values at one step wins, as in a journal: the run was resumed.
+joined by step. Of two values at one step the later is used, as in a journal, because the run was resumed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.journal import LABEL
 from sweeps.source.cells import is_empty, numbers
-from sweeps.source.collected import ALL, Collected, ForeignRun, described
-from sweeps.source.frame import Table, grouped, table_of
+from sweeps.source.collected import ALL, Collected, ForeignRun, make_labels
+from sweeps.source.frame import Table, group_rows, table_of
 from sweeps.source.run_names import pairs_in
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import (
@@ -34,16 +34,19 @@ from sweeps.source.vocabulary import (
 )
 from sweeps.terminal import counted
 
-# Our runs log several axes; this is the order of preference.
-OUR_DEFAULT = (VIRTUAL_HOURS, DEVICE_HOURS)
+# Default axes of logs of our runs, in order of preference.
+OUR_AXES = (VIRTUAL_HOURS, DEVICE_HOURS)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: values in order of logging with their steps, both (n,), and counts of missing values.
+    """One metric of one run.
 
-    absent: number of rows without the metric. bad, first_bad: number of rows where it is not a finite number, and the
-    first of them.
+    Attributes:
+        steps, values: values in order of logging, and their steps, (n,).
+        absent: number of rows without the metric.
+        bad: number of rows in which the metric is not a finite number.
+        first_bad: description of the first of these; "" if there is none.
     """
 
     steps: Array
@@ -53,22 +56,30 @@ class Series:
     first_bad: str = ""
 
     def latest(self) -> tuple[Array, Array, int]:
-        """Return sorted steps, the last value logged at each, and the number of superseded values."""
+        """Return sorted steps, the value that was last logged at each, and the number of superseded values."""
         steps, first = np.unique(self.steps[::-1], return_index=True)
         return steps, self.values[::-1][first], len(self.steps) - len(steps)
 
 
 @dataclass(frozen=True)
 class Log:
-    """Log of one run. `series` reads a metric; `label` reads a text that describes the run (a tag, a constant column).
+    """Log of one run.
 
-    The labels `recipe`, `seed` and `baseline` have a meaning; without a recipe, `name` is the recipe. key, state: see
-    `ForeignRun`.
+    Attributes:
+        name: name of the run, which is the recipe if there is no label `recipe`.
+        names: names of the metrics.
+        rows: number of rows; 0 if the source has no rows.
+        series: function that reads a metric.
+        labels: names of the run's labels (tags, configuration, constant columns). `recipe`, `seed` and `baseline` are
+            used by default.
+        label: function that returns a label's value; None if the run lacks the label.
+        warnings: remarks on damage.
+        key, state: see `ForeignRun`.
     """
 
     name: str
     names: Sequence[str]
-    rows: int  # 0 where the source has no rows
+    rows: int
     series: Callable[[str], Series]
     labels: Sequence[str] = ()
     label: Callable[[str], str | None] = field(default=lambda name: None)
@@ -79,7 +90,14 @@ class Log:
 
 @dataclass(frozen=True)
 class Column:
-    """A chosen metric and the rule that chose it. is_order: not a metric; values are numbered in logging order."""
+    """The metric chosen for reward or compute.
+
+    Attributes:
+        rule: why it was chosen, for the mapping.
+        set: evaluation set of a reward, if there is one curve per set; else "".
+        summed: whether compute is the running sum of the metric.
+        is_order: whether values are numbered in the order of logging, instead of a metric.
+    """
 
     name: str
     rule: str
@@ -89,26 +107,26 @@ class Column:
 
 
 def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
-    """Return a function that reads a metric from the rows of one run; steps (n,): their steps."""
+    """Return a function that reads a metric from the rows of one run; steps: step of each row, (n,)."""
 
     def series(name: str) -> Series:
         cells = table.column(name)
         values = numbers(cells)
         missing = cells[np.isnan(values)]
         bad = missing[~missing.map(is_empty).to_numpy(bool)]
-        first = f"row {bad.index[0] + 1}: {short(str(bad.iloc[0]), 40)!r}" if len(bad) else ""
-        kept = np.isfinite(values) & np.isfinite(steps)
-        return Series(steps[kept], values[kept], len(missing) - len(bad), len(bad), first)
+        first_bad = f"row {bad.index[0] + 1}: {short(str(bad.iloc[0]), 40)!r}" if len(bad) else ""
+        is_usable = np.isfinite(values) & np.isfinite(steps)
+        return Series(steps[is_usable], values[is_usable], len(missing) - len(bad), len(bad), first_bad)
 
     return series
 
 
 def series_of_points(points: Sequence[tuple[float, float]], absent: int = 0) -> Series:
-    """Return a metric from its (step, value) pairs, in order of logging; values that are not finite are counted."""
+    """Make a metric from (step, value) pairs in order of logging; values that are not finite are only counted."""
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
-    kept = np.isfinite(values)
-    first = f"step {steps[~kept][0]:g}: {values[~kept][0]}" if not kept.all() else ""
-    return Series(steps[kept], values[kept], absent, int((~kept).sum()), first)
+    is_finite = np.isfinite(values)
+    first_bad = f"step {steps[~is_finite][0]:g}: {values[~is_finite][0]}" if not is_finite.all() else ""
+    return Series(steps[is_finite], values[is_finite], absent, int((~is_finite).sum()), first_bad)
 
 
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
@@ -116,25 +134,25 @@ def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callab
     return series_of(table_of([record for _, record in records]), np.array([step for step, _ in records], dtype=float))
 
 
-def logs_of_rows(table: Table, name: str, step: str, asked_labels: Sequence[str]) -> tuple[list[Log], int, str | None]:
-    """Split a table of log rows into runs; return them, the number of rows without a step, and the run column.
+def logs_of_rows(table: Table, name: str, step: str, group_columns: Sequence[str]) -> tuple[list[Log], int, str | None]:
+    """Split a table of log rows into runs. Returns the logs, the number of rows without a step, and the run column.
 
-    Rows are grouped by the column that names runs, `recipe`, `seed` and `asked_labels`, the user's grouping columns.
+    Rows are grouped by the column that names runs, `recipe`, `seed` and the user's grouping columns.
     """
     steps = numbers(table.column(step))
     stepless = int(np.isnan(steps).sum())
     run_column = next((c for c in RUN_COLUMNS if c in table.names), None)
-    labels = dict.fromkeys([run_column, "recipe", *asked_labels, "seed"])
-    parts = [c for c in labels if c is not None and c in table.names]
-    if not parts:
+    labels = dict.fromkeys([run_column, "recipe", *group_columns, "seed"])
+    columns = [c for c in labels if c is not None and c in table.names]
+    if not columns:
         return [Log(name=name, names=table.names, rows=table.count, series=series_of(table, steps))], stepless, None
     logs = []
-    for key, at in grouped([table.label(part) for part in parts]).items():
-        values = dict(zip(parts, key, strict=True))
+    for key, rows in group_rows([table.label(part) for part in columns]).items():
+        values = dict(zip(columns, key, strict=True))
         run = values[run_column] if run_column else name
-        series = series_of(table.take(at), steps[at])
+        series = series_of(table.take(rows), steps[rows])
         logs.append(
-            Log(name=run, names=table.names, rows=len(at), series=series, labels=tuple(table.names), label=values.get)
+            Log(name=run, names=table.names, rows=len(rows), series=series, labels=tuple(table.names), label=values.get)
         )
     return logs, stepless, run_column
 
@@ -158,11 +176,11 @@ def add_logs(
         reader: name of the format, for the mapping.
         where: the source, for messages.
         into: the curves so far, and the user's request.
-        vocabulary: the framework, if the format implies one; else it is recognised by the metrics' names.
+        vocabulary: the framework, if the format implies it; None to recognise it by the metrics' names.
         named: where the runs' names come from, for the mapping.
         step: the column that steps come from.
         notes: further remarks of the reader.
-        reward, compute: columns that are already chosen.
+        reward, compute: columns that are already chosen; None to choose them here.
 
     Raises:
         UserError: a metric is missing or ambiguous, or no point results.
@@ -195,11 +213,12 @@ def add_logs(
 
 
 def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, into: Collected) -> list[Column]:
-    asked = into.asked.y
-    if asked is not None and asked != ALL:
-        if asked not in names:
-            raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --metric")
-        return [Column(asked, "given by --metric")]
+    """Choose the metric of the reward: the requested one, else a framework's; several for `--metric all`."""
+    metric = into.request.y
+    if metric is not None and metric != ALL:
+        if metric not in names:
+            raise UserError(f"{where}: no metric {short(metric)}; found {listed(names)}; choose with --metric")
+        return [Column(metric, "given by --metric")]
     if vocabulary is None:
         raise UserError(
             f"{where}: no name of a reward that a reader knows; found {listed(names)}; choose with --metric"
@@ -213,33 +232,34 @@ def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, in
         raise UserError(
             f"{where}: none of {vocabulary.project}'s names of a reward; found {listed(names)}; choose with --metric"
         )
-    if len(candidates) > 1 and asked != ALL:
+    if len(candidates) > 1 and metric != ALL:
         raise UserError(
             f"{where}: {len(candidates)} rewards could be meant ({listed(candidates)}); choose one with --metric, "
             f"or --metric {ALL} for a curve each"
         )
-    return [Column(name, rule, set=candidates[name] if asked == ALL else "") for name in candidates]
+    return [Column(name, rule, set=candidates[name] if metric == ALL else "") for name in candidates]
 
 
 def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, where: str, into: Collected) -> Column:
+    """Choose the metric of compute: the requested one, else a framework's counter, else the step."""
     per_step = {} if vocabulary is None else first_match([vocabulary.per_step], names)
-    asked = into.asked.x
-    if asked == ORDER and asked not in names:
+    metric = into.request.x
+    if metric == ORDER and metric not in names:
         return Column(ORDER, "given by --x: values numbered as they were logged", is_order=True)
-    if asked is not None and asked.startswith(SUM) and asked not in names:
-        asked = asked.removeprefix(SUM)
-        if asked not in names:
-            raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --x {SUM}METRIC")
-        return Column(asked, f"given by --x {SUM}, running sum over the steps", summed=True)
-    if asked is not None:
-        if asked not in names and asked not in (step, *STEP_NAMES):
-            raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --x")
-        rule = "given by --x, running sum" if asked in per_step else "given by --x"
-        return Column(asked, rule, summed=asked in per_step)
+    if metric is not None and metric.startswith(SUM) and metric not in names:
+        metric = metric.removeprefix(SUM)
+        if metric not in names:
+            raise UserError(f"{where}: no metric {short(metric)}; found {listed(names)}; choose with --x {SUM}METRIC")
+        return Column(metric, f"given by --x {SUM}, running sum over the steps", summed=True)
+    if metric is not None:
+        if metric not in names and metric not in (step, *STEP_NAMES):
+            raise UserError(f"{where}: no metric {short(metric)}; found {listed(names)}; choose with --x")
+        rule = "given by --x, running sum" if metric in per_step else "given by --x"
+        return Column(metric, rule, summed=metric in per_step)
     candidates = {} if vocabulary is None else first_match(vocabulary.compute, names)
     if (
         vocabulary is SCALERL
-        and (default_axis := next((axis for axis in OUR_DEFAULT if axis in candidates), None)) is not None
+        and (default_axis := next((axis for axis in OUR_AXES if axis in candidates), None)) is not None
     ):
         return Column(default_axis, "our default: the virtual clock's, else device hours")
     if len(candidates) > 1:
@@ -264,8 +284,9 @@ def _add_reward(
     notes: list[str],
     warnings: Sequence[str],
 ) -> None:
+    """Add the points of one reward for all runs, and note how they were read; see `add_logs`."""
     counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
-    without = with_sd = used = decays = 0
+    failed = with_sd = run_count = decays = 0
     empty: list[str] = []  # runs without a value
     seeds_named = recipes_named = False
     for log in logs:
@@ -275,7 +296,7 @@ def _add_reward(
             counts["absent"] += log.rows
             continue
         series = log.series(reward.name)
-        steps, values, superseded = numbered(series) if compute.is_order else series.latest()
+        steps, values, superseded = number_values(series) if compute.is_order else series.latest()
         counts["absent"] += series.absent
         counts["bad"] += series.bad
         counts["superseded"] += superseded
@@ -288,12 +309,12 @@ def _add_reward(
         except UserError as error:
             if len(logs) == 1:
                 raise
-            # One run without compute must not hide the others.
+            # A run without compute must not hide the other runs.
             into.study.warnings.append(f"run {short(log.name, 60)} is left out: {error}")
-            without += 1
+            failed += 1
             continue
         recipe, factors = recipe_of(log, where, into)
-        recipe, hidden = into.asked.split_seed(recipe)
+        recipe, seed_in_name = into.request.split_seed(recipe)
         if reward.set:
             factors = {**factors, "set": reward.set}
         points = into.points(recipe, factors, compute.name, reward.name, where, log.label("baseline"))
@@ -310,27 +331,27 @@ def _add_reward(
         points.warnings += [note for note in warnings if note not in points.warnings] + [
             prefix + note for note in messages
         ]
-        seed = log.label("seed") or hidden
+        seed = log.label("seed") or seed_in_name
         seeds_named = seeds_named or seed is not None
         points.own_seeds |= seed is not None
-        own = own_recipe(log)
-        points.names_run |= len(logs) > 1 and into.asked.by is None and own is None
-        recipes_named = recipes_named or own is not None
+        named_recipe = own_recipe(log)
+        points.names_run |= len(logs) > 1 and into.request.by is None and named_recipe is None
+        recipes_named = recipes_named or named_recipe is not None
         sd = _standard_error(log, reward.name, steps)
         with_sd += sd is not None
         label = into.run_label(points, seed)
         at_peak = _at_peak(log, compute, steps, spent, where)
         decays += at_peak is not None
-        labels = described(factors, recipe=recipe, seed=seed, baseline=log.label("baseline"))
+        labels = make_labels(factors, recipe=recipe, seed=seed, baseline=log.label("baseline"))
         run = ForeignRun(
             where, log.name, labels, compute.name, reward.name, spent, values, steps, sd, log.key, log.state
         )
         into.add(points, label, run, at_peak)
         counts["points"] += len(steps)
-        used += 1
+        run_count += 1
     if not counts["points"]:
         bad = f", {counts['bad']} are not finite numbers" if counts["bad"] else ""
-        reasons = f" ({into.study.warnings[-1]})" if without and into.study.warnings else ""
+        reasons = f" ({into.study.warnings[-1]})" if failed and into.study.warnings else ""
         raise UserError(
             f"{where}: no usable value of {short(reward.name)} in {counts['rows']} rows{bad}{reasons}; "
             "choose another with --metric"
@@ -340,7 +361,7 @@ def _add_reward(
             f"{where}: {len(empty)} of {counted(len(logs), 'run')} left out, without a value of {short(reward.name)}: "
             f"{listed(map(short, empty))}"
         )
-    amounts = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
+    amounts = [f"{run_count} of {len(logs)} runs"] if len(logs) > 1 else []
     if counts["rows"]:
         amounts.append(counted(counts["rows"], "row"))
     of_all = counted(counts["points"], "point")
@@ -352,52 +373,52 @@ def _add_reward(
         (counts["start"], "points before the first step, at compute 0"),
         (counts["between"], "points whose compute is interpolated between logged steps"),
         (decays, "runs whose compute counts less as the learning rate decays"),
-        (without + len(empty), "runs left out"),
+        (failed + len(empty), "runs left out"),
     ):
         if number:
             parts.append(f"{description}: {number}")
-    by = f"{into.asked.by} (given by --by)" if into.asked.by else "recipe" if recipes_named else named
+    by = f"{into.request.by} (given by --by)" if into.request.by else "recipe" if recipes_named else named
     line = (
         f"{where}: {reader}; compute <- {compute.name} ({compute.rule}); reward <- {reward.name} ({reward.rule}); "
         f"recipe <- {by}; "
         f"seed <- {'seed' if seeds_named else 'a number a run'}; "
-        f"sd <- {f'{reward.name}_se' if with_sd == used else 'none'}; {', '.join([*parts, *notes])}"
+        f"sd <- {f'{reward.name}_se' if with_sd == run_count else 'none'}; {', '.join([*parts, *notes])}"
     )
     into.study.note(short(line, 2000), shown=True)
 
 
-def numbered(series: Series) -> tuple[Array, Array, int]:
-    """Number a metric's values from 1 in logging order; return the numbers, the values, and 0 superseded values."""
+def number_values(series: Series) -> tuple[Array, Array, int]:
+    """Number a metric's values from 1 in order of logging; returns as `Series.latest`, with 0 superseded values."""
     return np.array(range(1, len(series.values) + 1), dtype=float), series.values, 0
 
 
-def _check_steps(read: Series, name: str, steps: Array, where: str) -> None:
-    """Check that the values of a metric were not all logged at one step: only the last one would remain.
+def _check_steps(series: Series, name: str, steps: Array, where: str) -> None:
+    """Refuse a metric whose values were all logged at one step, of which only the last would remain.
 
     Raises:
-        UserError: they were.
+        UserError: there are more than two values, and all are at one step.
     """
-    if len(steps) == 1 and len(read.steps) > 2:
+    if len(steps) == 1 and len(series.steps) > 2:
         raise UserError(
-            f"{where}: all {len(read.steps)} values of {short(name)} are at step {steps[0]:g}, as if they had been "
+            f"{where}: all {len(series.steps)} values of {short(name)} are at step {steps[0]:g}, as if they had been "
             f"logged without one, so a single point is left; log them with their step, or give --x {ORDER}, which "
             "numbers them"
         )
 
 
 def own_recipe(log: Log) -> str | None:
-    """Return the recipe that a run's labels name, with what it changes in it where our trainer logged that."""
+    """Return the recipe from a run's labels; our trainer's label, which includes changes, takes precedence."""
     return log.label(LABEL) or log.label("recipe")
 
 
 def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
-    """Return a run's recipe and factors, by the labels that the user groups by.
+    """Return a run's recipe and factors, from the labels that the user groups by.
 
     Raises:
         UserError: the run has no such label.
     """
     values = {}
-    for name, option in [(into.asked.by, "--by"), *((factor, "--group") for factor in into.asked.factors)]:
+    for name, option in [(into.request.by, "--by"), *((factor, "--group") for factor in into.request.factors)]:
         if name is None:
             continue
         value = log.label(name)
@@ -410,12 +431,12 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
                 f"found {listed(log.labels)}; choose with {option}"
             )
         values[name] = value
-    recipe = values[into.asked.by] if into.asked.by is not None else own_recipe(log) or log.name
-    return recipe, {factor: values[factor] for factor in into.asked.factors}
+    recipe = values[into.request.by] if into.request.by is not None else own_recipe(log) or log.name
+    return recipe, {factor: values[factor] for factor in into.request.factors}
 
 
 def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Array, int, int, list[str]]:
-    """Interpolate compute at `steps`; return it, the counts before and between logged steps, and warnings."""
+    """Interpolate compute at `steps`. Returns it, the number of steps before and between logged steps, and warnings."""
     if compute.is_order:
         return steps, 0, 0, []
     if compute.name not in log.names:
@@ -428,22 +449,22 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
             "choose with --x"
         )
     series = log.series(compute.name)
-    at, values, _ = series.latest()
+    logged_steps, values, _ = series.latest()
     messages = []
     if series.bad:
         messages.append(
             f"{series.bad} values of {compute.name} are not finite numbers (first {series.first_bad}); left out"
         )
-    if not len(at):
+    if not len(logged_steps):
         raise UserError(f"{where}: no value of {short(compute.name)}; choose another with --x")
-    _check_steps(series, compute.name, at, where)
+    _check_steps(series, compute.name, logged_steps, where)
     if (values < 0).any():
         raise UserError(
-            f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, first {at[values < 0][0]:g}; "
-            "compute starts at 0"
+            f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, "
+            f"first {logged_steps[values < 0][0]:g}; compute starts at 0"
         )
     if compute.summed:
-        messages += _gaps(at, compute.name)
+        messages += _gap_warnings(logged_steps, compute.name)
         values = np.cumsum(values)
     falls = np.flatnonzero(np.diff(values) < 0)
     if not compute.summed and looks_per_step(values):
@@ -453,28 +474,28 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
         )
     elif len(falls):
         messages.append(
-            f"{compute.name} falls at {len(falls)} steps, first {at[falls[0] + 1]:g}: it is not cumulative, or "
-            "started again with a resumed run"
+            f"{compute.name} falls at {len(falls)} steps, first {logged_steps[falls[0] + 1]:g}: it is not cumulative, "
+            "or started again with a resumed run"
         )
-    logged = np.isin(steps, at)
+    is_logged = np.isin(steps, logged_steps)
     start = 0
-    if at[0] > 0 and not len(falls):  # compute is 0 before the first step
-        at, values = np.concatenate([[0.0], at]), np.concatenate([[0.0], values])
+    if logged_steps[0] > 0 and not len(falls):  # compute is 0 before the first step
+        logged_steps, values = np.concatenate([[0.0], logged_steps]), np.concatenate([[0.0], values])
         start = int((steps <= 0).sum())
-    return np.interp(steps, at, values), start, int((~logged).sum()) - start, messages
+    return np.interp(steps, logged_steps, values), start, int((~is_logged).sum()) - start, messages
 
 
 def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) -> Array | None:
-    """Convert compute `spent` to that at the peak learning rate; None if no rate is logged or it does not decay."""
+    """Convert compute spent to compute at the peak learning rate; None if no rate is logged, or it does not decay."""
     name = next(iter(first_match([RATE], log.names)), None)
     if name is None:
         return None
-    at, rate, _ = log.series(name).latest()
-    return None if not len(at) else at_peak_rate(_compute_at(log, compute, at, where)[0], rate, spent)
+    rate_steps, rate, _ = log.series(name).latest()
+    return None if not len(rate_steps) else at_peak_rate(_compute_at(log, compute, rate_steps, where)[0], rate, spent)
 
 
 def looks_per_step(values: Array) -> bool:
-    """Return whether values, in order of steps, look like amounts per step: they are constant, or fall often."""
+    """Return whether values in order of steps look like amounts per step, because they are constant or fall often."""
     rises = np.diff(values)
     falls = int((rises < 0).sum())
     # A running total that restarts with each resumed run falls only once per run.
@@ -482,23 +503,23 @@ def looks_per_step(values: Array) -> bool:
     return len(values) > 3 and (often or bool(not rises.any() and values[0] > 0))
 
 
-def _gaps(at: Array, name: str) -> list[str]:
+def _gap_warnings(steps: Array, name: str) -> list[str]:
     """Return warnings about missing steps, which make a running sum too low."""
     messages = []
-    if at[0] > 1:
-        messages.append(f"the log starts at step {at[0]:g}: what {name} was before is not in the running sum")
-    missing = round(at[-1] - at[0]) + 1 - len(at)
+    if steps[0] > 1:
+        messages.append(f"the log starts at step {steps[0]:g}: what {name} was before is not in the running sum")
+    missing = round(steps[-1] - steps[0]) + 1 - len(steps)
     if missing > 0:
         messages.append(f"{missing} steps are missing in the log: the running sum of {name} is too low")
     return messages
 
 
 def _standard_error(log: Log, reward: str, steps: Array) -> Array | None:
-    """Return `<reward>_se` at the reward's steps; None unless all steps have one and none is negative."""
+    """Return `<reward>_se` at the reward's steps; None if a step lacks it, or a value is negative."""
     name = f"{reward}_se"
     if name not in log.names:
         return None
-    at, values, _ = log.series(name).latest()
-    if not np.isin(steps, at).all() or (values < 0).any():
+    logged_steps, values, _ = log.series(name).latest()
+    if not np.isin(steps, logged_steps).all() or (values < 0).any():
         return None
-    return values[np.searchsorted(at, steps)]
+    return values[np.searchsorted(logged_steps, steps)]

@@ -1,9 +1,9 @@
-"""`mlflow:URI#experiment`: runs in an MLflow store, our tracker's or any others.
+"""Read `mlflow:URI#experiment`: runs in an MLflow store, logged by our tracker or by others.
 
-Our members have the tags `kind=member`, recipe and seed. Their evaluations at compute C > 0 are stored as
-`eval/<set>/pass_rate` with `eval/<set>/log10_compute`, the one at C = 0 as `eval/<set>/initial_pass_rate`. For other
-runs any metric can be chosen, and tags and parameters label them. The store is opened read-only: it is neither created
-nor migrated.
+Runs by our tracker have the tags `kind=member`, recipe and seed. Their evaluations at compute C > 0 are stored as
+`eval/<set>/pass_rate` with `eval/<set>/log10_compute`, the evaluation at C = 0 as `eval/<set>/initial_pass_rate`. For
+other runs any metric can be chosen, and tags and parameters label them. The store is opened read-only: it is neither
+created nor migrated.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def matches_text(source: str) -> bool:
 
 
 def parts_of(source: str) -> tuple[str, str]:
-    """Split `mlflow:URI#experiment` into the store's address and the experiment's name ("" for none).
+    """Split `mlflow:URI#experiment` into the store's address and the experiment's name; "" without a name.
 
-    Both may contain `#`: the address ends at the first `#` that follows an existing store, else at the first one.
+    Both may contain `#`: the address ends at the first `#` that follows an existing store, else at the first `#`.
     """
     text = source.removeprefix(PREFIX)
-    marks = [at for at, char in enumerate(text) if char == "#"]
-    if not marks:
+    positions = [position for position, char in enumerate(text) if char == "#"]
+    if not positions:
         return text, ""
-    at = next((at for at in marks if _is_there(text[:at])), marks[0])
-    return text[:at], text[at + 1 :]
+    position = next((position for position in positions if _may_be_store(text[:position])), positions[0])
+    return text[:position], text[position + 1 :]
 
 
-def _is_there(address: str) -> bool:
-    """Return whether an address can be a store: an existing file or folder, or not a path at all."""
+def _may_be_store(address: str) -> bool:
+    """Return whether an address can be a store: a file or folder that exists, or an address that is not a path."""
     scheme, mark, path = address.partition("://")
     if mark and scheme != "file" and not scheme.startswith("sqlite"):
         return True
@@ -62,7 +62,7 @@ def read_experiment(source: str, into: Collected) -> None:
     """Add the runs of an experiment.
 
     Raises:
-        UserError: the store or experiment does not exist (existing ones are named), or no run has the metric.
+        UserError: the store or experiment does not exist, or no run has the metric.
     """
     require("mlflow", short(source, 400))
     from sweeps.tracking.common import one_line, resolve_uri, without_credentials
@@ -72,7 +72,7 @@ def read_experiment(source: str, into: Collected) -> None:
     where = f"{PREFIX}{without_credentials(uri)}#{experiment}"
     try:
         runs, client = _runs(uri, experiment, where)
-        logs, unused = _logs(runs, client, into.asked.x)
+        logs, unused = _logs(runs, client, into.request.x)
         notes = [f"runs of other kinds (sweeps, fits): {unused}"] if unused else []
         if not logs:
             raise UserError(f"{where}: no run with metrics; give an experiment with runs")
@@ -84,6 +84,7 @@ def read_experiment(source: str, into: Collected) -> None:
 
 
 def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClient]:
+    """Return the runs of an experiment, the oldest first, and a client of the store."""
     from sweeps.tracking.common import all_runs, quiet_environment
 
     scheme, _, file = uri.partition(":///")
@@ -96,13 +97,13 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
     match = client.get_experiment_by_name(experiment) if experiment else None
     if match is None:
         names = sorted(other.name for other in client.search_experiments())
-        what = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
-        raise UserError(f"{where}: {what}; found {listed(names)}; give mlflow:URI#experiment")
+        problem = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
+        raise UserError(f"{where}: {problem}; found {listed(names)}; give mlflow:URI#experiment")
     return all_runs(client, match.experiment_id, "", "attributes.start_time ASC"), client
 
 
 def _check_database(path: Path) -> None:
-    """Check a database before MLflow opens it: MLflow would create a missing file, and tables in another database.
+    """Check a database before MLflow opens it: MLflow would create a missing file, and tables in a foreign database.
 
     Raises:
         UserError: the file is missing, is not an MLflow database, or would have to be migrated.
@@ -141,8 +142,9 @@ def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[lis
 
 
 def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
+    """Make a run's log; ours: whether to restore the metrics of our journal."""
     labels = {**run.data.params, **run.data.tags}
-    fetch = _history(client, run.info.run_id)
+    fetch = _metric_fetcher(client, run.info.run_id)
     keys = sorted(run.data.metrics)
     names = keys
     series = fetch
@@ -153,7 +155,7 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
         names = [key for key in keys if not key.startswith("compute/") and not is_chart_key(key)]
         names = [re.sub(r"/initial_pass_rate$", "/pass_rate", key) for key in names]
         names = [*dict.fromkeys(names), axis]
-        series = _member(fetch, keys, axis)
+        series = _journal_reader(fetch, keys, axis)
     name = run.info.run_name or run.info.run_id
     warnings = ["failed; its points are used"] if run.info.status == "FAILED" else []
     return Log(
@@ -169,8 +171,8 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
     )
 
 
-def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
-    """Return a function that fetches a run's metric on demand."""
+def _metric_fetcher(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
+    """Return a function that fetches a metric of a run from the store."""
 
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
@@ -179,8 +181,14 @@ def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
     return series
 
 
-def _member(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:
-    """Return a reader that restores a member's journal: C = 0 evaluations in their series, compute instead of log10."""
+def _journal_reader(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:
+    """Return a function that reads a metric as in a member's journal: with the evaluation at C = 0, and compute C.
+
+    Args:
+        fetch: function that fetches a metric as it is stored.
+        keys: names of the stored metrics.
+        axis: name of the axis of compute.
+    """
 
     def series(name: str) -> Series:
         if name == axis:
@@ -188,15 +196,15 @@ def _member(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> C
             parts = [Series(part.steps, 10.0**part.values) for part in parts]
             starts = [fetch(key) for key in keys if key.endswith("/initial_pass_rate")]
             parts += [Series(part.steps, np.zeros(len(part.steps))) for part in starts]
-            return _joined(parts)
+            return _concatenate(parts)
         first = re.sub(r"/pass_rate$", "/initial_pass_rate", name)
         present = [key for key in dict.fromkeys([first, name]) if key in keys]
-        return _joined([fetch(key) for key in present])
+        return _concatenate([fetch(key) for key in present])
 
     return series
 
 
-def _joined(parts: Sequence[Series]) -> Series:
+def _concatenate(parts: Sequence[Series]) -> Series:
     """Concatenate several series into one."""
     empty = np.empty(0)
     return Series(

@@ -1,7 +1,7 @@
-"""Disambiguation of runs with the same label but different curves, by the differences in their configurations.
+"""Relabel runs that have the same label but different curves, by the differences in their configurations.
 
 A label is made from a command line, so two grids with the same study name (the second with another learning rate) may
-produce the same label. The header's `curve` identifies a run's curve. Runs of scripts have no such identity: their
+produce the same label. The header's `curve` identifies a run's curve. Runs of scripts have no such identity, so their
 resolved settings are compared, and a difference is a warning.
 """
 
@@ -18,13 +18,13 @@ from sweeps.run.spec import SPEC_FILE, leaves, science
 from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
 
-_SHOWN = 3  # keys in a label
+_MAX_KEYS = 3  # keys in a label
 # Identities in the headers of scripts that do not name one.
 _UNKNOWN = frozenset({"", "local", "None"})
 # Advice on runs of scripts that share a label.
 NAME_RUNS = "give each recipe its own, RunLog(run_dir, {'recipe': NAME})"
-# Keys of `semantics.json` that may differ between runs of one recipe, or that follow from others.
-_OF_A_RUN = ("seed", "versions", "commit", "departs_from_recipe_on")
+# Keys of `semantics.json` that may differ between runs of one recipe, or that follow from other keys.
+_RUN_KEYS = ("seed", "versions", "commit", "departs_from_recipe_on")
 _NO_KEY = object()
 
 # A recipe's label, and the (name, value) pairs of the factors that the curves are grouped by.
@@ -32,8 +32,14 @@ _Label = tuple[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass
-class _Apart:
-    """The curves behind one label: new labels and configuration values by curve identity, and the keys that differ."""
+class _Namesakes:
+    """Different curves under one label.
+
+    Attributes:
+        labels: new label of each curve, by its identity.
+        keys: keys of the configuration in which the curves differ.
+        values: values of the configuration of each curve, by its identity.
+    """
 
     labels: dict[str, str]
     keys: list[str]
@@ -41,10 +47,10 @@ class _Apart:
 
 
 def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: LoadedStudy) -> None:
-    """Relabel runs, in their headers, that share a label but are different curves; add a warning.
+    """Relabel runs, in their headers, that share a label but belong to different curves; add a warning.
 
     Args:
-        runs: runs with the factors that their curves are grouped by, which already separate some of them.
+        runs: runs with their factors, which already separate some curves.
         study: receives the warning.
     """
     curves: dict[_Label, dict[str, list[JournalView]]] = {}
@@ -52,20 +58,22 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
         curve = str(view.header.get("curve", ""))
         if curve not in _UNKNOWN:
             curves.setdefault(_label(view, factors), {}).setdefault(curve, []).append(view)
-    ambiguous = {label: _named(label[0], views) for label, views in curves.items() if len(views) > 1}
+    ambiguous = {label: _make_labels(label[0], views) for label, views in curves.items() if len(views) > 1}
     if not ambiguous:
         return
     for view, factors in runs:
-        changed = {}
+        new_fields = {}
         if (entry := ambiguous.get(_label(view, factors))) is not None:
-            changed["recipe"] = entry.labels.get(str(view.header.get("curve", "")), str(view.header.get("recipe")))
+            new_fields["recipe"] = entry.labels.get(str(view.header.get("curve", "")), str(view.header.get("recipe")))
         base = str(view.header.get("baseline"))
         if (base_entry := ambiguous.get((base, tuple(factors.items())))) is not None:
-            itself = base == view.header.get("recipe")
-            changed["baseline"] = changed.get("recipe", base) if itself else _baseline_label(view, base_entry, base)
-        view.header = {**view.header, **changed}
-    for (recipe, grouped), entry in ambiguous.items():
-        where = "".join(f" {name}={value}" for name, value in grouped)
+            is_baseline = base == view.header.get("recipe")
+            new_fields["baseline"] = (
+                new_fields.get("recipe", base) if is_baseline else _baseline_label(view, base_entry, base)
+            )
+        view.header = {**view.header, **new_fields}
+    for (recipe, factor_pairs), entry in ambiguous.items():
+        where = "".join(f" {name}={value}" for name, value in factor_pairs)
         study.warnings.append(
             f"{len(entry.labels)} different configurations share the label {recipe!r}{where}; each is a curve of its "
             f"own: {short(', '.join(entry.labels.values()), 400)}"
@@ -77,8 +85,8 @@ def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
 
     Runs that name their curve, and runs without `semantics.json`, are left out.
     """
-    read = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
-    settings = [values for values in read if values]
+    all_settings = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
+    settings = [values for values in all_settings if values]
     differing = {
         key: texts
         for key in dict.fromkeys(key for values in settings for key in values)
@@ -86,35 +94,38 @@ def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
     }
     if not differing:
         return None
-    shown = "; ".join(f"{key}: {short(', '.join(texts), 80)}" for key, texts in list(differing.items())[:_SHOWN])
-    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    return f"runs of {label} differ in {shown}{more}; they are fitted together as seeds of one recipe; {NAME_RUNS}"
+    listed = "; ".join(f"{key}: {short(', '.join(texts), 80)}" for key, texts in list(differing.items())[:_MAX_KEYS])
+    rest_note = f"; and {len(differing) - _MAX_KEYS} more" if len(differing) > _MAX_KEYS else ""
+    return (
+        f"runs of {label} differ in {listed}{rest_note}; they are fitted together as seeds of one recipe; {NAME_RUNS}"
+    )
 
 
 def _semantics(run_dir: Path) -> dict[str, Any]:
     """Return a run's resolved choices and settings by dotted key, choices first; empty on errors."""
     try:
         values = parse_json((run_dir / SEMANTICS_FILE).read_text())
-        kept = {key: value for key, value in values.items() if key not in (*_OF_A_RUN, "choices")}
-        return {**leaves(values.get("choices", {})), **leaves(kept)}
+        settings = {key: value for key, value in values.items() if key not in (*_RUN_KEYS, "choices")}
+        return {**leaves(values.get("choices", {})), **leaves(settings)}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
 def _label(view: JournalView, factors: Mapping[str, str]) -> _Label:
+    """Return the label of a run's curve before relabelling."""
     return str(view.header.get("recipe", view.path.parent.name)), tuple(factors.items())
 
 
-def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
-    """Make labels from the differing values, or from the curve's identity if these are unknown or too long."""
+def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Namesakes:
+    """Make new labels from the values that differ, or from the curve's identity if values are unknown or too long."""
     values: dict[str, Mapping[str, Any]] = {curve: _values(views[0].path.parent) for curve, views in curves.items()}
     all_keys = dict.fromkeys(key for config in values.values() for key in config)
     keys = [key for key in all_keys if len({repr(config.get(key, _NO_KEY)) for config in values.values()}) > 1]
     keys.sort(
         key=lambda key: any(key not in config for config in values.values())
-    )  # last: keys that one lacks, perhaps of another version
+    )  # last the keys that some configuration lacks, perhaps because it is of another version
     texts = {
-        curve: ", ".join(f"{key}={config.get(key, 'none')}" for key in keys[:_SHOWN])
+        curve: ", ".join(f"{key}={config.get(key, 'none')}" for key in keys[:_MAX_KEYS])
         for curve, config in values.items()
     }
     if (
@@ -124,11 +135,11 @@ def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
     ):
         length = next(n for n in range(6, 65) if len({curve[:n] for curve in curves}) == len(curves))
         texts = {curve: f"curve {curve[:length]}" for curve in curves}
-    return _Apart({curve: f"{recipe} ({text})" for curve, text in texts.items()}, keys, values)
+    return _Namesakes({curve: f"{recipe} ({text})" for curve, text in texts.items()}, keys, values)
 
 
-def _baseline_label(view: JournalView, base: _Apart, label: str) -> str:
-    """Return the new label of the baseline curve that shares this run's values; the old label if none does."""
+def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
+    """Return the new label of the baseline curve with this run's values; the old label if no curve has them."""
     run_values = _values(view.path.parent)
     for curve, values in base.values.items():
         if run_values and all(run_values.get(key, _NO_KEY) == values.get(key, _NO_KEY) for key in base.keys):

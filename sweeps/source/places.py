@@ -1,7 +1,7 @@
-"""Kinds of sources, distinguished only here: an MLflow experiment, a W&B project, a folder of runs, a journal, a file.
+"""Distinguish the kinds of sources: an MLflow experiment, a W&B project, a folder of runs, a journal, a file.
 
-A command makes one `Place` per source that the user names. Loading, watching and the report's title ask the `Place`
-instead of the path.
+A command makes one `Place` per source that the user names. Loading, watching and the title of the report use the
+`Place` instead of the path.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Kind(Enum):
     FOLDER = "a directory"
     JOURNAL = "the journal of one of our runs"
     FILE = "a file for one of the readers"
-    MISSING = "nothing that is there"
+    MISSING = "nothing that exists"
 
 
 class Place:
-    """One source as given by the user; its content is inspected at first use and cached.
+    """One source as given by the user, whose content is inspected at first use and cached.
 
     Args:
         source: a path, `mlflow:URI#experiment` or `wandb:entity/project`.
@@ -79,7 +79,7 @@ class Place:
 
     @property
     def folder(self) -> Path | None:
-        """Folder of a run or sweep, also if its `metrics.jsonl` was given; None for anything else."""
+        """Folder of a run or sweep, also if the source is its `metrics.jsonl`; None for any other source."""
         if self.kind is Kind.FOLDER:
             return self.path
         named_journal = self.path.name == JOURNAL_FILE and self.kind not in (Kind.EXPERIMENT, Kind.PROJECT)
@@ -87,7 +87,7 @@ class Place:
 
     @cached_property
     def run_folders(self) -> list[Path]:
-        """Folders in a directory that contain a `metrics.jsonl`, ours or another framework's; sorted."""
+        """Folders in a directory that contain a `metrics.jsonl`, of our runs or of other frameworks; sorted."""
         return find_runs(self.path) if self.kind is Kind.FOLDER else []
 
     @cached_property
@@ -99,7 +99,7 @@ class Place:
 
     @cached_property
     def files(self) -> list[Path]:
-        """Files for the readers: the source itself, or in a directory the `metrics.jsonl` of other frameworks."""
+        """Files for the readers: the source itself, or files in a directory that a reader knows."""
         if self.kind is Kind.FILE:
             return [self.path]
         if self.kind is Kind.FOLDER and not self.run_folders:
@@ -110,7 +110,7 @@ class Place:
 
     @cached_property
     def collected(self) -> list[Path]:
-        """Files of a directory that are read one by one: the last state of each TRL run, else console logs."""
+        """Files in a directory that are skipped if unusable: the last state of each TRL run, else console logs."""
         if self.kind is not Kind.FOLDER:
             return []
         return trl.last_states(self.path) or [
@@ -133,7 +133,7 @@ class Place:
 
     @property
     def title(self) -> str:
-        """Name for the study: the experiment's, or the file's or folder's."""
+        """Name for the study: that of the experiment, project, file or folder."""
         if self.kind is Kind.PROJECT:
             return self.text.rpartition("/")[2]
         return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem

@@ -1,4 +1,4 @@
-"""Unprocessed logs of a source, before reward and compute are chosen, for following a run of another trainer."""
+"""Read whole logs of a source, without choosing reward and compute, to follow a run of another trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.source import table, wandb_export, wide
 from sweeps.source.cells import numbers
-from sweeps.source.collected import Asked, Collected, LoadedStudy
+from sweeps.source.collected import Collected, LoadedStudy, Request
 from sweeps.source.frame import Table, read_table
 from sweeps.source.load import readings_of
 from sweeps.source.log import Log, series_of
@@ -24,14 +24,14 @@ _TABLES = (wandb_export, wide, table)
 
 
 class _Logs(Collected):
-    """Collector that keeps the logs of a source and chooses nothing in them."""
+    """Collector that keeps the logs of a source, and chooses no points."""
 
     def __init__(self) -> None:
-        super().__init__(Asked(), LoadedStudy())
+        super().__init__(Request(), LoadedStudy())
         self.logs: list[Log] = []
 
     def takes(self, logs: Sequence[Any]) -> bool:
-        """Keep the logs; return True, so that the reader makes no points of them."""
+        """Keep the logs; return True, so that the reader makes no points."""
         self.logs += logs
         return True
 
@@ -44,7 +44,7 @@ def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
         step: step column of a table; None for the first name that a tracker or framework uses.
 
     Raises:
-        UserError: nothing is there, or it cannot be read.
+        UserError: the source does not exist, or cannot be read.
     """
     place = Place(source)
     place.check()
@@ -61,7 +61,7 @@ def _read(step: str | None, file: File, into: _Logs) -> None:
     if reader is not None:
         reader.read(file, into)
         return
-    rows = read_table(file, into.asked)
+    rows = read_table(file, into.request)
     if rows is not None and rows.count:
         into.logs.append(log_of_table(rows, file.run_name, str(file.path), step))
 
@@ -83,6 +83,6 @@ STEP_COLUMNS = frozenset([*STEP_NAMES, *(name for each in VOCABULARIES for name 
 
 
 def no_steps(where: str, names: Sequence[str], step: str | None) -> UserError:
-    """Return the error about a log without a column of steps."""
-    asked = "of steps" if step is None else short(step)
-    return UserError(f"{where}: no column {asked}; found {listed(names)}")
+    """Return the error about a log without a column of steps; step: the name that the user gave, if any."""
+    column = "of steps" if step is None else short(step)
+    return UserError(f"{where}: no column {column}; found {listed(names)}")

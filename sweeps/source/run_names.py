@@ -1,4 +1,4 @@
-"""Parsing of run names: the seed, and labels that a tracker writes into them."""
+"""Parse run names, which may contain a seed, and labels that a tracker writes into them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 # The word `seed` and a number, with its separators: `a-seed1`, `a/seed_1`, `seed=1, a`, `a (seed 1)`.
 _WORD = re.compile(r"(?:^|[\s_./:,;|-]+|(?=[(\[]))[(\[]?seed[\s_=:.-]*(\d+)[)\]]?(?![A-Za-z0-9])", flags=re.IGNORECASE)
-# `a-s1`, `a_s1`: may also mean a stage or a size; a seed only if other runs differ in this number alone.
+# `a-s1`, `a_s1`: may also mean a stage or a size. It is a seed only if other runs differ in this number alone.
 _LETTER = re.compile(r"[-_]s(\d+)$")
 
 
 def hidden_seed(name: str) -> tuple[str, str, bool] | None:
-    """Split a run's name into the rest, the seed, and whether the word `seed` marks it; None if it has no seed.
+    """Split a run's name into the rest, the seed, and whether the word `seed` marks the seed; None without a seed.
 
     The rest is empty if the name is only a seed. A name with two seeds counts as one without a seed.
     """

@@ -1,6 +1,7 @@
-"""Tables with one row per run and its final value, as loops of coding assistants write them (`scalerl decide`).
+"""Read tables with one row per run and its final value, as loops of coding assistants write (`scalerl decide`).
 
-The format follows karpathy/autoresearch: a TSV with commit, value and status; several rows of a commit are its runs.
+The format follows karpathy/autoresearch: a TSV with commit, value and status. Several rows of a commit are repeated
+runs.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.source.cells import number
-from sweeps.source.collected import Asked
+from sweeps.source.collected import Request
 from sweeps.source.frame import Table, read_table, table_of
 from sweeps.source.text import File
 
-# Column names that are tried, in order, where none is given.
+# Default names of the columns, in the order in which they are tried.
 RECIPES = ("commit", "recipe")
 VALUES = ("value", "reward", "score", "val_bpb")
 STATUS = "status"
@@ -32,7 +33,7 @@ _LOSSES = frozenset(
 
 @dataclass(frozen=True)
 class RunValues:
-    """Values of one recipe's runs that finished, as in the table, and the number of its runs that failed."""
+    """Values of one recipe's finished runs, in the unit of the table, and the number of its failed runs."""
 
     recipe: str
     values: tuple[float, ...]
@@ -41,12 +42,12 @@ class RunValues:
 
 @dataclass(frozen=True)
 class RunTable:
-    """Runs of every recipe of a table.
+    """All recipes' runs in a table.
 
     Attributes:
         value: name of the value's column.
         recipes: the recipes in order of appearance.
-        statuses: number of rows by status, in lower case; empty without such a column.
+        statuses: number of rows by status, in lower case; empty if the table has no column of statuses.
         notes: remarks on rows that could not be read as expected.
     """
 
@@ -71,11 +72,12 @@ def read_run_values(
         by: column of the recipe; None for `commit`, else `recipe`.
         y: column of the run's value; None for the first of `VALUES`.
         status: column of the run's status; None for `status`, which may be missing.
-        failed: statuses of runs that failed; so did runs without a finite value.
+        failed: statuses of failed runs; runs without a finite value also count as failed.
         lower_is_better: whether the value is a loss; only checked against the column's name.
 
     Raises:
-        UserError: the file or a column cannot be read, or the value's name says loss and `lower_is_better` is False.
+        UserError: the file or a column cannot be read, or the value's name is that of a loss and `lower_is_better` is
+            False.
     """
     table = _table(path, tuple(name for name in (by, status) if name))
     recipe_column = _column(path, table, "--by", by, RECIPES)
@@ -109,29 +111,30 @@ def read_run_values(
 
 
 def _table(path: Path, labels: tuple[str, ...]) -> Table:
+    """Read the table; labels: columns to keep as text."""
     file = File(path, "a table with a header line and one row per run")
     header = file.start.split(b"\n", 1)[0]
     if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
-        # Loops write descriptions without quoting, so a quotation mark is an ordinary character.
-        names, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
-        named = [name.strip() for name in names]
-        return table_of([dict(zip(named, row, strict=False)) for row in rows])
-    table = read_table(file, Asked(by=None, factors=(*labels, *RECIPES, STATUS)))
+        # Loops write descriptions without quotes, so a quotation mark is an ordinary character.
+        first_row, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
+        header_names = [name.strip() for name in first_row]
+        return table_of([dict(zip(header_names, row, strict=False)) for row in rows])
+    table = read_table(file, Request(by=None, factors=(*labels, *RECIPES, STATUS)))
     if table is None:
         raise UserError(f"{path}: an empty file; give a table with a header line and one row per run")
     return table
 
 
-def _column(path: Path, table: Table, option: str, name: str | None, usual: Sequence[str]) -> str:
+def _column(path: Path, table: Table, option: str, name: str | None, defaults: Sequence[str]) -> str:
     """Return the table's column for a role.
 
     Raises:
         UserError: there is no such column, or no row.
     """
-    for wanted in (name,) if name else usual:
-        if named := table.named(wanted):
-            return named[0]
+    for candidate in (name,) if name else defaults:
+        if matching := table.named(candidate):
+            return matching[0]
     if not table.names:
         raise UserError(f"{path}: a header without rows; give one row per run")
-    wanted = name or " or ".join(usual)
-    raise UserError(f"{path}: no column {wanted}; name it with {option}; found {', '.join(table.names)}")
+    candidate = name or " or ".join(defaults)
+    raise UserError(f"{path}: no column {candidate}; name it with {option}; found {', '.join(table.names)}")

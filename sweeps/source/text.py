@@ -1,4 +1,4 @@
-"""A source file with cached bytes and text, and helpers that quote its content in messages."""
+"""A source file with cached bytes and text, and helpers for its content and for messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sweeps.errors import UserError, require
 from sweeps.run.files import parse_json
 from sweeps.source.run_names import is_bare_seed
 
-# File names that every run has: the directory names the run.
+# File names that are equal for all runs, so that the directory names the run.
 _FIXED_NAMES = ("trainer_state.json", "metrics.jsonl")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-# UTF-32 before UTF-16: one of its marks begins with UTF-16's.
+# Encodings by byte order mark. UTF-32 comes first, because one of its marks begins with a mark of UTF-16.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
@@ -50,7 +50,7 @@ def _unzstd(raw: bytes) -> bytes:
         return bytes(stream.read())
 
 
-# Functions that unpack a file, by its ending, and the exceptions they raise for damaged ones.
+# Functions that unpack a file, by its ending, and the exceptions that they raise for damaged files.
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress, ".zip": _unzip, ".zst": _unzstd,
 }  # fmt: skip
@@ -58,32 +58,42 @@ _DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, zipfile.B
 
 
 class File:
-    """A source file other than our runs; its bytes and text are read at first use.
+    """A source file other than our runs, whose bytes and text are read at first use.
 
-    Raises:
-        UserError: from the attributes, if the file cannot be read or is not text.
+    Attributes raise UserError if the file cannot be read or is not text.
+
+    Args:
+        path: path of the file.
+        wanted: what to give instead, for the error about a file that is not text.
+
+    Attributes:
+        kept: data that `matches` of a reader parsed, for its `read`.
+        nuls: number of NUL bytes that were dropped from the text.
+        holed: lines that had NUL bytes, counted from 1.
+        cut: those of these lines from which text was lost.
     """
 
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:
         self.path = path
         self.wanted = wanted
-        self.kept: dict[str, Any] = {}  # data that readers parsed in `matches`, for `read`
-        self.nuls = 0  # NUL bytes that were dropped from the text
-        self.holed: frozenset[int] = frozenset()  # lines that held them, counted from 1
-        self.cut: set[int] = set()  # lines of these from which text was lost
+        self.kept: dict[str, Any] = {}
+        self.nuls = 0
+        self.holed: frozenset[int] = frozenset()
+        self.cut: set[int] = set()
 
     @property
     def suffix(self) -> str:
-        """The file's ending in lower case, with its dot; for a compressed file, that of its content."""
+        """The file's ending in lower case, with the dot; for a compressed file, the ending of its content."""
         return self._unpacked.suffix.lower()
 
     @property
     def _unpacked(self) -> Path:
+        """The path without the ending of a compressed file."""
         return self.path.with_suffix("") if self.path.suffix.lower() in _UNPACK else self.path
 
     @property
     def run_name(self) -> str:
-        """Name of the run behind the file: the file's own, or its directory's if all runs' files have the same name."""
+        """Name of the file's run: the file's name, or its directory's if the files of all runs have the same name."""
         if self.path.name in _FIXED_NAMES:
             return encodable(run_of(self.run_folder))
         return encodable(run_of(self.path.resolve().with_name(self._unpacked.stem)))
@@ -117,8 +127,8 @@ class File:
     def content(self) -> bytes:
         """The bytes of a text without NUL bytes, which a crash, or truncation under the writer, leaves in a log.
 
-        Text before NUL bytes in a line was cut off by them and is dropped. Text after them is kept: it may be complete,
-        or the end of a lost line, which the format's reader can tell.
+        In a line with NUL bytes, the text before them was cut off and is dropped. The text after them is kept: it may
+        be a complete line or the end of a lost line, which the reader of the format can tell.
         """
         if b"\0" not in self.raw:
             return self.raw
@@ -163,17 +173,16 @@ class File:
         if self.start[:1] not in (b"{", b"["):
             return None
         try:
-            return parsed(self.content.decode("utf-8-sig"))
+            return parse_json_text(self.content.decode("utf-8-sig"))
         except ValueError:
             return None
 
 
 def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
-    """Parse a file with one JSON value per line; return the values, their line numbers, and the error of a torn last
-    line.
+    """Parse a file with one JSON value per line. Returns values, line numbers, and the error of a torn last line.
 
     Raises:
-        UserError: another line is not JSON and was not cut off by NUL bytes.
+        UserError: a line before the last is not JSON, and was not cut off by NUL bytes.
     """
     # splitlines is not used, because it also splits at separators that are allowed inside JSON strings.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
@@ -181,7 +190,7 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     numbers: list[int] = []
     for number, line in lines:
         try:
-            values.append(parsed(line))
+            values.append(parse_json_text(line))
             numbers.append(number)
         except ValueError as error:
             message = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
@@ -193,18 +202,18 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     return values, numbers, None
 
 
-def parsed(raw: str | bytes) -> Any:
+def parse_json_text(raw: str | bytes) -> Any:
     """Parse a JSON text; unpaired surrogates, which cannot be encoded, become U+FFFD.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     text = raw.decode() if isinstance(raw, bytes) else raw
     return parse_json(_ESCAPES.sub(lambda match: "\\ufffd" if match[1] else match[0], text) if "\\u" in text else text)
 
 
 def encodable(text: str) -> str:
-    """Return a text that can be encoded as UTF-8: undecodable bytes of a file's name become U+FFFD."""
+    """Replace undecodable bytes of a file's name by U+FFFD, so that the text can be encoded as UTF-8."""
     return _SURROGATE.sub("\ufffd", text)
 
 
@@ -219,14 +228,14 @@ def short(text: str, limit: int = 120) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-_LIKELY = re.compile(r"eval|val|reward|score|acc|pass|token|flop|compute|step", re.IGNORECASE)
+_REWARD_OR_COMPUTE = re.compile(r"eval|val|reward|score|acc|pass|token|flop|compute|step", re.IGNORECASE)
 
 
 def listed(names: Iterable[str], limit: int = 300) -> str:
-    """Join names for a message; if there are too many, likely rewards and compute come first, with the total."""
+    """Join names for a message; if it gets too long, list likely rewards and compute first, and give the total."""
     all_names = list(names)
     text = ", ".join(all_names)
     if len(text) <= limit:
         return short(text, limit) or "none"
-    all_names.sort(key=lambda name: _LIKELY.search(name) is None)
+    all_names.sort(key=lambda name: _REWARD_OR_COMPUTE.search(name) is None)
     return f"{short(', '.join(all_names), limit)} ({len(all_names)} in all)"

@@ -1,6 +1,7 @@
-"""Trackio's local store: one SQLite file per project (`~/.cache/huggingface/trackio/PROJECT.db`), opened read-only.
+"""Read Trackio's local store: one SQLite file per project, `~/.cache/huggingface/trackio/PROJECT.db`.
 
-A row of its table `metrics` holds the metrics of one step of a run, as JSON; `configs` holds initial configurations.
+The file is opened read-only. A row of the table `metrics` has the metrics of one step of a run, as JSON. The table
+`configs` has the runs' initial configurations.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, add_logs
-from sweeps.source.text import File, parsed, short
+from sweeps.source.text import File, parse_json_text, short
 from sweeps.source.wandb_local import of_run
 
 NAME = "Trackio project"
@@ -34,7 +35,7 @@ def read(file: File, into: Collected) -> None:
     """Add the runs of a project.
 
     Raises:
-        UserError: another program's database, a damaged one, or no metrics in it.
+        UserError: the database is not Trackio's, is damaged, or has no metrics.
     """
     if not _is_trackio(file.path):
         raise UserError(
@@ -52,8 +53,8 @@ def read(file: File, into: Collected) -> None:
 def _query(path: Path, query: str) -> list[tuple[Any, ...]]:
     # In immutable mode SQLite creates no files next to the store. A run in progress has a -wal file, which must be
     # read.
-    how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=30)
+    mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=30)
     try:
         return connection.execute(query).fetchall()
     finally:
@@ -77,12 +78,12 @@ def _logs(path: Path) -> list[Log]:
     configs = {}
     if _columns(path, "configs"):
         rows_of = _query(path, f"SELECT {key}, config FROM configs ORDER BY id")
-        configs = {run: parsed(text) for run, text in rows_of}
+        configs = {run: parse_json_text(text) for run, text in rows_of}
     rows: dict[str, list[dict[str, Any]]] = {}
     names: dict[str, str] = {}
     for run, name, step, text in _query(path, f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"):
         names[run] = name
-        rows.setdefault(run, []).append({**parsed(text), "_step": step})
+        rows.setdefault(run, []).append({**parse_json_text(text), "_step": step})
     return [
         of_run(names[run], configs.get(run, {}), logged, [], f"trackio:{run}" if key == "run_id" else "")
         for run, logged in rows.items()

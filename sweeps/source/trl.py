@@ -1,8 +1,9 @@
-"""TRL's `trainer_state.json`, which transformers' Trainer writes with every checkpoint.
+"""Read TRL's `trainer_state.json`, which transformers' Trainer writes with every checkpoint.
 
 `log_history` is a list of rows, separate for training and evaluations. In evaluation rows every metric has the prefix
 `eval_`, including `num_tokens`. With several evaluation sets transformers names its own metrics by set
-(`eval_math_loss`, `eval_math_runtime`), but TRL's are called `eval_reward` for each: the set is taken from the former.
+(`eval_math_loss`, `eval_math_runtime`), but TRL's metrics have the name `eval_reward` for every set. So the set is read
+from the names of transformers' metrics in the same row.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the evaluations of the run; its training rewards if it has none.
+    """Add the evaluations of the run, or its training rewards if it has no evaluations.
 
     Raises:
         UserError: no row has a reward.
     """
-    earlier = into.run_folders.setdefault(file.run_folder, file.path)
-    if earlier != file.path:
+    first_state = into.run_folders.setdefault(file.run_folder, file.path)
+    if first_state != file.path:
         raise UserError(
-            f"{file.path}: the same run as {earlier}; a state holds the whole history, give the last checkpoint's"
+            f"{file.path}: the same run as {first_state}; a state holds the whole history, give the last checkpoint's"
         )
     state: dict[str, Any] = file.document
     history = state["log_history"]
     if not isinstance(history, list) or not history:
         raise UserError(f"{file.path}: log_history holds no rows; the run has not logged yet")
     rows = [row for row in history if isinstance(row, dict)]
-    stepped = [(step, row) for row in rows if (step := finite(row.get("step"))) is not None]
-    records, notes = renamed(stepped)
+    rows_with_step = [(step, row) for row in rows if (step := finite(row.get("step"))) is not None]
+    records, notes = rename_metrics(rows_with_step)
     fields = {key: str(value) for key, value in state.items() if isinstance(value, str | int | float)}
     names = list(dict.fromkeys(key for _, row in records for key in row if key != "step"))
     log = Log(
@@ -59,28 +60,30 @@ def read(file: File, into: Collected) -> None:
         labels=tuple(fields),
         label=fields.get,
         key=str(file.run_folder),
-        state=_how_far(state),
+        state=_run_state(state),
     )
     if len(records) < len(history):
         notes.insert(0, f"rows without a step: {len(history) - len(records)}")
     add_logs([log], NAME, str(file.path), into, TRL, "the run's directory", notes=notes)
 
 
-def renamed(rows: Sequence[tuple[float, dict[str, Any]]]) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
-    """Return rows with their steps, in which evaluation metrics are renamed like those of training, and notes."""
+def rename_metrics(
+    rows: Sequence[tuple[float, dict[str, Any]]],
+) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
+    """Rename evaluation metrics like those of training; returns rows with their steps, and notes."""
     sets = {name for _, row in rows if (name := _set_of(row)) is not None}
     notes = []
     if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):
         notes.append("num_tokens of evaluation rows is eval_num_tokens")
     if len(sets) > 1:
         notes.append(f"evaluation sets by their eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
-    return [(step, _renamed(row, sets)) for step, row in rows], notes
+    return [(step, _rename_row(row, sets)) for step, row in rows], notes
 
 
 def last_states(directory: Path) -> list[Path]:
-    """Return the last state of each run at or below a directory, sorted by path; a state holds the whole history.
+    """Return the last state of each run at or below a directory, sorted by path; a state has the whole history.
 
-    A run's folder has one in each checkpoint, and one of its own after `trainer.save_state`.
+    A run's folder has a state in each checkpoint, and after `trainer.save_state` another state of its own.
     """
     states_by_run: dict[Path, list[Path]] = {}
     for path in sorted(directory.rglob(FILE)):
@@ -91,25 +94,25 @@ def last_states(directory: Path) -> list[Path]:
 
 
 def _last_step(path: Path) -> tuple[float, bool]:
-    """Return a state's step, and whether it is the run's own (which wins ties) and not a checkpoint's."""
+    """Return a key that orders states: the step, then True for a state outside of checkpoints, which is the later."""
     match = CHECKPOINT.fullmatch(path.parent.resolve().name)
     if match is not None:
         return float(match[1]), False
     return finite(read_json(path).get("global_step")) or 0.0, True
 
 
-def _how_far(state: dict[str, Any]) -> str:
-    """Return whether a run has taken all its steps; "" if the state does not record the total."""
-    step, most = finite(state.get("global_step")), finite(state.get("max_steps"))
-    return "" if step is None or not most or most < 0 else FINISHED if step >= most else RUNNING
+def _run_state(state: dict[str, Any]) -> str:
+    """Return `FINISHED` if a run has taken all its steps, else `RUNNING`; "" if the state does not record the total."""
+    step, total = finite(state.get("global_step")), finite(state.get("max_steps"))
+    return "" if step is None or not total or total < 0 else FINISHED if step >= total else RUNNING
 
 
 def _set_of(row: dict[str, Any]) -> str | None:
-    """Return the evaluation set that transformers' own metrics in a row name; None if there is none."""
+    """Return the evaluation set in the names of a row's metrics by transformers; None if there is none."""
     return next((match[1] for key in row if (match := _SET.fullmatch(key))), None)
 
 
-def _renamed(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
+def _rename_row(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
     """Rename a row's metrics: compute as in training rows; with several sets, the set becomes part of the names."""
     row = dict(row)
     if is_empty(row.get("num_tokens")) and not is_empty(row.get("eval_num_tokens")):

@@ -1,4 +1,4 @@
-"""verl's two file loggers: console lines and the `file` backend's JSONL.
+"""Read the output of verl's two loggers: console lines, and the JSONL of the `file` backend.
 
 A console line is `step:10 - key:value - key:value ...`, after Ray's `(TaskRunner pid=123)` and colours, among the other
 output of the job. Values are plain numbers or, where numpy printed them, `np.float64(0.62)`. The file backend writes
@@ -22,7 +22,7 @@ from sweeps.source.vocabulary import VERL
 CONSOLE, JSONL = "verl console log", "verl file log"
 NAME = CONSOLE
 
-_MARK = re.compile(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", re.MULTILINE)
+_LINE_BYTES = re.compile(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LINE = re.compile(r"(?:^|[\s)])step:(\d+) - (?=\S+:)")
 _NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
@@ -31,14 +31,15 @@ _NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
 def matches(file: File, into: Collected | None = None) -> bool:
     """Return whether the file has one of verl's console lines, or begins with an object of its file backend."""
     if file.start[:1] == b"{":
-        return _first_object(file)
+        return _begins_with_row(file)
     if (file.start[:1] == b"[" and file.suffix == ".json") or is_binary(file):
         return False
-    # A plain search first: it is faster in a large file.
-    return b"step:" in file.raw and _MARK.search(file.raw) is not None
+    # Search for plain bytes first, which is faster in a large file.
+    return b"step:" in file.raw and _LINE_BYTES.search(file.raw) is not None
 
 
-def _first_object(file: File) -> bool:
+def _begins_with_row(file: File) -> bool:
+    """Return whether the first line is an object of the file backend."""
     line = file.content.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
     try:
         return is_row(parse_json(line))
@@ -52,7 +53,7 @@ def is_row(record: Any) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the validations of the run; its training scores if it has none.
+    """Add the validations of the run, or its training scores if it has no validations.
 
     Raises:
         UserError: no row has a reward.
@@ -64,10 +65,12 @@ def read(file: File, into: Collected) -> None:
     add_logs([log], CONSOLE if console else JSONL, str(file.path), into, VERL, notes=notes)
 
 
+# Step and metrics of each row.
 Records = list[tuple[float, dict[str, Any]]]
 
 
 def _console(file: File) -> tuple[Records, int, list[str]]:
+    """Parse console lines. Returns records with their steps, the number of lines, and notes."""
     # A job's output is not always UTF-8 (progress bars cut within a character); the relevant lines are ASCII.
     text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
     records: Records = []
@@ -100,6 +103,7 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
 
 
 def _jsonl(file: File) -> tuple[Records, int, list[str]]:
+    """Parse the file backend's lines. Returns records with their steps, the number of lines, and notes."""
     entries, _, torn = json_lines(file)
     records: Records = []
     for entry in entries:

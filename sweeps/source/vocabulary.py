@@ -1,8 +1,8 @@
 """Metric names of known frameworks for reward, compute and step.
 
-A framework uses the same names with every tracker, so they are listed here and not in the readers. Each list is in
-order of preference: held-out evaluations before training rewards. Names that match one pattern are equivalent (several
-evaluation sets), and the user chooses between them.
+A framework uses the same names with every tracker, so they are listed here and not in the readers. Patterns are listed
+in order of preference, and held-out evaluations are preferred to training rewards. Names that match one pattern are
+equivalent (several evaluation sets), and the user chooses between them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Vocabulary:
     Attributes:
         project: name of the framework.
         signature: names that only this framework uses.
-        evaluations, training: rewards; a group in the pattern is the evaluation set.
+        evaluations, training: held-out and training rewards; a group in the pattern is the evaluation set.
         compute: cumulative counters.
         per_step: amounts per step, to be summed.
-        step: columns that join separately logged rows, tried before the trackers' own.
+        step: columns of steps, by which separately logged rows are joined; tried before `STEP_NAMES`.
     """
 
     project: str
@@ -34,7 +34,7 @@ class Vocabulary:
     step: tuple[str, ...] = ()
 
     def speaks(self, names: Iterable[str]) -> bool:
-        """Return whether any of the names is one that only this framework uses."""
+        """Return whether any of the names is used by this framework only."""
         return any(re.fullmatch(self.signature, name) for name in names)
 
 
@@ -65,7 +65,7 @@ TRL = Vocabulary(
     compute=(r"num_tokens",),
 )
 
-# The same with the trackers of transformers, which write `eval/x` for `eval_x` and `train/x` for the others.
+# The same metrics in the trackers of transformers, which write `eval/x` for `eval_x`, and `train/x` for other metrics.
 TRL_TRACKED = Vocabulary(
     "TRL",
     signature=r"train/(reward|num_tokens|rewards/.+|completions/mean_length)|eval/(reward|rewards/.+)",
@@ -107,15 +107,15 @@ OPEN_INSTRUCT = Vocabulary(
 
 VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 
-# Names of the learning rate: ours and transformers', verl's, prime-rl's, open-instruct's.
+# Names of the learning rate: of our trainer and transformers, verl, prime-rl, open-instruct.
 RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 
 # Steps of an optimizer or a tracker: an order, not compute.
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 
-# --x order: number the rows or logged values, for sources without a step or compute.
+# Value of --x that numbers the rows or logged values, for sources without a step or compute.
 ORDER = "order"
-# --x sum:COLUMN: a log's column that holds amounts per step.
+# Prefix in --x sum:COLUMN, for a log's column of amounts per step.
 SUM = "sum:"
 
 # Columns that distinguish the runs of one file, in W&B's exports of several runs.
@@ -150,7 +150,7 @@ def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
 
 
 def step_column(names: Sequence[str], step: str | None = None) -> str | None:
-    """Return the step column among these: the named one, else a framework's, else a tracker's; None without one."""
+    """Find the column of steps: the given name, else a framework's, else a tracker's; None without such a column."""
     framework = vocabulary_of(names) if step is None else None
     known = (*(framework.step if framework else ()), *STEP_NAMES) if step is None else (step,)
     return next((candidate for candidate in known if candidate in names), None)

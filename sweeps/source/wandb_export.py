@@ -1,7 +1,8 @@
-"""Exports of W&B: the CSV of a chart, and the history of runs as CSV, JSON, JSONL or Parquet.
+"""Read exports of W&B: the CSV of a chart, and the history of runs as CSV, JSON, JSONL or Parquet.
 
-A chart's CSV has its x axis, as a rule first, and `<run> - <metric>` with `__MIN` and `__MAX` for each run. A history
-has W&B's `_step` (or a framework's own step) and one column per metric, most cells empty. Logs of prime-rl,
+A chart's CSV has a column of the x axis, usually the first, and for each run a column `<run> - <metric>`, and the same
+with `__MIN` and `__MAX`. A history has W&B's `_step` (or a framework's step) and one column per metric, most cells
+empty. Logs of prime-rl,
 open-instruct and other programs that report to W&B are available as files in this form. A framework's own JSONL with
 the same rows (prime-rl's file monitor) is read too.
 """
@@ -27,7 +28,7 @@ from sweeps.source.vocabulary import ORDER, step_column, vocabulary_of
 
 CHART, HISTORY = "W&B chart export", "W&B history export"
 NAME = HISTORY
-_EXTREME = ("__MIN", "__MAX")
+_RANGE_SUFFIXES = ("__MIN", "__MAX")
 _MEANS = (
     "points whose __MIN and __MAX differ are means over steps or over the runs of a group; ungroup the chart to keep "
     "the seeds"
@@ -36,17 +37,23 @@ _MEANS = (
 
 def matches(file: File, into: Collected) -> bool:
     """Return whether the rows are a W&B chart, or a history with a step and names of W&B or a framework."""
-    table = read_table(file, into.asked)
+    table = read_table(file, into.request)
     if table is None or is_table(table, into):
         return False
-    if _chart_of(table, _asked_metric(into)) is not None:
+    if _chart_of(table, _requested_metric(into)) is not None:
         return True
     return ("_step" in table.names or vocabulary_of(table.names) is not None) and step_column(table.names) is not None
 
 
 @dataclass(frozen=True)
 class _Chart:
-    """Columns of a chart: the runs' columns, the others, and the metrics of each run."""
+    """Columns of a chart.
+
+    Attributes:
+        columns: columns that belong to a run.
+        others: other columns.
+        runs: metrics of each run, by its name.
+    """
 
     columns: Collection[str]
     others: Sequence[str]
@@ -58,51 +65,52 @@ class _Chart:
         return list(dict.fromkeys(metric for metrics in self.runs.values() for metric in metrics))
 
 
-def _asked_metric(into: Collected) -> str | None:
-    """Return the one metric that the user asked for; None if none or all."""
-    return None if into.asked.y == ALL else into.asked.y
+def _requested_metric(into: Collected) -> str | None:
+    """Return the metric that the user requested; None without a request, or for all metrics."""
+    return None if into.request.y == ALL else into.request.y
 
 
-def _chart_of(table: Table, asked: str | None) -> _Chart | None:
+def _chart_of(table: Table, requested: str | None) -> _Chart | None:
     """Split the columns of a chart; None if the table is not a chart.
 
-    A column `<run> - <metric>` belongs to a run if another column shares its run or its metric, or if its metric is the
-    one that the user asked for. So an x axis with a dash in its name is not taken for a run.
+    A column `<run> - <metric>` belongs to a run if another column has the same run or metric, or if the user asked for
+    this metric. So an x axis with a dash in its name is not taken for a run.
     """
-    parts = {name: part for name in table.names if (part := _run_and_metric(name, asked)) is not None}
+    parts = {name: part for name in table.names if (part := _run_and_metric(name, requested)) is not None}
     per_run, per_metric = (Counter(part[side] for part in parts.values()) for side in (0, 1))
     columns = {
         name: (run, metric)
         for name, (run, metric) in parts.items()
-        if per_run[run] > 1 or per_metric[metric] > 1 or metric == asked
+        if per_run[run] > 1 or per_metric[metric] > 1 or metric == requested
     }
     runs: dict[str, list[str]] = {}
     for name, (run, metric) in columns.items():
-        if not name.endswith(_EXTREME) and not metric.startswith("_"):
+        if not name.endswith(_RANGE_SUFFIXES) and not metric.startswith("_"):
             runs.setdefault(run, []).append(metric)
     chart = _Chart(columns, [name for name in table.names if name not in columns], runs)
     has_ranges = any(f"{name}__MIN" in columns for name in columns)
-    was_asked = asked not in table.names and asked in chart.metrics
-    return chart if has_ranges or was_asked or _is_bare_chart(chart) else None
+    is_requested = requested not in table.names and requested in chart.metrics
+    return chart if has_ranges or is_requested or _is_bare_chart(chart) else None
 
 
-def _run_and_metric(name: str, asked: str | None) -> tuple[str, str] | None:
+def _run_and_metric(name: str, requested: str | None) -> tuple[str, str] | None:
     """Split a column's name `<run> - <metric>`, without `__MIN` or `__MAX`; None if it has another form.
 
-    The metric that the user asked for may contain a dash.
+    `requested` is the metric that the user asked for, which may contain a dash; None for none.
     """
-    for extreme in _EXTREME:
+    for extreme in _RANGE_SUFFIXES:
         name = name.removesuffix(extreme)
-    if asked is not None and name.endswith(f" - {asked}"):
-        return name.removesuffix(f" - {asked}"), asked
+    if requested is not None and name.endswith(f" - {requested}"):
+        return name.removesuffix(f" - {requested}"), requested
     run, _, metric = name.rpartition(" - ")
     return (run, metric) if run else None
 
 
 def _is_bare_chart(chart: _Chart) -> bool:
-    """Return whether columns without ranges (a chart of points, or made by hand) are a chart.
+    """Return whether columns without `__MIN` and `__MAX` are a chart (of points, or made by hand).
 
-    They are if all runs have the same metric, or if all metrics have a slash: other names may be parts of a run's name.
+    They are a chart if all runs have the same metric, or if all metrics have a slash: metrics without a slash may be
+    parts of a run's name.
     """
     axes = [name for name in chart.others if not is_index(name)]
     if len(axes) > 1 or len(chart.runs) < 2:
@@ -117,18 +125,18 @@ def read(file: File, into: Collected) -> None:
     Raises:
         UserError: no rows, or no metric that can be the reward.
     """
-    table = read_table(file, into.asked)
+    table = read_table(file, into.request)
     if table is None or not table.count:
         raise UserError(f"{file.path}: a header and no rows; give an export with points")
-    twice = [name for name, count in Counter(table.names).items() if count > 1]
-    if twice:
-        raise UserError(f"{file.path}: column {listed(twice)} occurs more than once; rename one")
-    chart = _chart_of(table, _asked_metric(into))
+    repeated = [name for name, count in Counter(table.names).items() if count > 1]
+    if repeated:
+        raise UserError(f"{file.path}: column {listed(repeated)} occurs more than once; rename one")
+    chart = _chart_of(table, _requested_metric(into))
     if chart is not None:
         _read_chart(file, table, chart, into)
         return
     step = step_column(table.names) or ""
-    labels = [name for name in (into.asked.by, *into.asked.factors) if name is not None]
+    labels = [name for name in (into.request.by, *into.request.factors) if name is not None]
     for label in labels:
         if label not in table.names and label not in pairs_in(file.run_name):
             raise UserError(f"{file.path}: no column {short(label)}; found {listed(table.names)}")
@@ -144,63 +152,81 @@ def read(file: File, into: Collected) -> None:
 
 
 def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> None:
-    """Add the runs of a chart, which share one x axis; a cell with a range is a mean.
+    """Add the runs of a chart, which share one x axis; a cell whose `__MIN` and `__MAX` differ is a mean.
 
     Raises:
-        UserError: the chart has no x axis, or another than the user asked for.
+        UserError: the chart has no x axis, or not the axis that the user asked for.
     """
-    x = _axis(file, chart, table.names[0], into.asked.x)
+    x = _axis(file, chart, table.names[0], into.request.x)
     steps = numbers(table.column(x)) if x is not None else np.arange(1, table.count + 1, dtype=np.float64)
     series = series_of(table, steps)
     metrics = chart.metrics
-    only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
-    wanted = only.name if only is not None else into.asked.y
+    single_metric = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.request.y is None else None
+    metric_name = single_metric.name if single_metric is not None else into.request.y
     axes = [] if x is None else [x]
     logs = []
-    averaged = 0
+    averaged_runs = 0
     for run, logged in chart.runs.items():
-        candidates = [metric for metric in logged if wanted in (None, ALL, metric)]
+        candidates = [metric for metric in logged if metric_name in (None, ALL, metric)]
         is_averaged = any(_is_average(table, f"{run} - {metric}") for metric in candidates)
-        averaged += is_averaged
+        averaged_runs += is_averaged
         labels = labels_in(run)
-        log = Log(run, [*axes, *logged], table.count, _of_run(series, run, x), tuple(labels), labels.get)
+        log = Log(run, [*axes, *logged], table.count, _run_series(series, run, x), tuple(labels), labels.get)
         logs.append(replace(log, warnings=[_MEANS]) if is_averaged else log)
     notes = [f"rows without {short(str(x))}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
-    if averaged:
-        notes.append(f"runs whose points are means (their __MIN and __MAX differ): {averaged}")
-    compute = None if x is None or into.asked.x == ORDER else Column(x, "the chart's x axis")
-    add_logs(logs, CHART, str(file.path), into, None, "the run's name", x or ORDER, notes, reward=only, compute=compute)
+    if averaged_runs:
+        notes.append(f"runs whose points are means (their __MIN and __MAX differ): {averaged_runs}")
+    compute = None if x is None or into.request.x == ORDER else Column(x, "the chart's x axis")
+    add_logs(
+        logs,
+        CHART,
+        str(file.path),
+        into,
+        None,
+        "the run's name",
+        x or ORDER,
+        notes,
+        reward=single_metric,
+        compute=compute,
+    )
 
 
-def _axis(file: File, chart: _Chart, first: str, asked: str | None) -> str | None:
-    """Return the column of a chart's x axis; None if there is none and rows are numbered. first: the first column.
+def _axis(file: File, chart: _Chart, first: str, requested: str | None) -> str | None:
+    """Return the column of a chart's x axis; None if there is none, and the user asked to number the rows.
+
+    Args:
+        file: the file, for errors.
+        chart: columns of the chart.
+        first: name of the first column.
+        requested: the axis that the user asked for; None for none.
 
     Raises:
-        UserError: there is none, or another than the user asked for.
+        UserError: the chart has no x axis, or not the axis that the user asked for.
     """
-    if asked in chart.others:
-        return asked
+    if requested in chart.others:
+        return requested
     x = next((name for name in chart.others if not is_index(name)), None)
-    if x is None and asked != ORDER:
-        what = "is a run" if first in chart.columns else "numbers the rows"
+    if x is None and requested != ORDER:
+        problem = "is a run" if first in chart.columns else "numbers the rows"
         raise UserError(
-            f"{file.path}: no column of steps: the first column, {short(first)!r}, {what}; export the chart with its "
-            f"Step column, or give --x {ORDER}"
+            f"{file.path}: no column of steps: the first column, {short(first)!r}, {problem}; export the chart with "
+            f"its Step column, or give --x {ORDER}"
         )
-    if asked not in (None, ORDER):
+    if requested not in (None, ORDER):
         raise UserError(
-            f"{file.path}: the chart was exported along {short(str(x))}, without {short(str(asked))}; export it "
+            f"{file.path}: the chart was exported along {short(str(x))}, without {short(str(requested))}; export it "
             "again along that axis, or leave out --x"
         )
     return x
 
 
-def _of_run(series: Callable[[str], Series], run: str, x: str | None) -> Callable[[str], Series]:
-    """Return a function that reads one run's metrics in a chart, by their names without the run's."""
+def _run_series(series: Callable[[str], Series], run: str, x: str | None) -> Callable[[str], Series]:
+    """Return a function that reads a metric of one run in a chart, by the metric's name without the run's name."""
     return lambda name: series(name if name == x else f"{run} - {name}")
 
 
 def _is_average(table: Table, name: str) -> bool:
+    """Return whether a column has a cell whose `__MIN` and `__MAX` differ."""
     low, high = f"{name}__MIN", f"{name}__MAX"
     if low not in table.names or high not in table.names:
         return False

@@ -1,7 +1,7 @@
-"""W&B's own folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
+"""Read W&B's local folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
 
-The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages. Their
-definitions are in the package `wandb` (an extra, imported only here). A truncated log is read up to the break.
+The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages, which are
+defined in the package `wandb` (an extra, imported only here). A truncated log is read up to the break.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sweeps.errors import UserError, require
 from sweeps.run.spec import leaves
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
-from sweeps.source.text import File, parsed
+from sweeps.source.text import File, parse_json_text
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
-# First bytes and header size of the file, then the size of a block, and a fragment's header: checksum, length, kind.
+# First bytes of the file and size of its header; size of a block, and header of a fragment: checksum, length, kind.
 _IDENT, _HEADER = b":W&B", 7
 _BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -40,7 +40,7 @@ def read(file: File, into: Collected) -> None:
     """Add the run of one log.
 
     Raises:
-        UserError: it has no metrics, or wandb is not installed.
+        UserError: the log has no metrics, or wandb is not installed.
     """
     read_all([file.path], str(file.path), into)
 
@@ -49,7 +49,7 @@ def read_all(paths: list[Path], where: str, into: Collected) -> None:
     """Add the runs of several logs.
 
     Raises:
-        UserError: none of them has metrics, or wandb is not installed.
+        UserError: no log has metrics, or wandb is not installed.
     """
     require("wandb", f"{where} (a log of W&B)")
     logs = [log for path in paths if (log := _log(path)) is not None]
@@ -66,7 +66,15 @@ def of_run(
     key: str = "",
     state: str = "",
 ) -> Log:
-    """Return the log of a W&B run: its history, with its configuration's values as labels."""
+    """Make the log of a run.
+
+    Args:
+        name: name of the run.
+        config: configuration, whose values become labels by dotted key.
+        rows: metrics by name, of each logged row; the step is `_step`, or else the row's number.
+        warnings: remarks on damage.
+        key, state: see `sweeps.source.collected.ForeignRun`.
+    """
     records = [(float(row.get("_step", number)), row) for number, row in enumerate(rows)]
     names = list(dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float)))
     plain = {name: value for name, value in leaves(config).items() if isinstance(value, str | int | float)}
@@ -89,7 +97,7 @@ def _log(path: Path) -> Log | None:
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
-    key, state = f"wandb:{name}", RUNNING  # also if the process was killed: it then wrote no exit
+    key, state = f"wandb:{name}", RUNNING  # a killed process also stays "running", because it wrote no exit
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
@@ -118,7 +126,7 @@ def _log(path: Path) -> Log | None:
 
 def _values(items: Any) -> dict[str, Any]:
     """Return a message's values by key; nested keys are joined by slashes."""
-    return {item.key or "/".join(item.nested_key): parsed(item.value_json) for item in items}
+    return {item.key or "/".join(item.nested_key): parse_json_text(item.value_json) for item in items}
 
 
 def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
@@ -130,7 +138,7 @@ def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
     at = _HEADER
     parts: list[bytes] = []
     while at < len(raw):
-        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # too small for a fragment: padding
+        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # the rest of the block is padding, too small for a fragment
             at += _BLOCK - at % _BLOCK
             continue
         head = raw[at : at + _FRAGMENT.size].ljust(_FRAGMENT.size, b"\0")

@@ -1,7 +1,8 @@
-"""`wandb:entity/project`: the runs of a W&B project, through its GraphQL API, with their whole history.
+"""Read `wandb:entity/project`: the runs of a W&B project, through the GraphQL API, with their whole history.
 
-`wandb:entity/project/run` is one run. The server is `WANDB_BASE_URL`, or W&B's own; the key is `WANDB_API_KEY`, or the
-one that `wandb login` stored in `~/.netrc`. Only the standard library is needed, and nothing is written.
+`wandb:entity/project/run` is one run. The server is `WANDB_BASE_URL`, or W&B's public server. The key is
+`WANDB_API_KEY`, or the key that `wandb login` stored in `~/.netrc`. Only the standard library is needed, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from urllib.request import Request, urlopen
 from sweeps.errors import UserError
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import add_logs
-from sweeps.source.text import parsed, short
+from sweeps.source.text import parse_json_text, short
 from sweeps.source.wandb_local import of_run
 
 NAME = "W&B project"
@@ -59,7 +60,7 @@ def matches_text(source: str) -> bool:
 
 
 def read_project(source: str, into: Collected) -> None:
-    """Add the runs of a project, or only the named one.
+    """Add the runs of a project, or a single run if the source names one.
 
     Raises:
         UserError: the project or run does not exist, the server does not answer or needs a key, or there is no metric.
@@ -67,13 +68,13 @@ def read_project(source: str, into: Collected) -> None:
     parts = source.removeprefix(PREFIX).strip("/").split("/")
     if len(parts) not in (2, 3) or not all(parts):
         raise UserError(f"{short(source)}: give wandb:entity/project, or wandb:entity/project/run")
-    entity, project, only = parts[0], parts[1], parts[2] if len(parts) == 3 else None
+    entity, project, only_run = parts[0], parts[1], parts[2] if len(parts) == 3 else None
     where = f"{PREFIX}{'/'.join(parts)}"
     server = _Server(where)
     logs = []
     for run in server.runs(entity, project):
-        if only in (None, run["name"], run["displayName"]):
-            config = {key: _plain(value) for key, value in parsed(run["config"] or "{}").items()}
+        if only_run in (None, run["name"], run["displayName"]):
+            config = {key: _plain(value) for key, value in parse_json_text(run["config"] or "{}").items()}
             if run["group"]:
                 config.setdefault("group", run["group"])
             last = int((run["historyKeys"] or {}).get("lastStep", -1))
@@ -89,7 +90,7 @@ def read_project(source: str, into: Collected) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Unwrap a value of a configuration: W&B wraps each one in a mapping."""
+    """Unwrap a value of a configuration, which W&B wraps in a mapping."""
     return value["value"] if isinstance(value, dict) and "value" in value else value
 
 
@@ -136,13 +137,13 @@ class _Server:
             # Request no more rows than there are steps: W&B then does not sample them.
             window = {"minStep": first, "maxStep": min(first + ROWS_PAGE, last + 1), "pageSize": ROWS_PAGE}
             page = self._query(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
-            yield from (parsed(line) for line in page["project"]["run"]["history"] or ())
+            yield from (parse_json_text(line) for line in page["project"]["run"]["history"] or ())
 
     def _query(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Send a query and return the data of the answer.
 
         Raises:
-            UserError: the server does not answer, refuses, or answers something else.
+            UserError: the server does not answer, refuses, or does not answer with JSON.
         """
         body = json.dumps({"query": query, "variables": variables}).encode()
         try:

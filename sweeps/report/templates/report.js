@@ -1,5 +1,5 @@
-// The report's own script: copies and sorts tables, copies commands, and draws the interactive figure with Vega-Lite.
-// Without it, or without the library, the page is complete: static figures, tables as they stand.
+// Script of the report: copies and sorts tables, copies commands, and draws the interactive figure with Vega-Lite.
+// The page is complete without the script or the library, with static figures and unsorted tables.
 (() => {
 "use strict";
 const element = (name, attributes = {}, ...children) => {
@@ -37,7 +37,7 @@ for (const code of document.querySelectorAll("code.command")) {
 
 // --- tables ---
 const words = cell => (cell.dataset.full ?? cell.querySelector("[title]")?.title ?? cell.innerText).replace(/\s+/g, " ").trim();
-// A text with which a spreadsheet would begin a formula has an apostrophe before it.
+// Put an apostrophe before a text that a spreadsheet would read as a formula.
 const inert = text => /^[=+@\t\r\n]|^-(?![\d.])/.test(text) ? "'" + text : text;
 const formats = {
   CSV: rows => rows.map(row => row.map(text => /[",]/.test(inert(text)) ? `"${inert(text).replaceAll('"', '""')}"` : inert(text)).join(",")).join("\n"),
@@ -53,7 +53,7 @@ const formats = {
     return [lines[0], "|" + numeric.map(right => right ? "--:" : "---").join("|") + "|", ...lines.slice(1)].join("\n");
   },
 };
-const ranked = text => { // numbers by size, others as text, dashes last
+const ranked = text => { // sort key: numbers by size, then texts, dashes last
   const plain = text.replace(/^[^\d+−-]*(?=[+−-]?[\d.])/, "");
   const value = parseFloat(plain.replace("−", "-"));
   return /^[–-]?$/.test(text) ? [2, 0, ""] : Number.isNaN(value) ? [1, 0, text] : [0, value, text];
@@ -112,7 +112,7 @@ const points = study.points.r.map((recipe, at) => {
 const visible = rows => rows.filter(row => Number.isFinite(row.x) && (!state.log || row.x > 0));
 const axisName = () => study.axes.find(([id]) => id === state.axis)[1];
 
-// Ink and rules are the stylesheet's, so that one drawing serves light, dark and print.
+// Colours of text and lines are in the stylesheet, so that one drawing fits light and dark pages and print.
 const look = {background: null, font: "system-ui, sans-serif", view: {stroke: null},
   axis: {labelFontSize: 12, titleFontSize: 13, titleFontWeight: "normal", labelLimit: 240}};
 const about = recipe => recipe.named ? `${recipe.a} [${recipe.low}, ${recipe.high}]`
@@ -122,7 +122,7 @@ function curvesChart() {
     axis: {grid: false, format: ",.6~g", labelOverlap: true, tickCount: 6}};
   const y = field => ({field, type: "quantitative", title: study.metric, scale: {zero: false}});
   const rows = points.filter(point => shown[point.r]).map(point => ({...point, x: point[state.axis], low: point.y, high: point.y}));
-  // A tooltip of a line is of all of it, so it names the recipe, and no place on it.
+  // The tooltip of a line names only the recipe, because it is the same at all points of the line.
   const fitted = study.recipes.flatMap((recipe, r) => !shown[r] || !recipe.curve?.[state.axis] ? [] :
     recipe.curve.c.map((_, at) => ({label: recipe.label, about: about(recipe), x: recipe.curve[state.axis][at], y: recipe.curve.y[at],
       low: recipe.curve.low[at], high: recipe.curve.high[at]})));
@@ -130,7 +130,7 @@ function curvesChart() {
   const tooltip = [{field: "label", title: "recipe"}, {field: "s", title: "seed"},
     ...(study.points.step ? [{field: "step", title: "step"}] : []), {field: "x", title: axisName(), format: ",.5~g"},
     {field: "reward", title: study.metric}, ...others.map(([id, title]) => ({field: `['${id}']`, title, format: ",.5~g"}))];
-  // "± " is the standard error of the evaluation.
+  // The number after "±" is the standard error of the evaluation.
   for (const row of rows) row.reward = row.y.toFixed(4) + (row.e === undefined ? "" : ` ± ${row.e.toFixed(4)}`);
   const layer = [];
   if (state.bands) layer.push({data: {values: visible(fitted)}, mark: {type: "area", opacity: .15, clip: true, aria: false},
@@ -163,7 +163,7 @@ function asymptotesChart() {
         mark: {type: "point", filled: !hollow, opacity: 1, size: 65}, encoding: {x: x("a"), y, color: colours, tooltip}}] : [])]};
 }
 
-// From a point to the rollouts behind it.
+// A click on a point shows the command that prints the rollouts of its evaluation.
 const picked = element("p", {id: "picked", role: "status"}, "Click a point for the command that shows what the model wrote there. Hollow on the right: A may not be named, and the reward so far stands for it.");
 function pick(point) {
   const about = `${point.label}, seed ${point.s}` + (point.step === undefined ? "" : `, step ${point.step}`) + `: ${point.reward}. `;

@@ -37,7 +37,7 @@ SHORT = [
     "mlflow.uri=null",
     "launch.max_parallel=2",
 ]
-TOLD = (pairwise.HIGHER, pairwise.LOWER, pairwise.SAME, pairwise.UNTOLD)
+TOLD = (pairwise.HIGHER, pairwise.LOWER, pairwise.SAME, pairwise.UNDECIDED)
 
 
 def blocks(heading: str) -> list[str]:

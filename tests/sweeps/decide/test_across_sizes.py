@@ -112,7 +112,7 @@ def test_the_frontier_goes_to_larger_sizes_with_compute_and_never_beyond_those_r
 def test_the_same_every_time_and_none_of_what_has_no_sigmoid() -> None:
     _, by_size = planted(3)
     one, two = joint(by_size), joint(by_size)
-    np.testing.assert_array_equal(one.own, two.own)
+    np.testing.assert_array_equal(one.log_parameters, two.log_parameters)
     assert fit_across({3e9: by_size[3e9]}, "s") is None
     assert fit_across({**by_size, 7e9: replace(by_size[7e9], draws=None)}, "s") is None
 

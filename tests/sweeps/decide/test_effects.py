@@ -13,7 +13,7 @@ import pytest
 
 from sweeps.cli.main import main
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.effects import OWN, _centre, _Design, _next, _solve, effects, table_of
+from sweeps.decide.effects import OWN, _central_cell, _choose_next_cells, _Design, _solve, effects, table_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from tests.paths import ROOT
@@ -81,7 +81,7 @@ def grid(number: int = 0, interaction: float = 0.0) -> list[Curve]:
 def test_a_grid_of_curves_is_read_by_its_labels() -> None:
     found = effects(fit_curves(grid()))
     by = {(each.axis, each.level): each for each in found.effects}
-    assert by.keys() == {("loss", "x"), ("async", "y")} and found.cells == 4 and not found.left
+    assert by.keys() == {("loss", "x"), ("async", "y")} and found.cells == 4 and not found.left_out
     loss, late = by["loss", "x"], by["async", "y"]
     assert loss.against == OWN and loss.cells == 2
     assert loss.A.value == pytest.approx(-0.1, abs=0.03) and loss.p_positive < 0.03
@@ -107,7 +107,7 @@ def test_what_varies_together_is_said_and_what_can_not_be_read_is_left_out() -> 
     third = make_curve("base+z=1", curves[0].compute, curves[0].reward, curves[0].seed)
     short = make_curve("base+loss=short", [0.0, 1.0], [0.2, 0.3])
     found = effects(fit_curves([*curves, third, short]))
-    assert found.left == ("base+loss=short",)
+    assert found.left_out == ("base+loss=short",)
     assert found.notes == ("loss and async vary together: the grid does not tell which of the two it was",)
     with pytest.raises(UserError, match="2 recipes can be read"):
         effects(fit_curves(curves))
@@ -118,13 +118,13 @@ def test_the_cell_to_run_next_is_one_that_parts_what_varies_together() -> None:
     axes = {axis: [OWN, "new"] for axis in AXES}
     design = _Design.of(cells, axes, ())
     one = _solve(design, np.random.default_rng(0).standard_normal(12) * 0.02 + 0.6, 1e-4 * np.eye(12), 1.0)
-    found = _next(cells, axes, (), one, 1e-4)
+    found = _choose_next_cells(cells, axes, (), one, 1e-4)
     assert len(found) == 3 and all(0 < each.gain < 1 and each.levels not in cells for each in found)
     assert found[0].gain > 0.8 * max(each.gain for each in found)
     # Where two axes had the same level in every cell, the next one gives them different ones.
     alike = [{**cell, "b": cell["a"]} for cell in cells]
     one = _solve(_Design.of(alike, axes, ()), np.linspace(0.58, 0.62, 12), 1e-4 * np.eye(12), 1.0)
-    first = _next(alike, axes, (), one, 1e-4)[0].levels
+    first = _choose_next_cells(alike, axes, (), one, 1e-4)[0].levels
     assert first["a"] != first["b"]
 
 
@@ -171,8 +171,8 @@ def test_settings_belong_to_their_axis_where_it_is_chosen() -> None:
 def test_of_one_change_at_a_time_compare_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A setting with its axis is one change; a cell with two changes makes a grid of it again."""
     labels = ["s", "s+loss=dapo", "s+kl=fixed+kl.coefficient=0.2"]
-    assert _centre(table_of(labels, [{}] * 3)) == 0 and _centre(table_of(labels[::-1], [{}] * 3)) == 2
-    assert _centre(table_of([*labels, "s+loss=dapo+kl=none"], [{}] * 4)) is None
+    assert _central_cell(table_of(labels, [{}] * 3)) == 0 and _central_cell(table_of(labels[::-1], [{}] * 3)) == 2
+    assert _central_cell(table_of([*labels, "s+loss=dapo+kl=none"], [{}] * 4)) is None
     path, rows = tmp_path / "one.csv", ["recipe,seed,compute,reward"]
     for label, curve in zip(labels, grid(), strict=False):
         values = zip(curve.seed, curve.compute, curve.reward, strict=True)

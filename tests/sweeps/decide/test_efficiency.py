@@ -178,7 +178,7 @@ def test_compute_to_a_share_of_the_gain_is_where_the_curve_has_it() -> None:
         for share in (0.5, 0.9):
             at = family.compute_at(share, first, second)
             if family.names:
-                gained = family.basis(np.log(at), *family.search(first, second))
+                gained = family.basis(np.log(at), *family.coordinates(first, second))
                 assert gained == pytest.approx(np.full(2, share)), family.name
             else:
                 assert at.tolist() == [0.0, 0.0]

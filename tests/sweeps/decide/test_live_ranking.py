@@ -42,8 +42,8 @@ def test_it_ranks_as_the_command_does_and_refits_only_what_has_changed(monkeypat
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LiveRanking:
     """A running thread that does not pause between two rankings."""
-    monkeypatch.setattr(live_ranking, "LEAST_S", 0.0)
-    monkeypatch.setattr(live_ranking, "SHARE", 0.0)
+    monkeypatch.setattr(live_ranking, "MIN_PAUSE_S", 0.0)
+    monkeypatch.setattr(live_ranking, "PAUSE_FACTOR", 0.0)
     monkeypatch.setattr(live_ranking, "_NICE", 0)
     thread = LiveRanking(FitOptions(), tmp_path / "fits.jsonl", None)
     thread.start()
@@ -62,7 +62,7 @@ def test_a_departure_is_told_and_written_down(live: LiveRanking, tmp_path: Path)
     whole = fallen(curve(points=20, seeds=1, white=0.004), 0.0, 0.2)
     so_far = whole.compute < 11_500
     live.give([make_curve(whole.recipe, whole.compute[so_far], whole.reward[so_far], whole.seed[so_far])])
-    wait_for(lambda: "below its forecast" in live.departed.get("scalerl", ""))
+    wait_for(lambda: "below its forecast" in live.departures.get("scalerl", ""))
     assert live.ranking is not None and (tmp_path / "fits.jsonl").read_text().count("below its forecast")
 
 

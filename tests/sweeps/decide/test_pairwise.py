@@ -19,7 +19,7 @@ from sweeps.decide.pairwise import (
     HIGHER,
     LOWER,
     SAME,
-    UNTOLD,
+    UNDECIDED,
     Comparisons,
     _bounds,
     compare,
@@ -68,7 +68,7 @@ def test_what_is_planted_is_found_and_told() -> None:
         budget=16.0, margin=0.05,
     )  # fmt: skip
     good, bad, twin, slow = found.rows
-    assert found.simultaneous and [row.told for row in (good, bad, twin)] == [HIGHER, LOWER, SAME]
+    assert found.simultaneous and [row.verdict for row in (good, bad, twin)] == [HIGHER, LOWER, SAME]
     ends = law(np.array([8.0]), 0.7, 1.8, 1.0, 0.2) - law(np.array([8.0]), 0.6, 1.8, 1.0, 0.2)
     for interval, truth in ((good.R, float(ends[0])), (good.A, 0.1), (good.R_at_budget, 0.1), (twin.R, 0.0)):
         assert interval is not None and interval.low is not None and interval.high is not None
@@ -113,7 +113,7 @@ def test_intervals_hold_over_studies() -> None:
 def test_what_does_not_rise_has_no_asymptote_and_is_compared_all_the_same() -> None:
     level = make_curve("level", np.linspace(0, 8, 33), 0.2 + NOISE * np.random.default_rng(1).standard_normal(33))
     row = held([*study({"a": 0.6}), level], ("a", "level")).rows[0]
-    assert row.A is None and row.ratio is None and row.told == HIGHER
+    assert row.A is None and row.ratio is None and row.verdict == HIGHER
 
 
 def test_bounds_of_several_hold_together() -> None:
@@ -238,7 +238,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_little_data_is_not_told_apart() -> None:
     row = held(study({"a": 0.61, "b": 0.6}, seeds=("0",), each=0.02), ("a", "b")).rows[0]
-    assert row.told == UNTOLD and row.seeds_needed is not None and f"{row.seeds_needed} seeds an arm" in row.sentence
+    assert (
+        row.verdict == UNDECIDED and row.seeds_needed is not None and f"{row.seeds_needed} seeds an arm" in row.sentence
+    )
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.power_law import fit_power_law, parse_size, sized
-from sweeps.decide.sizes import compare_sizes, crossovers, held_out, overtakes
+from sweeps.decide.power_law import fit_power_law, group_by_size, parse_size
+from sweeps.decide.sizes import compare_sizes, crossovers, held_out, overtaking_compute
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curves
 from sweeps.fit.predict import quantiles
@@ -52,7 +52,7 @@ def study(
         curves.append(
             make_curve(f"s size={size:g}", np.tile(x, seeds) * unit, np.concatenate(reward), labels, factors=factors)
         )
-    return sized(fit_curves(curves), "size")["s"]
+    return group_by_size(fit_curves(curves), "size")["s"]
 
 
 def holds(interval: Interval | None, truth: float) -> bool:
@@ -78,7 +78,7 @@ def test_intervals_hold_the_truth() -> None:
     grid = np.geomspace(200, 1.2e6, 200)
     for i in range(40):
         law = fit_power_law(study(i, seed_sd=0.01, points=20))
-        found = quantiles(overtakes(law.log_loss(3e9, grid) - law.log_loss(7e9, grid), grid))
+        found = quantiles(overtaking_compute(law.log_loss(3e9, grid) - law.log_loss(7e9, grid), grid))
         held += [
             holds(law.k_max, K_MAX),
             holds(law.N_0, N_0),
@@ -111,7 +111,7 @@ def test_noise_is_even_in_reward_not_in_log_loss() -> None:
         if at is not None:
             y[at] -= 0.005
         curves = [make_curve(f"s size={n}", x, y, factors={"size": n}) for n in ("1B", "2B")]
-        k_max, n_0, _ = fit_power_law(sized(fit_curves(curves), "size")["s"]).best
+        k_max, n_0, _ = fit_power_law(group_by_size(fit_curves(curves), "size")["s"]).best
         return k_max / (1 + n_0 / 1e9)
 
     straight = slope(None)
@@ -157,7 +157,7 @@ def test_the_power_law_predicts_better_where_it_is_the_truth_and_the_sigmoid_whe
         )
         for i, (size, a, c_mid) in enumerate((("1B", 0.5, 2000.0), ("3B", 0.6, 2500.0), ("8B", 0.66, 3000.0)))
     ]
-    by_size = sized(fit_curves(curves), "size")["s"]
+    by_size = group_by_size(fit_curves(curves), "size")["s"]
     compared = held_out(by_size)
     assert compared.better == "sigmoid"
     assert (compared.power_law or 0) > 0.01 > (compared.sigmoid or 1)
@@ -176,7 +176,7 @@ def test_overtaking_is_for_good() -> None:
             [1.0, -1.0, 1.0, 1.0],  # ahead, behind, ahead: the last crossing counts
         ]
     )
-    np.testing.assert_allclose(overtakes(lead, grid), [10**1.5, 1.0, np.inf, 10**1.5])
+    np.testing.assert_allclose(overtaking_compute(lead, grid), [10**1.5, 1.0, np.inf, 10**1.5])
 
 
 def test_a_larger_size_that_never_wins() -> None:
@@ -187,7 +187,7 @@ def test_a_larger_size_that_never_wins() -> None:
         make_curve(f"s size={n}", x, 1 - k * (x / 200) ** -0.2 + 0.003 * rng.standard_normal(40), factors={"size": n})
         for n, k in (("1B", 0.5), ("2B", 0.7))
     ]
-    by_size = sized(fit_curves(curves), "size")["s"]
+    by_size = group_by_size(fit_curves(curves), "size")["s"]
     (pair,) = crossovers(fit_power_law(by_size), None, by_size)
     assert pair.power_law is None and "power law: never within 100 x the data" in pair.reason
     plan = compare_sizes(by_size, "s", budget=10000.0)
@@ -204,7 +204,7 @@ def test_bounds_are_open_where_the_exponent_does_not_saturate() -> None:
                    factors={"size": f"{n}B"})
         for n in (1, 2, 4)
     ]  # fmt: skip
-    law = fit_power_law(sized(fit_curves(curves), "size")["s"])
+    law = fit_power_law(group_by_size(fit_curves(curves), "size")["s"])
     assert law.N_0.high is None and law.k_max.high is None and law.N_0.low is not None
 
 
@@ -216,7 +216,7 @@ def test_points_without_a_logarithm_are_counted() -> None:
     curves = [
         make_curve(f"s size={n}", x, y, factors={"size": n}) for n, y in (("1B", reward), ("2B", perfect))
     ]  # fmt: skip
-    law = fit_power_law(sized(fit_curves(curves), "size")["s"])
+    law = fit_power_law(group_by_size(fit_curves(curves), "size")["s"])
     assert law.left_out == 2 + 3 and law.points == 62 - 5
 
 
@@ -236,7 +236,7 @@ def test_every_answer_is_finite_json_even_on_noise() -> None:
         make_curve(f"s size={n}", np.linspace(1, 100, 20), rng.random(20), factors={"size": n})
         for n in ("1B", "2B", "9B")
     ]
-    by_size = sized(fit_curves(curves), "size")["s"]
+    by_size = group_by_size(fit_curves(curves), "size")["s"]
     for goal in ({"budget": 1e6}, {"target": 0.99}):
         json.dumps(compare_sizes(by_size, "s", more=[1e3, 1e15], **goal).to_json(), allow_nan=False)
 
@@ -269,10 +269,10 @@ def plain(name: str, size: str, reward: float = 0.0) -> Curve:
 
 def test_impossible_input_is_one_line() -> None:
     with pytest.raises(UserError, match="one size only"):
-        fit_power_law(sized(fit_curves([plain("a", "1B")]), "size")["a"], "a")
+        fit_power_law(group_by_size(fit_curves([plain("a", "1B")]), "size")["a"], "a")
     with pytest.raises(UserError, match="twice"):
-        sized(fit_curves([plain("a size=1B", "1B"), plain("a size=1e9", "1e9")]), "size")
+        group_by_size(fit_curves([plain("a size=1B", "1B"), plain("a size=1e9", "1e9")]), "size")
     with pytest.raises(UserError, match="no depth"):
-        sized(fit_curves([plain("a", "1B")]), "depth")
+        group_by_size(fit_curves([plain("a", "1B")]), "depth")
     with pytest.raises(UserError, match="no pass rate"):
-        fit_power_law(sized(fit_curves([plain("a size=1B", "1B", 1.0), plain("a size=2B", "2B")]), "size")["a"])
+        fit_power_law(group_by_size(fit_curves([plain("a size=1B", "1B", 1.0), plain("a size=2B", "2B")]), "size")["a"])

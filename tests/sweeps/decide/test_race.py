@@ -22,7 +22,7 @@ from benchmarks.racing.simulate import simulate, together
 from benchmarks.racing.studies import SETTINGS, Outcome, Study, make_study
 from sweeps.cli.main import main
 from sweeps.curve import Array, Curve, make_curve, with_shared_scale
-from sweeps.decide.race import Look, Race, _affordable, judged, look_at, run_race
+from sweeps.decide.race import Look, Race, _count_stops, look_at, make_look, run_race
 from sweeps.decide.rules import Rules
 from sweeps.decide.standing import chances_of_being_best
 from sweeps.errors import UserError
@@ -322,15 +322,17 @@ def cost(loss: float) -> list[Look]:
 def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
     fits, draws = many(12)
     rules = Rules(BUDGET, loss=0.035)
-    look = judged(4000.0, fits, draws, rules)
+    look = make_look(4000.0, fits, draws, rules)
     assert {each.p_ahead for each in look.chances} == {None, 0.05}
     # Each costs 0.2 in one draw of twenty, 0.01, and no two in the same draw.
     assert look.stopped == ("r01", "r02", "r03") and look.loss == pytest.approx(0.03)
-    assert judged(4000.0, fits, draws, rules, cost(0.02)).stopped == ("r01",), "earlier looks' stops count"
-    assert judged(4000.0, fits, draws, rules, cost(0.04)).stopped == ()
+    assert make_look(4000.0, fits, draws, rules, cost(0.02)).stopped == ("r01",), "earlier looks' stops count"
+    assert make_look(4000.0, fits, draws, rules, cost(0.04)).stopped == ()
     hopeless = [draws[0], *(each - 0.5 for each in draws[1:])]
-    assert len(judged(4000.0, fits, hopeless, rules, cost(0.04)).stopped) == 12, "what costs nothing goes all the same"
-    every_one = judged(4000.0, fits, draws, replace(rules, loss=1.0), cost(3.0))
+    assert len(make_look(4000.0, fits, hopeless, rules, cost(0.04)).stopped) == 12, (
+        "what costs nothing goes all the same"
+    )
+    every_one = make_look(4000.0, fits, draws, replace(rules, loss=1.0), cost(3.0))
     assert len(every_one.stopped) == 12 and every_one.loss == pytest.approx(0.12), "no limit"
     assert Look.of_json(every_one.to_json()) == every_one
 
@@ -338,7 +340,7 @@ def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
 def test_the_least_likely_are_stopped_first() -> None:
     fits, draws = many(2)
     draws[1] = np.where(np.arange(2000) % 50 < 4, 0.9, 0.3)  # one in 12.5, and by more
-    look = judged(4000.0, fits, draws, Rules(BUDGET, loss=0.02))
+    look = make_look(4000.0, fits, draws, Rules(BUDGET, loss=0.02))
     assert look.stopped == ("r02",) and (look.of("r01").p_ahead or 0) < 0.1
 
 
@@ -355,7 +357,7 @@ def test_what_is_stopped_together_is_what_the_draws_say_it_costs(number: int, se
 
     costs = [costs_of(due[:n]) for n in range(1, len(due) + 1)]
     most = max((n for n, each in enumerate(costs, start=1) if each <= limit), default=0)
-    stopped, loss = _affordable(draws, due, 2.0, limit)
+    stopped, loss = _count_stops(draws, due, 2.0, limit)
     assert stopped == most and loss == pytest.approx(costs[most - 1] if most else 0.0)
 
 
@@ -381,8 +383,8 @@ def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() 
     rules = Rules(budget=24000.0)
     tenths = np.arange(1000) % 10
     draws = [np.full(1000, 0.5), np.where(tenths < 4, 0.9, 0.49), np.full(1000, 0.99)]
-    look = judged(16000.0, [often, seldom, short], draws, rules)
+    look = make_look(16000.0, [often, seldom, short], draws, rules)
     assert chances_of_being_best(draws[:2])[0] > 0.5 and look.favourite == "seldom"
     assert look.of("seldom").p_ahead is None and look.of("often").p_ahead == 0.6
     # Where nothing can be forecast of any there is a favourite all the same.
-    assert judged(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules).favourite == "short"
+    assert make_look(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules).favourite == "short"

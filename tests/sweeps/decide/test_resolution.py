@@ -35,8 +35,8 @@ def test_it_says_what_the_comparisons_say() -> None:
     fits = fit_curves(study({**ALIKE, "bad": 0.4}, each=0.01))
     found = resolve(fits, "a", 0.02)
     one_by_one = [compare(fits, [(fit.recipe, "a")]).rows[0] for fit in fits if fit.recipe != "a"]
-    assert found is not None and found.of == 4
-    assert found.told == sum(row.told in ("higher", "lower") for row in one_by_one) >= 1
+    assert found is not None and found.comparisons == 4
+    assert found.detections == sum(row.verdict in ("higher", "lower") for row in one_by_one) >= 1
     assert found.seeds_needed is not None
     needed = sorted(row.seeds_needed or 0 for row in one_by_one)
     assert needed[1] <= found.seeds_needed <= needed[2]

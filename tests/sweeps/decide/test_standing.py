@@ -14,7 +14,7 @@ from sweeps.decide.next_run import choice_of, settle, split_budget
 from sweeps.decide.pairwise import compare
 from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
-from sweeps.decide.standing import find_standing, joint
+from sweeps.decide.standing import draw_asymptotes, find_standing
 from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
 from sweeps.fit.posterior import Posterior
@@ -64,7 +64,7 @@ def test_a_level_recipe_is_no_rival() -> None:
 
 def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
     fits = fit_curves([curve("a", rng=1), curve("few", points=2)])
-    draws = joint(fits)[1].asymptote()
+    draws = draw_asymptotes(fits)[1].asymptote()
     assert draws.min() < 0.02 and draws.max() > 0.98
     assert not find_standing(fits).decided
 
@@ -129,7 +129,7 @@ def test_the_highest_of_many_is_drawn_to_the_others() -> None:
     fits = fit_curves(simulated(*(Recipe(0.6, 1.8, 1.0, 5.0, 1) for _ in range(8))))
     named = [i for i, fit in enumerate(fits) if fit.identifiable]
     top = max(named, key=lambda i: fits[i].A.value or 0.0)
-    rows, outlook = joint(fits)[top].rows, fits[top].outlook
+    rows, outlook = draw_asymptotes(fits)[top].rows, fits[top].outlook
     assert outlook is not None and rows is not None
     # Law by law, for in a choice all recipes follow one law, which has weights of its own.
     for number in np.unique(outlook.futures.law[rows]):
@@ -141,7 +141,7 @@ def test_one_law_for_all_recipes_in_a_draw() -> None:
     """That one law puts every ceiling higher than another is no difference between recipes."""
     fits = fit_curves(simulated(*(Recipe(0.6, 1.8, 1.0, 1.0, 3) for _ in range(2))))
     assert not any(fit.identifiable for fit in fits)
-    first, second = (drawn.rows for drawn in joint(fits))
+    first, second = (drawn.rows for drawn in draw_asymptotes(fits))
     assert first is not None and second is not None
     assert fits[0].outlook is not None and fits[1].outlook is not None
     kinds = fits[0].outlook.futures.law[first], fits[1].outlook.futures.law[second]

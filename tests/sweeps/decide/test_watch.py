@@ -51,9 +51,9 @@ def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None
     at = snapshots[9000]
     fit = fit_curve(data, FitOptions(max_compute=9000))
     assert (at.verdict, at.A, at.n) == (fit.verdict, fit.A, 38)
-    assert at.ahead is not None and at.ahead[0] == 13500
+    assert at.forecast is not None and at.forecast[0] == 13500
     band = predict(fit, [13500], observations=1)
-    assert at.ahead[1] == Interval(float(band.value[0]), float(band.low[0]), float(band.high[0]))
+    assert at.forecast[1] == Interval(float(band.value[0]), float(band.low[0]), float(band.high[0]))
     assert at.check is not None and at.check.made_at == 6000 and at.check.evaluations == 4
     came = (data.compute > 9000 / 1.1) & (data.compute <= 9000)
     assert at.check.actual == pytest.approx(data.reward[came].mean())
@@ -70,7 +70,7 @@ def test_growth_does_not_move_earlier_snapshots() -> None:
         part = history(until(data, end))
         shared = [s for s in whole if s.compute_end < part[-1].compute_end]
         assert part[: len(shared)] == shared
-        rest = history(data, known=part)
+        rest = history(data, earlier=part)
         assert (
             rest
             and rest[0].compute_end >= live.GROWTH * part[-1].compute_end
@@ -100,10 +100,10 @@ def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> Non
         return fit_curve(data, options)
 
     monkeypatch.setattr("sweeps.fit.history.fit_curve", spy)
-    assert history(data, known=known) == [] and fitted == []
-    history(until(data, 9000), known=history(until(data, 8000)))
+    assert history(data, earlier=known) == [] and fitted == []
+    history(until(data, 9000), earlier=history(until(data, 8000)))
     del fitted[:]
-    history(data, known=[s for s in known if s.compute_end < 16000])
+    history(data, earlier=[s for s in known if s.compute_end < 16000])
     assert len(fitted) == 2 and fitted[0] == 16000
 
 
@@ -112,9 +112,9 @@ def test_a_seed_that_lags_behind_is_news() -> None:
     lagging = make_curve("scalerl", data.compute[:25], data.reward[:25], data.seed[:25])
     known = history(lagging)
     more = make_curve("scalerl", data.compute[:27], data.reward[:27], data.seed[:27])
-    (again,) = history(more, known=known)
+    (again,) = history(more, earlier=known)
     assert again.compute_end == known[-1].compute_end == 16000 and again.n == known[-1].n + 2
-    assert history(more, known=[*known, again]) == []
+    assert history(more, earlier=[*known, again]) == []
 
 
 def test_the_window_of_the_options_holds() -> None:
@@ -123,7 +123,7 @@ def test_the_window_of_the_options_holds() -> None:
     assert ends[0] == 4500 and ends[-1] == 9000
     assert history(make_curve("x", [0.0], [0.3])) == []
     (first,) = history(make_curve("x", [0.0, 1.0], [0.3, 0.4]))
-    assert first.verdict == "too_few_points" and first.check is None and first.ahead is None
+    assert first.verdict == "too_few_points" and first.check is None and first.forecast is None
 
 
 def test_sparse_evaluations_are_checked_too() -> None:
@@ -136,7 +136,7 @@ def test_sparse_evaluations_are_checked_too() -> None:
 
 def test_what_falls_is_not_predicted_from() -> None:
     falling = make_curve("x", np.arange(20.0), np.linspace(0.6, 0.3, 20))
-    assert all(s.verdict == "decreasing" and s.ahead is None and s.check is None for s in history(falling))
+    assert all(s.verdict == "decreasing" and s.forecast is None and s.check is None for s in history(falling))
 
 
 # --- departure ----------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_nothing_is_read_or_fitted_while_nothing_comes(tmp_path: Path, monkeypat
 
     watch = Watch(counted, [tmp_path])  # type: ignore[arg-type]
     assert len(list(watch.poll())) > 1
-    monkeypatch.setattr(live, "_history", None)
+    monkeypatch.setattr(live, "iter_snapshots", None)
     assert list(watch.poll()) == [] and loads == [1]
     write(tmp_path / "run", curve(points=12, seeds=1))  # the journal grows, the evaluations are the same
     assert list(watch.poll()) == [] and loads == [1, 1]

@@ -206,7 +206,7 @@ def test_a_seed_that_ended_early_lends_its_points_and_no_asymptote() -> None:
     seeds = np.append(good.seed, ["9", "9", "9"])
     crashed = fit_curves([make_curve("x", compute, np.append(good.reward, low), seeds)])[0]
     alone = fit_curves([good])[0]
-    assert crashed.informing == 3 and crashed.seeds == 4
+    assert crashed.informative_seeds == 3 and crashed.seeds == 4
     assert crashed.seed_spread.sd < 2 * alone.seed_spread.sd
     assert crashed.A.value == pytest.approx(alone.A.value, abs=0.006)
     assert any("seed 9 ended too early" in note for note in crashed.warnings)

@@ -10,26 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweeps.curve import make_curve
-from sweeps.decide.standing import chances_of_being_best, joint_rewards
-from sweeps.fit.collapse import death
+from sweeps.decide.standing import chances_of_being_best, draw_rewards
+from sweeps.fit.collapse import collapse_probability
 from sweeps.fit.fit import fit_curve, fit_curves
 from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
-from sweeps.fit.seen import Seen
+from sweeps.fit.seen import ScaledPoints
 from tests.sweeps.fit.simulate import curve
 
 X = np.linspace(0.2, 1.0, 5)
 RISING = [0.16, 0.2, 0.3, 0.36, 0.42, 0.45]
 
 
-def seen(rewards: Sequence[float], seeds: int = 1, bounded: bool = True) -> Seen:
+def seen(rewards: Sequence[float], seeds: int = 1, bounded: bool = True) -> ScaledPoints:
     """Evaluations at even steps; of several seeds one after the other at each step."""
     x = np.repeat(np.arange(1, len(rewards) // seeds + 1), seeds) / (len(rewards) // seeds)
-    return Seen(x, np.array(rewards, dtype=float), np.tile(np.arange(seeds), len(rewards) // seeds), None, bounded)
+    return ScaledPoints(
+        x, np.array(rewards, dtype=float), np.tile(np.arange(seeds), len(rewards) // seeds), None, bounded
+    )
 
 
 @pytest.mark.parametrize(("zeros", "p"), [(2, 2 / 3), (3, 4 / 5), (5, 16 / 17)])
 def test_more_evaluations_without_reward_are_more_surely_a_death(zeros: int, p: float) -> None:
-    found, since = death(seen([*RISING, *[0.0] * zeros]))
+    found, since = collapse_probability(seen([*RISING, *[0.0] * zeros]))
     assert found == pytest.approx(p) and since == pytest.approx(7 / (6 + zeros))
 
 
@@ -42,23 +44,27 @@ def test_more_evaluations_without_reward_are_more_surely_a_death(zeros: int, p: 
         seen([0.0] * 8),  # never rose
         seen([0.0, 0.0, 0.02, 0.0, 0.01, 0.0, 0.0]),  # nor did this
         seen([0.3, 0.4, 0.4, 0.5, 0.0, 0.4, 0.0, 0.5], seeds=2),  # one seed of two
-        Seen(X, np.array([0.3, 0.4, 0.0, 0.0, 0.0]), np.array([0, 1, 1, 1, 1]), None, True),  # the other ended alive
-        Seen(X, np.array([0.3, 0.4, 0.4, 0.0, 0.0]), np.array([0, 1, 0, 1, 0]), None, True),  # one evaluation of each
+        ScaledPoints(
+            X, np.array([0.3, 0.4, 0.0, 0.0, 0.0]), np.array([0, 1, 1, 1, 1]), None, True
+        ),  # the other ended alive
+        ScaledPoints(
+            X, np.array([0.3, 0.4, 0.4, 0.0, 0.0]), np.array([0, 1, 0, 1, 0]), None, True
+        ),  # one evaluation of each
         seen([*RISING, 0.0, 0.0], bounded=False),
     ],
 )
-def test_what_has_not_died(alive: Seen) -> None:
-    assert death(alive) == (0.0, np.inf)
+def test_what_has_not_died(alive: ScaledPoints) -> None:
+    assert collapse_probability(alive) == (0.0, np.inf)
 
 
 def test_a_run_that_came_back_is_believed_less() -> None:
     back = [*RISING, 0.0, 0.0, 0.3, 0.4, 0.0, 0.0]
-    assert 0 < death(seen(back))[0] < death(seen([*RISING, 0.0, 0.0]))[0]
+    assert 0 < collapse_probability(seen(back))[0] < collapse_probability(seen([*RISING, 0.0, 0.0]))[0]
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.4]), min_size=2, max_size=40))
 def test_one_more_without_reward_never_makes_a_death_less_likely(rewards: list[float]) -> None:
-    found, more = (death(seen(each))[0] for each in (rewards, [*rewards, 0.0]))
+    found, more = (collapse_probability(seen(each))[0] for each in (rewards, [*rewards, 0.0]))
     assert found <= more <= 1
 
 
@@ -66,7 +72,7 @@ def test_one_more_without_reward_never_makes_a_death_less_likely(rewards: list[f
 def test_pass_rates_that_come_and_go_by_chance_are_no_deaths(samples: int, rate: float) -> None:
     source = np.random.default_rng(2510)
     said = [
-        death(seen(run[:until]))[0]
+        collapse_probability(seen(run[:until]))[0]
         for run in source.binomial(samples, rate, (40, 60)) / samples
         for until in range(6, 61)
     ]
@@ -92,5 +98,5 @@ def test_the_living_are_chosen_before_the_dead() -> None:
     living = curve("living", a=0.3, r0=0.1, seeds=1)
     c = living.compute
     dead = make_curve("dead", c, np.where(c >= c[-5], 0.0, 0.2 + 0.6 * c / c.max()), baseline="living")
-    of_the_living, of_the_dead = chances_of_being_best(joint_rewards(fit_curves([living, dead]), 2 * c.max()))
+    of_the_living, of_the_dead = chances_of_being_best(draw_rewards(fit_curves([living, dead]), 2 * c.max()))
     assert of_the_living > 0.95 and of_the_dead < 0.05

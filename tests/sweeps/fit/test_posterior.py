@@ -20,9 +20,9 @@ from sweeps.fit.constants import A_PRIOR, FARTHEST, LEVEL_PRIOR, LEVELLING, P_FL
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.points import FitOptions
 from sweeps.fit.pooling import pooled_weights
-from sweeps.fit.posterior import LAWS, Posterior, walked
+from sweeps.fit.posterior import LAWS, Posterior, walk_variance
 from sweeps.fit.predict import paths, predict, predict_mean, readable
-from sweeps.fit.seen import Seen
+from sweeps.fit.seen import ScaledPoints
 from sweeps.fit.verdict import Doubt, Evidence, after_fit
 from sweeps.source import load
 from tests.examples import every
@@ -167,7 +167,7 @@ def test_the_same_points_have_the_same_future_and_travel_light() -> None:
     assert first.outlook is not None and second.outlook is not None
     x = np.array([8000.0, 32000.0])
     assert (first.outlook.at(x) == second.outlook.at(x)).all()
-    assert len(pickle.dumps(first.lookout)) < 1.5e6
+    assert len(pickle.dumps(first.outlook_inputs)) < 1.5e6
 
 
 # --- units ----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_units_change_nothing(name: str, scale: str, number: int) -> None:
 def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     """All else speaks for naming it."""
     x = np.linspace(0.0, 10.0, 30)
-    doubt = Doubt(p_rise=1.0, p_none=0.0, rival="weibull", ahead=0.0, agreed=0.9)
+    doubt = Doubt(p_rise=1.0, p_none=0.0, rival="weibull", rival_lead=0.0, agreement=0.9)
     evidence = Evidence(
         compute=x,
         reward=0.3 + 0.3 * x**2 / (1 + x**2),
@@ -211,10 +211,10 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
         doubt=doubt,
     )
     assert after_fit(evidence).name == "identifiable"
-    found = after_fit(replace(evidence, doubt=replace(doubt, agreed=0.4)))
+    found = after_fit(replace(evidence, doubt=replace(doubt, agreement=0.4)))
     assert found.name == "open" and "put the ceiling elsewhere: 40%" in found.reason
     # Nor where a law explains the points far better, or where nothing rises.
-    found = after_fit(replace(evidence, doubt=replace(doubt, ahead=5.0, agreed=0.4)))
+    found = after_fit(replace(evidence, doubt=replace(doubt, rival_lead=5.0, agreement=0.4)))
     assert found.name == "misfit" and "another law: a Weibull curve" in found.reason
     assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
     for p_none, p_rise in ((0.3, P_FLAT / 2), (0.7, 2 * P_FLAT)):
@@ -245,7 +245,9 @@ def test_more_evaluations_are_foretold_more_closely_and_not_exactly() -> None:
 # --- the model ------------------------------------------------------------------------------------------------
 
 
-def dense(seen: Seen, which: int, theta: np.ndarray, scale: float, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def dense(
+    seen: ScaledPoints, which: int, theta: np.ndarray, scale: float, at: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of the points, and of the mean curve at computes `at`, by the model's definition."""
     u, v, log_walk, log_noise = theta
     every = np.concatenate([seen.x, at])
@@ -253,7 +255,7 @@ def dense(seen: Seen, which: int, theta: np.ndarray, scale: float, at: np.ndarra
     levels = (R0_PRIOR if LAWS[which].rises else LEVEL_PRIOR), A_PRIOR
     basis = np.stack([1 - g, g], axis=1)
     mean = basis @ [level for level, _ in levels]
-    h = walked(every)
+    h = walk_variance(every)
     covariance = basis @ np.diag([sd**2 for _, sd in levels]) @ basis.T
     covariance += np.exp(2 * log_walk) * np.minimum(h[:, None], h)
     n = len(seen.x)
@@ -264,10 +266,10 @@ def dense(seen: Seen, which: int, theta: np.ndarray, scale: float, at: np.ndarra
     return mean, covariance
 
 
-def two_seeds(number: int = 0) -> Seen:
+def two_seeds(number: int = 0) -> ScaledPoints:
     source = np.random.default_rng(number)
     x = np.sort(source.uniform(0.02, 1.0, 14))
-    return Seen(x, source.uniform(0.2, 0.8, 14), np.arange(14) % 2, source.uniform(1e-4, 4e-4, 14), True)
+    return ScaledPoints(x, source.uniform(0.2, 0.8, 14), np.arange(14) % 2, source.uniform(1e-4, 4e-4, 14), True)
 
 
 @pytest.mark.parametrize("which", range(len(LAWS)))
@@ -275,7 +277,7 @@ def test_the_evidence_is_that_of_the_model(which: int) -> None:
     seen = two_seeds()
     posterior = Posterior(seen, np.random.default_rng(0))
     theta = np.array([[0.5, -0.8, -2.5, -3.0], [0.1, 0.4, -4.0, -2.0]])
-    for scale, turned in zip(SEED_WALKS, posterior._turned, strict=True):
+    for scale, turned in zip(SEED_WALKS, posterior._rotated, strict=True):
         found = posterior._regress(which, turned, theta).log_evidence
         for row, evidence in zip(theta, found, strict=True):
             mean, covariance = dense(seen, which, row, scale, np.zeros(0))
@@ -289,7 +291,7 @@ def test_draws_have_the_moments_of_the_model(which: int) -> None:
     posterior = Posterior(seen, np.random.default_rng(0))
     theta = np.array([0.5, -0.8, -2.5, -3.0])
     at = np.array([0.25, 0.5, 1.0, 1.5, 3.0, 100.0])
-    r0, a, walk = posterior._draw_levels(which, posterior._turned[1], np.tile(theta, (count, 1)))
+    r0, a, walk = posterior._draw_levels(which, posterior._rotated[1], np.tile(theta, (count, 1)))
     draws = model.Futures(
         laws=LAWS,
         law=np.full(count, which),
@@ -315,21 +317,21 @@ def test_draws_have_the_moments_of_the_model(which: int) -> None:
 def test_the_sampler_finds_the_evidence_that_many_samples_of_the_prior_have() -> None:
     data = curve(white=0.02, seeds=1, points=16, rng=5)
     fit = fit_curve(data)
-    assert fit.lookout is not None
-    posterior = Posterior(fit.lookout.seen, np.random.default_rng(1))
+    assert fit.outlook_inputs is not None
+    posterior = Posterior(fit.outlook_inputs.points, np.random.default_rng(1))
     source = np.random.default_rng(2)
     for which, law in enumerate(LAWS):
         prior = np.array([*law.shape, WALK_PRIOR, posterior._noise])
         theta = prior[:, 0] + prior[:, 1] * source.standard_normal((40_000, 4))
-        log = posterior._regress(which, posterior._turned[0], theta).log_evidence
+        log = posterior._regress(which, posterior._rotated[0], theta).log_evidence
         many = np.logaddexp.reduce(log) - np.log(len(log))
         assert posterior.log_evidence[law.name] == pytest.approx(many, abs=0.3), law.name
 
 
 def test_a_walk_is_brownian_within_the_window_and_levels_beyond_it() -> None:
     x = np.linspace(0, 1, 11)
-    np.testing.assert_allclose(walked(x), x)
-    beyond = walked(np.array([1.0, 1.5, 2.0, 5.0, 1e6]))
+    np.testing.assert_allclose(walk_variance(x), x)
+    beyond = walk_variance(np.array([1.0, 1.5, 2.0, 5.0, 1e6]))
     assert (np.diff(beyond) > 0).all() and beyond[-1] == pytest.approx(1 + LEVELLING)
 
 
@@ -381,7 +383,7 @@ def test_recipes_of_a_study_tell_each_other_how_far_runs_walk() -> None:
         return fit.A.high - fit.A.low
 
     alone, together = fit_curve(still[0]), fit_curves(still)[0]
-    assert (alone.pooled, together.pooled) == (1, 12)
+    assert (alone.pool_size, together.pool_size) == (1, 12)
     assert width(together) < 0.85 * width(alone)
     assert [fit.A for fit in fit_curves(still[::-1])][::-1] == [fit.A for fit in fit_curves(still)]
     # Two recipes say too little of each other.

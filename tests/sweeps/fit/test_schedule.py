@@ -61,7 +61,7 @@ def test_beyond_the_last_evaluation_the_rate_goes_on_falling() -> None:
     later = np.array([200.0, 240.0, 280.0, 320.0, 1000.0])
     truth = at_peak_rate(STEPS, linear(320.0), later)
     assert truth is not None
-    np.testing.assert_allclose(found.count(later), truth, atol=1.5)
+    np.testing.assert_allclose(found.effective_compute(later), truth, atol=1.5)
     assert schedule_of(replace(run, at_peak=None)) is None
 
 
@@ -86,7 +86,9 @@ def test_parameters_are_those_at_the_peak_and_windows_those_spent() -> None:
     ahead = predict(fit, [320.0, 3200.0])
     assert ahead.value[1] == pytest.approx(ahead.value[0], abs=2e-3)
     assert fit.draws is not None
-    np.testing.assert_allclose(fit.draws.share(np.array([3200.0])), fit.draws.share(np.array([320.0])), atol=1e-3)
+    np.testing.assert_allclose(
+        fit.draws.gain_fraction(np.array([3200.0])), fit.draws.gain_fraction(np.array([320.0])), atol=1e-3
+    )
     assert isinstance(fit.outlook, Outlook)
     np.testing.assert_allclose(*fit.outlook.at(np.array([320.0, 3200.0])).T, atol=1e-3)
 

@@ -23,7 +23,7 @@ from sweeps.report.facts import Facts
 from sweeps.report.interactive import library, study_data
 from sweeps.report.labels import cut, shortened
 from sweeps.report.overlay import overlay_figure
-from sweeps.report.thinning import MANY_POINTS, MOST_HOVERED, evenly, points_as_dots
+from sweeps.report.thinning import MANY_POINTS, MAX_HOVERED, even_indices, points_as_dots
 from sweeps.report.write import write_report
 from sweeps.run.files import write_json
 from sweeps.run.journal import Journal, read_journal
@@ -117,8 +117,8 @@ def test_an_svg_is_shortened_in_its_coordinates_only() -> None:
 
 
 def test_picked_points_are_spread_evenly() -> None:
-    assert list(evenly(5, 1.0)) == [0, 1, 2, 3, 4]
-    picked = evenly(101, 0.11)
+    assert list(even_indices(5, 1.0)) == [0, 1, 2, 3, 4]
+    picked = even_indices(101, 0.11)
     assert picked[0] == 0 and picked[-1] == 100 and len(picked) == 11 and set(np.diff(picked)) == {10}
 
 
@@ -171,12 +171,12 @@ def test_points_are_joined_to_their_journals(tmp_path: Path) -> None:
 
 
 def test_many_points_are_thinned_and_counted() -> None:
-    c = np.arange(MOST_HOVERED + 500.0)
+    c = np.arange(MAX_HOVERED + 500.0)
     data = Curve("a", c, 0.1 + 0.0 * c, np.full(len(c), "0"))
     fits = fit_curves([data])
     found = study_data([data], fits, rank(fits), [], {"a": "a"}, [])
     count, every = found["thinned"]
-    assert every == len(c) and count == len(found["points"]["c"]) <= MOST_HOVERED
+    assert every == len(c) and count == len(found["points"]["c"]) <= MAX_HOVERED
     assert found["points"]["c"][0] == 0 and found["axes"] == [["c", "compute"]]
 
 

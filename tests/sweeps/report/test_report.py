@@ -20,7 +20,7 @@ from sweeps.errors import UserError
 from sweeps.fit.compare import compare
 from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted
+from sweeps.fit.predict import confidence_curve, fitted_line
 from sweeps.report.drawing import label
 from sweeps.report.figures import history_figure, profile_figure, residuals_figure
 from sweeps.report.write import histories, write_ranking_csv, write_report
@@ -392,7 +392,7 @@ def test_residuals_are_about_the_fitted_curve() -> None:
     data = curve(rng=1)
     fit = fit_curve(data, FitOptions(min_compute=2000))
     points = select(data, fit.options)
-    about = points.reward - fitted(fit, points.compute)
+    about = points.reward - fitted_line(fit, points.compute)
     assert np.sqrt(np.mean(about**2)) == pytest.approx(fit.rmse, rel=1e-9)
     figure = residuals_figure([fit], rank([fit]))
     assert figure is not None and fit.outlook is not None

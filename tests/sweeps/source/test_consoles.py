@@ -9,7 +9,7 @@ import pytest
 
 from sweeps.errors import UserError
 from sweeps.source import load
-from sweeps.source.foreign_runs import expanded, read_runs
+from sweeps.source.foreign_runs import expand_source, read_runs
 from sweeps.source.raw import read_logs
 
 BAR = "{desc}{percent:3d}%|{blocks:<10}| {step}/{total} [00:0{second}<01:00,  1.25s/it]"
@@ -138,7 +138,7 @@ def test_a_directory_of_trl_gives_the_last_state_of_each_run(tmp_path: Path, inn
     curves = {curve.recipe: len(curve.compute) for curve in load([tmp_path / "out" / inner]).curves}
     assert curves == ({"a": 40} if inner else {"a": 40, "b": 6, "c": 7})
     if not inner:
-        assert len(expanded(str(tmp_path / "out"))) == 3 and len(read_runs([str(tmp_path / "out")], {})[0]) == 3
+        assert len(expand_source(str(tmp_path / "out"))) == 3 and len(read_runs([str(tmp_path / "out")], {})[0]) == 3
 
 
 def test_a_directory_of_consoles_leaves_out_what_has_no_reward(tmp_path: Path) -> None:
