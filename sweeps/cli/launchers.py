@@ -202,7 +202,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if (form := settings.get("design")) is None:
             # Printed once the launch is accepted, so that a refusal is a single line.
             cautions = dict.fromkeys(line for spec in specs for line in spec.cautions)
-            takes = launch.sentences(asked=settings.get("rate") is not None)
+            takes = launch.sentences(show_unknown=settings.get("rate") is not None)
             self._takes = [*takes, *cautions] if launch.left else takes
             return False
         from sweeps.cli.design import show_design
@@ -253,7 +253,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
             count_adopted(directory, [spec], _measured)  # trials measure compute as the adopted runs do, or are refused
-            find = partial(find_substitutes, directory, measured=_measured)
+            find = partial(find_substitutes, directory, measurement_of=_measured)
         with self._search_planner() as planned:
             search = Search(
                 study=study,

@@ -162,7 +162,7 @@ def clean_command(options: argparse.Namespace) -> None:
     rows = [
         [
             kind,
-            str(len(result.found[kind])),
+            str(len(result.removable[kind])),
             shown_size(result.size(kind)),
             "" if kind in kinds else f"with --{kind}",
             what,
@@ -175,7 +175,7 @@ def clean_command(options: argparse.Namespace) -> None:
     print(f"\nJournals, specifications, configurations, the ledger and launch.json stay; {kept}.")
     if result.linked:
         warn([f"{path} is a symbolic link: what it leads to stays" for path in result.linked])
-    if result.found["checkpoints"] and "checkpoints" in kinds and not options.keep:
+    if result.removable["checkpoints"] and "checkpoints" in kinds and not options.keep:
         print(
             "A run without a checkpoint cannot be continued with a larger budget, exported or evaluated again; "
             "--keep 1 leaves the newest of each."

@@ -111,7 +111,7 @@ class _Reader:
         for run, view in running.items():
             if run not in self._running:
                 self._remaining.started(run, view.recipe, view.step or 0, view.steps or 0, now)
-            self._remaining.saw(run, view.step or 0, now)
+            self._remaining.reached(run, view.step or 0, now)
         for view in views:
             if view.run in self._running - running.keys():
                 self._remaining.ended(view.run, view.step or 0, now)

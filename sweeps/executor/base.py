@@ -20,7 +20,7 @@ class Launch:
 
     Attributes:
         run, run_dir: identity of the member, and its folder.
-        spent: number of retries so far, by kind of failure.
+        retries_used: number of retries so far, by kind of failure.
         excluded: names of nodes that it must not run on.
         submission, job: submission and job id of an attempt to follow again; None for a new attempt.
         unanswered: earlier submissions that got no answer. They may have been accepted; their jobs are unwanted.
@@ -29,7 +29,7 @@ class Launch:
 
     run: str
     run_dir: Path
-    spent: Mapping[str, int] = field(default_factory=dict)
+    retries_used: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     submission: str | None = None
     job: str | None = None
@@ -48,7 +48,7 @@ class Outcome:
         kind: kind of failure (`sweeps.executor.failure.KINDS`); None if the exit code is all that is known.
         reason: the failure in words; None where the executor does not know it.
         node: node to blame for the failure; None if none is.
-        earlier: True if the member had already ended when the executor that adopted it polled for the first time.
+        ended_before: whether the member had already ended when this executor, which adopted it, polled first.
     """
 
     run: str
@@ -56,7 +56,7 @@ class Outcome:
     kind: str | None = None
     reason: str | None = None
     node: str | None = None
-    earlier: bool = False
+    ended_before: bool = False
 
     @property
     def how(self) -> str:

@@ -64,17 +64,17 @@ def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | No
 NO_RETRIES: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
-def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, int], excused: int = 0) -> bool:
+def may_retry(policy: Mapping[str, int | None], kind: str, retries_used: Mapping[str, int], excused: int = 0) -> bool:
     """Return whether a member may retry after a failure of this kind.
 
     Args:
         policy: number of retries allowed, by kind; None for no limit.
         kind: kind of this failure.
-        spent: number of retries so far, by kind.
+        retries_used: number of retries so far, by kind of failure.
         excused: number of failures of this kind that are blamed on a node, this one included. They do not count.
     """
     limit = policy.get(kind, 0)
-    return limit is None or (limit > 0 and spent.get(kind, 0) - excused < limit)
+    return limit is None or (limit > 0 and retries_used.get(kind, 0) - excused < limit)
 
 
 def kind_of(error: BaseException) -> str:

@@ -41,7 +41,7 @@ def stop_asked(run_dir: Path) -> str | None:
     return str(read_json(path).get("reason", "asked to stop")) if exists else None
 
 
-def let_go_on(run_dir: Path) -> None:
+def clear_stop_request(run_dir: Path) -> None:
     """Remove the stop file, so that the run can be resumed."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 

@@ -209,7 +209,7 @@ class Search:
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
         # An earlier launch may have had more slots.
-        return Wish(wanted[: self._settings.n_jobs], over=over, messages=messages)
+        return Wish(wanted[: self._settings.n_jobs], to_end=over, messages=messages)
 
     # --- pruning -------------------------------------------------------------------------------------------------
 

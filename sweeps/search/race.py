@@ -65,7 +65,7 @@ class LiveRace:
         # A new launch races its own members. A process that continues the folder races those of the newest race.
         newest = RaceRecord.read(study.directory).members
         here = [spec.run for spec in study.specs]
-        self._members = [run for run in newest if run in here] if study.gathered and newest is not None else here
+        self._members = [run for run in newest if run in here] if study.was_read and newest is not None else here
         self._record = RaceRecord.read(study.directory, self._members)
         self._told_members = newest == tuple(self._members)
         self._lost = [] if self._record.trouble is None else [f"race: {self._record.trouble}"]
@@ -163,7 +163,7 @@ class LiveRace:
             if idle:
                 where = "has shown what a step takes" if border is None else f"is at compute {border:.4g}"
                 why = f"paused: it {where}, and {len(idle)} others have not come as far"
-                later = {run: _same(self._wish.later.get(run), why) for run in racing if run not in behind}
+                later = {run: _same(self._wish.to_pause.get(run), why) for run in racing if run not in behind}
         return [run for run in open_runs if run not in over and run not in later], later, over
 
     def _border(self, racing: Sequence[str]) -> float | None:

@@ -201,7 +201,7 @@ class ClusterExecutor:
         self._add_exit_codes([each for each in ended if each.info and each.info.state == "FAILED"])
         ended += self._left_the_queue(gone)
         outcomes = [
-            replace(self._endings.outcome(each, self._submitter.nodes(each.launch)), earlier=not each.seen)
+            replace(self._endings.outcome(each, self._submitter.nodes(each.launch)), ended_before=not each.seen)
             for each in ended
         ]
         for outcome in outcomes:

@@ -153,10 +153,10 @@ class Submitter:
     def _resources(self, launch: Launch) -> dict[str, Any]:
         """Return a member's resources, with its layout, excluded nodes, and memory and delay grown by its failures."""
         resources = with_layout(self.settings.resources, launch.layout)
-        grown = launch.spent.get("out_of_memory", 0)
+        grown = launch.retries_used.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):
             resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**grown
-        if waits := launch.spent.get("duplicate", 0):
+        if waits := launch.retries_used.get("duplicate", 0):
             # Another copy is running. Each retry costs an allocation for a while, so the delays grow.
             begin = f"now+{min(_FIRST_LOOK_MIN * 2 ** (waits - 1), _LAST_LOOK_MIN)}minutes"
             resources["additional_parameters"] = {**(resources.get("additional_parameters") or {}), "begin": begin}
