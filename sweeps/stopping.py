@@ -34,7 +34,7 @@ from sweeps.executor.base import load_entry
 from sweeps.launch.adoption import METRIC
 from sweeps.launch.ledger import RUNS_DIR
 from sweeps.launch.settings import LAUNCH_FILE
-from sweeps.run.fields import MOST_WHOLE
+from sweeps.run.fields import MAX_INTEGER
 from sweeps.run.files import make_private, read_json
 from sweeps.run.journal import Journal, JournalView, find_runs
 from sweeps.run.lease import Lease
@@ -155,7 +155,7 @@ class RacingRun:
             return self._why
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
-            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MOST_WHOLE)
+            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MAX_INTEGER)
         except (TypeError, ValueError, OverflowError):  # an error here must not end the training
             bad, spent = True, math.nan
         if bad:

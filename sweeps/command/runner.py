@@ -124,7 +124,7 @@ class _Member:
             resumes = not self._command.anew and (
                 checkpoint is not None or (there and self._command.checkpoints is None)
             )
-            follower.began_anew, follower.again = not resumes, bool(self._attempts)
+            follower.began_anew, follower.started_before = not resumes, bool(self._attempts)
             if (cut := self._source.seal()) is not None:
                 self._cuts.append(cut)
             self._start_and_follow(resumes, checkpoint, lock)

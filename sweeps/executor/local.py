@@ -17,7 +17,7 @@ from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.process import THREADS, die_with_parent, end, forkserver
 from sweeps.redact import redact
 from sweeps.run.activity import HUNG_CODE
-from sweeps.run.interruption import RunInterruptedError, ask_to_stop, stop_asked
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, requested_stop
 from sweeps.run.journal import LOG_FILE
 
 # Exit code of a member that stopped because its study asked it to.
@@ -163,7 +163,7 @@ class InProcessExecutor:
 
 def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
     if exit_code == STOPPED_CODE:
-        return Outcome(run, exit_code, "stopped", stop_asked(run_dir))
+        return Outcome(run, exit_code, "stopped", requested_stop(run_dir))
     return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else None)
 
 
@@ -192,7 +192,7 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
         except RunInterruptedError as error:
             print(f"stopped: {error}", flush=True)
             # os._exit is not used, because exit handlers release resources that libraries share with other processes.
-            raise SystemExit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1) from None
+            raise SystemExit(STOPPED_CODE if requested_stop(Path(run_dir)) else 1) from None
         except BaseException:
             sys.stdout.flush()
             print(redact(traceback.format_exc()), end="", file=sys.stderr)

@@ -63,7 +63,7 @@ def fields_of(spec: RunSpec) -> dict[str, Any]:
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
+def hold_lease(directory: Path) -> Iterator[None]:
     """Hold the study's lease in a `with` block, so that no process launches or collects the study meanwhile."""
     lease = Lease(directory, LEASE_NAME)
     with naming("STUDY"):
@@ -99,7 +99,7 @@ def count_adopted(
     commands = [spec for spec in specs if "command" in spec.config]
     if not commands or not any(state.adopted for state in Ledger(directory).fold().values()):
         return list(specs), []
-    with held(directory):
+    with hold_lease(directory):
         substitutes, notes = find_substitutes(directory, commands, measurement_of)
     count = sum(spec is not None for spec in substitutes.values())
     if count:

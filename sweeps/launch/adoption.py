@@ -17,7 +17,7 @@ from typing import Any
 
 from sweeps.as_json import AsJson
 from sweeps.errors import UserError, naming
-from sweeps.launch.adopted import agree, fields_of, held, values_of
+from sweeps.launch.adopted import agree, fields_of, hold_lease, values_of
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted_state, member_fields
 from sweeps.launch.members import LEASE_NAME
@@ -111,7 +111,7 @@ def adopt(
         raise UserError(f"{short(where)}: compute is {' and '.join(axes.values())}; choose one column with --x")
     _check_folder(directory, sources)
     (axis,) = axes
-    with held(directory):
+    with hold_lease(directory):
         metric = None if evaluation_set is None else f"eval/{evaluation_set}/pass_rate"
         folder = _Folder(directory, axis, metric, short(where))
         result = Adoption(str(directory), folder.axis, folder.metric, notes=notes)

@@ -29,9 +29,9 @@ from sweeps.launch.observer import Observer
 from sweeps.launch.rollback import Rollback
 from sweeps.redact import redact
 from sweeps.run.files import make_private, write_atomically
-from sweeps.run.interruption import STOP_FILE, clear_stop_request, stop_asked
+from sweeps.run.interruption import STOP_FILE, clear_stop_request, requested_stop
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import check_own, is_done, why_failed, why_final, written
+from sweeps.run.progress import check_own, file_sizes, is_done, why_failed, why_final
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
 
 WRITERS = 8  # threads that write specifications
@@ -126,7 +126,7 @@ class Controller:
         for run in jobs:
             self._sizes[run] = (0, 0)
             # An earlier controller may have asked the member to stop: ending for that reason is not a failure.
-            if (why := stop_asked(self.records.run_dir(run))) is not None:
+            if (why := requested_stop(self.records.run_dir(run))) is not None:
                 self._stop_reasons[run] = why
         waiting = {*self._waiting, *runs} - jobs.keys()
         self._waiting = [run for run in self.records.specs if run in waiting]
@@ -182,7 +182,7 @@ class Controller:
             # Recorded before the scheduler is called: after a crash the next process looks for the jobs by this name.
             self.records.append("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
         for launch in batch:
-            self._sizes[launch.run] = written(launch.run_dir)
+            self._sizes[launch.run] = file_sizes(launch.run_dir)
             self.records.clear_stop_request(launch.run_dir)
         jobs = self._executor.submit(submission, batch)
         if jobs or self.records.new:  # a new study has nothing to lose if the submission is postponed

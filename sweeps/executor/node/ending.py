@@ -8,7 +8,7 @@ from pathlib import Path
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import KINDS
 from sweeps.executor.node.attempts import Attempt, attempts, log_mark
-from sweeps.run.interruption import stop_asked
+from sweeps.run.interruption import requested_stop
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.progress import is_done, trouble
 from sweeps.run.spec import budget_of
@@ -43,7 +43,7 @@ def outcome_of(
         if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):
             return Outcome(run, 1, "error", wrong)
         return Outcome(run, 0, "outgrown", KINDS["outgrown"][0], attempt.node if attempt else None)
-    if kind not in _OWN_FAULT and (asked := stop_asked(run_dir)):
+    if kind not in _OWN_FAULT and (asked := requested_stop(run_dir)):
         # a study's request to stop wins: the member must not be retried
         return Outcome(run, 1, "stopped", asked)
     return Outcome(run, 1, kind, reason, node)

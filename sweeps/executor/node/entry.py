@@ -26,7 +26,7 @@ from sweeps.executor.node.manifest import wait_for_manifest
 from sweeps.redact import redact
 from sweeps.run.activity import activity
 from sweeps.run.gpu import REQUIRED, check_gpu
-from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
+from sweeps.run.interruption import RunInterruptedError, interruption, requested_stop
 from sweeps.run.job import Job, current, enter
 from sweeps.run.journal import LOG_FILE, covered_step
 
@@ -98,13 +98,13 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
             print(reason, flush=True)
             log.end("failed", "gave_up", reason)
             return 1
-        if asked := stop_asked(run_dir):  # asked while the job was queued
+        if asked := requested_stop(run_dir):  # asked while the job was queued
             log.end("stopped", "stopped", asked)
             return 0
         _check_gpu()
         load_entry(manifest["entry"])(run_dir)
     except RunInterruptedError as error:
-        if asked := stop_asked(run_dir):
+        if asked := requested_stop(run_dir):
             with suppress(OSError):
                 log.end("stopped", "stopped", asked)
             return 0

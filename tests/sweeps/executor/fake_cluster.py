@@ -36,7 +36,7 @@ from sweeps.executor.slurm.submission import STARTED
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.observer import Observer
 from sweeps.launch.study import Study
-from sweeps.run.interruption import stop_asked
+from sweeps.run.interruption import requested_stop
 from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.progress import is_done
@@ -528,7 +528,7 @@ class FakeCluster:
 
     def _end(self, job: Job, fate: Fate) -> None:
         process = job.process
-        if fate.until_stopped and stop_asked(job.run_dir) is None:
+        if fate.until_stopped and requested_stop(job.run_dir) is None:
             self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
             return
         if process is not None and not self._take_turn(process) and fate.said is not None:

@@ -118,7 +118,7 @@ def hang(run_dir: Path) -> None:
 def go_on(run_dir: Path) -> None:
     """Until the study wants it no longer."""
     (run_dir / "begun").touch()
-    with interruption.heeding(run_dir):
+    with interruption.watching_stop_file(run_dir):
         deadline = time.monotonic() + 60
         while not interruption.requested:
             assert time.monotonic() < deadline

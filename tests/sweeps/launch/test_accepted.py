@@ -25,7 +25,7 @@ from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
-from sweeps.run.interruption import ask_to_stop, stop_asked
+from sweeps.run.interruption import ask_to_stop, requested_stop
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
 from tests.sweeps.executor.fake_cluster import (
@@ -101,7 +101,7 @@ def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
         launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope", told=told)
     assert contents(tmp_path) == before
     assert told.closed == [(0, 3)], "all go on, or do not, as they did"
-    assert stop_asked(here.run_dir(here.specs[1].run)) == "no longer needed"
+    assert requested_stop(here.run_dir(here.specs[1].run)) == "no longer needed"
     assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
     launch(here, specs=[*here.specs, member(7)])
     assert {state.state for state in Ledger(here.directory).fold().values()} == {"finished"}
