@@ -178,7 +178,7 @@ def controller(place: Place) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         logging.basicConfig(stream=sys.stderr, force=True)
-        runner._LOOK_S = runner._HEED_S = 0.05
+        runner._POLL_S = runner._STOP_CHECK_S = 0.05
         synced = os.open(place.folder / "synced", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         fsync = os.fsync
 

@@ -66,7 +66,7 @@ class LaunchSettings:
         """Return the content of `launch.json`, without the password in MLflow's address."""
         # Keep the names and the order of fields as in files of earlier versions.
         values = {"settings" if name == "cluster" else name: value for name, value in self.__dict__.items()}
-        settings = {} if self.cluster is None else self.cluster.given()
+        settings = {} if self.cluster is None else self.cluster.to_mapping()
         values |= {"settings": settings, "tracking": self.tracking and redact(self.tracking)}
         return json.dumps(values, indent=1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.command.metrics import Found, Source
+from sweeps.command.metrics import Source, SourceMetrics
 from sweeps.command.runner import CommandFailedError, CommandKilledError, run_member
 from sweeps.errors import UserError
 from sweeps.run.activity import HUNG_CODE
@@ -403,7 +403,7 @@ def test_one_slow_look_does_not_keep_the_next_away(tmp_path: Path, monkeypatch: 
     _, run_dir = written(write_study(tmp_path, script))
     read, slow = Source.read, []
 
-    def slow_once(self: Source) -> Found:
+    def slow_once(self: Source) -> SourceMetrics:
         found = read(self)
         if found.rows and not slow:
             time.sleep(1.0)
