@@ -238,7 +238,7 @@ class RacingRun:
         self._ending = None if self._ending == ending else self._ending
 
     def _has_decreased(self, view: JournalView, step: int, spent: float) -> bool:
-        """Return whether compute is less than at an earlier step, as after a restart of a counter; then log a warning."""
+        """Return whether compute is less than at an earlier step, as if a counter was restarted; then log a warning."""
         before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
