@@ -314,12 +314,12 @@ def outcome(place: Place) -> dict[str, Any]:
 
 def best_known(place: Place) -> list[tuple[str, float | None]] | None:
     """Return parameter and value of each trial of a search, sorted; None if its journal cannot be read."""
-    from sweeps.search.trials import TRIALS_FILE, _opened
+    from sweeps.search.trials import TRIALS_FILE, _open_study
 
     if not (place.study / TRIALS_FILE).exists():
         return None
     with suppress(UserError):
-        trials = _opened(place.study / TRIALS_FILE).get_trials()
+        trials = _open_study(place.study / TRIALS_FILE).get_trials()
         return sorted((str(each.params.get("best")), each.value) for each in trials)
     return None
 
