@@ -178,7 +178,7 @@ def controller(place: Place) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         logging.basicConfig(stream=sys.stderr, force=True)
-        runner._LOOK_S = runner._HEED_S = 0.05
+        runner._POLL_S = runner._STOP_CHECK_S = 0.05
         synced = os.open(place.folder / "synced", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         fsync = os.fsync
 
@@ -314,12 +314,12 @@ def outcome(place: Place) -> dict[str, Any]:
 
 def best_known(place: Place) -> list[tuple[str, float | None]] | None:
     """Return parameter and value of each trial of a search, sorted; None if its journal cannot be read."""
-    from sweeps.search.trials import TRIALS_FILE, _opened
+    from sweeps.search.trials import TRIALS_FILE, _open_study
 
     if not (place.study / TRIALS_FILE).exists():
         return None
     with suppress(UserError):
-        trials = _opened(place.study / TRIALS_FILE).get_trials()
+        trials = _open_study(place.study / TRIALS_FILE).get_trials()
         return sorted((str(each.params.get("best")), each.value) for each in trials)
     return None
 

@@ -1,9 +1,9 @@
 """Python functions of the commands, for notebooks: `from sweeps.api import load, fit, rank, plan, compare, effects`.
 
-Each function takes the same sources as its command, or pandas DataFrames, or results of `load` and `fit`. Its options
-are the command's, with the same names (`max_compute=8000` for `--max-compute 8000`) and defaults. A result is the
-record behind `--json`: it has `to_json()`, `to_frame()` (pandas), `plot(ax=None)` (matplotlib), and is shown as a short
-table in a notebook. `decide` is for tables of final values; its result has no plot. Nothing is computed here.
+Each function takes the same sources as the command of its name, or pandas DataFrames, or results of `load` and `fit`.
+The options have the names and defaults of the command's (`max_compute=8000` for `--max-compute 8000`). A result has
+`to_json()` (what the command prints with `--json`), `to_frame()` (pandas) and `plot(ax=None)` (matplotlib), and a
+notebook shows it as a short table. `decide` is for tables of final values; its result has no plot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sweeps.decide.keep_discard import Choice
     from sweeps.fit.fit import Fit
 
-# Options for reading and fitting; they are fixed once there is a `Study` or there are `Fits`.
+# Options for reading and for fitting. They cannot be changed for a `Study`, or for `Fits`, which were made with them.
 READING = ("metric", "x", "y", "by", "seed_from", "size", "group", "bounds", "lower_is_better")
 FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
 # Number of table rows that a notebook shows.
@@ -41,7 +41,7 @@ _PLAIN = (str, int, float)
 
 
 class Result:
-    """Base class of results: a table of plain rows, with remarks."""
+    """Base class of results: a table of rows, with remarks."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the table, as in `to_json`."""
@@ -81,7 +81,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Study(Result):
-    """Curves read from sources, one per recipe; `mapping` describes how columns were read."""
+    """Curves read from sources, one per recipe."""
 
     study: LoadedStudy
     options: argparse.Namespace
@@ -89,7 +89,7 @@ class Study(Result):
 
     @property
     def mapping(self) -> Sequence[str]:
-        """Lines that describe how each column was used."""
+        """Lines that describe how the columns of the sources were used."""
         return self.study.mapping
 
     def rows(self) -> list[dict[str, Any]]:
@@ -163,8 +163,11 @@ class Decision(Result):
     """Result of rank, plan, compare or effects: the record that the command prints, and the underlying fits.
 
     Attributes:
-        record: the record computed by `sweeps.decide`, with all its attributes.
-        table: key of its rows in `to_json`.
+        record: the record computed by `sweeps.decide`.
+        fits: the fits from which it was computed.
+        table: key of the rows of the main table in `json`.
+        json: what the command prints with `--json`.
+        said: sentences on the outcome.
     """
 
     record: Any
@@ -299,7 +302,7 @@ def compare(*sources: Any, recipes: Sequence[str] = (), **options: Any) -> Decis
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
-        recipes: two to compare, or one that all others are compared with; by default the baseline.
+        recipes: two recipes to compare, or one with which to compare all others; by default the baseline.
         options: the command's options budget, margin, and any option of `fit`.
     """
     own_options = ("budget", "margin")
@@ -330,8 +333,8 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
     """Keep or discard a change by the final values of a few runs, like `scalerl decide`.
 
     Args:
-        baseline: recipe to keep so far.
-        candidate: recipe that may take its place.
+        baseline: recipe in use.
+        candidate: recipe that may replace it.
         source: path of a table, or a DataFrame, with a row per run.
         options: the command's options by, y, status, failed, lower_is_better, margin.
     """
@@ -346,7 +349,7 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
 
 
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
-    """Return the command's options: its defaults, updated by the given ones.
+    """Return the options of a command: its defaults, updated by the options `given`.
 
     Raises:
         TypeError: an unknown option.
@@ -387,7 +390,11 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
 def _fits(
     sources: Sequence[Any], options: argparse.Namespace, given: Mapping[str, Any], own: Sequence[str] = ()
 ) -> Fits:
-    """Return the fits if given, else fit the given study or sources."""
+    """Return the fits if the only source is `Fits`, else fit the curves of the `Study` or the sources.
+
+    Raises:
+        TypeError: an option of `given` was already fixed by `load` or `fit`.
+    """
     done = sources[0] if len(sources) == 1 and isinstance(sources[0], Study | Fits) else None
     settled = () if done is None else READING if isinstance(done, Study) else (*READING, *FITTING)
     late = [name for name in given if name in settled and name not in own]
@@ -402,7 +409,7 @@ def _fits(
 
 
 def _workers() -> int:
-    """Return the number of processes to fit with: one in a script, because every other process would run the script."""
+    """Return the number of processes for fits: 1 in a script, because other processes would run the script again."""
     return 1 if hasattr(sys.modules["__main__"], "__file__") else cores()
 
 

@@ -1,4 +1,4 @@
-"""Conversion of records to the JSON that commands print: fields of a dataclass, some renamed or left out."""
+"""Convert dataclasses to the JSON that commands print; some fields are renamed or left out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 
 class AsJson:
-    """Base class of dataclasses that are printed field by field, in order.
+    """Base class of dataclasses that are printed as JSON, field by field, in order.
 
-    JSON: by field, the name to print if it differs; None leaves the field out.
+    Attributes:
+        JSON: names to print for fields whose printed name differs; None to leave the field out.
     """
 
     JSON: ClassVar[Mapping[str, str | None]] = {}

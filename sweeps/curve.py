@@ -1,7 +1,7 @@
-"""Compute curves: the plain arrays that are the input of a fit.
+"""Compute curves: arrays of reward and compute, the input of a fit.
 
-A curve is one recipe's evaluations: reward against cumulative compute, for every seed. A run's first evaluation is at
-compute 0 and observes the reward before training, R0.
+A curve has all evaluations of one recipe: rewards and cumulative compute, for every seed. A run's first evaluation is
+at compute 0 and measures the reward before training, R0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sweeps.errors import UserError
 
 Array = NDArray[np.float64]
 
-# Beyond this, squares and ratios overflow.
+# Largest absolute value of compute and reward: squares and ratios of larger values may overflow.
 _LARGEST = 1e100
 # If the largest reward is below this, rewards are not interpreted as percentages.
 _LEAST_PERCENT = 3.0
@@ -59,15 +59,16 @@ class Curve:
         axis, metric: names of the columns of compute and reward.
         warnings: warnings for the user about the points.
         factors: further groupings of the points, as text by name (such as `size`), on the user's request.
-        baseline: the recipe that this one is compared with, or its own label; None if the source does not say.
-        at_peak: equivalent of compute at the peak learning rate (`sweeps.fit.schedule`); None if the rate does not
-            decay or is unknown.
-        ended: whether one of its runs finished before its budget and cannot be continued (its prompts are exhausted).
-        limits: lowest and highest possible reward as given by the user or the source; None if to be inferred.
-        seen: lowest and highest reward of the whole study (`with_shared_scale`); None if there is only this curve.
+        baseline: recipe with which this recipe is compared, which may be itself; None if the source does not say.
+        at_peak: equivalent of compute at the peak learning rate (`sweeps.fit.schedule`), (n,); None if the rate does
+            not decay or is unknown.
+        ended: whether a run of the recipe finished before its budget and cannot be continued (prompts exhausted).
+        limits: lowest and highest possible reward as given by the user or the source; None to infer them.
+        seen: lowest and highest reward of the whole study (`with_shared_scale`); None to use those of this curve.
         lower_is_better: whether the source's metric is a loss. Rewards are then minus the metric, and `metric` is
             `-loss`.
-        origin: of branches, the compute from which `compute` is counted, the mean over seeds; else 0.
+        origin: for branches of runs, the compute of the branching point (mean over seeds), from which `compute` is
+            counted; 0 for other runs.
     """
 
     recipe: str
@@ -104,7 +105,7 @@ class Curve:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """`warnings`, and one more where the scale was inferred and is not [0, 1]."""
+        """The `warnings`, and another if the reward's scale was inferred and is not [0, 1]."""
         if self.limits is not None or self.lower_is_better or self.range == (0, 1):
             return self.warnings
         low, high = self.seen or (self.reward.min(), self.reward.max())
@@ -230,9 +231,9 @@ def make_curve(
 
 
 def with_shared_scale(curves: Sequence[Curve]) -> list[Curve]:
-    """Return the curves of a study such that all of one metric have the same `range`, inferred from all their rewards.
+    """Give all curves of a study with the same metric the same `range`, inferred from all their rewards.
 
-    Otherwise a recipe whose rewards stay below 1 would be bounded by 1 where another one reaches 2.
+    Otherwise the fit of a recipe whose rewards stay below 1 would be bounded by 1, although another recipe reaches 2.
     """
     ends: dict[str, tuple[float, float]] = {}
     for curve in curves:

@@ -24,7 +24,7 @@ def require(module: str, what: str, install: str | None = None) -> None:
     Args:
         module: name of the module, as imported.
         what: the user's request, with which the message begins.
-        install: argument for pip; the module's name by default.
+        install: argument for pip; None for the module's name.
 
     Raises:
         UserError: the module is not installed.
@@ -49,10 +49,10 @@ def require_training(what: str) -> None:
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Context manager: convert an OSError raised inside to a UserError that names this field.
+    """In a `with` block, convert an OSError to a UserError that names this field.
 
     Raises:
-        UserError: an OSError with an errno was raised; others pass unchanged.
+        UserError: an OSError with an errno was raised; an OSError without an errno passes unchanged.
     """
     try:
         yield
@@ -86,8 +86,8 @@ def of_the_system(error: OSError, missing: bool = True) -> str | None:
 
     Args:
         error: the error. Subclasses that libraries raise with a text only have no errno, and give None.
-        missing: whether a missing file is the user's problem; False where the user's own program runs, whose errors are
-            the program's.
+        missing: whether to describe the error of a missing file; False while the user's own code runs, because then
+            it is an error of that code.
     """
     if error.errno is None or (error.errno == errno.ENOENT and not missing):
         return None

@@ -16,7 +16,7 @@ from sweeps.threads import multiply_on_one_thread
 T = TypeVar("T")
 R = TypeVar("R")
 
-# With fewer items per worker the serial loop ends before a spawned process has finished its imports.
+# Minimum number of items per worker: with fewer, a serial loop is faster than the imports of a spawned process.
 _LEAST = 4
 
 
@@ -44,10 +44,10 @@ def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Context manager: SIGTERM raises SystemExit inside, as Ctrl-C raises KeyboardInterrupt.
+    """In a `with` block, let SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt.
 
-    By default SIGTERM ends a process at once. The semaphores of its pools then remain, and Python's resource tracker
-    prints warnings about them on standard error. An existing handler stays in place.
+    By default SIGTERM ends a process at once, without releasing the semaphores of its pools, and Python's resource
+    tracker prints warnings about them to stderr. An existing handler stays in place.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -1,9 +1,8 @@
-"""Child processes that end with their parent. They can be started, observed, asked to stop, and killed.
+"""Start, observe, stop and kill child processes, which end with their parent.
 
-`Tree` is a command with all the processes that it starts. A guard process is between the command and this process. It
-is this file, run as a script without site packages, so that it starts in 30 ms. It reads one JSON object per line on
-standard input. At the end of standard input the parent is gone, and the guard kills everything at once, before another
-process takes over.
+`Tree` runs a command with all the processes that it starts. Its parent is a guard process, which is this file, run as a
+script without site packages, so that it starts in 30 ms. The guard reads one JSON object per line from standard input.
+When standard input ends, the process that uses `Tree` has ended, and the guard kills everything at once.
 
     in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null"}     null: our standard error
     in   {"stop": 15, "within_s": 60}          send the signal (null: none), and kill everything after this time
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Settings that keep each worker from using all cores.
+# Environment variables that keep a worker from using all cores.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl
 _PROC = Path("/proc")
-_LEFT_S = 2.0  # seconds for which processes that outlive the command may end by themselves
+_GRACE_S = 2.0  # seconds after the command's end within which its other processes may end by themselves
 
 
 def ended_with(code: int) -> str:
@@ -87,9 +86,9 @@ def die_with_parent(started_by: int | None = None) -> None:
 
 
 def forkserver(preload: Sequence[str]) -> ForkServerContext:
-    """Return the context whose processes are forked from one server, which imports `preload` when the first one starts.
+    """Return the context whose processes are forked from one server, which imports `preload` before the first fork.
 
-    Planner and members of a study share it: Lightning alone costs a dozen seconds of CPU to import.
+    Planner and members of a study share the server, because importing Lightning alone takes a dozen seconds of CPU.
     """
     import multiprocessing
 
@@ -104,7 +103,7 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
 def start_worker(
     module: str, content: bytes, memory_gib: float | None, env: Mapping[str, str], stderr: int | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
-    """Start `python -m module`, which begins with `begin_worker`, in a session of its own.
+    """Start `python -m module` in a new session; the module must first call `begin_worker`.
 
     Args:
         module: name of one of our modules.
@@ -171,10 +170,13 @@ def kill_group(leader: int) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command: exit code, or minus the number of the signal that killed it.
+    """End of a command.
 
-    left: number of processes that outlived the command and were killed. killed: True if the command itself was killed
-    after a request to stop. behind: number of processes that outlived the command, killed or not.
+    Attributes:
+        code: exit code, or minus the number of the signal that killed the command.
+        left: number of processes that outlived the command and were killed.
+        killed: whether the command itself was killed, because it did not end after a request to stop.
+        behind: number of processes that outlived the command, killed or not.
     """
 
     code: int
@@ -189,9 +191,9 @@ class Ended:
 
 
 def locked(path: Path) -> int | None:
-    """Lock a file and return its descriptor. Waits until every process started under an earlier lock has ended.
+    """Lock a file and return its descriptor; None if the file system has no locks.
 
-    Returns None if the file system has no locks.
+    Wait until all processes that hold an earlier lock on the file have ended.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -214,7 +216,7 @@ class Tree:
         lock: descriptor of a lock that is held until the whole command has ended, even if this process dies.
 
     Raises:
-        ChildProcessError: it cannot be started.
+        ChildProcessError: the command cannot be started.
     """
 
     def __init__(
@@ -313,7 +315,7 @@ def _guard() -> None:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=2,
-            preexec_fn=_in_the_child,
+            preexec_fn=_reset_signals,
         )
     except (OSError, ValueError) as error:
         _say({"failed": str(error)})
@@ -351,7 +353,7 @@ def _guard() -> None:
     _say({"ended": child.returncode, "behind": behind, "left": left, "killed": killed})
 
 
-def _in_the_child() -> None:
+def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
@@ -394,7 +396,7 @@ def _descendants() -> list[int]:
 
 def _end_rest() -> int:
     """Give processes that outlive the command a moment to end, kill the others, and return how many were killed."""
-    deadline = time.monotonic() + _LEFT_S
+    deadline = time.monotonic() + _GRACE_S
     asked: set[int] = set()  # signal each only once: many programs take a second signal as a request to end at once
     while (left := _descendants()) and time.monotonic() < deadline:
         for process in set(left) - asked:

@@ -82,12 +82,14 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Mask secrets in a text: logins in URLs, well-known token formats, values assigned to secret names, and values of
-    secret environment variables.
+    """Mask secrets in a text.
+
+    Secrets are logins in URLs, tokens of well-known formats, values that are assigned to secret names, and values of
+    environment variables with secret names.
 
     Args:
         text: text to be stored.
-        environment: variables; the values of those with secret names are searched for. os.environ if None.
+        environment: environment variables; None for os.environ.
     """
     variables = os.environ if environment is None else environment
     secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _is_secret(name, value)}
@@ -122,7 +124,7 @@ def redact_config(value: Any, key: str = "") -> Any:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether to search texts for a variable's value; not for existing paths and, for `*_KEY`, plain words."""
+    """Return whether a variable's value is a secret; existing paths and, in `*_KEY`, plain words are none."""
     if not is_secret_name(name):
         return False
     if value.startswith(("/", "~")) and _is_there(value):

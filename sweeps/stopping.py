@@ -1,4 +1,4 @@
-"""Races for any training loop: it reports its evaluations to a study's folder, and learns when it may stop.
+"""Races for any training loop: report evaluations to a study's folder, and find out when a run should stop.
 
     from sweeps.stopping import should_stop
 
@@ -10,10 +10,10 @@ study, adopted runs, other loops, on any machine that sees the folder. Looks are
 (`sweeps.decide.race`), with the same posterior and rules, and are stored in `race.jsonl` next to the journal.
 `race_callback` does the same for transformers' Trainer and TRL's trainers. Neither function itself needs torch.
 
-Errors that exist from the beginning (a budget out of range, rules that differ from earlier ones, another process's run)
-raise at the first call. Later errors never reach the loop: each is logged once as a warning, data that could not be
-written is written with the next call, and the answer is None (continue). A call waits at most `wait_s` for its answer;
-a later call returns an answer that takes longer.
+The first call raises errors that exist from the beginning (a budget out of range, rules that differ from earlier ones,
+a run of another process). Later errors never reach the loop: each is logged once as a warning, data that could not be
+written are written at the next call, and the answer is None (continue). A call waits for its answer for `wait_s` at
+most; if the answer takes longer, a later call returns it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sweeps.executor.base import load_entry
 from sweeps.launch.adoption import METRIC
 from sweeps.launch.ledger import RUNS_DIR
 from sweeps.launch.settings import LAUNCH_FILE
-from sweeps.run.fields import MOST_WHOLE
+from sweeps.run.fields import MAX_INTEGER
 from sweeps.run.files import make_private, read_json
 from sweeps.run.journal import Journal, JournalView, find_runs
 from sweeps.run.lease import Lease
@@ -155,7 +155,7 @@ class RacingRun:
             return self._why
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
-            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MOST_WHOLE)
+            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MAX_INTEGER)
         except (TypeError, ValueError, OverflowError):  # an error here must not end the training
             bad, spent = True, math.nan
         if bad:
@@ -226,7 +226,7 @@ class RacingRun:
                 last = max((r.step for r in view.records if r.step < pending[0][0]), default=-1)
                 journal.resume(last)
             for step, spent, metrics in pending:
-                if self._falls(view, step, spent):
+                if self._has_decreased(view, step, spent):
                     continue
                 journal.record("eval", step, metrics)
                 self._reached = step, spent
@@ -237,8 +237,8 @@ class RacingRun:
         del self._pending[: len(pending)]
         self._ending = None if self._ending == ending else self._ending
 
-    def _falls(self, view: JournalView, step: int, spent: float) -> bool:
-        """Return True, with a warning, if compute is less than at an earlier step because a counter started again."""
+    def _has_decreased(self, view: JournalView, step: int, spent: float) -> bool:
+        """Return whether compute is less than at an earlier step, as if a counter was restarted; then log a warning."""
         before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
@@ -269,7 +269,7 @@ def _rules_of(study: Path) -> Rules:
     """Return the rules of a study's own race.
 
     Raises:
-        UserError: it has no race with a known budget.
+        UserError: the study has no race with a known budget.
     """
     rules = RaceRecord.read(study).rules
     if rules is None:
@@ -310,7 +310,7 @@ def should_stop(
 
 
 def finished(study: str | Path, recipe: str, seed: int, status: str = "finished", reason: str | None = None) -> None:
-    """Record that a run has ended, so that no look waits for it; a run that never reported is ignored."""
+    """Record that a run has ended, so that no look waits for it; ignore a run without evaluations."""
     run = _RUNS.pop((Path(study).resolve(), str(recipe), int(seed)), None)
     if run is not None:
         run.end(status, reason)

@@ -128,7 +128,7 @@ class Bar:
     def update(self, done: int, *parts: str) -> None:
         """Show the number of steps done so far, and parts of a status text, the most important first.
 
-        Without parts, those of the last update stay. On a narrow terminal the end of the text is cut off.
+        Without parts, the last status text stays. On a narrow terminal the end of the text is cut off.
         """
         status = ", ".join(map(one_line, parts)) or self._task.fields["status"]
         self._progress.update(self._task.id, completed=done, status=status)
@@ -183,7 +183,7 @@ def duration(seconds: float) -> str:
 
 
 def on_screen(stream: TextIO) -> bool:
-    """Return True if lines on a stream can be redrawn: it is a terminal, and TERM is not dumb."""
+    """Return whether lines on a stream can be redrawn: it is a terminal, and TERM is not dumb."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
@@ -212,9 +212,9 @@ class Column:
 
     Attributes:
         name: its header.
-        least: minimum width of a terminal that shows the column.
-        soft: True if its cells may be cut off to make room for other columns.
-        right: True if its cells are aligned to the right.
+        least: minimum width of the terminal, in characters, for the column to be shown.
+        soft: whether cells may be cut off to make room for other columns.
+        right: whether cells are aligned to the right.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Number of threads that NumPy multiplies matrices on."""
+"""Set the number of threads on which NumPy multiplies matrices."""
 
 from __future__ import annotations
 

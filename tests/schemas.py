@@ -42,7 +42,7 @@ def with_json() -> list[str]:
 def checked() -> Iterator[None]:
     """Validate what each command prints as JSON; what is printed outside of `main` is not checked."""
     running: list[str] = []
-    later = commands._later
+    later = commands._lazy_handler
 
     def noted(module: str, function: str) -> commands.Handler:
         handler = later(module, function)
@@ -63,6 +63,6 @@ def checked() -> Iterator[None]:
         return text
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commands, "_later", noted)
+        patched.setattr(commands, "_lazy_handler", noted)
         patched.setattr(output, "json", SimpleNamespace(dumps=dumps))
         yield

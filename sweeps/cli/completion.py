@@ -12,8 +12,8 @@ def completion_command(options: argparse.Namespace) -> None:
     import shtab
 
     parser = make_parser()
-    for words in _parsers(parser):
-        for action in words._actions:
+    for subparser in _parsers(parser):
+        for action in subparser._actions:
             if action.metavar in ("SOURCE", "FILE"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.metavar == "SWEEP":
@@ -24,8 +24,8 @@ def completion_command(options: argparse.Namespace) -> None:
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     """Return the argument parsers of all subcommands."""
     return [
-        each
+        subparser
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
-        for each in action.choices.values()
+        for subparser in action.choices.values()
     ]

@@ -1,7 +1,7 @@
 """Common steps of all commands about curves: check the options, read the sources, fit every recipe once.
 
-Sources are read before anything that fits, ranks or draws is imported, so that a wrong file fails at once. Commands
-call `sweeps.fit` only through this module; their results are computed from the fits returned here.
+Sources are read before modules that fit, rank or draw are imported, so that an error in a file is reported at once.
+Commands call `sweeps.fit` only through this module, and compute their results from the fits that it returns.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ def check_window(options: argparse.Namespace) -> None:
         raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
 
 
-def check_place(path: Path) -> None:
-    """Check that the output file can be written, before the fits. The probe file and folders are removed again.
+def check_writable(path: Path) -> None:
+    """Check that the output file can be written, without leaving new files or folders.
 
     Raises:
         UserError: the file cannot be written.
     """
-    made: list[Path] = []
+    new_folders: list[Path] = []
     try:
         if path.exists():
             if path.is_dir() or path.is_file():  # a pipe can be opened only once, for the output
                 path.open("ab").close()
             return
-        made = [folder for folder in path.parents if not folder.exists()]
+        new_folders = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
         path.unlink()
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from error
     finally:
-        for folder in made:
+        for folder in new_folders:
             with suppress(OSError):
                 folder.rmdir()
 
 
 def check_figure(options: argparse.Namespace) -> Path | None:
-    """Check before the fits that the figure of `-o` has a known format and can be written; None without `-o`.
+    """Return the path of the figure of `-o`, after a check of its format and that it can be written; None without `-o`.
 
     Raises:
         UserError: an unknown format, or a path that cannot be written.
@@ -77,12 +77,12 @@ def check_figure(options: argparse.Namespace) -> Path | None:
 
     path = Path(options.output)
     check_format(path)
-    check_place(path)
+    check_writable(path)
     return path
 
 
 def fit_options(options: argparse.Namespace) -> FitOptions:
-    """Return the options of every fit of a command."""
+    """Convert a command's options to the options of its fits."""
     from sweeps.fit.points import FitOptions
 
     return FitOptions(
@@ -100,7 +100,13 @@ def load_sources(
     read: Callable[[Path], JournalView] = read_journal,
     metric: str | None = None,
 ) -> LoadedStudy:
-    """Read the sources of a command. `x` replaces the compute axis of `--x`, and `metric` the reward of `--metric`."""
+    """Read the sources of a command.
+
+    Args:
+        options: options of the command.
+        x, metric: compute axis and reward instead of those of `--x` and `--metric`; None for the options.
+        read: reads a journal.
+    """
     factors = [name for name in (options.size, *options.group) if name is not None]
     return load(
         options.sources,
@@ -116,10 +122,10 @@ def load_sources(
     )
 
 
-def reading_words(options: argparse.Namespace) -> list[str]:
-    """Return the words of a command line that name the sources, how to read and fit them, and the margin.
+def source_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the command line arguments for the same sources, the same way to read and fit them, and the same margin.
 
-    `--size` becomes `--group`, which splits the points into the same curves and asks for nothing else.
+    `--size` becomes `--group`, which splits the points into the same curves, but does not compare model sizes.
     """
     words = [*options.sources]
     for name in ("metric", "x", "y", "by", "seed_from", "r0", "min_compute", "max_compute", "margin"):
@@ -133,8 +139,8 @@ def reading_words(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def shown_study(options: argparse.Namespace) -> LoadedStudy:
-    """Check the window, read the sources, and print how sources of other programs were interpreted."""
+def read_study(options: argparse.Namespace) -> LoadedStudy:
+    """Check the compute window, read the sources, and print how sources of other programs were interpreted."""
     check_window(options)
     study = load_sources(options)
     for line in study.shown:
@@ -143,7 +149,7 @@ def shown_study(options: argparse.Namespace) -> LoadedStudy:
 
 
 def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int | None = None) -> list[Fit]:
-    """Fit every recipe of the sources with the method of the options."""
+    """Fit every curve with the method of the options; `workers` is the number of processes, None for all cores."""
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
@@ -157,7 +163,7 @@ def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int |
 
 
 def fit_study(options: argparse.Namespace, study: LoadedStudy) -> list[Fit]:
-    """Fit every recipe of the sources that were read, and print the warnings of the sources and of each fit."""
+    """Fit every recipe of a study, and print the warnings of its sources and of each fit to stderr."""
     fits = fit_all(study.curves, options)
     from sweeps.fit.fit import warnings_of
 
@@ -165,14 +171,14 @@ def fit_study(options: argparse.Namespace, study: LoadedStudy) -> list[Fit]:
     return fits
 
 
-def fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
-    """Read the sources and fit every recipe once, for all results of the command. Prints warnings to stderr."""
-    study = shown_study(options)
+def read_and_fit(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
+    """Read the sources and fit every recipe once. Print warnings to stderr."""
+    study = read_study(options)
     return study, fit_study(options, study)
 
 
 def compared_at_k(options: argparse.Namespace, study: LoadedStudy, ranking: Ranking) -> AtK | None:
-    """Compare the ranking with that by pass@k, if every run was evaluated with several completions per prompt."""
+    """Compare the ranking with the ranking by pass@k; None unless all runs have several completions per prompt."""
     from sweeps.decide.at_k import study_at_k
 
     return study_at_k(study, ranking, lambda curves: fit_all(curves, options))
@@ -182,7 +188,7 @@ def check_sets(options: argparse.Namespace) -> None:
     """Check `--sets` before any data are read.
 
     Raises:
-        UserError: it names fewer than two sets, or `--lower-is-better` is given as well.
+        UserError: `--sets` names fewer than two sets, or `--lower-is-better` is given as well.
     """
     if options.sets is None:
         return
@@ -193,16 +199,20 @@ def check_sets(options: argparse.Namespace) -> None:
 
 
 def set_names(options: argparse.Namespace) -> list[str]:
-    """Return the evaluation sets of `--sets`, a text or, from `sweeps.api`, a sequence."""
+    """Return the evaluation sets of `--sets`, which is a string or, from `sweeps.api`, a sequence."""
     names = options.sets.split(",") if isinstance(options.sets, str) else options.sets
     return [name.strip() for name in names if name.strip()]
 
 
 def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal | None, Aggregate | None]:
-    """Compare a study's evaluation sets: signal to noise where runs have two sets or more, and `--sets` as one.
+    """Compare recipes over a study's evaluation sets.
+
+    Returns:
+        Signal to noise of each set, None if there are no curves by set; and the comparison over the sets of `--sets`
+        together, None without that option.
 
     Raises:
-        UserError: `--sets` names a set that is not there.
+        UserError: `--sets` names a missing set.
     """
     from sweeps.decide.aggregate import aggregate
     from sweeps.decide.signal import signal_to_noise
@@ -218,7 +228,7 @@ def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal |
 
 
 def margin(options: argparse.Namespace) -> float | None:
-    """Return `--margin`, else the margin that the only source was launched with; None if neither is known."""
+    """Return `--margin`, else the margin with which the only source was launched; None if neither is known."""
     if options.margin is not None or len(options.sources) != 1:
         given: float | None = options.margin
         return given

@@ -19,12 +19,12 @@ from sweeps.cli.curves import (
     fit_all,
     fit_options,
     fit_study,
-    fitted,
     load_sources,
     margin,
     over_sets,
-    reading_words,
-    shown_study,
+    read_and_fit,
+    read_study,
+    source_arguments,
 )
 from sweeps.cli.output import print_json, warn
 from sweeps.errors import UserError
@@ -47,7 +47,7 @@ def rank_command(options: argparse.Namespace) -> None:
     """Rank recipes by asymptote, ties by efficiency, and print the tables (`scalerl rank`)."""
     _check_axes(options)
     check_sets(options)
-    study = shown_study(options)
+    study = read_study(options)
     signal, aggregate = over_sets(options, study)
     fits = fit_study(options, study)
     from sweeps.parallel import cores
@@ -64,11 +64,11 @@ def rank_command(options: argparse.Namespace) -> None:
         return
     print(rank_text(ranking, ranks_by_axis, at_k, signal, aggregate))
     if ranking.undecided:
-        print(f"\nnext: scalerl plan {one_line(redact(shlex.join(reading_words(options))))}")
+        print(f"\nnext: scalerl plan {one_line(redact(shlex.join(source_arguments(options))))}")
 
 
 def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
-    """Rank the fitted recipes by the options; details that only `--json` prints are computed only for it."""
+    """Rank the fitted recipes by the options. Details that only `--json` prints are left out without it."""
     from sweeps.decide.rank import rank
 
     return rank(
@@ -82,7 +82,12 @@ def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ra
 
 
 def rank_json(ranking: Ranking, *others: AsJson | None) -> dict[str, Any]:
-    """Return the JSON of `scalerl rank`: the ranking, and the other results or None: by axis, pass@k, signal, sets."""
+    """Return the object of `scalerl rank --json`.
+
+    Args:
+        ranking: the ranking.
+        others: results by axis, for pass@k, signal to noise, and over sets, in this order; None for a missing result.
+    """
     names = ("by_axis", "pass_at_k", "signal", "sets")
     return {
         **ranking.to_json(),
@@ -114,7 +119,7 @@ def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
 
 
 def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fit]) -> ByAxis:
-    """Rank on every axis; `fits` are reused for their own axis, the other axes are fitted here."""
+    """Rank along every axis. `fits` are reused for the axis that they are on; the other axes are fitted here."""
     from sweeps.decide.by_axis import by_axis
 
     own = fits[0].curve.axis
@@ -125,7 +130,7 @@ def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fi
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the next runs, the compute that a target or budget takes, or a study's design (`scalerl plan`)."""
+    """Print the next runs, the compute for a target or within a budget, or a study's design (`scalerl plan`)."""
     if options.design is not None:
         _design(options)
         return
@@ -137,7 +142,7 @@ def plan_command(options: argparse.Namespace) -> None:
         options.refuse("-o: the figure is of model sizes; name their column with --size")
     figure = check_figure(options)
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
-    study, fits = fitted(options)
+    study, fits = read_and_fit(options)
     plan, commands = planned(options, study, fits)
     warn([f"{sizes.recipe}: {note}" for sizes in plan.sizes for note in sizes.warnings])
     if figure is not None:
@@ -153,7 +158,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
-    """Plan by the options; return the plan, and for each next step its command, or None if it is not known."""
+    """Make a plan by the options; return it with the command of each next step, None if that is unknown."""
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.launch.resume_command import command
 
@@ -197,7 +202,7 @@ def _design(options: argparse.Namespace) -> None:
 def compare_command(options: argparse.Namespace) -> None:
     """Print differences of pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
     options.sources, named = _sources_and_recipes(options.sources)
-    study, fits = fitted(options)
+    study, fits = read_and_fit(options)
     from sweeps.report.comparison_text import comparisons_text
 
     comparisons = compared(options, study, fits, named)
@@ -211,7 +216,7 @@ def compare_command(options: argparse.Namespace) -> None:
 def compared(
     options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit], recipes: Sequence[str]
 ) -> Comparisons:
-    """Compare two named recipes, or all others with the named one or the baseline."""
+    """Compare two named recipes; with one name, all others with it; without names, all others with the baseline."""
     from sweeps.decide.pairwise import compare
     from sweeps.source.held_out import passes_by
 
@@ -226,7 +231,7 @@ def compared(
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words into sources and at most two recipes after them: words that are neither a path nor a URL."""
+    """Split arguments into sources and up to two recipes after them, which are neither paths nor URLs."""
     sources = list(words)
     named: list[str] = []
     while len(sources) > 1 and len(named) < 2 and _is_recipe(sources[-1]):
@@ -239,7 +244,7 @@ def _is_recipe(word: str) -> bool:
 
 
 def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
-    """Return the pairs to compare: the two named recipes, else all others with the named one or the baseline.
+    """Return the pairs of recipes to compare, see `compared`.
 
     Raises:
         UserError: there is no recipe to compare with.
@@ -258,7 +263,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
 
 
 def decide_command(options: argparse.Namespace) -> None:
-    """Print whether a change is kept, by the final values of its runs (`scalerl decide`)."""
+    """Print whether to keep a change, by the final values of its runs (`scalerl decide`)."""
     choice = decided(options)
     warn(choice.notes)
     if options.json:
@@ -285,11 +290,11 @@ def decided(options: argparse.Namespace) -> Choice:
 def effects_command(options: argparse.Namespace) -> None:
     """Print the effect of each axis of a grid on asymptote and compute, over the whole grid (`scalerl effects`)."""
     figure = check_figure(options)
-    _, fits = fitted(options)
+    _, fits = read_and_fit(options)
     from sweeps.decide.effects import effects
 
     grid = effects(fits, options.interaction)
-    notes = grid.notes if grid.effects else ()  # else the notes are the answer and are printed
+    notes = grid.notes if grid.effects else ()  # without effects the notes are the answer, and are printed below
     warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left_out)])
     if figure is not None:
         if not grid.effects:
@@ -318,7 +323,7 @@ def race_command(options: argparse.Namespace) -> None:
         growth=options.growth,
         loss=options.loss,
     )
-    study = shown_study(options)
+    study = read_study(options)
     from sweeps.decide.race import run_race, run_states
     from sweeps.parallel import cores
 

@@ -1,4 +1,4 @@
-"""Design of a study before it runs: its cost, and the differences that it can resolve (`scalerl plan --design`)."""
+"""Show the design of a study before it runs: cost, and the differences it can resolve (`scalerl plan --design`)."""
 
 from __future__ import annotations
 

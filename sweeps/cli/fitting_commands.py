@@ -1,10 +1,10 @@
-"""The command `scalerl fit`: curves with their verdicts, families and refits."""
+"""Command `scalerl fit`: fit curves, with verdicts, other families and sensitivity refits."""
 
 from __future__ import annotations
 
 import argparse
 
-from sweeps.cli.curves import fitted
+from sweeps.cli.curves import read_and_fit
 from sweeps.cli.output import print_json
 from sweeps.errors import UserError
 from sweeps.fit.names import METHOD
@@ -14,7 +14,7 @@ def fit_command(options: argparse.Namespace) -> None:
     """Fit a curve per recipe and print its parameters, intervals and verdict (`scalerl fit`)."""
     if options.sensitivity and options.method == METHOD:
         raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
-    _, fits = fitted(options)
+    _, fits = read_and_fit(options)
     from sweeps.fit.compare import compare
     from sweeps.fit.sensitivity import sensitivity
     from sweeps.report.fit_text import families_text, fits_table, sensitivity_text, units_line, verdict_line

@@ -1,4 +1,4 @@
-"""The command `scalerl init`: makes a user's folder with a task, a reward, a recipe, a study and a batch script."""
+"""Command `scalerl init`: make a user's folder with a task, a reward, a recipe, a study and a batch script."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The Hydra launchers: a `--multirun` grid becomes a study, run on this machine, in this process, or on a cluster.
+"""Hydra launchers: run a `--multirun` grid as a study, on this machine, in this process, or on a cluster.
 
-All members are composed, checked and identified before the first one starts. If an earlier launch of the same sweep
-exists, its finished members are adopted, its jobs on a cluster are followed, and all others resume from checkpoints.
+All members are composed, checked and identified before the first member starts. If the same sweep was launched before,
+its finished members are not run again, its jobs on a cluster are followed, and all others resume from checkpoints.
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ from sweeps.run.user_config_dirs import study_files, user_folders
 from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
-_TRIED_EARLY = 4  # members that are composed before anything heavy is imported
-STOCK = "submitit_slurm"  # Hydra's standard launcher for SLURM; its keys have the same meaning here
+_COMPOSED_EARLY = 4  # number of members that are composed before slow imports
+STOCK = "submitit_slurm"  # name of Hydra's standard launcher for SLURM, whose keys have the same meaning here
 _NOT_BEGUN = "As far as is known nothing of this launch was submitted. The same command goes on with it."
 SEARCH_JOBS = 8  # parallel trials of a search on a cluster
 
 
 def gpu_here() -> bool:
-    """Return whether members started on this machine will find an NVIDIA GPU, judged only by device files."""
+    """Return whether this machine has an NVIDIA GPU that is not hidden, by device files and environment only."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class StudyLauncher(Launcher):  # type: ignore[misc]
-    """Runs a grid as a study, on this machine.
+    """Launcher that runs a grid as a study on this machine.
 
     Args:
-        planner: `module:function`, which turns override lists and the user's folders into checked run specs.
-        entry: `module:function`, runs one member from its directory.
+        planner: `module:function` that makes checked run specs from override lists and the user's folders.
+        entry: `module:function` that runs one member, given its directory.
         preload: modules imported once for all members.
+        settings: further settings of the launcher.
 
-    A sweeper stores files with the study by setting their texts in `files`. They are written once a launch is
-    accepted (members checked, the study's lease held, the first members submitted), so that a refused launch
-    changes nothing.
+    Attributes:
+        files: texts of files that a sweeper stores with the study, by path. They are written when the launch is
+            accepted (members checked, the study's lease held, the first members submitted), so that a refused launch
+            changes nothing.
     """
 
     kind = "local"
@@ -69,8 +71,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._preload = tuple(preload)
         self._tracking: str | None = None
         self._folders: list[str] = []
-        self._takes: list[str] = []
-        self._understood = ""
+        self._preface: list[str] = []
+        self._translation_note = ""
         self.kind = settings.pop("kind", self.kind)
         self.files: dict[Path, str] = {}
         self._settings: dict[str, Any] = {
@@ -79,16 +81,16 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context, and MLflow's address as given: members' stored configurations have logins removed."""
+        """Store Hydra's context, and MLflow's full address: in members' stored configurations its login is removed."""
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
         if OmegaConf.select(config, "hydra.runtime.choices")["hydra/launcher"] == STOCK:
-            self._understood = f"hydra/launcher={STOCK} is understood as cluster=slurm"
+            self._translation_note = f"hydra/launcher={STOCK} is understood as cluster=slurm"
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings from the members' common configuration and the launcher's own settings."""
-        # Imported late because it needs NumPy: Hydra imports this module at every start, even to report a typing error.
+        # Imported late because it needs NumPy, and Hydra imports this module at every start.
         from sweeps.curve import default_axis
 
         return LaunchSettings(
@@ -103,9 +105,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             margin=_margin(config["launch"].get("margin")),
         )
 
-    def _race(self, given: Any) -> dict[str, Any]:
-        """Return the checked settings under `race` as a dict; empty without a race."""
-        settings = RaceSettings.of(given)
+    def _race(self, race: Any) -> dict[str, Any]:
+        """Check the settings under `race` and return them as a dict; empty without a race."""
+        settings = RaceSettings.of(race)
         if settings.mode != "none" and self._settings.get("detach"):
             raise UserError(f"race.mode: {settings.mode} needs this process to look; leave --detach away")
         return dict(settings.__dict__) if settings.mode != "none" else {}
@@ -117,34 +119,34 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return plan_apart(self._planner, override_lists, self._folders, self._shared)
 
     def _compose_some(self, override_lists: Sequence[Sequence[str]]) -> None:
-        """Let Hydra report a wrong key or choice before the slow imports of the server process.
+        """Compose some members here, so that Hydra reports a wrong key or choice before the planner's slow imports.
 
-        Composing takes a third of a second, those imports a dozen seconds. Only the first few members with new
-        overrides are composed here; the planner composes all of them.
+        Composing takes a third of a second, the imports a dozen seconds. Only the first few members with new overrides
+        are composed here; the planner composes all members.
         """
         seen: set[str] = set()
         tried = 0
         for words in override_lists:
-            if tried < _TRIED_EARLY and not seen.issuperset(words):
+            if tried < _COMPOSED_EARLY and not seen.issuperset(words):
                 tried += 1
                 self._context.config_loader.load_sweep_config(self._config, list(words))
             seen.update(words)
 
     def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        """Return a planner whose process stays up during a search: new imports would take longer than some trials."""
+        """Return a planner whose process stays alive during a search: its imports take longer than some trials."""
         return Planner(self._planner, self._folders, self._shared)
 
     @property
     def _shared(self) -> tuple[str, ...] | None:
-        """Modules preloaded for both planner and members; None if members are not forked on this machine."""
+        """Modules preloaded for planner and members; None if members are not forked on this machine."""
         return self._preload
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Plan and check the grid, then run the members that are not finished.
 
         Raises:
-            UserError: a member cannot run. Then nothing is started.
-            MemberFailedError: after all others have ended, if some member failed.
+            UserError: a member cannot run; no member was started.
+            MemberFailedError: a member failed; raised after all members have ended.
         """
         # The cluster is not part of a member's identity.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
@@ -152,15 +154,15 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._check_ranks(specs)
         config = specs[0].config
         study = Study(Path(config["output_dir"]), specs)
-        if self._designed(specs, study.directory, config["launch"]):
+        if self._check_cost(specs, study.directory, config["launch"]):
             return []
         self._count_adopted(study)
         plan = self.plan(config)
-        self._takes = [*self._takes, *_lost_by_pauses(study.specs, plan)]
+        self._preface = [*self._preface, *_pause_warnings(study.specs, plan)]
         states = self._run(study, plan)
         report_failures(study, states)
         if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
-            print(_on_its_own(study), file=sys.stderr)
+            print(_detached_note(study), file=sys.stderr)
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def _count_adopted(self, study: Study) -> None:
@@ -170,7 +172,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         from sweeps.launch.adopted import count_adopted
 
         study.specs, notes = count_adopted(study.directory, study.specs, _measured)
-        self._takes = [*self._takes, *notes]
+        self._preface = [*self._preface, *notes]
 
     def _check_ranks(self, specs: Sequence[RunSpec]) -> None:
         """Check that members with several ranks are launched where ranks can be started.
@@ -187,11 +189,11 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                     f"(torchrun --nproc-per-node {ranks} -m lightning_scalerl.train ...)"
                 )
 
-    def _designed(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Check `launch.max_device_hours` and print the design if requested; return True if nothing else is to be done.
+    def _check_cost(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
+        """Check `launch.max_device_hours`, and print the design if requested; return whether only that was requested.
 
         Raises:
-            UserError: the launch takes more device hours, or a setting is invalid.
+            UserError: the launch takes more device hours than allowed, or a setting is invalid.
         """
         from sweeps.launch.adopted import replaced_members
         from sweeps.launch.price import check_hours, launch_of
@@ -200,10 +202,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
-            # Printed once the launch is accepted, so that a refusal is a single line.
+            # Printed only when the launch is accepted, so that a refusal prints a single line.
             cautions = dict.fromkeys(line for spec in specs for line in spec.cautions)
-            takes = launch.sentences(asked=settings.get("rate") is not None)
-            self._takes = [*takes, *cautions] if launch.left else takes
+            takes = launch.sentences(show_unknown=settings.get("rate") is not None)
+            self._preface = [*takes, *cautions] if launch.left else takes
             return False
         from sweeps.cli.design import show_design
 
@@ -222,15 +224,15 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         Args:
             base: overrides that all trials share.
             space: axes to search.
-            settings: those of `SearchSettings`; `n_jobs` may be None.
+            settings: values for `SearchSettings`; `n_jobs` may be None for a default.
             sampler: makes Optuna's sampler from a seed.
 
         Raises:
-            UserError: as in `launch`; or a setting is out of range.
-            MemberFailedError: after all others have ended, if trials failed and none finished.
+            UserError: as for `launch`, or a setting is out of range.
+            MemberFailedError: trials failed and none finished; raised after all have ended.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        # A value that the file leaves open (`???`) is set only by trials. Any value will do to check the common part.
+        # Values that the file leaves open (`???`) are set by trials. To check the rest, use any value for them.
         (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
@@ -243,7 +245,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         directory = Path(spec.config["output_dir"])
         study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
         trials = [replace(spec, run=f"{spec.run}/{n}") for n in range(len(study.specs), checked.n_trials)]
-        if self._designed(trials, directory, spec.config["launch"]):
+        if self._check_cost(trials, directory, spec.config["launch"]):
             return
         from sweeps.launch.adopted import count_adopted, find_substitutes
 
@@ -253,7 +255,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
             count_adopted(directory, [spec], _measured)  # trials measure compute as the adopted runs do, or are refused
-            find = partial(find_substitutes, directory, measured=_measured)
+            find = partial(find_substitutes, directory, measurement_of=_measured)
         with self._search_planner() as planned:
             search = Search(
                 study=study,
@@ -276,11 +278,11 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     def _run(self, study: Study, plan: LaunchSettings, search: Decider | None = None) -> dict[str, MemberState]:
         """Prepare the launch and run it; show the results of a finished study, unless it is a search."""
         prepared: Controller | None = None
-        # A later process needs the settings to continue the study.
+        # Store the settings, which a later process needs to continue the study.
         files = {study.directory / LAUNCH_FILE: plan.text(), **self.files}
         try:
             decider = search or decider_of(study, plan)
-            preface = [*filter(None, [self._understood]), *self._takes]
+            preface = [*filter(None, [self._translation_note]), *self._preface]
             with prepare_study(study, plan, decider=decider, preface=preface) as prepared:
                 states = prepared.commit(files, detach=bool(self._settings.get("detach")))
             if search is None and ended_well(states):
@@ -290,42 +292,42 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             print("interrupted", file=sys.stderr)
             if plan.outlives:
                 begun = prepared is not None and prepared.records.accepted
-                print(_on_its_own(study) if begun else _NOT_BEGUN, file=sys.stderr)
+                print(_detached_note(study) if begun else _NOT_BEGUN, file=sys.stderr)
             raise
 
 
 class ClusterStudyLauncher(StudyLauncher):
-    """Runs a grid as a study on a cluster.
+    """Launcher that runs a grid as a study on a cluster.
 
     Args:
         kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`; needed unless the class sets it.
-        detach: return once everything is submitted.
+        detach: whether to return when everything is submitted.
         retries: number of attempts after the first, by kind of failure.
-        arguments: those of `StudyLauncher`, and the settings of the cluster's jobs.
+        arguments: arguments of `StudyLauncher`, and settings of the cluster's jobs.
     """
 
     starts_ranks = True
     _shared = None
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members, but check access to the cluster first: composing takes a dozen seconds.
+        """Check access to the cluster, which is fast, then compose and check the members.
 
         Raises:
-            UserError: the cluster cannot be reached, and more than the design is requested.
+            UserError: the cluster cannot be reached; for a design it need not be.
         """
         if OmegaConf.select(self._config, "launch.design") is None:
             try:
                 cluster_class(self.kind).of({}).scheduler()
             except UserError as error:
-                raise UserError(": ".join(filter(None, [self._understood, str(error)]))) from None
+                raise UserError(": ".join(filter(None, [self._translation_note, str(error)]))) from None
         return super().planned(override_lists)
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""
         from sweeps.curve import default_axis
 
-        given = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
-        cluster = cluster_class(self.kind).of(given)
+        job_settings = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
+        cluster = cluster_class(self.kind).of(job_settings)
         return replace(
             super().plan(config),
             axis=_axis(config) or default_axis(cluster.asks_for_gpus),
@@ -335,7 +337,7 @@ class ClusterStudyLauncher(StudyLauncher):
 
 
 class DebugStudyLauncher(StudyLauncher):
-    """Runs a grid as a study in this process, one member after the other, for a debugger."""
+    """Launcher that runs a grid as a study in this process, one member after the other, for a debugger."""
 
     kind = "debug"
     _shared = None
@@ -349,8 +351,8 @@ class DebugStudyLauncher(StudyLauncher):
         return nullcontext(self.planned)
 
 
-def _lost_by_pauses(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
-    """Return a warning if a race will pause members whose commands cannot resume; else an empty list."""
+def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
+    """Return a warning in a list if a race will pause members whose commands cannot resume; else an empty list."""
     specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs are not running anywhere
     lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
@@ -373,7 +375,7 @@ def _axis(config: Mapping[str, Any]) -> str | None:
 
 
 def _measured(spec: RunSpec) -> tuple[str, str, str]:
-    """Return a command member's compute axis, how compute is measured, and the reward of its first evaluation set."""
+    """Return a command member's compute axis, a description of how compute is measured, and the reward's metric."""
     from sweeps.command.settings import command_of
 
     command = command_of(spec.config, "", spec.run)
@@ -381,7 +383,7 @@ def _measured(spec: RunSpec) -> tuple[str, str, str]:
 
 
 def _is_open(config: DictConfig, key: str) -> bool:
-    """Return True if a configuration leaves a value open (`???`)."""
+    """Return whether a configuration leaves a value open (`???`)."""
     group, _, name = key.rpartition(".")
     part = OmegaConf.select(config, group, throw_on_missing=False) if group else config
     return isinstance(part, DictConfig) and OmegaConf.is_missing(part, name)
@@ -391,7 +393,7 @@ def _margin(value: Any) -> float | None:
     """Return the checked `launch.margin`; None for the default.
 
     Raises:
-        UserError: not a positive number.
+        UserError: the value is not a positive number.
     """
     if value is None:
         return None
@@ -400,7 +402,8 @@ def _margin(value: Any) -> float | None:
     return float(value)
 
 
-def _on_its_own(study: Study) -> str:
+def _detached_note(study: Study) -> str:
+    """Return a note on how to follow a study whose jobs continue without this process."""
     return (
         f"The jobs go on without this process. See how they are with\n    scalerl status {study.directory}\n"
         f"and gather what they have brought, or submit what is left, with\n    scalerl collect {study.directory}"

@@ -1,10 +1,10 @@
 """Entry point and argument parser of the console script `scalerl`.
 
-Exit codes: 0 success (declining to name an asymptote is also an answer), 1 a failure, with one line that has the
-problem and the remedy, 2 wrong usage.
+Exit codes: 0 for success, also if the data do not decide; 1 for a failure, with one line on the problem and the remedy;
+2 for wrong usage.
 
-This module imports little: each command's modules are imported when it runs, so that help, a typing error and a missing
-file are answered at once. tests/sweeps/cli/test_quick.py checks the imports.
+This module imports little. Each command's modules are imported when the command runs, so that help, a typing error and
+a missing file are answered at once. tests/sweeps/cli/test_quick.py checks the imports.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sweeps.threads import multiply_on_one_thread
 if TYPE_CHECKING:
     from sweeps.fit.points import R0Mode
 
-# Runs a command; returns its exit code, None for success.
+# Function that runs a command and returns its exit code, None for success.
 Handler = Callable[[argparse.Namespace], int | None]
-# Adds a command, given its name, handler, summary and example.
+# Function that adds a command, given its name, handler, summary and example.
 Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
 # Modules of commands that fit and decide, but start no members.
-CALCULATING = ("fitting_commands", "deciding_commands", "showing_commands")
+_CALCULATING_MODULES = ("fitting_commands", "deciding_commands", "showing_commands")
 EPILOG = (
     "scalerl COMMAND --help says more, with an example. Completion of commands and options with TAB: "
     "scalerl completion bash|zsh|tcsh"
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         parser, names = _make_parser()
         if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
-            parser.error(_no_command(arguments[0], names))
-        options = parser.parse_args(_joined(arguments) or ["--help"])
+            parser.error(_unknown_command(arguments[0], names))
+        options = parser.parse_args(_join_seed_pattern(arguments) or ["--help"])
     handler: Handler = options.handler
     try:
         code = handler(options)
         sys.stdout.flush()
         return code or 0
-    except _told_in_one_line() as error:
+    except _one_line_errors() as error:
         from sweeps.report.plain import one_line
 
         print(f"scalerl: {one_line(str(error))}", file=sys.stderr)
@@ -78,26 +78,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _joined(arguments: Sequence[str]) -> list[str]:
-    """Join `--seed-from` and a pattern that starts with a dash, `-s(\\d+)`, which argparse would take for an option."""
-    found: list[str] = []
+def _join_seed_pattern(arguments: Sequence[str]) -> list[str]:
+    """Join `--seed-from` with a pattern that starts with a dash, such as `-s(\\d+)`, for argparse to accept it."""
+    words: list[str] = []
     for word in arguments:
-        if found and found[-1] == "--seed-from" and word.startswith("-") and "(" in word:
-            found[-1] += f"={word}"
+        if words and words[-1] == "--seed-from" and word.startswith("-") and "(" in word:
+            words[-1] += f"={word}"
         else:
-            found.append(word)
-    return found
+            words.append(word)
+    return words
 
 
-def _told_in_one_line() -> tuple[type[Exception], ...]:
-    """Return the exceptions reported in one line. Called only after an error, so that success imports nothing."""
+def _one_line_errors() -> tuple[type[Exception], ...]:
+    """Return the types of exceptions to report in one line. Only called after an error, because it imports modules."""
     from sweeps.run.lease import LeaseLostError
 
     return (UserError, LeaseLostError)
 
 
-def _no_command(word: str, names: Collection[str]) -> str:
-    """Return the message for an unknown command, with the most similar name."""
+def _unknown_command(word: str, names: Collection[str]) -> str:
+    """Return the error message for an unknown command, with the most similar name."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, names, n=1)
@@ -105,11 +105,11 @@ def _no_command(word: str, names: Collection[str]) -> str:
     return f"{word!r} is no command{meant} scalerl --help lists all"
 
 
-def _later(module: str, function: str) -> Handler:
+def _lazy_handler(module: str, function: str) -> Handler:
     """Return a handler that imports the command's module when it runs."""
 
     def handler(options: argparse.Namespace) -> int | None:
-        if module in CALCULATING:
+        if module in _CALCULATING_MODULES:
             multiply_on_one_thread()
         code: int | None = getattr(import_module(f"sweeps.cli.{module}"), function)(options)
         return code
@@ -160,7 +160,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     _reading(command)
     completion = command(
         "completion",
-        _later("completion", "completion_command"),
+        _lazy_handler("completion", "completion_command"),
         "print a script for the shell that completes commands and options with TAB",
         'scalerl completion bash   (to have it: eval "$(scalerl completion bash)" in ~/.bashrc)',
     )
@@ -171,7 +171,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
 def _fitting(command: Command) -> None:
     fit = command(
         "fit",
-        _later("fitting_commands", "fit_command"),
+        _lazy_handler("fitting_commands", "fit_command"),
         "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
         "scalerl fit examples/curves.csv --max-compute 8000",
     )
@@ -201,7 +201,7 @@ def _fitting(command: Command) -> None:
 def _deciding(command: Command) -> None:
     ranking = command(
         "rank",
-        _later("deciding_commands", "rank_command"),
+        _lazy_handler("deciding_commands", "rank_command"),
         "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
         "scalerl rank examples/curves.csv --budget 16000",
     )
@@ -219,7 +219,7 @@ def _deciding(command: Command) -> None:
 
     planning = command(
         "plan",
-        _later("deciding_commands", "plan_command"),
+        _lazy_handler("deciding_commands", "plan_command"),
         "say what to run next to settle the choice, and what a target, a budget or a launch takes; which model size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
@@ -230,7 +230,7 @@ def _deciding(command: Command) -> None:
 
     compare = command(
         "compare",
-        _later("deciding_commands", "compare_command"),
+        _lazy_handler("deciding_commands", "compare_command"),
         "hold two recipes against each other, or all against one: reward at matched compute, compute, asymptote",
         "scalerl compare examples/curves.csv scalerl scalerl+loss=dapo",
     )
@@ -246,7 +246,7 @@ def _deciding(command: Command) -> None:
 
     decide = command(
         "decide",
-        _later("deciding_commands", "decide_command"),
+        _lazy_handler("deciding_commands", "decide_command"),
         "keep or discard a change by the final values of a few runs, against the noise floor of repeated ones",
         "scalerl decide a1b2c3d b2c3d4e --from examples/results.tsv --lower-is-better",
     )
@@ -271,7 +271,7 @@ def _deciding(command: Command) -> None:
 
     effects = command(
         "effects",
-        _later("deciding_commands", "effects_command"),
+        _lazy_handler("deciding_commands", "effects_command"),
         "say what each axis of a grid does to asymptote and compute, over the whole grid, and which cells to run next",
         "scalerl effects examples/grid.csv",
     )
@@ -289,7 +289,7 @@ def _deciding(command: Command) -> None:
 
     race = command(
         "race",
-        _later("deciding_commands", "race_command"),
+        _lazy_handler("deciding_commands", "race_command"),
         "say which recipes need not be run to the budget, look by look; stops nothing itself",
         "scalerl race examples/curves.csv --budget 16000",
     )
@@ -323,7 +323,7 @@ def _deciding(command: Command) -> None:
 def _showing(command: Command) -> None:
     report = command(
         "report",
-        _later("showing_commands", "report_command"),
+        _lazy_handler("showing_commands", "report_command"),
         "write one self-contained HTML page, with figures and ranking.csv beside it",
         "scalerl report examples/study -o report.html",
     )
@@ -340,7 +340,7 @@ def _showing(command: Command) -> None:
 
     watch = command(
         "watch",
-        _later("showing_commands", "watch_command"),
+        _lazy_handler("showing_commands", "watch_command"),
         "a live screen, or re-fits as lines: members, curves, P(best), A over time, a warning on departure",
         "scalerl watch examples/curves.csv --once",
     )
@@ -357,7 +357,7 @@ def _showing(command: Command) -> None:
 
     publish = command(
         "publish",
-        _later("showing_commands", "publish_command"),
+        _lazy_handler("showing_commands", "publish_command"),
         "put fits, bands and figures into MLflow and print the link to the chart",
         "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )
@@ -368,7 +368,7 @@ def _showing(command: Command) -> None:
 def _studying(command: Command) -> None:
     init = command(
         "init",
-        _later("init_command", "init_command"),
+        _lazy_handler("init_command", "init_command"),
         "make a folder of your own that runs as it is: task, reward, recipe, study, batch script",
         "scalerl init my_study",
     )
@@ -376,7 +376,7 @@ def _studying(command: Command) -> None:
 
     adopt = command(
         "adopt",
-        _later("study_commands", "adopt_command"),
+        _lazy_handler("study_commands", "adopt_command"),
         "take runs that others have made into a study as members, so that all that is asked of it counts them",
         "scalerl adopt my_study --from examples/curves.csv --by recipe,seed",
     )
@@ -412,7 +412,7 @@ def _studying(command: Command) -> None:
 
     memory = command(
         "memory",
-        _later("memory_command", "memory_command"),
+        _lazy_handler("memory_command", "memory_command"),
         "say what a run takes on each device, by part, before compute is spent",
         "scalerl memory scale=0.6b model.width=256 --devices 8 --gib 80",
     )
@@ -424,7 +424,7 @@ def _studying(command: Command) -> None:
     memory.add_argument("--json", action="store_true", help="print a JSON object, in bytes")
     translate = command(
         "translate",
-        _later("translate_command", "translate_command"),
+        _lazy_handler("translate_command", "translate_command"),
         "say a recipe in another trainer's words, and list what has no counterpart there",
         "scalerl translate recipe=scalerl_core aggregation=token --to trl",
     )
@@ -440,7 +440,7 @@ def _studying(command: Command) -> None:
 
     status = command(
         "status",
-        _later("study_commands", "status_command"),
+        _lazy_handler("study_commands", "status_command"),
         "say what runs, waits, is done or failed and why; only looks",
         "scalerl status examples/study",
     )
@@ -450,7 +450,7 @@ def _studying(command: Command) -> None:
 
     collect = command(
         "collect",
-        _later("study_commands", "collect_command"),
+        _lazy_handler("study_commands", "collect_command"),
         "take stock of a study on a cluster: judge what ended, submit what is left, feed MLflow, rank",
         "scalerl collect examples/study",
     )
@@ -461,7 +461,7 @@ def _studying(command: Command) -> None:
 
     clean = command(
         "clean",
-        _later("study_commands", "clean_command"),
+        _lazy_handler("study_commands", "clean_command"),
         "show what of a study can go, with its size, and remove it with --yes",
         "scalerl clean examples/study",
     )
@@ -478,7 +478,7 @@ def _studying(command: Command) -> None:
 
     export = command(
         "export",
-        _later("study_commands", "export_command"),
+        _lazy_handler("study_commands", "export_command"),
         "write a run's model as a folder that transformers loads, with tokenizer and a card",
         "scalerl export outputs/mine/runs/0f3a9c21d4e7 my_model --dtype bf16",
     )
@@ -494,7 +494,7 @@ def _studying(command: Command) -> None:
 def _reading(command: Command) -> None:
     rollouts = command(
         "rollouts",
-        _later("rollout_commands", "rollouts_command"),
+        _lazy_handler("rollout_commands", "rollouts_command"),
         "show what a run's model has written: whole groups with rewards, outcomes, versions",
         "scalerl rollouts outputs/mine/runs/0f3a9c21d4e7 --only wrong --limit 2",
     )
@@ -511,7 +511,7 @@ def _reading(command: Command) -> None:
 
     rescore = command(
         "rescore",
-        _later("rollout_commands", "rescore_command"),
+        _lazy_handler("rollout_commands", "rescore_command"),
         "grade a run's stored rollouts anew, with its own verifier or another; generates nothing",
         "scalerl rescore outputs/mine/runs/0f3a9c21d4e7 --reward my_rewards.py:strict",
     )
@@ -525,7 +525,7 @@ def _reading(command: Command) -> None:
 
     noise = command(
         "noise",
-        _later("rollout_commands", "noise_command"),
+        _lazy_handler("rollout_commands", "noise_command"),
         "repeat an evaluation at fixed weights: how far a point may be off",
         "scalerl noise my_model gsm8k task.train=train.jsonl 'task.heldout={test: test.jsonl}' --repeats 5",
     )
@@ -555,7 +555,7 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 
 def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
-    """Add the arguments for sources and fits."""
+    """Add the arguments for sources and fits; `many` is argparse's `nargs` of the sources."""
     parser.add_argument(
         "sources",
         nargs=many,

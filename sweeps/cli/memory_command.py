@@ -1,4 +1,4 @@
-"""Command `scalerl memory`: memory of a run on each device, estimated before compute is spent."""
+"""Command `scalerl memory`: estimate the memory of a run on each device before it is started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def memory_command(options: argparse.Namespace) -> int:
     limit = None if options.gib is None else round(options.gib * GIB)
     found, devices, strategy, remedy = memory_of(options.overrides, options.devices, limit)
     if options.json:
-        parts = {"device": dict(found.device), "rank 0": dict(found.leader), "host of rank 0": dict(found.host)}
+        parts = {
+            "device": dict(found.device),
+            "rank 0": dict(found.leader),
+            "host of rank 0": dict(found.host),
+        }
         totals = {"peak": found.peak, "parameters": found.parameters}
         print_json({"bytes": parts, **totals, "fits": not remedy, "remedy": remedy})
         return 1 if remedy else 0

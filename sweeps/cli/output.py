@@ -1,4 +1,4 @@
-"""Printing of JSON, warnings, rankings and chart links, shared by the commands."""
+"""Print JSON, warnings, tables, rankings and chart links, for all commands."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print a value as JSON to stdout and flush; raise ValueError rather than print NaN or infinity.
+    """Print a value as JSON to stdout and flush; with `indent=None` on one line.
 
-    Every command prints its `--json` here, in the form of its file in sweeps/schemas. Without `indent` it is one line.
+    Every command prints its `--json` here; its file in sweeps/schemas describes the format.
+
+    Raises:
+        ValueError: a number is NaN or infinite.
     """
     print(json.dumps(value, indent=indent, allow_nan=False), flush=True)
 
@@ -34,7 +37,7 @@ def warn(notes: Sequence[str]) -> None:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: complete if stdout is not a terminal, else fitted to its width with coloured states."""
+    """Print a table: on a terminal fitted to its width and with coloured states, elsewhere complete."""
     if not on_screen(sys.stdout):
         print(table([column.name for column in columns], rows))
         return
@@ -56,7 +59,7 @@ def show_results(study: Path, tracking: str | None) -> None:
 
 
 def show_chart(study: Path, tracking: str) -> None:
-    """Print the ranking, publish the chart in MLflow and print its link; a study that cannot be fitted yet is noted."""
+    """Print the ranking, publish the chart in MLflow and print its link; or print why there is no chart yet."""
     # MLflow is slow to import and optional.
     from sweeps.report.publish import publish
 
@@ -91,7 +94,7 @@ def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
 
 
 def _figure(study: Path, fits: Sequence[Fit], ranking: Ranking) -> Path | None:
-    """Draw the study in one figure next to its runs; None if it cannot be drawn or written."""
+    """Draw the study in one figure in its folder and return the path; None if it cannot be drawn or written."""
     path = study / "report_overlay.png"
     try:
         # Matplotlib takes a second to import.
@@ -131,7 +134,7 @@ def show_ranking(study: Path) -> None:
 
 
 def _print_summary(study: Path, ranking: Ranking) -> None:
-    """Print the study's place, its outcome and the next commands, for the end of a study in a pipe."""
+    """Print the study's folder, its outcome and the next commands, if the output is not a terminal."""
     place = shlex.quote(str(study))
     print(f"study: {place}")
     print(f"ranking: {one_line(' '.join(ranking.outcome))}")

@@ -1,4 +1,4 @@
-"""Commands about stored rollouts and repeated evaluations: rollouts, rescore, noise."""
+"""Commands `rollouts`, `rescore` and `noise`: stored rollouts, and repeated evaluations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sweeps.run.rollouts import Group, read_groups, written
 from sweeps.run.spec import run_folder
 from sweeps.terminal import counted
 
-# Lines shown of a prompt and of a completion without --full.
+# Number of lines to show of a prompt and of a completion without --full.
 LINES = 6
 MARKS = {"abstain": "-", "error": "!"}
 
 
 def rollouts_command(options: argparse.Namespace) -> None:
     """Print the last stored groups of a run's rollouts that match the filters (`scalerl rollouts`)."""
-    groups = [kept for group in read_groups(Path(options.run)) if (kept := _matching(group, options))]
+    groups = [matching for group in read_groups(Path(options.run)) if (matching := _matching(group, options))]
     if not groups:
         raise UserError(f"{options.run}: no rollout is of that kind; leave out an option")
     shown = groups[-options.limit :] if options.limit else groups
@@ -39,7 +39,7 @@ def rollouts_command(options: argparse.Namespace) -> None:
 
 
 def _matching(group: Group, options: argparse.Namespace) -> Group | None:
-    """Return the group with only the rollouts that match the filters; None if none do."""
+    """Return the group with only the rollouts that match the filters; None if no rollout matches."""
     first, last = options.step or (0, None)
     wanted = (
         group["step"] >= first
@@ -52,35 +52,36 @@ def _matching(group: Group, options: argparse.Namespace) -> Group | None:
         return None
     outcome, correct = options.outcome, {"right": True, "wrong": False}.get(options.only)
     rollouts = [
-        each
-        for each in group["rollouts"]
-        if outcome in (None, each["outcome"])
-        and (correct is None or (each["outcome"] == "score" and each["correct"] == correct))
+        rollout
+        for rollout in group["rollouts"]
+        if outcome in (None, rollout["outcome"])
+        and (correct is None or (rollout["outcome"] == "score" and rollout["correct"] == correct))
     ]
     return {**group, "rollouts": rollouts} if rollouts else None
 
 
-def _lines(group: Group, width: int, most: int | None) -> Iterator[str]:
+def _lines(group: Group, width: int, max_lines: int | None) -> Iterator[str]:
+    """Yield the lines of a group for display: the prompt, the answer, and each rollout."""
     rollouts = group["rollouts"]
-    scored = [each for each in rollouts if each["outcome"] == "score"]
-    rate = f", {sum(each['correct'] for each in scored)} of {len(scored)} right" if scored else ""
-    about = ", ".join(filter(None, (group["source"], group["difficulty"])))
-    yield f"step {group['step']}, prompt {one_line(str(group['prompt_id']))}{f' ({about})' if about else ''}{rate}"
-    yield from _wrapped(group["prompt"], "    ", width, most)
+    scored = [rollout for rollout in rollouts if rollout["outcome"] == "score"]
+    rate = f", {sum(rollout['correct'] for rollout in scored)} of {len(scored)} right" if scored else ""
+    labels = ", ".join(filter(None, (group["source"], group["difficulty"])))
+    yield f"step {group['step']}, prompt {one_line(str(group['prompt_id']))}{f' ({labels})' if labels else ''}{rate}"
+    yield from _wrapped(group["prompt"], "    ", width, max_lines)
     yield f"    answer: {one_line(str(group['answer']))[: width - 12]}"
-    for each in rollouts:
-        mark = MARKS.get(each["outcome"]) or ("+" if each["correct"] else "x")
-        reward = "no score" if each["reward"] is None else f"{each['reward']:g}"
-        parts = "".join(f", {name} {value:g}" for name, value in each["parts"].items())
-        versions = ", ".join(f"{count} of version {version}" for version, count in each["versions"])
-        cut = ", cut off" if each["finish_reason"] == "length" else ""
-        forced = f", {each['forced']} forced" if each["forced"] else ""
-        yield f"  {mark} {reward}{parts}; {each['tokens']} tokens ({versions}){forced}{cut}"
-        for name, text in each["extra"].items():
+    for rollout in rollouts:
+        mark = MARKS.get(rollout["outcome"]) or ("+" if rollout["correct"] else "x")
+        reward = "no score" if rollout["reward"] is None else f"{rollout['reward']:g}"
+        parts = "".join(f", {name} {value:g}" for name, value in rollout["parts"].items())
+        versions = ", ".join(f"{count} of version {version}" for version, count in rollout["versions"])
+        cut = ", cut off" if rollout["finish_reason"] == "length" else ""
+        forced = f", {rollout['forced']} forced" if rollout["forced"] else ""
+        yield f"  {mark} {reward}{parts}; {rollout['tokens']} tokens ({versions}){forced}{cut}"
+        for name, text in rollout["extra"].items():
             yield f"      {one_line(name)}: {one_line(str(text))[:width]}"
-        if "conversation" in each:
-            yield f"      {_conversation_line(each['conversation'])}"
-        yield from _wrapped(written(each), "      ", width, most)
+        if "conversation" in rollout:
+            yield f"      {_conversation_line(rollout['conversation'])}"
+        yield from _wrapped(written(rollout), "      ", width, max_lines)
 
 
 def _conversation_line(conversation: dict[str, Any]) -> str:
@@ -92,15 +93,15 @@ def _conversation_line(conversation: dict[str, Any]) -> str:
     return f"conversation{name}: {conversation['turns']} turns{counts}; the environment's rewards {rewards}{failed}"
 
 
-def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
-    """Wrap a text to the width; beyond `most` lines keep the first ones, and the last, which usually has the answer."""
+def _wrapped(text: str, indent: str, width: int, max_lines: int | None) -> list[str]:
+    """Wrap a text to the width. Beyond `max_lines`, keep the first lines, and the last, usually with the answer."""
     lines = [
         piece
         for line in text.splitlines() or [""]
         for piece in textwrap.wrap(one_line(line), width - len(indent)) or [""]
     ]
-    if most is not None and len(lines) > most:
-        lines = [*lines[: most - 2], f"[{len(lines) - most + 1} lines more, --full]", lines[-1]]
+    if max_lines is not None and len(lines) > max_lines:
+        lines = [*lines[: max_lines - 2], f"[{len(lines) - max_lines + 1} lines more, --full]", lines[-1]]
     return [f"{indent}{line}".rstrip() for line in lines]
 
 

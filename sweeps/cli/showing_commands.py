@@ -1,4 +1,4 @@
-"""Commands that show a study: report, watch, publish."""
+"""Commands `report`, `watch` and `publish`, which show a study."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweeps.cli.curves import (
-    check_place,
     check_sets,
     check_window,
+    check_writable,
     compared_at_k,
     fit_options,
     fit_study,
-    fitted,
     load_sources,
     margin,
     over_sets,
-    shown_study,
+    read_and_fit,
+    read_study,
 )
 from sweeps.cli.output import print_json, warn
 from sweeps.errors import UserError, require
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 def report_command(options: argparse.Namespace) -> None:
     """Write the HTML report with its figures and `ranking.csv` (`scalerl report`)."""
     page = Path(options.output)
-    check_place(page)
+    check_writable(page)
     check_sets(options)
-    study = shown_study(options)
+    study = read_study(options)
     signal, aggregate = over_sets(options, study)
     fits = fit_study(options, study)
-    # Import Matplotlib only if something is drawn: it takes a second.
+    # Imported late, because Matplotlib takes a second.
     from sweeps.decide.rank import rank
     from sweeps.report.interactive import library
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
@@ -75,11 +75,11 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def _other_study(options: argparse.Namespace) -> OtherStudy:
-    """Load, fit and rank the study of `--beside` with the options of the report's own study."""
+    """Load, fit and rank the study of `--beside` with the same options as the reported study."""
     from sweeps.decide.rank import rank
     from sweeps.report.page import OtherStudy
 
-    study, fits = fitted(argparse.Namespace(**vars(options) | {"sources": [options.beside]}))
+    study, fits = read_and_fit(argparse.Namespace(**vars(options) | {"sources": [options.beside]}))
     ranking = rank(fits, margin=margin(options), budget=options.budget, workers=cores())
     return OtherStudy(Place(options.beside).title, study.curves, fits, ranking)
 

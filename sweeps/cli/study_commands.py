@@ -1,4 +1,4 @@
-"""Commands about a study's members: train, status, collect, clean, export."""
+"""Commands `train`, `status`, `collect`, `adopt`, `clean` and `export`: run and manage a study's members."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STATUS = (
     Column("attempts", 110), Column("job", 100), Column("why", 70, soft=True),
 )  # fmt: skip
 SIDES = (Column("side"), Column("where", 60, soft=True), Column("state"), Column("idle"), Column("tokens/s"))
-SILENT_S = 60.0  # seconds without a heartbeat after which `status` reports it
+SILENT_S = 60.0  # seconds without activity of a member after which `status` reports this
 FAILURES = 3  # number of members shown in detail: logs, sides, changes of code
 
 
 def train_command(overrides: Sequence[str]) -> None:
-    """Replace this process by the training process (exec), so that signals and the exit code are those of the training.
+    """Replace this process by the training process (exec), which then gets the signals and sets the exit code.
 
     Raises:
         UserError: the training packages are not installed (docs/guide/installation.md).
@@ -70,6 +70,7 @@ def status_command(options: argparse.Namespace) -> None:
 
 
 def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[str]]:
+    """Return the rows of the table `STATUS`, the most important members first; `limit` None for all members."""
     from sweeps.launch.status import STATES
 
     views = sorted(views, key=lambda view: STATES.index(view.state))
@@ -86,6 +87,7 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[st
 
 
 def _side_rows(view: MemberView) -> list[list[str]]:
+    """Return the rows of the table `SIDES`: trainer and engines of a member."""
     rows = []
     for side in view.sides:
         idle = "-" if side.idle is None else f"{side.idle:.0%}"
@@ -95,7 +97,7 @@ def _side_rows(view: MemberView) -> list[list[str]]:
 
 
 def silence(view: MemberView) -> str:
-    """Return a note on a running member that has had no heartbeat for `SILENT_S` seconds, else ""."""
+    """Return a note on a running member that has shown no activity for `SILENT_S` seconds, else ""."""
     if view.idle_s is None or view.idle_s < SILENT_S:
         return ""
     return f"no sign of life for {duration(view.idle_s)} (the last: {view.doing})"
@@ -162,7 +164,7 @@ def clean_command(options: argparse.Namespace) -> None:
     rows = [
         [
             kind,
-            str(len(result.found[kind])),
+            str(len(result.removable[kind])),
             shown_size(result.size(kind)),
             "" if kind in kinds else f"with --{kind}",
             what,
@@ -175,7 +177,7 @@ def clean_command(options: argparse.Namespace) -> None:
     print(f"\nJournals, specifications, configurations, the ledger and launch.json stay; {kept}.")
     if result.linked:
         warn([f"{path} is a symbolic link: what it leads to stays" for path in result.linked])
-    if result.found["checkpoints"] and "checkpoints" in kinds and not options.keep:
+    if result.removable["checkpoints"] and "checkpoints" in kinds and not options.keep:
         print(
             "A run without a checkpoint cannot be continued with a larger budget, exported or evaluated again; "
             "--keep 1 leaves the newest of each."
@@ -195,7 +197,7 @@ def export_command(options: argparse.Namespace) -> None:
 
 
 def collect_command(options: argparse.Namespace) -> None:
-    """Continue a launched study: judge ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
+    """Continue a launched study: classify ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
     from sweeps.launch.ledger import LEDGER_FILE, ended_well
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
     from sweeps.launch.status import counts, overview
@@ -211,7 +213,7 @@ def collect_command(options: argparse.Namespace) -> None:
         if not plan.outlives and not options.wait:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
-            # A race takes its looks only under --wait, where this process keeps running.
+            # A race is only decided with --wait, because then this process keeps running.
             require_training("scalerl collect")
             if not options.trust:
                 check_study(study, plan)
@@ -219,7 +221,7 @@ def collect_command(options: argparse.Namespace) -> None:
             with prepare_study(study, plan, again=options.again, decider=decider) as prepared:
                 states = prepared.commit(detach=not options.wait)
     elif (directory / LEDGER_FILE).is_file():
-        # The study's controller died before it recorded that the launch was accepted.
+        # The study's controller died before the launch was accepted and its settings were written.
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")

@@ -1,4 +1,4 @@
-"""Command `scalerl translate`: a recipe as settings of another trainer."""
+"""Command `scalerl translate`: translate a recipe to the settings of another trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sweeps.terminal import counted
 
 
 def translate_command(options: argparse.Namespace) -> None:
-    """Print or write a recipe as another trainer reads it; settings without a counterpart are in its comments.
+    """Print or write a recipe in another trainer's format, with settings without a counterpart in comments.
 
     Raises:
         UserError: overrides that do not compose, or an unknown trainer.

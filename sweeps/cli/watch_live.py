@@ -1,4 +1,4 @@
-"""The live screen of `scalerl watch`: the main thread reads, `sweeps.decide.live_ranking` fits, and rich draws."""
+"""Live screen of `scalerl watch`: the main thread reads, `sweeps.decide.live_ranking` fits, and rich draws."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ from sweeps.run.tail import Tails
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
 
-# Minimum seconds between two polls of the files, and that interval as a multiple of a poll's CPU time.
-LOOK_S, REST = 1.0, 15.0
-ASK_S = 30.0  # seconds between two queries of a scheduler
-# warnings with these ends repeat the members' states
-_NO_NEWS = (": no evaluation yet", "the run has not started writing")
+# Seconds between two polls of the files: at least this, and at least this multiple of a poll's CPU time.
+POLL_S, POLL_FACTOR = 1.0, 15.0
+QUERY_S = 30.0  # seconds between two queries of a scheduler
+# Endings of warnings that only repeat what the members' states show.
+_REDUNDANT_ENDINGS = (": no evaluation yet", "the run has not started writing")
 
 
 class _Reader:
-    """Reads states and evaluations; the newest are in `study` and `screen`.
+    """Reader of the states and evaluations that the screen shows.
 
     Args:
         options: options of the command.
 
+    Attributes:
+        margin: margin with which the study was launched; None if unknown.
+        study: the newest evaluations.
+        screen: content of the screen, without the ranking.
+
     Raises:
-        UserError: the sources cannot be read, although they are not just empty yet.
+        UserError: the sources cannot be read; sources without evaluations are no error.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -62,16 +67,16 @@ class _Reader:
             launched = self._folder is not None and (self._folder / LEDGER_FILE).is_file()
             if not launched and not waiting(options.sources):
                 raise
-        self.look()
+        self.update()
 
-    def look(self) -> None:
-        """Read new data; data that cannot be read now keep their last state, with a warning."""
-        trouble: list[str] = []
-        with _noting(trouble):
+    def update(self) -> None:
+        """Read new data. If data cannot be read now, show their last state, with a warning."""
+        problems: list[str] = []
+        with _collect_errors(problems):
             self._load()
-        if self._folder is not None and (self._scheduler is None or time.monotonic() - self._viewed >= ASK_S):
+        if self._folder is not None and (self._scheduler is None or time.monotonic() - self._viewed >= QUERY_S):
             self._viewed = time.monotonic()
-            with _noting(trouble):
+            with _collect_errors(problems):
                 self._views = overview(self._folder, self._scheduler)
         views = self._views
         curves = self.study.curves
@@ -80,9 +85,11 @@ class _Reader:
             for curve in curves
             for seed in dict.fromkeys(curve.seed.tolist())
         }
-        members = [_of_view(view, rewards.get((view.recipe, str(view.seed)), ())) for view in views]
-        members = members or [Member(recipe, seed, rewards=own) for (recipe, seed), own in rewards.items()]
-        notes = [note for note in self.study.warnings if not (members and note.endswith(_NO_NEWS))]
+        members = [_member_row(view, rewards.get((view.recipe, str(view.seed)), ())) for view in views]
+        members = members or [
+            Member(recipe, seed, rewards=run_rewards) for (recipe, seed), run_rewards in rewards.items()
+        ]
+        notes = [note for note in self.study.warnings if not (members and note.endswith(_REDUNDANT_ENDINGS))]
         none_yet = "" if curves else "no evaluation yet; waiting for the first"
         self.screen = replace(
             self.screen,
@@ -90,7 +97,7 @@ class _Reader:
             left_s=self._time_left(views),
             curves={curve.recipe: mean_curve(curve) for curve in curves},
             waiting=none_yet,
-            warnings=tuple(dict.fromkeys([*([] if none_yet else trouble), *notes])),
+            warnings=tuple(dict.fromkeys([*([] if none_yet else problems), *notes])),
         )
 
     def _load(self) -> None:
@@ -101,7 +108,7 @@ class _Reader:
         if state is None or state != self._state:
             self._loaded = time.monotonic()
             self.study = load_sources(self._options, read=self._journals)
-            self._state = state  # set only now, so that a failed read is retried
+            self._state = state  # set after the read, so that a failed read is retried
 
     def _time_left(self, views: Sequence[MemberView]) -> float | None:
         """Estimate the seconds until the last member ends, from the progress that this process has observed."""
@@ -111,13 +118,13 @@ class _Reader:
         for run, view in running.items():
             if run not in self._running:
                 self._remaining.started(run, view.recipe, view.step or 0, view.steps or 0, now)
-            self._remaining.saw(run, view.step or 0, now)
+            self._remaining.reached(run, view.step or 0, now)
         for view in views:
             if view.run in self._running - running.keys():
                 self._remaining.ended(view.run, view.step or 0, now)
         self._running = set(running)
-        waits = [view for view in views if view.state in ("queued", "waiting") and view.run in left]
-        to_come = [(view.recipe, float(left[view.run])) for view in waits]
+        waiting_views = [view for view in views if view.state in ("queued", "waiting") and view.run in left]
+        to_come = [(view.recipe, float(left[view.run])) for view in waiting_views]
         return self._remaining.left_s({run: left[run] for run in running}, to_come, now) if running else None
 
 
@@ -139,7 +146,7 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
     fits = LiveRanking(fit_options(options), path, reader.margin)
     fits.start()
     console = Console(highlight=False)
-    # exits through the `with` below, which restores the terminal
+    # Exit through the `with` block below, which restores the terminal.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         with Live(
@@ -151,8 +158,8 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
             while True:
                 fits.give(reader.study.curves)
                 begin = time.thread_time()
-                reader.look()
-                time.sleep(max(LOOK_S, REST * (time.thread_time() - begin)))
+                reader.update()
+                time.sleep(max(POLL_S, POLL_FACTOR * (time.thread_time() - begin)))
     except KeyboardInterrupt:
         pass  # Ctrl-C is the normal way to stop watching
     console.print(_screen(reader, fits))
@@ -173,7 +180,8 @@ def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Sc
     )
 
 
-def _of_view(view: MemberView, rewards: tuple[float, ...]) -> Member:
+def _member_row(view: MemberView, rewards: tuple[float, ...]) -> Member:
+    """Return a member as the screen shows it."""
     note = view.reason or silence(view)
     return Member(
         recipe=view.recipe,
@@ -187,15 +195,16 @@ def _of_view(view: MemberView, rewards: tuple[float, ...]) -> Member:
 
 
 @contextmanager
-def _noting(trouble: list[str]) -> Iterator[None]:
-    """Turn a read error into a warning: a file may be half written, or just moved away."""
+def _collect_errors(problems: list[str]) -> Iterator[None]:
+    """Append a read error in a `with` block to `problems`, because a file may be half written, or just moved away."""
     try:
         yield
     except (UserError, OSError) as error:
-        trouble.append(str(error))
+        problems.append(str(error))
 
 
 def _scheduler(folder: Path) -> Scheduler | None:
+    """Return the scheduler of a study's cluster; None without a cluster, or if it cannot be queried from here."""
     try:
         return LaunchSettings.scheduler_of(folder)
     except UserError:

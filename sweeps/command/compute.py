@@ -1,7 +1,7 @@
-"""Compute of other trainers' runs: steps, tokens, device hours, or FLOPs from the model's size and its tokens.
+"""Measure the compute of other trainers' runs: steps, tokens, device hours, or FLOPs from model size and tokens.
 
-A study has one axis. The journal's header has its name (`axis`) and how it was measured (`compute_is`). Journals that
-differ in either are not fitted together.
+A study has one compute axis. The journal's header has the axis's name (`axis`) and a description of how it was measured
+(`compute_is`). Journals that differ in either are not fitted together.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sweeps.errors import UserError
 from sweeps.run.files import read_json
 
 AXIS_OF = {"steps": STEPS, "tokens": TOKENS, "device_hours": DEVICE_HOURS, "flops": FLOPS}
-# Given instead of the number of parameters: the trainer counts FLOPs itself.
+# Value of `command.compute.parameters` if the trainer counts FLOPs itself.
 COUNTED = "counted"
-# Forward: a multiplication and an addition per parameter and token. Backward: twice that.
-FLOPS_A_TOKEN = 6
+# FLOPs per parameter and token. Forward: a multiplication and an addition. Backward: twice that.
+FLOPS_PER_PARAMETER = 6
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Compute:
 
     Attributes:
         unit: `steps`, `tokens`, `device_hours` or `flops`.
-        column: metric with tokens, FLOPs, or seconds (for device hours). None: the step itself, or wall-clock time.
-        per_step: True if the column has the amount of each step, to be summed.
-        restarts: True if the column starts again from 0 in a resumed run.
+        column: metric with tokens, FLOPs, or seconds (for device hours). None to use the step, or wall-clock time.
+        per_step: whether the column has the amount of each step, to be summed.
+        restarts: whether the column starts again from 0 in a resumed run.
         factor: compute per unit of the column or the clock.
-        counted: True if the column holds FLOPs as the trainer counts them.
+        counted: whether the column has FLOPs that the trainer has counted.
     """
 
     unit: str
@@ -49,12 +49,12 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Return True if compute is the time for which the command runs."""
+        """Return whether compute is measured by the time for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property
     def text(self) -> str:
-        """Describe in words how compute is measured. It is printed; journals that differ in it are not compared."""
+        """Description of how compute is measured. Journals with different descriptions are not compared."""
         if self.unit == "steps":
             return "steps, which are an order and no compute: recipes may differ in what a step costs"
         counted = f"{'the sum of ' if self.per_step else ''}{self.column}"
@@ -69,17 +69,17 @@ class Compute:
         return f"device hours: seconds, {counted}, x {self.factor * 3600:g} devices"
 
 
-def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
+def compute_of(settings: Mapping[str, Any], folder: Path) -> Compute:
     """Make the measure from the settings under `command.compute`.
 
     Args:
-        given: the settings, with all keys, of their types (`sweeps.command.kinds`).
-        folder: base of relative paths in them.
+        settings: the settings, with all keys and valid types (see `sweeps.command.kinds`).
+        folder: base of relative paths in the settings.
 
     Raises:
         UserError: an unknown unit, or a missing setting that the unit needs.
     """
-    unit, column = given["unit"], given["column"]
+    unit, column = settings["unit"], settings["column"]
     if unit not in AXIS_OF:
         raise UserError(f"command.compute.unit: {unit!r} is unknown; valid: {', '.join(AXIS_OF)}")
     if unit in ("tokens", "flops") and not column:
@@ -88,25 +88,25 @@ def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
         column = None
     factor = 1.0
     if unit == "device_hours":
-        factor = given["devices"] / 3600
-    elif unit == "flops" and given["parameters"] == COUNTED and given["model"] is None:
-        return Compute(unit, str(column), given["per_step"], given["restarts"], factor, counted=True)
+        factor = settings["devices"] / 3600
+    elif unit == "flops" and settings["parameters"] == COUNTED and settings["model"] is None:
+        return Compute(unit, str(column), settings["per_step"], settings["restarts"], factor, counted=True)
     elif unit == "flops":
-        parameters, model = given["parameters"], given["model"]
+        parameters, model = settings["parameters"], settings["model"]
         if (parameters is None) == (model is None):
             raise UserError(
                 "command.compute.parameters: FLOPs are 6 x parameters x tokens; give the number of parameters, or "
                 "command.compute.model, a folder with config.json, and one of them only"
             )
-        factor = FLOPS_A_TOKEN * (float(parameters) if model is None else parameters_of(folder / model))
-    return Compute(unit, None if column is None else str(column), given["per_step"], given["restarts"], factor)
+        factor = FLOPS_PER_PARAMETER * (float(parameters) if model is None else parameters_of(folder / model))
+    return Compute(unit, None if column is None else str(column), settings["per_step"], settings["restarts"], factor)
 
 
 def parameters_of(path: Path) -> float:
-    """Count the parameters of a decoder from its configuration: those that multiply a token, output layer included.
+    """Count the parameters of a decoder that multiply each token, including the output layer.
 
-    In a mixture of experts only the active experts count. Norms, biases and the embedding lookup are left out: they
-    multiply little or nothing.
+    In a mixture of experts only the active experts count. Norms, biases and the embedding lookup are left out, because
+    they contribute few or no multiplications.
 
     Args:
         path: a `config.json` as transformers writes it, or the folder that contains one.
@@ -124,13 +124,13 @@ def parameters_of(path: Path) -> float:
             f"command.compute.model: {file}: no {', '.join(missing)} in it, so parameters cannot be counted; give "
             "their number as command.compute.parameters"
         )
-    width, layers, inner, heads, words = (int(config[name]) for name in names)
-    head = int(config.get("head_dim") or width // heads)
-    shared = int(config.get("num_key_value_heads") or heads)
-    attention = 2 * width * heads * head + 2 * width * shared * head
-    active = int(config.get("num_experts_per_tok") or 1)
+    width, layers, inner_width, heads, vocabulary = (int(config[name]) for name in names)
+    head_size = int(config.get("head_dim") or width // heads)
+    key_value_heads = int(config.get("num_key_value_heads") or heads)
+    attention = 2 * width * heads * head_size + 2 * width * key_value_heads * head_size
+    active_experts = int(config.get("num_experts_per_tok") or 1)
     if "num_experts_per_tok" in config:
-        inner = int(config.get("moe_intermediate_size") or inner)
+        inner_width = int(config.get("moe_intermediate_size") or inner_width)
     # Gated activations (SiLU and similar) have two projections up and one down.
-    gated = 3 if str(config.get("hidden_act", "silu")) in ("silu", "swish", "gelu_pytorch_tanh") else 2
-    return float(layers * (attention + active * gated * width * inner) + words * width)
+    projections = 3 if str(config.get("hidden_act", "silu")) in ("silu", "swish", "gelu_pytorch_tanh") else 2
+    return float(layers * (attention + active_experts * projections * width * inner_width) + vocabulary * width)

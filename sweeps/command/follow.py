@@ -1,9 +1,9 @@
-"""A command's metrics as records of a journal: each step is recorded once, even if the command or member is killed.
+"""Write a command's metrics to a journal: each step once, even if the command or its member is killed.
 
-A step is recorded once it is complete: a later step was logged, or the command has ended. When an attempt resumes from
-a checkpoint and logs steps again, a `resume` record voids the old ones. Nothing is lost when a member is killed: the
-metrics are in the command's own files, and the next attempt continues reading them. A poll costs time proportional to
-the amount logged since the last one.
+A step is recorded when it is complete: a later step was logged, or the command has ended. When an attempt resumes from
+a checkpoint and logs steps again, a `resume` record makes the old records void. Nothing is lost when a member is
+killed, because the metrics are in the command's own files, from which the next attempt continues reading. A poll takes
+time proportional to the amount logged since the last poll.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ import numpy as np
 
 from sweeps.command.compute import Compute
 from sweeps.command.growing import Column, Ending
-from sweeps.command.metrics import Found, Source
+from sweeps.command.metrics import Source, SourceMetrics
 from sweeps.command.settings import Command
 from sweeps.errors import UserError
 from sweeps.run.activity import activity
-from sweeps.run.fields import MOST_WHOLE
+from sweeps.run.fields import MAX_INTEGER
 from sweeps.run.journal import Journal, JournalView
 from sweeps.source.text import listed, short
 
-# Evaluations are overdue after this multiple of the longest distance between two of them.
+# Evaluations are overdue after this multiple of the largest number of steps between two evaluations.
 _OVERDUE = 3.0
 
 
 class MetricsError(UserError):
-    """Error in a command's metrics: a missing column, or steps that went back; the message names it."""
+    """Error in a command's metrics, such as a missing column or steps that went back; the message names the problem."""
 
 
 @dataclass
-class _Fresh:
+class _AttemptMetrics:
     """Metrics that an attempt has logged so far.
 
     Attributes:
-        latest: by column and step, the value that was logged last.
+        latest: value that was logged last, by column and step.
         waiting: steps with values that are not recorded yet.
-        newest: the largest step; newest_compute: the largest step that has compute.
-        column: rows of the compute column, in the order of logging; `counter` has processed the first `counted`.
+        newest: the largest step; -1 before the first.
+        newest_compute: the largest step with a value of the compute column; -1 before the first.
+        column: rows of the compute column, in the order of logging.
+        counter: computes the compute by step; None before it is needed.
+        counted: number of rows of `column` that `counter` has processed.
     """
 
     latest: dict[str, dict[float, float]] = field(default_factory=dict)
@@ -53,15 +56,15 @@ class _Fresh:
     counter: Counter | None = None
     counted: int = 0
 
-    def take(self, name: str, rows: Sequence[tuple[float, float]], compute: Compute, where: str) -> None:
-        """Add rows of a column.
+    def add(self, name: str, rows: Sequence[tuple[float, float]], compute: Compute, where: str) -> None:
+        """Add rows (step, value) of a column; `where` names the source in messages.
 
         Raises:
             MetricsError: a step is not a whole number, or too large.
         """
         latest = self.latest.setdefault(name, {})
         for step, value in rows:
-            if not abs(step) <= MOST_WHOLE or step != int(step):
+            if not abs(step) <= MAX_INTEGER or step != int(step):
                 raise MetricsError(
                     f"command.metrics.step: {step:g} in {where} is no whole step; name the column that counts steps"
                 )
@@ -82,16 +85,16 @@ class Follower:
     """Writer of a member's journal from its command's metrics.
 
     Args:
-        journal: open for writing, with its header written.
-        earlier: the journal as earlier attempts left it; None if it is new.
+        journal: writer of the journal, whose header is written.
+        earlier: content of the journal after earlier attempts; None if it is new.
         command: the command that logs the metrics.
         source: reader of the metrics.
-        resume: facts for a `resume` record.
-        clock: seconds, replaceable in tests.
+        resume: further fields of a `resume` record.
+        clock: returns seconds, replaceable in tests.
 
     Attributes:
-        began_anew: True if this attempt starts from step 0, because there is no checkpoint to continue from.
-        again: True if the command was started before.
+        began_anew: whether this attempt starts from step 0, because there is no checkpoint to continue from.
+        started_before: whether the command was started before.
         last_step: the newest step in the journal, -1 before the first.
     """
 
@@ -108,43 +111,47 @@ class Follower:
         self._axis = command.compute.axis
         records = [] if earlier is None else earlier.records
         # Compute in the journal, by step.
-        self._spent: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
-        self._wasted = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
+        self._compute: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
+        self._wasted_hours = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
         self._eval_steps = {r.step for r in records if r.kind == "eval"}
         self._known: dict[int, dict[str, float]] = {}
         for record in records:
             self._known.setdefault(record.step, {}).update(record.metrics)
-        self.began_anew, self.again = command.anew, earlier is not None
+        self.began_anew, self.started_before = command.anew, earlier is not None
         self._holes = [] if earlier is None else list(earlier.holes)
         self._resume_facts = dict(resume or {})
-        self.last_step = max(self._spent, default=-1)
-        # State of this attempt. `_before`: columns in the source before it started. `_last_before`: the last recorded
-        # step before it. `_begin`: step, compute and clock at which it starts to count. `_seen`: step and clock at the
-        # last poll. `_recorded`: the recorded values by step.
-        self._before: dict[str, Column] = {}
+        self.last_step = max(self._compute, default=-1)
+        # Columns in the source before this attempt, their number of rows, and the last recorded step before it.
+        self._columns_before: dict[str, Column] = {}
+        self._rows_before = 0
         self._last_before: int | None = None
+        # Step, compute and clock from which this attempt's compute is counted.
         self._begin = 0.0, 0.0, 0.0
-        self._seen = 0.0, 0.0
+        # Step and clock at the last poll.
+        self._last_poll = 0.0, 0.0
+        # Values that this attempt has recorded, by step, and the smallest of these steps.
         self._recorded: dict[int, dict[str, float]] = {}
-        self._lowest = 0  # smallest recorded step
+        self._lowest = 0
         # Metrics that this attempt has logged, number of rows read of each column, and the source's version for both.
-        self._fresh = _Fresh()
-        self._read: dict[str, int] = {}
-        self._cut_back: float | None = None
+        self._attempt = _AttemptMetrics()
+        self._rows_read: dict[str, int] = {}
         self._version = -1
+        # First step whose row differs from before this attempt, because the log was cut back to a checkpoint; or None.
+        self._cut_back: float | None = None
+        # Columns and number of rows in the source at the last poll.
         self._columns: set[str] = set()
-        self._rows = self._rows_before = 0
+        self._rows = 0
 
     @property
     def has_logged(self) -> bool:
-        """Return True if this attempt has logged a step."""
+        """Return whether this attempt has logged a step."""
         return bool(self._recorded)
 
     def catch_up(self) -> None:
-        """Record metrics that an earlier attempt logged but its killed member did not record; then begin this attempt.
+        """Record metrics that an earlier attempt has logged after its member was killed; then begin this attempt.
 
         Raises:
-            UserError: as `update`.
+            UserError: as for `update`.
         """
         self._source.ending = Ending.TORN
         found = self._source.read()
@@ -154,119 +161,134 @@ class Follower:
         first = min((int(step) for column in newest.values() for step, _ in column), default=0)
         other = self._differing(newest)
         self._start(self.last_step)
-        if other and went_back and any(step < first for step in self._spent):
-            self._go_back(first, max(self._spent))
-        elif other:  # values that were logged after their step had been recorded
+        if other and went_back and any(step < first for step in self._compute):
+            self._go_back(first, max(self._compute))
+        elif other:  # some values were logged after their step had been recorded
             self._record_ended({name: [row for row in rows if row[0] in other] for name, rows in newest.items()}, True)
-        self._count_on(newest)
+        self._continue_compute(newest)
         last, begin = self.last_step, self._begin[0]
         behind = {
             name: [row for row in rows if row[0] > last or (name == self._command.compute.column and row[0] >= begin)]
             for name, rows in newest.items()
         }
         if steps := sorted({int(step) for rows in behind.values() for step, _ in rows if step > last}):
-            # A killed member may not have recorded the `resume` of its attempt: find the gap that it left.
+            # The earlier attempt may have resumed after a gap, which its killed member did not record.
             if (end := self._end_of_hole(last, steps)) is not None:
                 self._journal.resume(end, **self._resume_facts)
-                self._leave_hole(last, end)
+                self._record_hole(last, end)
             self._record_ended(behind, False)
-        self._before, self._rows_before = {name: list(column) for name, column in found.columns.items()}, found.rows
+        self._columns_before, self._rows_before = (
+            {name: list(column) for name, column in found.columns.items()},
+            found.rows,
+        )
         self._known = {}
-        self._last_before = max(self._spent, default=None)
+        self._last_before = max(self._compute, default=None)
         self._start(self.last_step)
 
     def _differing(self, columns: Mapping[str, Column]) -> set[int]:
-        """Return the steps whose values in the journal differ from these, or are incomplete."""
-        named = [(column, f"eval/{name}/pass_rate") for name, column in self._command.rewards.items()]
-        named += [(column, f"train/{column}") for column in self._command.keep]
+        """Return the steps whose values in the journal differ from `columns`, or are incomplete."""
+        metrics = [(column, f"eval/{name}/pass_rate") for name, column in self._command.rewards.items()]
+        metrics += [(column, f"train/{column}") for column in self._command.keep]
         return {
             int(step)
-            for column, metric in named
+            for column, metric in metrics
             for step, value in dict(columns.get(column, ())).items()
             if step <= self.last_step and self._known.get(int(step), {}).get(metric) != value
         }
 
-    def _count_on(self, newest: Mapping[str, Column]) -> None:
-        """Continue compute from the journal's value, for a column that restarts from zero in each attempt."""
+    def _continue_compute(self, newest: Mapping[str, Column]) -> None:
+        """If the compute column restarts from zero in each attempt, continue from the compute in the journal.
+
+        `newest` has the rows of the newest attempt, by column.
+        """
         compute = self._command.compute
         if not compute.restarts:
             return
-        rows = [row for row in newest.get(compute.column or "", ()) if row[0] in self._spent]
+        rows = [row for row in newest.get(compute.column or "", ()) if row[0] in self._compute]
         if rows:
             step, value = max(rows)
-            self._begin = step, self._spent[int(step)] - value * compute.factor, self._begin[2]
+            self._begin = step, self._compute[int(step)] - value * compute.factor, self._begin[2]
 
     def _record_ended(self, columns: Mapping[str, Column], late: bool) -> None:
-        """Record the metrics of an attempt that has ended; `late`: at steps before the journal's last one."""
-        fresh = _Fresh()
+        """Record the metrics of an attempt that has ended; `late` means for steps that the journal has already."""
+        fresh = _AttemptMetrics()
         for name, column in columns.items():
-            fresh.take(name, column, self._command.compute, self._source.title)
+            fresh.add(name, column, self._command.compute, self._source.title)
         if not late:
             fresh.waiting = {step for step in fresh.waiting if step > self.last_step}
         self._record(fresh, final=True, ended=True, late=late)
 
     def _start(self, step: int) -> None:
-        """Start to count compute and to record steps after this one."""
+        """Start to count compute, and to record steps, after this step."""
         now = self._clock()
-        self._begin = float(max(step, 0)), self._spent.get(step, 0.0), now
-        self._seen = self._begin[0], now
+        self._begin = float(max(step, 0)), self._compute.get(step, 0.0), now
+        self._last_poll = self._begin[0], now
         self._recorded = {}
 
     def update(self, ending: Ending = Ending.OPEN) -> bool:
         """Record the steps that are complete now; return whether there were any.
 
         Args:
-            ending: other than `OPEN` once the command has ended, so that its last step is complete.
+            ending: `OPEN` while the command runs. Another value means that it has ended, so its last step is complete.
 
         Raises:
             MetricsError: a column is missing or has disappeared, the run has started again from zero, or the source
-                cannot be read after the command has ended. No record is voided.
+                cannot be read after the command has ended. Existing records stay valid.
         """
         final = ending is not Ending.OPEN
         self._source.ending = ending
         try:
             found = self._source.read()
         except UserError as error:
-            if not final:  # it may be half written
+            if not final:  # the file may be half written
                 return False
             raise MetricsError(f"command.metrics.source: {error}") from error
         if found.rows != self._rows:
             activity.note(f"{self._source.title}: {found.rows} rows")
         self._check_columns(found, final)
-        self._take(found)
-        return self._record(self._fresh, final)
+        self._add_new_rows(found)
+        return self._record(self._attempt, final)
 
-    def _take(self, found: Found) -> None:
-        """Add the rows logged since the last poll: those after the rows that were there before this attempt."""
+    def _add_new_rows(self, found: SourceMetrics) -> None:
+        """Add the rows that this attempt has logged since the last poll."""
         if found.version != self._version:
-            self._version, self._fresh, self._read, self._cut_back = found.version, _Fresh(), {}, None
-        if self.began_anew and any(len(found.columns.get(name, ())) < len(c) for name, c in self._before.items()):
-            self._before = {}  # the attempt started a new log
-        unread = {name: column for name, column in found.columns.items() if name not in self._read}
+            self._version, self._attempt, self._rows_read, self._cut_back = found.version, _AttemptMetrics(), {}, None
+        if self.began_anew and any(
+            len(found.columns.get(name, ())) < len(c) for name, c in self._columns_before.items()
+        ):
+            self._columns_before = {}  # the attempt started a new log
+        unread = {name: column for name, column in found.columns.items() if name not in self._rows_read}
         # By column, the number of rows at the beginning that were there before this attempt.
-        same = {name: _common(self._before.get(name, []), column) for name, column in unread.items()}
-        # If a log was cut back to a checkpoint, all rows from the first differing step belong to this attempt.
-        others = [c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._before.get(n, [])))]
-        self._cut_back = min([*others, *([] if self._cut_back is None else [self._cut_back])], default=None)
+        same = {name: _equal_rows(self._columns_before.get(name, []), column) for name, column in unread.items()}
+        # If the command has cut its log back to a checkpoint, all rows from the first differing step on are new.
+        differing_steps = [
+            c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._columns_before.get(n, [])))
+        ]
+        self._cut_back = min([*differing_steps, *([] if self._cut_back is None else [self._cut_back])], default=None)
         for name, column in unread.items():
-            at = same[name]
+            begin = same[name]
             if self._cut_back is not None:
-                while at and column[at - 1][0] >= self._cut_back:
-                    at -= 1
-            elif at == len(column) < len(self._before.get(name, [])):
+                while begin and column[begin - 1][0] >= self._cut_back:
+                    begin -= 1
+            elif begin == len(column) < len(self._columns_before.get(name, [])):
                 continue  # no new rows
-            self._read[name] = at
-        for name, at in self._read.items():
-            rows = found.columns.get(name, [])[at:]
+            self._rows_read[name] = begin
+        for name, begin in self._rows_read.items():
+            rows = found.columns.get(name, [])[begin:]
             if rows:
-                self._fresh.take(name, rows, self._command.compute, self._source.title)
-                self._read[name] += len(rows)
+                self._attempt.add(name, rows, self._command.compute, self._source.title)
+                self._rows_read[name] += len(rows)
 
-    def _check_columns(self, found: Found, final: bool) -> None:
+    def _check_columns(self, found: SourceMetrics, final: bool) -> None:
+        """Check that the source has the needed columns, at the latest when the command has ended (`final`).
+
+        Raises:
+            MetricsError: a column is missing or has disappeared.
+        """
         needed = dict.fromkeys(self._command.rewards.values(), "metrics.reward")
         if self._command.compute.column is not None:
             needed[self._command.compute.column] = "compute.column"
-        if found.rows < self._rows:  # the file was started again
+        if found.rows < self._rows:  # the file was written anew
             self._columns = set()
         self._rows = found.rows
         for name, setting in needed.items():
@@ -284,47 +306,58 @@ class Follower:
                 )
         self._columns |= set(found.columns)
 
-    def _record(self, fresh: _Fresh, final: bool, ended: bool = False, late: bool = False) -> bool:
-        """Record the complete steps of this attempt, or of an earlier one that has `ended`; see `_record_ended`."""
-        if not fresh.waiting:
+    def _record(self, attempt: _AttemptMetrics, final: bool, ended: bool = False, late: bool = False) -> bool:
+        """Record the complete steps of an attempt; return whether there were any.
+
+        Args:
+            attempt: metrics of the attempt.
+            final: whether the command has ended, so that its last step is complete.
+            ended: whether the metrics are of an earlier attempt.
+            late: see `_record_ended`.
+        """
+        if not attempt.waiting:
             return False
-        whole = list(fresh.waiting)
-        newest = fresh.newest
+        complete = list(attempt.waiting)
+        newest = attempt.newest
         if not final:
             if self._command.compute.column is not None:
-                # A step without compute of its own is interpolated, so it needs a later step with compute.
-                newest = fresh.newest_compute
-            whole = [step for step in whole if step < newest]
-        # A recorded step is recorded again if its values have changed: they were logged late, or again.
-        new = sorted(step for step in whole if self._recorded.get(step) != fresh.at(step))
+                # The compute of a step without a value is interpolated, which needs a later step with a value.
+                newest = attempt.newest_compute
+            complete = [step for step in complete if step < newest]
+        # Record a step again if its values have changed, because some were logged late, or again.
+        new = sorted(step for step in complete if self._recorded.get(step) != attempt.at(step))
         first = not ended and not self._recorded
-        if first and self.again and not final and len(new) == 1 and self._is_far(new):
+        if first and self.started_before and not final and len(new) == 1 and self._is_far(new):
             return False  # wait for one more step, which shows the distance between logged steps
-        fresh.waiting.difference_update(whole)
+        attempt.waiting.difference_update(complete)
         if not new:
             return False
         if first:
             self._record_start(new)
         elif not ended and len(self._recorded) > 1 and new[0] < self._lowest:
             raise _not_resumed(new[0], self.last_step)
-        spent = [self._spent_by(step) for step in new] if late else self._compute_at(new, newest, fresh, ended)
+        computes = (
+            [self._interpolated_compute(step) for step in new]
+            if late
+            else self._compute_at(new, newest, attempt, ended)
+        )
         first_set = next(iter(self._command.rewards.values()))
-        for step, compute_then in zip(new, spent, strict=True):
-            values = fresh.at(step)
-            amounts = {self._axis: compute_then}
-            if self._wasted:
-                amounts["compute/wasted_device_hours"] = self._wasted
-            kept = {f"train/{name}": values[name] for name in self._command.keep if name in values}
-            self._journal.record("train", step, {**amounts, **kept})
+        for step, compute in zip(new, computes, strict=True):
+            values = attempt.at(step)
+            compute_metrics = {self._axis: compute}
+            if self._wasted_hours:
+                compute_metrics["compute/wasted_device_hours"] = self._wasted_hours
+            kept_metrics = {f"train/{name}": values[name] for name in self._command.keep if name in values}
+            self._journal.record("train", step, {**compute_metrics, **kept_metrics})
             if first_set in values:
                 rewards = {
                     f"eval/{name}/pass_rate": values[column]
                     for name, column in self._command.rewards.items()
                     if column in values
                 }
-                self._journal.record("eval", step, {**rewards, **amounts})
+                self._journal.record("eval", step, {**rewards, **compute_metrics})
                 self._eval_steps.add(step)
-            self._spent[step] = compute_then
+            self._compute[step] = compute
             self._lowest = min(self._lowest, step) if self._recorded else step
             self._recorded[step] = values
             self.last_step = max(self.last_step, step)
@@ -332,67 +365,74 @@ class Follower:
         return True
 
     def _record_start(self, new: Sequence[int]) -> None:
-        """Record the step from which this attempt continues, derived from the first steps that it has logged."""
+        """Record the step from which this attempt continues, if any; `new` are the first steps that it has logged."""
         if self._last_before is not None:
             self._go_back(new[0], self._last_before, new)
-        elif self.again and (end := self._end_of_hole(-1, new)) is not None:
+        elif self.started_before and (end := self._end_of_hole(-1, new)) is not None:
             self._journal.resume(end, **self._resume_facts)
-            self._leave_hole(-1, end)
+            self._record_hole(-1, end)
 
     def _end_of_hole(self, last: int, new: Sequence[int]) -> int | None:
-        """Return the last step of the gap between the journal's `last` step and the `new` ones; None without a gap.
+        """Return the last step of the gap between step `last` and the steps `new`; None without a gap.
 
-        There is a gap if the distance is larger than all others, between steps in the journal and between new ones.
-        This detects metrics that were lost when a machine lost power.
+        There is a gap if the distance is larger than all other distances, between steps in the journal and between new
+        steps. Metrics may be lost when a machine loses power.
         """
-        known = sorted(self._spent)
+        known = sorted(self._compute)
         pairs = [(a, b) for a, b in pairwise(known) if not any(a < first <= b for first, _ in self._holes)]
-        usual = max((b - a for a, b in [*pairs, *pairwise(new)]), default=None)
-        return new[0] - usual if usual is not None and new[0] - max(last, 0) > usual else None
+        largest = max((b - a for a, b in [*pairs, *pairwise(new)]), default=None)
+        return new[0] - largest if largest is not None and new[0] - max(last, 0) > largest else None
 
     def _is_far(self, new: Sequence[int]) -> bool:
-        """Return True if there may be a gap before the new steps, judged by the distances in the journal."""
-        last = max((step for step in self._spent if step < new[0]), default=-1)
-        return len(self._spent) < 2 or self._end_of_hole(last, new) is not None
+        """Return whether there may be a gap before the new steps, by the distances in the journal."""
+        last = max((step for step in self._compute if step < new[0]), default=-1)
+        return len(self._compute) < 2 or self._end_of_hole(last, new) is not None
 
-    def _leave_hole(self, last: int, end: int) -> None:
-        """Note the gap after step `last`. Compute that is counted continues at the average pace so far."""
+    def _record_hole(self, last: int, end: int) -> None:
+        """Record the gap from step `last` to `end`. Assume that its steps took the average compute per step so far."""
         print(
             f"warning: {self._source.title}: no records of steps {max(last, 0) + 1} to {end}: they are lost", flush=True
         )
         self._holes.append((max(last, 0) + 1, end))
-        compute, (_, spent, began) = self._command.compute, self._begin
+        compute, (_, base, began) = self._command.compute, self._begin
         if last > 0 and (compute.per_step or compute.restarts or compute.on_clock):
-            self._begin = float(end), spent * end / last, began
-            self._seen = float(end), self._seen[1]
+            self._begin = float(end), base * end / last, began
+            self._last_poll = float(end), self._last_poll[1]
 
     def _go_back(self, first: int, reached: int, new: Sequence[int] = ()) -> None:
-        """Record the step from which an attempt continues, by its first logged step; void records up to `reached`.
+        """Record a resume before the step `first`, which makes later records, up to step `reached`, void.
+
+        Args:
+            first: first step that the attempt has logged.
+            reached: newest step of earlier attempts.
+            new: first steps that the attempt has logged, to find a gap; empty to look for none.
+
         Raises:
-            MetricsError: it started from the beginning although it should resume.
+            MetricsError: the attempt started from the beginning although it should resume.
         """
-        kept = [step for step in self._spent if step < first]
-        if not kept and not self.began_anew:
+        earlier_steps = [step for step in self._compute if step < first]
+        if not earlier_steps and not self.began_anew:
             raise _not_resumed(first, self.last_step)
-        step = max(kept, default=-1)
+        step = max(earlier_steps, default=-1)
         end = self._end_of_hole(step, new) if new else None
         if self._axis == "compute/device_hours":
-            self._wasted += self._spent[reached] - self._spent.get(step, 0.0)
+            self._wasted_hours += self._compute[reached] - self._compute.get(step, 0.0)
         self._journal.resume(step if end is None else end, **self._resume_facts)
-        self._spent = {at: value for at, value in self._spent.items() if at <= step}
+        self._compute = {at: value for at, value in self._compute.items() if at <= step}
         self._eval_steps = {at for at in self._eval_steps if at <= step}
         self.last_step = step
-        self._begin = float(max(step, 0)), self._spent.get(step, 0.0), self._begin[2]
-        self._seen = self._begin[0], self._seen[1]
+        self._begin = float(max(step, 0)), self._compute.get(step, 0.0), self._begin[2]
+        self._last_poll = self._begin[0], self._last_poll[1]
         if end is not None:
-            self._leave_hole(step, end)
+            self._record_hole(step, end)
 
-    def _spent_by(self, step: int) -> float:
-        """Interpolate compute at a step before the journal's last one."""
-        steps = sorted(self._spent)
-        return float(np.interp(step, steps, [self._spent[at] for at in steps]))
+    def _interpolated_compute(self, step: int) -> float:
+        """Interpolate compute at a step before the journal's last step."""
+        steps = sorted(self._compute)
+        return float(np.interp(step, steps, [self._compute[at] for at in steps]))
 
-    def _compute_at(self, steps: Sequence[int], newest: int, fresh: _Fresh, ended: bool) -> list[float]:
+    def _compute_at(self, steps: Sequence[int], newest: int, fresh: _AttemptMetrics, ended: bool) -> list[float]:
+        """Return the compute at sorted steps of an attempt; `newest` is its newest step."""
         compute = self._command.compute
         if compute.unit == "steps":
             return [float(step) for step in steps]
@@ -405,22 +445,23 @@ class Follower:
             return fresh.counter.at(steps)
         if ended:  # the running time of a past attempt is unknown
             return [base] * len(steps)
-        # Time between two polls is divided evenly over the steps.
-        (at, then), now = self._seen, self._clock()
-        self._seen = float(newest), now
-        return [float(base + (np.interp(s, [at, newest], [then, now]) - began) * compute.factor) for s in steps]
+        # Divide the time between two polls evenly over the steps.
+        (old_step, old_time), now = self._last_poll, self._clock()
+        self._last_poll = float(newest), now
+        times = np.interp(steps, [old_step, newest], [old_time, now])
+        return [float(base + (at - began) * compute.factor) for at in times]
 
     def fill_to(self, step: int) -> None:
-        """Record a step that the command has reached without logging it, with the compute of the last logged step."""
-        spent = self._spent[self.last_step]
+        """Record a step that the command reached but did not log, with the compute of the last logged step."""
+        spent = self._compute[self.last_step]
         self._journal.record(
             "train", step, {self._axis: float(step) if self._command.compute.unit == "steps" else spent}
         )
-        self._spent[step] = spent
+        self._compute[step] = spent
         self.last_step = max(self.last_step, step)
 
     def overdue(self) -> str | None:
-        """Return an error message if the reward has not been logged for much longer than usual; else None."""
+        """Return an error message if no reward was logged for many more steps than usual; else None."""
         steps = sorted(self._eval_steps)
         longest = max((b - a for a, b in pairwise(steps)), default=0)
         if not longest or self.last_step - steps[-1] <= _OVERDUE * longest:
@@ -433,7 +474,7 @@ class Follower:
 
 
 class Counter:
-    """Compute by step from a column that counts it; steps without a value are interpolated.
+    """Compute by step, from a logged column; for steps without a value it is interpolated.
 
     Args:
         compute: meaning of the column.
@@ -448,10 +489,10 @@ class Counter:
         self._sum = 0.0
 
     def add(self, rows: Sequence[tuple[float, float]]) -> None:
-        """Add rows that were logged since the last call.
+        """Add rows (step, value) that were logged since the last call.
 
         Raises:
-            MetricsError: the counter has restarted from zero, or decreases.
+            MetricsError: the compute decreases, perhaps because the column has restarted from zero.
         """
         ordered = True
         for step, value in rows:
@@ -466,7 +507,7 @@ class Counter:
             for step in sorted(self._latest):
                 at.append(step)
                 values.append(self._next(self._latest[step], values[-1], step))
-            order = np.argsort(at, kind="stable")  # a step may be before the one from which the run resumed
+            order = np.argsort(at, kind="stable")  # a step may be before the step from which the run resumed
             self._at, self._values = [at[n] for n in order], [values[n] for n in order]
 
     def _append(self, step: float, value: float) -> None:
@@ -474,6 +515,11 @@ class Counter:
         self._at.append(step)
 
     def _next(self, value: float, before: float, step: float) -> float:
+        """Convert the column's value at a step to compute; `before` is the compute at the previous step.
+
+        Raises:
+            MetricsError: the compute decreases.
+        """
         amount, base = value * self._compute.factor, self._begin[1]
         if self._compute.per_step:
             self._sum += amount
@@ -489,7 +535,7 @@ class Counter:
         return amount
 
     def at(self, steps: Sequence[int]) -> list[float]:
-        """Return compute at these steps, which are sorted."""
+        """Return the compute at sorted steps."""
         first, last = max(0, bisect_left(self._at, steps[0]) - 1), bisect_right(self._at, steps[-1]) + 1
         return [float(value) for value in np.interp(steps, self._at[first:last], self._values[first:last])]
 
@@ -503,29 +549,30 @@ def _not_resumed(first: int, last: int) -> MetricsError:
 
 
 def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], bool]:
-    """Return the rows of the newest of several attempts in one log, and whether there were several.
+    """Return the rows of the newest attempt in a log, by column, and whether the log has several attempts.
 
-    A new attempt begins where steps go back. A column that never goes back may lack rows of the newest attempt; its
-    rows outside of the range of the others belong to an earlier attempt.
+    A new attempt begins where steps go back. A column may not go back because the newest attempt has logged few or no
+    rows of it. Then its rows outside of the step range of the other columns belong to an earlier attempt.
     """
-    parts = {name: column[_begins_at(column) :] for name, column in columns.items()}
-    again = [name for name, part in parts.items() if len(part) < len(columns[name])]
-    if not again:
+    parts = {name: column[_newest_start(column) :] for name, column in columns.items()}
+    went_back = [name for name, part in parts.items() if len(part) < len(columns[name])]
+    if not went_back:
         return parts, False
-    first = min(parts[name][0][0] for name in again)
-    reach = max(parts[name][-1][0] for name in again)
-    rest = {
-        name: part if name in again else [row for row in part if first <= row[0] <= reach]
+    first = min(parts[name][0][0] for name in went_back)
+    last = max(parts[name][-1][0] for name in went_back)
+    rows = {
+        name: part if name in went_back else [row for row in part if first <= row[0] <= last]
         for name, part in parts.items()
     }
-    return rest, True
+    return rows, True
 
 
-def _begins_at(column: Column) -> int:
+def _newest_start(column: Column) -> int:
+    """Return the index of the row at which a column's steps went back last; 0 if they never did."""
     return next((at for at in range(len(column) - 1, 0, -1) if column[at][0] < column[at - 1][0]), 0)
 
 
-def _common(before: Column, now: Column) -> int:
+def _equal_rows(before: Column, now: Column) -> int:
     """Return the number of equal rows at the beginning of two columns."""
-    most = min(len(before), len(now))
-    return next((n for n in range(most) if before[n] != now[n]), most)
+    length = min(len(before), len(now))
+    return next((n for n in range(length) if before[n] != now[n]), length)

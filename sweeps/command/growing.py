@@ -1,8 +1,8 @@
-"""Incremental reader of a JSON-lines or CSV log: each poll reads only the data appended since the last one.
+"""Read a JSON-lines or CSV log incrementally: each poll reads only the data appended since the last poll.
 
-It takes the same values from a row as `sweeps.source.raw` does from the whole file, so that both give the same metrics
-(a property test compares them). Files that cannot be read line by line (CSV with quotes, another encoding, another
-format) raise `UnfitError`; the readers of `sweeps.source` then read them as a whole.
+The metrics are the same as `sweeps.source.raw` reads from the whole file (a property test compares them). Files that
+cannot be read line by line (CSV with quotes, another encoding, another format) raise `UnfitError`; the readers of
+`sweeps.source` then read them as a whole.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sweeps.source.vocabulary import step_column
 # Values of one metric with their steps, in the order of logging.
 Column = list[tuple[float, float]]
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # bytes before the read position that are compared to recognise the file
+_MARK_BYTES = 4096  # number of bytes before the read position that are compared to recognise the file
 _BOM = b"\xef\xbb\xbf"
 
 
 class Ending(Enum):
-    """State of a log's last line if it has no newline.
+    """How to treat a log's last line if it has no newline.
 
-    OPEN: it is still being written. TORN: its writer has ended abnormally. A complete JSON object counts; a CSV line
-    does not, because digits may be missing. WHOLE: its writer has ended normally, and the line counts.
+    OPEN: the line is still being written; ignore it. TORN: the writer has ended abnormally; accept a complete JSON
+    object, but no CSV line, because digits may be missing. WHOLE: the writer has ended normally; accept the line.
     """
 
     OPEN = "open"
@@ -49,8 +49,8 @@ class Cut:
     """Position in a file where a killed process left half a line and another process continues to write.
 
     Attributes:
-        at: offset of the first byte after it.
-        before: digest of the bytes before it, to check that the file is the same.
+        at: offset of the first byte after the half line.
+        before: digest of the bytes before that offset, to check that the file is the same.
     """
 
     at: int
@@ -62,7 +62,7 @@ class Cut:
         try:
             with path.open("rb", buffering=0) as handle:
                 size = handle.seek(0, os.SEEK_END)
-                before = _before(handle, size)
+                before = _bytes_before(handle, size)
         except OSError:
             return None
         return cls(size, _digest(before)) if before and not before.endswith(b"\n") else None
@@ -78,6 +78,12 @@ class Rows:
     Args:
         wanted: columns whose values are kept.
         step: name of the step column; None for a tracker's usual name.
+
+    Attributes:
+        names: names of all columns as keys, in order.
+        columns: rows (step, value) of each wanted column.
+        count: number of rows.
+        version: incremented whenever `columns` changes in another way than by growing.
     """
 
     def __init__(self, wanted: Sequence[str], step: str | None) -> None:
@@ -85,37 +91,37 @@ class Rows:
         self._wanted = tuple(wanted)
         self._kept_columns = frozenset([*(STEP_COLUMNS if step is None else [step]), *wanted])
         self._column: str | None = None  # name of the step column
-        # Row number and value, for the possible step columns and the wanted ones.
+        # Row numbers and values of the wanted columns and of those that may become the step column.
         self._cells: dict[str, list[tuple[int, float]]] = {}
         self.names: dict[str, None] = {}
         self.columns: dict[str, Column] = {}
         self.count = 0
-        self.version = 0  # incremented whenever columns change other than by growing
+        self.version = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the next row of the log."""
-        at, self.count = self.count, self.count + 1
-        found = {}
+        row_number, self.count = self.count, self.count + 1
+        values = {}
         for name in self._kept_columns & row.keys():
             value = number(row[name])
             if math.isfinite(value):
-                found[name] = value
-                self._cells.setdefault(name, []).append((at, value))
+                values[name] = value
+                self._cells.setdefault(name, []).append((row_number, value))
         if not row.keys() <= self.names.keys():
             self.names |= dict.fromkeys(row)
             self.columns |= {name: [] for name in self._wanted if name in self.names and name not in self.columns}
             column = step_column(list(self.names), self._step)
             if column != self._column:
                 self._column = column
-                self._part_again()
+                self._rebuild()
                 return
-        if self._column in found:
+        if self._column in values:
             for name in self._wanted:
-                if name in found:
-                    self.columns[name].append((found[self._column], found[name]))
+                if name in values:
+                    self.columns[name].append((values[self._column], values[name]))
 
-    def _part_again(self) -> None:
-        """Rebuild the columns: a new column has a name that takes precedence as the step."""
+    def _rebuild(self) -> None:
+        """Rebuild the columns after another column has become the step column."""
         self.version += 1
         steps = dict(self._cells.get(self._column or "", ()))
         for name, column in self.columns.items():
@@ -123,19 +129,19 @@ class Rows:
 
     @property
     def has_steps(self) -> bool:
-        """Return True if the log has a step column."""
+        """Return whether the log has a step column."""
         return self._column is not None
 
 
 class GrowingLog:
     """Reader of a log of JSON lines or CSV that continues at its last position.
 
-    If the file was replaced, has shrunk or no longer contains the text read last, it is read again from the beginning.
+    If the file was replaced, has shrunk or no longer contains the bytes read last, it is read again from the beginning.
 
     Args:
         path: the file.
         new_rows: makes an empty table.
-        lenient: True if lines that are not JSON are other output, as on standard output; else they count as damaged.
+        lenient: whether to ignore lines that are not JSON, as on standard output; else they count as damaged.
         cuts: positions where torn lines end.
     """
 
@@ -149,17 +155,18 @@ class GrowingLog:
         self._begin()
 
     def _begin(self) -> None:
+        """Start over at the beginning of the file, with an empty table."""
         self._versions += self.rows.version + 1
         self.rows = self._new_rows()
         self.left_out = 0  # number of damaged lines
         self._offset = 0  # end of the last complete line
-        self._mark = b""
-        self._first = True
-        self._take: Callable[[bytes], None] = self._take_object if self._is_json else self._take_header
+        self._mark = b""  # last bytes before the offset
+        self._first = True  # no row was read yet
+        self._parse: Callable[[bytes], None] = self._parse_object if self._is_json else self._parse_header
 
     @property
     def version(self) -> int:
-        """Number that changes whenever the columns change other than by growing."""
+        """Number that changes whenever the columns change in another way than by growing."""
         return self._versions + self.rows.version
 
     @property
@@ -171,66 +178,66 @@ class GrowingLog:
 
         Raises:
             UnfitError: the log must be read as a whole.
-            OSError: it cannot be read.
+            OSError: the log cannot be read.
         """
         with self._path.open("rb", buffering=0) as handle:
             status = os.fstat(handle.fileno())
             file = status.st_dev, status.st_ino
-            if file != self._file or status.st_size < self._offset or _before(handle, self._offset) != self._mark:
+            if file != self._file or status.st_size < self._offset or _bytes_before(handle, self._offset) != self._mark:
                 self._begin()
-                self._check()
+                self._check_name()
                 self._file = file
-            # At the end read once more from the beginning: something before the mark may have been rewritten.
+            # At the end, read once more from the beginning, because bytes before the mark may have been rewritten.
             elif ending is not Ending.OPEN:
                 self._begin()
-            cuts = sorted(cut.at for cut in self._cuts if _digest(_before(handle, cut.at)) == cut.before)
+            cuts = sorted(cut.at for cut in self._cuts if _digest(_bytes_before(handle, cut.at)) == cut.before)
             handle.seek(self._offset)
             rest = b""
             while block := handle.read(_BLOCK_BYTES):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
-                    self._take_line(line, cuts)
+                    self._parse_line(line, cuts)
                     self._offset += len(line) + 1
-            self._mark = _before(handle, self._offset)
+            self._mark = _bytes_before(handle, self._offset)
         if ending is not Ending.OPEN:
             if rest:
-                self._take_line(rest, cuts, ending)
-            self._file = None  # a next attempt may complete that line differently
+                self._parse_line(rest, cuts, ending)
+            self._file = None  # read from the beginning next time: another attempt may complete that line differently
 
-    def _check(self) -> None:
-        """Check that the file is not one for which `sweeps.source` has a special reader, by its name.
+    def _check_name(self) -> None:
+        """Check by the file's name that `sweeps.source` has no special reader for it.
 
         Raises:
-            UnfitError: it is one.
+            UnfitError: there is a special reader.
         """
         logger = self._path.name == csv_logger.FILE and (self._path.parent / csv_logger.PARAMETERS_FILE).is_file()
         if logger or (self._path.name == JOURNAL_FILE and journals.is_journal(self._path)):
             raise UnfitError
 
-    def _take_line(self, line: bytes, cuts: Sequence[int], ending: Ending = Ending.WHOLE) -> None:
-        """Process a line, or the two that a cut makes of it."""
+    def _parse_line(self, line: bytes, cuts: Sequence[int], ending: Ending = Ending.WHOLE) -> None:
+        """Process a line; at a cut inside of it, it is two lines."""
         for cut in cuts:
             if self._offset < cut < self._offset + len(line):
-                self._take_torn(line[: cut - self._offset])
+                self._parse_torn(line[: cut - self._offset])
                 line = line[cut - self._offset :]
         if ending is Ending.TORN:
-            self._take_torn(line)
+            self._parse_torn(line)
         else:
-            self._take(line)
+            self._parse(line)
 
-    def _take_torn(self, line: bytes) -> None:
-        """Process a line that may be incomplete: a JSON object shows whether it is complete, CSV numbers do not."""
+    def _parse_torn(self, line: bytes) -> None:
+        """Process a line that may be incomplete. A JSON object shows whether it is complete; CSV counts as damaged."""
         if self._is_json:
-            self._take(line)
+            self._parse(line)
         else:
             self.left_out += 1
 
-    def _take_object(self, line: bytes) -> None:
+    def _parse_object(self, line: bytes) -> None:
         line = line.removeprefix(_BOM) if self._first else line
         if not line.strip():
             return
         if not self._lenient and b"\0" in line:
-            raise UnfitError  # left by a crash; the text after it may be a complete row
+            raise UnfitError  # NUL bytes of a crash; the text after them may be a complete row
         row = _value(line) if line.lstrip().startswith(b"{") else None
         if not isinstance(row, dict):
             self.left_out += not self._lenient
@@ -239,13 +246,13 @@ class GrowingLog:
             if "log_history" in row:
                 raise UnfitError  # TRL's trainer state
             if verl.is_row(row):
-                self._take = self._take_of_verl
-                self._take(line)
+                self._parse = self._parse_verl_row
+                self._parse(line)
                 return
         self._first = False
         self.rows.add(row)
 
-    def _take_of_verl(self, line: bytes) -> None:
+    def _parse_verl_row(self, line: bytes) -> None:
         """Process a line of verl's file logger: {"step": 10, "data": {...}}."""
         self._first = False
         if not line.strip():
@@ -256,29 +263,34 @@ class GrowingLog:
         else:
             self.left_out += 1
 
-    def _take_header(self, line: bytes) -> None:
-        text = _cells(line.removeprefix(_BOM))
-        if not any(text):
+    def _parse_header(self, line: bytes) -> None:
+        header_cells = _cells(line.removeprefix(_BOM))
+        if not any(header_cells):
             return
-        header = ",".join(text)
+        header = ",".join(header_cells)
         # Refuse a single column, JSON, and separators other than a comma.
-        if len(text) < 2 or text[0][:1] in ("{", "[") or header.startswith("sep=") or max(map(header.count, ";\t")) > 0:
+        if (
+            len(header_cells) < 2
+            or header_cells[0][:1] in ("{", "[")
+            or header.startswith("sep=")
+            or max(map(header.count, ";\t")) > 0
+        ):
             raise UnfitError
-        names = [name.strip() for name in text]
+        names = [name.strip() for name in header_cells]
 
-        def take(line: bytes) -> None:
+        def parse_row(line: bytes) -> None:
             cells = _cells(line)
             if any(cells):
                 row: dict[str, str] = {}
                 for name, cell in zip(names, [*cells, *[""] * len(names)], strict=False):
-                    row.setdefault(name, cell)  # of a repeated name the first column counts
+                    row.setdefault(name, cell)  # if a name is repeated, the first column counts
                 self.rows.add(row)
 
-        self._take = take
+        self._parse = parse_row
 
 
 def _value(line: bytes) -> Any:
-    """Return the JSON value of a line; None if it has none."""
+    """Return the JSON value of a line; None if the line is not JSON."""
     with suppress(ValueError):
         return parse_json(line)
     return None
@@ -288,7 +300,7 @@ def _cells(line: bytes) -> list[str]:
     """Split a line of CSV without quotes into cells.
 
     Raises:
-        UnfitError: it has quotes, control characters or an encoding other than UTF-8.
+        UnfitError: the line has quotes, control characters or an encoding other than UTF-8.
     """
     line = line.removesuffix(b"\r")
     if any(mark in line for mark in (b'"', b"\r", b"\0")):
@@ -299,7 +311,8 @@ def _cells(line: bytes) -> list[str]:
         raise UnfitError from error
 
 
-def _before(handle: FileIO, at: int) -> bytes:
+def _bytes_before(handle: FileIO, at: int) -> bytes:
+    """Return up to `_MARK_BYTES` bytes before the offset `at`."""
     length = min(at, _MARK_BYTES)
     return os.pread(handle.fileno(), length, at - length)
 

@@ -1,6 +1,6 @@
-"""Types of all settings of a study of commands, checked before any of them is used.
+"""Check the types of all settings of a study of commands before any of them is used.
 
-One table replaces a check at each place of use. A value of a wrong type never reaches code that would fail with one of
+One table replaces a check at each use of a setting. So a value of a wrong type gives a clear message, not one of
 Python's own errors.
 """
 
@@ -13,20 +13,20 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-_LARGEST = 2**64  # limit of whole numbers: no trainer takes a larger seed or budget, and JSON readers round them
-_LONGEST_NAME = 255  # bytes of a folder's name
+_LARGEST = 2**64  # limit of integers: no trainer accepts a larger seed or budget, and JSON readers round larger ones
+_LONGEST_NAME = 255  # largest length of a folder's name in bytes
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
 
-_is_text, _is_flag, _is_group, _none = _is(str), _is(bool), _is(Mapping), _is(NoneType)
+_is_text, _is_flag, _is_group, _is_none = _is(str), _is(bool), _is(Mapping), _is(NoneType)
 _is_scalar = _is(str, int, float, bool, NoneType)
 
 
 def _is_column(value: Any) -> bool:
-    """Return True if a value can name a column: a text, or a number, because headers of tables may contain numbers."""
+    """Return whether a value can name a column: a string, or a number, because headers of tables may be numbers."""
     return isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
 
 
@@ -52,58 +52,58 @@ def _is_folder_name(value: Any) -> bool:
     return plain and len(name.encode()) <= _LONGEST_NAME
 
 
-def _list_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list | tuple) and all(map(good, value))
+def _list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(is_valid, value))
 
 
-def _group_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and all(map(good, value.values()))
+def _group_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(map(is_valid, value.values()))
 
 
-def _or(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: any(good(value) for good in kinds)
+def _any_of(*checks: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: any(check(value) for check in checks)
 
 
 # By dotted key: the check of a value, and a description of valid values. A group comes before its settings. Settings
-# that are not listed are checked by `RaceSettings`, by `Patience`, or where their size matters.
+# that are not listed are checked by `RaceSettings`, by `Patience`, or where they are used.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command": (_is_group, "a group of settings"),
-    "command.line": (_or(_is_text, _list_of(_is_scalar)), "a command line, or a list of words"),
-    "command.files": (_or(_none, _group_of(_is_text)), "a group: names of files, and the template of each"),
-    "command.env": (_or(_none, _group_of(_is_scalar)), "a group: names of variables, and the value of each"),
-    "command.folder": (_or(_none, _is_text), "the path of a folder"),
-    "command.identity": (_or(_none, _list_of(_is_text)), "a list of files"),
+    "command.line": (_any_of(_is_text, _list_of(_is_scalar)), "a command line, or a list of words"),
+    "command.files": (_any_of(_is_none, _group_of(_is_text)), "a group: names of files, and the template of each"),
+    "command.env": (_any_of(_is_none, _group_of(_is_scalar)), "a group: names of variables, and the value of each"),
+    "command.folder": (_any_of(_is_none, _is_text), "the path of a folder"),
+    "command.identity": (_any_of(_is_none, _list_of(_is_text)), "a list of files"),
     "command.optimizer": (
-        _or(_none, _group_of(_is_scalar)),
+        _any_of(_is_none, _group_of(_is_scalar)),
         "a group: trainer, storage, states, eps, and the value of each",
     ),
     "command.metrics": (_is_group, "a group of settings"),
     "command.metrics.source": (_is_text, "stdout, a path or an address"),
-    "command.metrics.step": (_or(_none, _is_column), "the name of a column, or null"),
+    "command.metrics.step": (_any_of(_is_none, _is_column), "the name of a column, or null"),
     "command.metrics.reward": (
-        _or(_is_text, _group_of(_is_text)),
+        _any_of(_is_text, _group_of(_is_text)),
         "the name of a column, or a group: names of evaluation sets, and the column of each",
     ),
-    "command.metrics.keep": (_or(_none, _list_of(_is_column)), "a list of columns"),
+    "command.metrics.keep": (_any_of(_is_none, _list_of(_is_column)), "a list of columns"),
     "command.compute": (_is_group, "a group of settings"),
     "command.compute.unit": (_is_text, "steps, tokens, device_hours or flops"),
-    "command.compute.column": (_or(_none, _is_column), "the name of a column, or null"),
+    "command.compute.column": (_any_of(_is_none, _is_column), "the name of a column, or null"),
     "command.compute.per_step": (_is_flag, "true or false"),
     "command.compute.restarts": (_is_flag, "true or false"),
     "command.compute.devices": (_is_number, "a number above 0"),
-    "command.compute.parameters": (_or(_none, _is_number, _is_counted), "a number above 0, counted, or null"),
-    "command.compute.model": (_or(_none, _is_text), "the path of a folder with config.json, or null"),
+    "command.compute.parameters": (_any_of(_is_none, _is_number, _is_counted), "a number above 0, counted, or null"),
+    "command.compute.model": (_any_of(_is_none, _is_text), "the path of a folder with config.json, or null"),
     "command.resume": (_is_group, "a group of settings"),
     "command.resume.anew": (_is_flag, "true or false"),
-    "command.resume.add": (_or(_none, _is_text, _list_of(_is_scalar)), "words of a command line, or null"),
-    "command.resume.checkpoints": (_or(_none, _is_text), "a path, with * for what differs, or null"),
+    "command.resume.add": (_any_of(_is_none, _is_text, _list_of(_is_scalar)), "words of a command line, or null"),
+    "command.resume.checkpoints": (_any_of(_is_none, _is_text), "a path, with * for what differs, or null"),
     "command.stop": (_is_group, "a group of settings"),
-    "command.stop.signal": (_or(_none, _is_text), "the name of a signal, such as SIGTERM, or null"),
-    "command.stop.file": (_or(_none, _is_text), "the path of a file, or null"),
+    "command.stop.signal": (_any_of(_is_none, _is_text), "the name of a signal, such as SIGTERM, or null"),
+    "command.stop.file": (_any_of(_is_none, _is_text), "the path of a file, or null"),
     "command.stop.within_s": (_is_number, "a number of seconds above 0"),
     "command.done": (_is_group, "a group of settings"),
     "command.done.within": (_is_whole, "a whole number of steps, 0 or more"),
-    "label": (_or(_none, _is_text), "a text such as '{loss}', or null"),
+    "label": (_any_of(_is_none, _is_text), "a text such as '{loss}', or null"),
     "budget": (_is_group, "a group of settings; give budget.steps"),
     "budget.steps": (_is_count, "a whole number of steps, 1 or more"),
     "study": (_is_folder_name, "the name of one folder"),
@@ -111,25 +111,25 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "launch": (_is_group, "a group of settings, such as launch.max_parallel"),
     "launch.max_parallel": (_is_count, "a whole number, 1 or more"),
     "launch.threads": (_is_count, "a whole number, 1 or more"),
-    "launch.strict_code": (_or(_none, _is_flag), "true or false"),
-    "launch.like": (_or(_none, _is_text), "the folder of an earlier study, or null"),
-    "mlflow": (_or(_none, _is_group), "a group of settings; give mlflow.uri"),
-    "mlflow.uri": (_or(_none, _is_text), "an address such as sqlite:///outputs/mlflow.db, or null"),
+    "launch.strict_code": (_any_of(_is_none, _is_flag), "true or false"),
+    "launch.like": (_any_of(_is_none, _is_text), "the folder of an earlier study, or null"),
+    "mlflow": (_any_of(_is_none, _is_group), "a group of settings; give mlflow.uri"),
+    "mlflow.uri": (_any_of(_is_none, _is_text), "an address such as sqlite:///outputs/mlflow.db, or null"),
 }
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check that every setting is present and of its type, and that all values can be serialized.
+    """Check that every setting is present and has the right type, and that all values can be serialized.
 
     Args:
         config: resolved configuration of a member.
 
     Raises:
-        UserError: the first setting that fails, with field, value, and a description of valid values.
+        UserError: a setting is invalid; the message has the field, the value, and a description of valid values.
     """
     for key, value in _leaves(config):
         _check_plain(key, value)
-    for key, (good, wanted) in _KINDS.items():
+    for key, (is_valid, description) in _KINDS.items():
         *groups, name = key.split(".")
         part: Any = config
         for group in groups:
@@ -137,18 +137,18 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         if part is None:  # an optional group
             continue
         if name not in part:
-            raise UserError(f"{key}: was taken away; give {wanted}")
-        if not good(part[name]):
-            raise UserError(f"{key}: {_shown(part[name])} must be {wanted}")
+            raise UserError(f"{key}: was taken away; give {description}")
+        if not is_valid(part[name]):
+            raise UserError(f"{key}: {_shown(part[name])} must be {description}")
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every plain value and every key of a configuration, each with its dotted key."""
+    """Yield (dotted key, value) for every plain value of a configuration, and (dotted key, key) for every key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            below = f"{key}.{name}" if key else str(name)
-            yield below, name
-            yield from _leaves(inner, below)
+            inner_key = f"{key}.{name}" if key else str(name)
+            yield inner_key, name
+            yield from _leaves(inner, inner_key)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _leaves(inner, key)

@@ -1,4 +1,4 @@
-"""Incremental reader of a command's metrics: each poll reads only new data."""
+"""Read a command's metrics incrementally: each poll reads only new data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv")
 
 
 @dataclass(frozen=True)
-class Found:
-    """Metrics of a source: by column, in the order of logging; names of all columns, and the number of rows.
+class SourceMetrics:
+    """Metrics that a source has so far.
 
-    While `version` is the same, columns only grow. left_out: number of damaged lines that were skipped.
+    Attributes:
+        columns: rows (step, value) of each needed column, in the order of logging.
+        names: names of all columns.
+        rows: number of rows.
+        version: while it is the same, columns only grow.
+        left_out: number of damaged lines that were skipped.
     """
 
     columns: Mapping[str, Column]
@@ -34,7 +39,7 @@ class Source:
     """Incremental reader of a command's metrics.
 
     Args:
-        command: names the source and the columns.
+        command: command with the names of the source and the columns.
         run_dir: the member's folder, where its standard output is stored.
         cuts: positions in the file where killed attempts left half a line, see `seal`.
 
@@ -47,18 +52,18 @@ class Source:
         self._stdout = command.source == STDOUT
         self._path = str(run_dir / STDOUT_FILE) if self._stdout else command.source
         self._stamp: object = None
-        self._latest = Found({})
+        self._latest = SourceMetrics({})
         self._log: GrowingLog | None = None
-        # the file of `_log`, and the version of its rows that was returned last
-        self._log_of, self._log_version = "", -1
-        self._unfit = ""  # a file that cannot be read line by line
+        # Path of `_log`, and the version of its rows at the last poll.
+        self._log_path, self._log_version = "", -1
+        self._unfit = ""  # path of a file that cannot be read line by line
         self.ending = Ending.OPEN
         wanted = [*command.rewards.values(), *command.keep, command.compute.column or ""]
         self._columns = [name for name in dict.fromkeys(wanted) if name]
 
     @property
     def title(self) -> str:
-        """The source's name in messages."""
+        """Name of the source for messages."""
         return "standard output" if self._stdout else self._command.source
 
     @property
@@ -67,9 +72,12 @@ class Source:
         return self._latest.left_out
 
     def seal(self) -> Cut | None:
-        """Terminate half a line that a killed process left, so that the next process appends a new line.
+        """Mark the end of a half line that a killed process left, before another process appends to the file.
 
-        Standard output is our file, and gets a newline. A file of the command is not changed; the position is returned.
+        The file with standard output gets a newline. A file that the command writes is not changed.
+
+        Returns:
+            The position of the half line's end in a file that the command writes; None without a half line.
         """
         if self._command.remote or self._command.is_pattern:
             return None
@@ -82,13 +90,13 @@ class Source:
         return None
 
     def sync(self) -> None:
-        """Return once everything that the command has logged to files is on the disk."""
-        place = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
-        for path in [] if place is None else _files(Path(place)):
+        """Flush everything that the command has logged to files to the disk."""
+        file = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
+        for path in [] if file is None else _files(Path(file)):
             sync(path)
 
-    def read(self) -> Found:
-        """Return the current metrics; empty before there are any.
+    def read(self) -> SourceMetrics:
+        """Return the current metrics; without any columns if the source does not exist yet.
 
         Raises:
             UserError: the source exists but cannot be read.
@@ -96,43 +104,43 @@ class Source:
         if self._command.remote:
             self._latest = self._of(read_logs(self._command.source, self._command.step))
             return self._latest
-        place = newest(self._path) if self._command.is_pattern else self._path
-        stamp = None if place is None else (place, self.ending, *_stamps(Path(place)))
-        if place is None or not Path(place).exists() or stamp == self._stamp:
+        file = newest(self._path) if self._command.is_pattern else self._path
+        stamp = None if file is None else (file, self.ending, *_stamps(Path(file)))
+        if file is None or not Path(file).exists() or stamp == self._stamp:
             return self._latest
-        self._latest = self._by_line(place) or self._of(self._of_files(place))
+        self._latest = self._read_by_line(file) or self._of(self._read_whole(file))
         self._stamp = stamp
         return self._latest
 
-    def _by_line(self, place: str) -> Found | None:
-        """Return the metrics of a log that is read line by line; None for other files."""
-        path = Path(place)
-        if place == self._unfit or not (self._stdout or path.suffix.lower() in _BY_LINE) or not path.is_file():
+    def _read_by_line(self, file: str) -> SourceMetrics | None:
+        """Return the metrics of a log that can be read line by line; None for other files."""
+        path = Path(file)
+        if file == self._unfit or not (self._stdout or path.suffix.lower() in _BY_LINE) or not path.is_file():
             return None
-        if self._log is None or self._log_of != place:
-            self._log_of = place
+        if self._log is None or self._log_path != file:
+            self._log_path = file
             self._log = GrowingLog(path, lambda: Rows(self._columns, self._command.step), self._stdout, self._cuts)
         try:
             self._log.update(self.ending)
         except UnfitError:
-            self._unfit = place
+            self._unfit = file
             return None
-        except OSError:  # deleted since the check above
+        except OSError:  # the file was deleted since the check above
             return self._latest
         rows = self._log.rows
         if rows.count and not rows.has_steps:
             raise no_steps(self.title, list(rows.names), self._command.step)
         version = self._latest.version + (self._log.version != self._log_version)
         self._log_version = self._log.version
-        return Found(rows.columns, list(rows.names), rows.count, version, self._log.left_out)
+        return SourceMetrics(rows.columns, list(rows.names), rows.count, version, self._log.left_out)
 
-    def _of_files(self, place: str) -> list[Log]:
-        path = Path(place)
+    def _read_whole(self, file: str) -> list[Log]:
+        path = Path(file)
         if (path.is_file() and not path.stat().st_size) or (path.is_dir() and not any(path.iterdir())):
             return []
-        return read_logs(place, self._command.step)
+        return read_logs(file, self._command.step)
 
-    def _of(self, logs: Sequence[Log]) -> Found:
+    def _of(self, logs: Sequence[Log]) -> SourceMetrics:
         columns: dict[str, Column] = {}
         for log in logs:
             for name in self._columns:
@@ -141,21 +149,21 @@ class Source:
                     pairs = zip(series.steps.tolist(), series.values.tolist(), strict=True)
                     columns.setdefault(name, []).extend(pairs)
         names = list(dict.fromkeys(name for log in logs for name in log.names))
-        return Found(columns, names, sum(log.rows for log in logs), self._latest.version + 1)
+        return SourceMetrics(columns, names, sum(log.rows for log in logs), self._latest.version + 1)
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of a file, or of all files below a folder, to detect changes."""
     stamps = []
-    for each in _files(path):
+    for file in _files(path):
         try:
-            status = each.stat()
+            status = file.stat()
         except OSError:
             continue
-        stamps.append((str(each), status.st_size, status.st_mtime_ns))
+        stamps.append((str(file), status.st_size, status.st_mtime_ns))
     return stamps
 
 
 def _files(path: Path) -> list[Path]:
     """Return a file, or all files below a folder, sorted."""
-    return [path] if not path.is_dir() else sorted(each for each in path.rglob("*") if each.is_file())
+    return [path] if not path.is_dir() else sorted(file for file in path.rglob("*") if file.is_file())

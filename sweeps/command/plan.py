@@ -1,8 +1,8 @@
-"""Specifications of members that are commands: identity, label, and checks before anything is started.
+"""Make specifications of members that are commands: identity, label, and checks before anything is started.
 
 A recipe's identity consists of its command's words, environment and files, and of the content of the files that the
-command names (its script). All values are filled in except the seed, the budget and the member's folder. Where it runs,
-how it is followed and how long it trains are not part of an identity.
+command names, such as its script. All values are filled in except the seed, the budget and the member's folder. Where
+the command runs, how it is followed and how long it trains are not part of the identity.
 """
 
 from __future__ import annotations
@@ -16,19 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.command.kinds import check_kinds
-from sweeps.command.settings import STDOUT_FILE, Command, command_of, own_values, templates, used_names, written_by
-from sweeps.command.template import as_text, filled, flat
+from sweeps.command.settings import (
+    STDOUT_FILE,
+    Command,
+    check_shared_paths,
+    command_of,
+    own_values,
+    templates,
+    used_names,
+)
+from sweeps.command.template import as_text, fill, flatten
 from sweeps.errors import UserError, naming
 from sweeps.run.activity import Patience
 from sweeps.run.files import parse_line
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
 from sweeps.run.spec import SPEC_FILE, RunSpec, make_spec
 
-# Named files up to this size are read for the identity: scripts and configurations, but not weights.
-MOST_BYTES = 1 << 26
+# Largest size in bytes of a file that is read for the identity: scripts and configurations, but not weights.
+MAX_NAMED_BYTES = 1 << 26
 ABSENT = "absent"
 # Files of this project in a member's folder, which a command's files must not replace.
-KEPT = frozenset({JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE, LOG_FILE, SPEC_FILE, STDOUT_FILE, "command.json"})
+RESERVED_FILES = frozenset(
+    {JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE, LOG_FILE, SPEC_FILE, STDOUT_FILE, "command.json"}
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,8 @@ class Composed:
     """A member's configuration and its origin.
 
     Attributes:
-        config: all values, resolved.
-        plain: the same without the command line's overrides: the user's file.
+        config: resolved configuration.
+        plain: resolved configuration of the user's file alone, without overrides of the command line.
         overrides: overrides of the command line.
     """
 
@@ -61,18 +71,20 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
     specs = []
     for member in members:
         check_kinds(member.config)
-        config = _settled(member.config, folder)
+        config = _resolve_files(member.config, folder)
         _check(config)
         identity = _identity(config)
         departures = _departures(config, member.plain)
-        baseline = _label(config, member.plain, name)
+        baseline = _baseline_label(config, member.plain, name)
         specs.append(
             replace(
                 make_spec(
                     config=config,
                     reference=config,
                     identity=identity,
-                    label=_own_label(config) or "+".join(f"{key}={value}" for key, value in departures.items()) or name,
+                    label=_label_from_template(config)
+                    or "+".join(f"{key}={value}" for key, value in departures.items())
+                    or name,
                     baseline=baseline,
                     departures=departures,
                     folders=folders,
@@ -81,7 +93,9 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
             )
         )
     runs_dir = Path(specs[0].config["output_dir"]) / "runs" if specs else Path()
-    written_by([(spec.title, resolved(spec, runs_dir / spec.run)) for spec in {s.run: s for s in specs}.values()])
+    check_shared_paths(
+        [(spec.title, resolved(spec, runs_dir / spec.run)) for spec in {s.run: s for s in specs}.values()]
+    )
     measures = {command_of(spec.config, "", spec.run).compute.text for spec in specs}
     if len(measures) > 1:
         raise UserError(
@@ -93,10 +107,10 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
 
 
 def _check_measure(runs_dir: Path, measures: set[str]) -> None:
-    """Check that existing runs of the study measure compute in the same way as the new ones.
+    """Check that existing runs of the study measure compute in one of the ways `measures`, those of the new members.
 
     Raises:
-        UserError: a run measures it differently.
+        UserError: a run measures compute differently.
     """
     for path in sorted(runs_dir.glob(f"*/{JOURNAL_FILE}")):
         try:
@@ -104,58 +118,61 @@ def _check_measure(runs_dir: Path, measures: set[str]) -> None:
                 header = parse_line(handle.readline()) or {}
         except OSError:
             continue
-        there = header.get("compute_is")
-        if "adopted" in header:  # the launch checks their unit later, and then takes this text over
+        measure = header.get("compute_is")
+        if "adopted" in header:  # the launch checks the unit of adopted runs later, and replaces their description
             continue
-        if there is not None and there not in measures:
+        if measure is not None and measure not in measures:
             raise UserError(
-                f"command.compute: {', '.join(measures)}, and runs in {runs_dir.parent} measure {there}; one study has "
-                "one axis: go back to that, or launch into a folder of its own (study=NAME)"
+                f"command.compute: {', '.join(measures)}, and runs in {runs_dir.parent} measure {measure}; one study "
+                "has one axis: go back to that, or launch into a folder of its own (study=NAME)"
             )
 
 
 def resolved(spec: RunSpec, run_dir: Path) -> Command:
-    """Return the command of a member that runs in this folder."""
+    """Return the command of a member, filled in for the folder `run_dir`."""
     return command_of(spec.config, run_dir.resolve(), spec.run)
 
 
-def _settled(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the configuration with absolute paths, the texts of templates, and the digests of files that it names."""
+def _resolve_files(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a configuration with absolute paths, the texts of templates, and the digests of files that it names."""
     command, compute = config["command"], config["command"]["compute"]
     with naming("command.folder"):
-        place = (folder / (command["folder"] or ".")).resolve()
-        if not place.is_dir():
-            raise UserError(f"command.folder: {place}: no such folder; give the one that the command is started in")
+        working_dir = (folder / (command["folder"] or ".")).resolve()
+        if not working_dir.is_dir():
+            raise UserError(
+                f"command.folder: {working_dir}: no such folder; give the one that the command is started in"
+            )
     files = {name: str(folder / path) for name, path in (command["files"] or {}).items()}
-    settled = {**config, "command": {**command, "folder": str(place), "files": files}}
+    result = {**config, "command": {**command, "folder": str(working_dir), "files": files}}
     if compute["model"] is not None:
-        settled["command"]["compute"] = {**compute, "model": str(folder / compute["model"])}
-    settled["command"]["texts"] = templates(settled)
-    settled["command"]["named"] = named_files(command_of(settled, "{run_dir}", only_symbols=True), settled)
-    return settled
+        result["command"]["compute"] = {**compute, "model": str(folder / compute["model"])}
+    result["command"]["texts"] = templates(result)
+    result["command"]["named"] = named_files(command_of(result, "{run_dir}", only_symbols=True), result)
+    return result
 
 
 def named_files(command: Command, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of the files that the command's words or `command.identity` name, by name.
+    """Return digests of the files that are named by words of the command or in `command.identity`, by that name.
 
     Raises:
         UserError: a file listed in `command.identity` does not exist.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for word in command.words[1:]:
         for text in (word, word.partition("=")[2]):
             if text and (digest := _digest(command.folder / text)) != ABSENT:
-                found[text] = digest
+                digests[text] = digest
     for name in config["command"].get("identity") or []:
-        found[str(name)] = _digest(command.folder / str(name))
-        if found[str(name)] == ABSENT:
+        digests[str(name)] = _digest(command.folder / str(name))
+        if digests[str(name)] == ABSENT:
             raise UserError(f"command.identity: {command.folder / str(name)}: no such file; name files that are there")
-    return found
+    return digests
 
 
 def _digest(path: Path) -> str:
+    """Return the digest of a file; `ABSENT` if it does not exist, cannot be read, or is too large."""
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_NAMED_BYTES:
             return ABSENT
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except (OSError, ValueError):
@@ -163,6 +180,7 @@ def _digest(path: Path) -> str:
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that affect what a command learns, without the seed."""
     command = command_of(config, "", only_symbols=True)
     return {
         "command": list(command.words),
@@ -173,7 +191,7 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check for errors that would otherwise show only in a member's process.
+    """Check for errors that would otherwise appear only in a member's process.
 
     Raises:
         UserError: a number out of range, an unused value, or a template whose filled form is not valid.
@@ -183,7 +201,7 @@ def _check(config: Mapping[str, Any]) -> None:
         raise UserError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
     Patience.of(config)
     used = used_names(config)
-    valid = flat(own_values(config))
+    valid = flatten(own_values(config))
     for key, value in valid.items():
         parents = {key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)}
         if not isinstance(value, Mapping) and not used & {key, *parents}:
@@ -198,12 +216,12 @@ def _check(config: Mapping[str, Any]) -> None:
         )
     command = command_of(config, "/RUN")
     for name, text in command.files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts or str(Path(name)) in KEPT:
+        if Path(name).is_absolute() or ".." in Path(name).parts or str(Path(name)) in RESERVED_FILES:
             raise UserError(
                 f"command.files.{name}: is kept for this project, or lies outside of the member's folder; give the "
                 "file another name, such as conf/" + Path(name).name
             )
-        _check_form(name, text)
+        _check_syntax(name, text)
     if command.source == f"/RUN/{JOURNAL_FILE}":
         raise UserError(
             f"command.metrics.source: {{run_dir}}/{JOURNAL_FILE} is the member's journal, which this project writes; "
@@ -211,7 +229,12 @@ def _check(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_form(name: str, text: str) -> None:
+def _check_syntax(name: str, text: str) -> None:
+    """Check that the text of a TOML, JSON or YAML file can be parsed.
+
+    Raises:
+        UserError: the text is not valid.
+    """
     try:
         if name.endswith(".toml"):
             tomllib.loads(text)
@@ -229,29 +252,29 @@ def _check_form(name: str, text: str) -> None:
 
 
 def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the user's values that differ from those of the file, in the order of the file."""
-    theirs = flat(own_values(plain))
+    """Return the user's values, as text, in which a member differs from the user's file `plain`, by dotted key."""
+    plain_values = flatten(own_values(plain))
     return {
         key: as_text(value)
-        for key, value in flat(own_values(config)).items()
-        if not isinstance(value, Mapping) and (key not in theirs or theirs[key] != value)
+        for key, value in flatten(own_values(config)).items()
+        if not isinstance(value, Mapping) and (key not in plain_values or plain_values[key] != value)
     }
 
 
-def _own_label(config: Mapping[str, Any]) -> str | None:
-    """Return the label from the template in the user's file; None without one."""
+def _label_from_template(config: Mapping[str, Any]) -> str | None:
+    """Return a member's label, made from the template `label` in the user's file; None without a template."""
     label = config.get("label")
     if label is None:
         return None
     if not label.strip():
         raise UserError(f"label: {label!r} must be a text such as '{{loss}}', or null")
-    return filled(label, flat(own_values(config)), "label")
+    return fill(label, flatten(own_values(config)), "label")
 
 
-def _label(config: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> str:
-    """Return the label of the recipe without overrides."""
+def _baseline_label(config: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> str:
+    """Return the label of the recipe without overrides; `name` if no template can be filled in."""
     if config.get("label") is None:
         return name
-    values = flat(own_values(plain))
+    values = flatten(own_values(plain))
     missing = "???" in map(str, values.values())
-    return name if missing else filled(str(config["label"]), values, "label")
+    return name if missing else fill(str(config["label"]), values, "label")

@@ -1,4 +1,4 @@
-"""Run a member that is a command: start it, record its metrics in a journal, stop it on request, and judge its end."""
+"""Run a member that is a command: start it, record its metrics and its end in a journal, and stop it on request."""
 
 from __future__ import annotations
 
@@ -31,29 +31,34 @@ from sweeps.run.writer import sole_writer
 
 LOCK_FILE = ".command.lock"
 ATTEMPT_FILE = "command.json"  # the newest attempt: its command line, and the number of attempts
-# Minimum seconds between two polls of the metrics, and that interval as a multiple of a poll's duration.
-_LOOK_S, _LOOK_FACTOR, _REMOTE_LOOK_S = 0.5, 10.0, 30.0
+# Minimum seconds between two polls of the metrics, in files and at an address, and as a multiple of a poll's duration.
+_POLL_S, _REMOTE_POLL_S, _POLL_FACTOR = 0.5, 30.0, 10.0
 # Seconds between two checks for a request to stop.
-_HEED_S = 0.5
+_STOP_CHECK_S = 0.5
 _TAIL_BYTES = 8192
 _NUMBER = re.compile(r"\d+")
 
 
 class CommandFailedError(UserError, RuntimeError):
-    """Error of a command that ended before its run was complete; the message has the cause and the last output line."""
+    """Error: a command ended before its run was complete; the message has the cause and the last line of output."""
 
 
 class CommandKilledError(CommandFailedError):
-    """Error of a command that was killed by a signal that this process did not send."""
+    """Error: a command was killed by a signal that this process did not send."""
 
 
 def run_member(run_dir: Path, progress: bool = False) -> None:
-    """Run the command of the member frozen in `run_dir`, and record its metrics in the member's journal.
+    """Run the command of the member in `run_dir`, and record its metrics in the member's journal.
+
+    Args:
+        run_dir: the member's folder, with its specification.
+        progress: whether to print each new step.
 
     Raises:
         RunInterruptedError: the run was asked to stop, and its command has ended.
         CommandFailedError: the command failed, or ended before its budget.
-        UserError: another process is running it, the journal belongs to another run, or its metrics cannot be used.
+        UserError: another process is running the member, its journal belongs to another run, or its metrics cannot be
+            used.
     """
     spec = RunSpec.read(run_dir)
     with sole_writer(run_dir, spec, current().rank()) as lease:
@@ -69,9 +74,9 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         _write_config(run_dir, spec.config)
         if (broken := find_break(run_dir)) is not None:
             lease.check()
-            kept = mend(broken)
+            copy = mend(broken)
             print(
-                f"{broken.why}; kept as {kept.name}, and what was lost is read again where it is still there",
+                f"{broken.why}; kept as {copy.name}, and what was lost is read again where it is still there",
                 flush=True,
             )
         _Member(run_dir, spec, lease, progress).run()
@@ -87,8 +92,8 @@ class _Member:
         self._cuts: list[Cut] = []
         self._source = Source(self._command, run_dir, self._cuts)
         self._stop_reason: str | None = None  # the reason for which the command was asked to stop
-        self._log_at = 0
-        self._went_on_from: str | None = None  # path of the checkpoint from which the command was resumed
+        self._log_start = 0  # size of the log when the command was started
+        self._resumed_from: str | None = None  # path of the checkpoint from which the command was resumed
         # Newest recorded checkpoint: its path and modification time, and the last step that it covers.
         self._checkpoint: tuple[str, int] | None = None
         self._covered = -1
@@ -97,7 +102,7 @@ class _Member:
 
     def run(self) -> None:
         """Start the command, follow it to its end, and record the end in the journal."""
-        # The command of a member that was just killed may still be ending: wait until it cannot write any more.
+        # If the member was just killed, its earlier command may still be ending: wait until that cannot write any more.
         lock = locked(self._run_dir / LOCK_FILE)
         try:
             self._run(lock)
@@ -118,13 +123,13 @@ class _Member:
                 self._journal, earlier, self._command, self._source, resume={"code": facts}
             )
             follower.catch_up()
-            there = follower.last_step >= 0
-            if checkpoint is not None and not self._command.anew and not there:
-                self._check_begun(earlier, checkpoint)
+            has_steps = follower.last_step >= 0
+            if checkpoint is not None and not self._command.anew and not has_steps:
+                self._check_checkpoint(earlier, checkpoint)
             resumes = not self._command.anew and (
-                checkpoint is not None or (there and self._command.checkpoints is None)
+                checkpoint is not None or (has_steps and self._command.checkpoints is None)
             )
-            follower.began_anew, follower.again = not resumes, bool(self._attempts)
+            follower.began_anew, follower.started_before = not resumes, bool(self._attempts)
             if (cut := self._source.seal()) is not None:
                 self._cuts.append(cut)
             self._start_and_follow(resumes, checkpoint, lock)
@@ -134,19 +139,19 @@ class _Member:
     # --- before it starts ----------------------------------------------------------------------------------------
 
     def _begin(self) -> JournalView | None:
-        """Check that existing files belong to this run; return its journal, None if there is none."""
+        """Check that existing files belong to this run; return its journal's content, None without a journal."""
         earlier = journal_or_none(self._run_dir)
         if earlier is not None and earlier.header.get("compute_is") != self._command.compute.text:
             raise UserError(
                 f"command.compute: {self._command.compute.text}, and {earlier.path} was begun with "
                 f"{earlier.header.get('compute_is')}; go back to that, or launch into a folder of its own (study=NAME)"
             )
-        self._note_attempts(earlier)
-        # The check is not needed for standard output, which is in the member's own folder.
-        others = self._command.source != STDOUT and not self._attempts
-        if others and (there := self._source.read()).rows:
+        self._read_attempts(earlier)
+        # Standard output needs no check, because it is in the member's own folder.
+        may_be_foreign = self._command.source != STDOUT and not self._attempts
+        if may_be_foreign and (found := self._source.read()).rows:
             raise UserError(
-                f"command.metrics.source: {self._source.title} holds {there.rows} rows already, and this run has not "
+                f"command.metrics.source: {self._source.title} holds {found.rows} rows already, and this run has not "
                 "begun: another run writes there; put {run_dir} into its path, or move the file away"
             )
         if not self._attempts and (path := self._command.newest_checkpoint()) is not None and not self._command.anew:
@@ -156,8 +161,8 @@ class _Member:
             )
         return earlier
 
-    def _note_attempts(self, earlier: JournalView | None) -> None:
-        """Count the earlier attempts, and find the positions where they left half a line in the metrics.
+    def _read_attempts(self, earlier: JournalView | None) -> None:
+        """Count the earlier attempts, and read the positions where they left half a line in the metrics.
 
         The journal has both. Earlier versions wrote them only to the file of the newest attempt (command.json). That
         file also shows that there was an attempt if the journal is lost.
@@ -167,17 +172,17 @@ class _Member:
         number = newest.get("attempts")
         self._attempts = max(len(noted), int(earlier is not None), number if isinstance(number, int) else bool(newest))
         for entry in (newest, *noted):
-            found = entry.get("cuts")
-            for each in found if isinstance(found, list) else ():
-                match each:
+            cuts = entry.get("cuts")
+            for entry_cut in cuts if isinstance(cuts, list) else ():
+                match entry_cut:
                     case [int(at), str(digest)] if (cut := Cut(at, digest)) not in self._cuts:
                         self._cuts.append(cut)
 
-    def _check_begun(self, earlier: JournalView | None, checkpoint: str) -> None:
-        """Check that the journal names this checkpoint, although it has no step before it.
+    def _check_checkpoint(self, earlier: JournalView | None, checkpoint: str) -> None:
+        """Check, for a checkpoint before which no step was recorded, that the journal names it.
 
         Raises:
-            UserError: the journal does not name it, so the metrics of the earlier steps are lost.
+            UserError: the journal does not name the checkpoint, so the metrics of the steps before it are lost.
         """
         if earlier is None or earlier.checkpoint_name != Path(checkpoint).name:
             raise UserError(
@@ -196,7 +201,11 @@ class _Member:
         }
 
     def _facts(self, earlier: JournalView | None) -> dict[str, Any]:
-        """Return the code provenance, with the files that the command names; warn of changes since the launch."""
+        """Return the code provenance, including files that the command names; warn of changes since the launch.
+
+        Raises:
+            UserError: something has changed, and `launch.strict_code` is true.
+        """
         symbols = command_of(self._spec.config, "", only_symbols=True)
         named = named_files(symbols, self._spec.config)
         facts = {**code_facts(), "folders": {f"{self._command.folder}/{name}": text for name, text in named.items()}}
@@ -221,7 +230,7 @@ class _Member:
         command, run_dir = self._command, self._run_dir
         words = [*command.words]
         if resumes:
-            self._went_on_from = checkpoint
+            self._resumed_from = checkpoint
             words += [word.replace("{checkpoint}", checkpoint or "") for word in command.add]
         for name, text in command.files.items():
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +239,7 @@ class _Member:
             command.stop_file.unlink(missing_ok=True)
         self._attempts += 1
         self._lease.check()
-        # Written before the start: after a power cut the next attempt needs to know where this one began.
+        # Write this before the start: after a power cut, the next attempt needs to know where this attempt began.
         cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         self._journal.attempt(self._follower.last_step, **cuts)
         attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": resumes}
@@ -238,41 +247,40 @@ class _Member:
         self._write_semantics(words)
         print(f"  {' '.join(words)}\n  compute is {command.compute.text}", flush=True)
         with suppress(OSError):
-            self._log_at = (run_dir / LOG_FILE).stat().st_size
+            self._log_start = (run_dir / LOG_FILE).stat().st_size
         own = {"SCALERL_RUN_DIR": str(run_dir.resolve()), "SCALERL_RUN": self._spec.run}
         out = run_dir / STDOUT_FILE if command.source == STDOUT else None
         activity.note("the command was started")
         try:
             with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
                 ended = self._follow(tree)
-            self._look(Ending.TORN if ended.code else Ending.WHOLE)
+            self._poll(Ending.TORN if ended.code else Ending.WHOLE)
         except ChildProcessError as error:
             raise UserError(f"command.line: {error}") from None
         except MetricsError as error:
             self._fail(str(error))
-        self._judge(ended)
+        self._record_end(ended)
 
     def _follow(self, tree: Tree) -> Ended:
-        """Follow the command to its end, and pass a request to stop this run on to it."""
-        wait_s, before = _LOOK_S, 0.0
-        looked = time.monotonic()
-        while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
+        """Follow the command to its end, and forward a request to stop."""
+        wait_s, last_duration = _POLL_S, 0.0
+        last_poll = time.monotonic()
+        while (ended := tree.wait(min(wait_s, _STOP_CHECK_S))) is None:
             if self._stop_reason is None and (reason := interruption.reason) is not None:
                 self._stop_reason = reason
                 self._ask_to_stop(tree, reason)
-            if time.monotonic() - looked < wait_s:
+            if time.monotonic() - last_poll < wait_s:
                 continue
             self._lease.check()
             began = time.monotonic()
-            if self._look() and self._progress:
+            if self._poll() and self._progress:
                 print(f"  step {self._follower.last_step} of {self._spec.steps}", flush=True)
-            looked = time.monotonic()
-            least_s = _REMOTE_LOOK_S if self._command.remote else _LOOK_S
-            # A single slow poll is not representative: the first poll of a file imports its reader, which takes seconds
-            # on a busy machine, and a race would see nothing for ten times as long. So the shorter of the last two
-            # counts.
-            before, lasted = looked - began, min(before, looked - began)
-            wait_s = max(least_s, _LOOK_FACTOR * lasted)
+            last_poll = time.monotonic()
+            min_s = _REMOTE_POLL_S if self._command.remote else _POLL_S
+            # Use the shorter of the last two durations. The first poll of a file imports its reader, which takes
+            # seconds on a busy machine, and a race would get no metrics for ten times as long.
+            last_duration, duration = last_poll - began, min(last_duration, last_poll - began)
+            wait_s = max(min_s, _POLL_FACTOR * duration)
         return ended
 
     def _ask_to_stop(self, tree: Tree, reason: str) -> None:
@@ -283,32 +291,39 @@ class _Member:
             command.stop_file.touch()
         tree.stop(command.stop_signal, command.stop_within_s)
 
-    def _look(self, ending: Ending = Ending.OPEN) -> bool:
+    def _poll(self, ending: Ending = Ending.OPEN) -> bool:
         """Record the steps that are complete now, and a changed checkpoint; return whether there were any steps.
+
         After a power cut a run can continue from a checkpoint only if the metrics before it have survived. So metrics
         are synced to disk before a new checkpoint is recorded.
         """
         follower = self._follower
-        found, before = self._command.checkpoint_stamp(), follower.last_step
-        changed = found is not None and found != self._checkpoint
+        stamp, last_step = self._command.checkpoint_stamp(), follower.last_step
+        changed = stamp is not None and stamp != self._checkpoint
         if changed:
             self._source.sync()
         recorded = follower.update(ending)
-        if found is not None:
-            name = Path(found[0]).name
+        if stamp is not None:
+            name = Path(stamp[0]).name
             numbers = _NUMBER.findall(name)
             step = int(numbers[-1]) if numbers else -1
-            # A checkpoint without a step in its name, or of an incomplete step, covers the steps before it appeared.
-            covered = step if 0 <= step <= follower.last_step else min(before, follower.last_step)
+            # If a checkpoint has no step in its name, or a step that is not complete, it covers the steps that were
+            # recorded before this poll.
+            covered = step if 0 <= step <= follower.last_step else min(last_step, follower.last_step)
             if changed or self._covered < covered == step:
                 self._journal.checkpoint(covered, name=name)
-                self._checkpoint, self._covered = found, covered
+                self._checkpoint, self._covered = stamp, covered
         return recorded
 
     # --- after its end -------------------------------------------------------------------------------------------
 
-    def _judge(self, ended: Ended) -> None:
-        """Record how the run has ended, and raise an error if it is not done."""
+    def _record_end(self, ended: Ended) -> None:
+        """Record how the run has ended.
+
+        Raises:
+            RunInterruptedError: the run was stopped on request.
+            CommandFailedError: the run has not reached its budget.
+        """
         follower, journal = self._follower, self._journal
         steps, last = self._spec.steps, follower.last_step
         behind = (
@@ -319,8 +334,8 @@ class _Member:
         if self._source.left_out:
             print(f"warning: {self._source.title}: {self._source.left_out} damaged lines were left out", flush=True)
         if ended.code == 0 and last >= steps - self._command.within and last >= 0:
-            if (why := follower.overdue()) is not None:
-                self._fail(why)
+            if (problem := follower.overdue()) is not None:
+                self._fail(problem)
             self._lease.check()
             if last < steps:  # within `command.done.within` of the budget: the last steps are not logged
                 follower.fill_to(steps)
@@ -328,15 +343,16 @@ class _Member:
             journal.end(steps if last < steps else last, "finished")
             return
         if self._stop_reason is not None:
-            how = f" (it did not end within {self._command.stop_within_s:g} s: killed with all that it started)"
+            killed = f" (it did not end within {self._command.stop_within_s:g} s: killed with all that it started)"
             raise RunInterruptedError(
-                f"{self._stop_reason} at step {last}; the command ended with {ended.how}{how if ended.killed else ''}"
+                f"{self._stop_reason} at step {last}; the command ended with "
+                f"{ended.how}{killed if ended.killed else ''}"
             )
         if ended.code != 0:
-            words = self._last_words()
+            error_line = self._last_error_line()
             self._fail(
                 f"command.line: {self._command.words[0]} ended with {ended.how} at step {last} of {steps}"
-                f"{f': {words}' if words else ''}; its output is in {LOG_FILE}",
+                f"{f': {error_line}' if error_line else ''}; its output is in {LOG_FILE}",
                 CommandKilledError if ended.code < 0 else CommandFailedError,
             )
         if last < 0:
@@ -344,9 +360,9 @@ class _Member:
                 f"command.metrics.source: the command ended with exit code 0{behind}, and {self._source.title} holds "
                 "no metrics; look where it writes them, and say it there",
             )
-        if self._went_on_from is not None and not follower.has_logged:
+        if self._resumed_from is not None and not follower.has_logged:
             self._fail(
-                f"command.resume.checkpoints: {self._went_on_from}: the command went on from it and logged nothing; "
+                f"command.resume.checkpoints: {self._resumed_from}: the command went on from it and logged nothing; "
                 f"the journal ends at step {last} of {steps}, so what was logged between is lost; move that checkpoint "
                 "away, to go on from the one before it",
             )
@@ -356,13 +372,14 @@ class _Member:
         )
 
     def _fail(self, reason: str, kind: type[CommandFailedError] = CommandFailedError) -> None:
+        """Record the run as failed, and raise an error of this class."""
         self._lease.check()
         self._journal.end(max(self._follower.last_step, 0), "failed", reason)
         raise kind(reason)
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         """Return the last line of the command's standard error, at most 300 characters."""
-        text = end_of(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_at)
+        text = end_of(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_start)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""
 

@@ -1,4 +1,4 @@
-"""Checked settings of a member that is a command, with its values filled in."""
+"""Check the settings of a member that is a command, and fill in its values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.command.compute import Compute, compute_of
-from sweeps.command.template import as_text, check_for_shell, filled, flat, names_in
+from sweeps.command.template import as_text, check_for_shell, fill, flatten, names_in
 from sweeps.errors import UserError
 from sweeps.run.spec import OPERATIONAL_KEYS
 
 STDOUT = "stdout"
 STDOUT_FILE = "stdout.txt"  # in the member's folder
-# Keys of the configuration that this project uses; all others are the user's values.
+# Keys of the configuration that this project uses; all other keys are the user's values.
 OWN_KEYS = OPERATIONAL_KEYS | {"command", "cluster", "member"}
-# Added when a study is planned: digests of the files that the command names, and the texts of its templates.
+# Settings added when a study is planned: digests of the files that the command names, and the texts of its templates.
 FROZEN = ("named", "texts")
 _SECTIONS = {
     "": {
@@ -47,7 +47,7 @@ _SECTIONS = {
 DEFAULT_SET = "heldout"
 _REMOTE = ("mlflow:", "wandb:")
 _NUMBER = re.compile(r"\d+")
-# The option of a shell that is followed by a script, and the names of shells.
+# Option of a shell whose argument is a script, and names of shells.
 _SHELL_WORDS = re.compile(r"-[a-z]*c")
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 
@@ -62,17 +62,17 @@ class Command:
         env: environment variables in addition to the inherited ones.
         folder: working directory.
         source: location of the metrics: `stdout`, a path (with `*` for the newest of several) or an address.
-        is_pattern: True if the source is a path with `*`; other wildcards are literal.
+        is_pattern: whether the source is a path with `*`; other wildcards are literal.
         step: name of the step column; None for a tracker's usual name.
-        rewards: column of the reward of each evaluation set.
+        rewards: column of the reward, by evaluation set; the first set is the default.
         keep: other columns to record.
         compute: how compute is measured.
-        anew: True if an interrupted run starts again from zero.
+        anew: whether an interrupted run starts again from step 0.
         add: words added to the command when it resumes; they may contain `{checkpoint}`.
-        checkpoints: pattern of its checkpoints; None if they are unknown.
-        stop_signal, stop_file: ways to ask it to stop; either may be None.
-        stop_within_s: seconds after which it is killed.
-        within: number of steps by which the last logged step may be short of the budget.
+        checkpoints: pattern of the checkpoints' paths; None if they are unknown.
+        stop_signal, stop_file: signal to send, and file to create, to ask the command to stop; None for neither.
+        stop_within_s: seconds after which a command that was asked to stop is killed.
+        within: number of steps by which the last logged step may be below the budget in a complete run.
     """
 
     words: tuple[str, ...]
@@ -95,15 +95,15 @@ class Command:
 
     @property
     def remote(self) -> bool:
-        """Return True if the metrics are at an address instead of in a file."""
+        """Return whether the metrics are read from an address, not a file."""
         return self.source.startswith(_REMOTE)
 
     def newest_checkpoint(self) -> str | None:
-        """Return the path of the checkpoint with the largest number in its name; None if there is none."""
+        """Return the path of the checkpoint with the largest numbers in its path; None without a checkpoint."""
         return newest(self.checkpoints) if self.checkpoints is not None else None
 
     def checkpoint_stamp(self) -> tuple[str, int] | None:
-        """Return path and modification time of the newest checkpoint; None if there is none."""
+        """Return path and modification time (ns) of the newest checkpoint; None without a checkpoint."""
         path = self.newest_checkpoint()
         try:
             return None if path is None else (path, Path(path).stat().st_mtime_ns)
@@ -112,108 +112,110 @@ class Command:
 
 
 def newest(pattern: str) -> str | None:
-    """Return the matching path with the largest numbers in its name; None without a match."""
-    found = glob.glob(pattern)  # noqa: PTH207 (a pattern may be absolute)
-    return max(found, key=lambda path: [int(number) for number in _NUMBER.findall(path)], default=None)
+    """Return the matching path with the largest numbers in it, compared in order; None without a match."""
+    paths = glob.glob(pattern)  # noqa: PTH207 (a pattern may be absolute)
+    return max(paths, key=lambda path: [int(number) for number in _NUMBER.findall(path)], default=None)
 
 
 def own_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's own values in a configuration."""
+    """Return the user's values in a configuration: all keys that this project does not use."""
     return {key: value for key, value in config.items() if key not in OWN_KEYS}
 
 
 def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", only_symbols: bool = False) -> Command:
-    """Fill in the values of the command in a configuration, whose settings have their types (`check_kinds`).
+    """Make a command from a configuration, with all values filled in.
 
     Args:
-        config: resolved configuration of a member.
+        config: resolved configuration of a member, checked by `check_kinds`.
         run_dir: the member's folder.
-        run: its identity.
-        only_symbols: leave seed, budget and the member's folder as placeholders, as identities need.
+        run: the member's identity.
+        only_symbols: leave the placeholders of seed, budget and the member's folder, as an identity needs.
 
     Raises:
         UserError: a setting that cannot be used, or a placeholder without a value.
     """
-    given = _sections(config)
-    # Values that are not part of a recipe's identity.
-    apart = {"seed": config["seed"], "steps": config["budget"]["steps"], "run_dir": str(run_dir), "run": run}
+    settings = _sections(config)
+    # Values that differ between runs of one recipe.
+    run_values = {"seed": config["seed"], "steps": config["budget"]["steps"], "run_dir": str(run_dir), "run": run}
     if only_symbols:
-        apart = {key: f"{{{key}}}" for key in apart}
-    apart["study"] = "{study}" if only_symbols else config["study"]
-    values = {**flat(own_values(config)), **apart, "devices": given["compute"]["devices"]}
+        run_values = {key: f"{{{key}}}" for key in run_values}
+    run_values["study"] = "{study}" if only_symbols else config["study"]
+    values = {**flatten(own_values(config)), **run_values, "devices": settings["compute"]["devices"]}
 
     def text(field: str, value: str) -> str:
-        return filled(value, values, f"command.{field}")
+        return fill(value, values, f"command.{field}")
 
-    folder = Path(given["folder"])
-    written = split("line", given["line"])
-    words = [text("line", word) for word in written]
+    folder = Path(settings["folder"])
+    line_words = split("line", settings["line"])
+    words = [text("line", word) for word in line_words]
     if not words:
         raise UserError("command.line: is empty; give the command that trains, with {seed} and your values in it")
     if not only_symbols and Path(words[0]).name in _SHELLS:
-        options = [at for at, word in enumerate(written) if _SHELL_WORDS.fullmatch(word)]
-        for word in written[options[0] + 1 : options[0] + 2] if options else ():
+        options = [index for index, word in enumerate(line_words) if _SHELL_WORDS.fullmatch(word)]
+        for word in line_words[options[0] + 1 : options[0] + 2] if options else ():
             check_for_shell(word, values)
-    # Only stars of the user's pattern are wildcards: values and folders may contain them too, as in `study[1]`.
+    # Only stars in the user's pattern are wildcards. Escape those in values and folders, as in `study[1]`.
     literal = {key: glob.escape(as_text(value)) for key, value in values.items()}
     escaped = Path(glob.escape(str(folder)))
-    lies = given["metrics"]["source"]
-    source = text("metrics.source", lies)
+    source_template = settings["metrics"]["source"]
+    source = text("metrics.source", source_template)
     is_pattern = False
     if source != STDOUT and not source.startswith(_REMOTE):
-        is_pattern = "*" in lies
-        source = str(escaped / filled(lies, literal, "command.metrics.source") if is_pattern else folder / source)
-    stop, resume = given["stop"], given["resume"]
+        is_pattern = "*" in source_template
+        source = str(
+            escaped / fill(source_template, literal, "command.metrics.source") if is_pattern else folder / source
+        )
+    stop, resume = settings["stop"], settings["resume"]
     checkpoints = resume["checkpoints"]
     values["checkpoint"] = "{checkpoint}"
-    keep = given["metrics"]["keep"] or []
-    step = given["metrics"]["step"]
+    keep = settings["metrics"]["keep"] or []
+    step = settings["metrics"]["step"]
     return Command(
         words=tuple(words),
         files={
-            text(f"files.{name}", name): filled(
+            text(f"files.{name}", name): fill(
                 template,
                 values,
-                f"command.files.{name} ({given['files'][name]})",
+                f"command.files.{name} ({settings['files'][name]})",
                 yaml=name.endswith((".yaml", ".yml")),
             )
-            for name, template in _templates(given).items()
+            for name, template in _templates(settings).items()
         },
-        env={str(name): text(f"env.{name}", str(value)) for name, value in given["env"].items()},
+        env={str(name): text(f"env.{name}", str(value)) for name, value in settings["env"].items()},
         folder=folder,
         source=source,
         is_pattern=is_pattern,
         step=None if step is None else str(step),
-        rewards=_rewards(given["metrics"]["reward"]),
+        rewards=_rewards(settings["metrics"]["reward"]),
         keep=tuple(str(column) for column in keep),
-        compute=compute_of(given["compute"], folder),
+        compute=compute_of(settings["compute"], folder),
         anew=resume["anew"],
         add=tuple(text("resume.add", word) for word in split("resume.add", resume["add"] or [])),
         checkpoints=None
         if checkpoints is None
-        else str(escaped / filled(checkpoints, literal, "command.resume.checkpoints")),
+        else str(escaped / fill(checkpoints, literal, "command.resume.checkpoints")),
         stop_signal=_signal(stop["signal"]),
         stop_file=None if stop["file"] is None else folder / text("stop.file", stop["file"]),
         stop_within_s=float(stop["within_s"]),
-        within=given["done"]["within"],
+        within=settings["done"]["within"],
     )
 
 
 def used_names(config: Mapping[str, Any]) -> set[str]:
     """Return the names of all placeholders in the command's line, files and environment."""
-    given = _sections(config)
-    texts = [*split("line", given["line"]), *(str(value) for value in given["env"].values())]
-    texts += _templates(given).values()
+    settings = _sections(config)
+    texts = [*split("line", settings["line"]), *(str(value) for value in settings["env"].values())]
+    texts += _templates(settings).values()
     return {name for text in texts for name in names_in(text)}
 
 
 def templates(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a configuration's templates, by the name of the file that each makes."""
+    """Return the texts of a configuration's templates, by the name of the file to write."""
     return _templates(_sections(config))
 
 
 def split(field: str, line: Any) -> list[str]:
-    """Split a line into words as a shell does; a list is returned as texts.
+    """Split a command line into words as a shell does; a list is returned with its items as strings.
 
     Raises:
         UserError: quotes are not closed.
@@ -227,32 +229,41 @@ def split(field: str, line: Any) -> list[str]:
 
 
 def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under `command`, with all sections and no unknown key.
+    """Return the settings under `command`, after a check that all keys are known; None becomes an empty group.
 
     Raises:
         UserError: an unknown key.
     """
-    given = config["command"]
+    settings = config["command"]
     for section, valid in _SECTIONS.items():
-        part = given[section] if section else given
+        part = settings[section] if section else settings
         if unknown := sorted(set(map(str, part)) - valid):
-            at = f"command.{section}." if section else "command."
-            raise UserError(f"{at}{unknown[0]}: no such setting; valid: {', '.join(sorted(valid.difference(FROZEN)))}")
-    return {**given, "files": given["files"] or {}, "env": given["env"] or {}}
+            prefix = f"command.{section}." if section else "command."
+            raise UserError(
+                f"{prefix}{unknown[0]}: no such setting; valid: {', '.join(sorted(valid.difference(FROZEN)))}"
+            )
+    return {**settings, "files": settings["files"] or {}, "env": settings["env"] or {}}
 
 
-def _rewards(given: Any) -> dict[str, str]:
-    if given:
-        return {DEFAULT_SET: given} if isinstance(given, str) else {str(name): column for name, column in given.items()}
-    raise UserError(f"command.metrics.reward: {given!r} must be the name of a column, or names by evaluation set")
+def _rewards(reward: Any) -> dict[str, str]:
+    """Return the column of the reward by evaluation set; a single column is that of `DEFAULT_SET`."""
+    if reward:
+        return (
+            {DEFAULT_SET: reward} if isinstance(reward, str) else {str(name): column for name, column in reward.items()}
+        )
+    raise UserError(f"command.metrics.reward: {reward!r} must be the name of a column, or names by evaluation set")
 
 
-def _templates(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the templates by the name of the file to make: frozen ones, or else read from their files."""
-    if "texts" in given:
-        return dict(given["texts"])
+def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the frozen texts of the templates, by the name of the file to write; else read the templates' files.
+
+    Raises:
+        UserError: a template cannot be read.
+    """
+    if "texts" in settings:
+        return dict(settings["texts"])
     texts = {}
-    for name, path in given["files"].items():
+    for name, path in settings["files"].items():
         try:
             texts[str(name)] = Path(str(path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -271,25 +282,28 @@ def _signal(name: Any) -> signal.Signals | None:
         ) from None
 
 
-def written_by(commands: Sequence[tuple[str, Command]]) -> None:
-    """Check that no two members share a place to write to: metrics, checkpoints or the stop file.
+def check_shared_paths(commands: Sequence[tuple[str, Command]]) -> None:
+    """Check that no two members write to the same path: metrics, checkpoints or the stop file.
+
+    Args:
+        commands: pairs of a member's title and its command.
 
     Raises:
-        UserError: two members share one; the message has both names and the place.
+        UserError: two members share a path; the message has both titles and the path.
     """
     known: dict[tuple[str, str], str] = {}
     for title, command in commands:
-        places = {
+        paths = {
             "metrics.source": None if command.source == STDOUT else command.source,
             "resume.checkpoints": command.checkpoints,
             "stop.file": None if command.stop_file is None else str(command.stop_file),
         }
-        for setting, place in places.items():
-            if place is None:
+        for setting, path in paths.items():
+            if path is None:
                 continue
-            real = place if command.remote and setting == "metrics.source" else os.path.realpath(place)
-            if (other := known.setdefault((setting, real), title)) != title:
+            real_path = path if command.remote and setting == "metrics.source" else os.path.realpath(path)
+            if (other := known.setdefault((setting, real_path), title)) != title:
                 raise UserError(
-                    f"command.{setting}: {place}: {other} and {title} would both write it; put {{run_dir}}, "
+                    f"command.{setting}: {path}: {other} and {title} would both write it; put {{run_dir}}, "
                     "or {seed} and all values that vary, into its path"
                 )

@@ -1,6 +1,6 @@
-"""Placeholders `{key}` for values of a configuration, in a command's words and in templates of files.
+"""Fill in placeholders `{key}` for values of a configuration, in a command's words and in templates of files.
 
-Other braces are kept (`{"a": 1}`, `${HOME}`), and `{{key}}` gives the text `{key}`.
+Other braces are kept (`{"a": 1}`, `${HOME}`), and `{{key}}` becomes the text `{key}`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def names_in(text: str) -> list[str]:
     return [match[2] for match in _PLACEHOLDER.finditer(text) if match[2]]
 
 
-def filled(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -> str:
+def fill(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -> str:
     """Fill in the placeholders of a text.
 
     Args:
-        text: with placeholders.
-        values: by dotted key; values other than texts are written as in YAML and JSON (true, null, 1e-05).
-        field: the setting that the text comes from, for the message.
-        yaml: True for a YAML file: numbers are then written as in YAML 1.1 (1.0e-05), because PyYAML reads 1e-05 as
-            a text.
+        text: text with placeholders.
+        values: values by dotted key; those that are not strings are written as in JSON (true, null, 1e-05).
+        field: the setting with the text, for the message.
+        yaml: whether the text is a YAML file. Numbers are then written as in YAML 1.1 (1.0e-05), because PyYAML reads
+            1e-05 as a string.
 
     Raises:
         UserError: a placeholder without a value.
     """
 
-    def value(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         if match[1]:
             return f"{{{match[1]}}}"
         if match[2] not in values:
@@ -45,13 +45,13 @@ def filled(text: str, values: Mapping[str, Any], field: str, yaml: bool = False)
                 f"{field}: {{{match[2]}}} has no value; give the key {match[2]} one in your file, or write "
                 f"{{{{{match[2]}}}}} for the text; valid: {valid}"
             )
-        found = values[match[2]]
-        shown = as_text(found)
-        if yaml and isinstance(found, float) and "e" in shown and "." not in shown:
-            shown = shown.replace("e", ".0e")
-        return shown
+        value_found = values[match[2]]
+        value_text = as_text(value_found)
+        if yaml and isinstance(value_found, float) and "e" in value_text and "." not in value_text:
+            value_text = value_text.replace("e", ".0e")
+        return value_text
 
-    return _PLACEHOLDER.sub(value, text)
+    return _PLACEHOLDER.sub(replacement, text)
 
 
 def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
@@ -74,14 +74,14 @@ def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
 
 
 def _quote_at(text: str) -> str:
-    """Return the quote that is open at the end of a piece of shell script; "" for none."""
-    quote, at = "", 0
-    while at < len(text):
-        if text[at] == "\\" and quote != "'":
-            at += 1
-        elif text[at] in "'\"":
-            quote = "" if quote == text[at] else quote or text[at]
-        at += 1
+    """Return the quote character that is open at the end of a piece of shell script; "" if none is open."""
+    quote, index = "", 0
+    while index < len(text):
+        if text[index] == "\\" and quote != "'":
+            index += 1
+        elif text[index] in "'\"":
+            quote = "" if quote == text[index] else quote or text[index]
+        index += 1
     return quote
 
 
@@ -90,11 +90,11 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted key, with the groups themselves and the values inside them."""
-    found: dict[str, Any] = {}
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return all values by dotted key: the groups, and also the values inside them."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found[f"{prefix}{key}"] = value
+        flat[f"{prefix}{key}"] = value
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-    return found
+            flat |= flatten(value, f"{prefix}{key}.")
+    return flat

@@ -1,8 +1,8 @@
-"""Executors run members on this machine or on a cluster, and report how each one ended.
+"""Run members on this machine or on a cluster, and report how each member ended.
 
-`base` is the protocol with `Launch` and `Outcome`. `local` runs members as child processes or in this process.
-`clusters` lists the kinds of cluster. `slurm/` is one, which runs members as jobs, and `node/` is the protocol that all
-kinds share with their nodes. `failure` lists the kinds of failure, `error_signatures` the messages that identify them.
+`base` is the protocol of executors, with `Launch` and `Outcome`. `local` runs members as child processes or in this
+process. `clusters` lists the kinds of cluster, of which `slurm/` is one. `node/` is the code that runs on the nodes of
+any cluster. `failure` lists the kinds of failure, `error_signatures` the messages that identify them.
 
 To add a kind of cluster (docs/guide/cluster.md has the files, tests/sweeps/executor/folder_cluster.py is a short
 example):

@@ -1,6 +1,6 @@
 """Interface of executors, which start members of a study, follow them, and report how they ended.
 
-`local` has the executors of this machine, `clusters` lists those of clusters.
+`local` has the executors for this machine; `clusters` lists the kinds of cluster with their executors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ class Launch:
 
     Attributes:
         run, run_dir: identity of the member, and its folder.
-        spent: number of retries so far, by kind of failure.
-        excluded: names of nodes that it must not run on.
+        retries_used: number of retries so far, by kind of failure.
+        excluded: names of nodes on which the member must not run.
         submission, job: submission and job id of an attempt to follow again; None for a new attempt.
-        unanswered: earlier submissions that got no answer. They may have been accepted; their jobs are unwanted.
+        unanswered: names of earlier submissions that got no answer. If they were accepted after all, their jobs must be
+            cancelled.
         layout: number of nodes and of ranks per node (`RunSpec.layout`); None for the executor's own settings.
     """
 
     run: str
     run_dir: Path
-    spent: Mapping[str, int] = field(default_factory=dict)
+    retries_used: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     submission: str | None = None
     job: str | None = None
@@ -44,11 +45,11 @@ class Outcome:
     Attributes:
         run: identity of the member.
         exit_code: exit code of the process, or minus the number of the signal that killed it. 86: the member hung
-            and ended itself. 87: it was asked to stop, and saved a checkpoint first.
-        kind: kind of failure (`sweeps.executor.failure.KINDS`); None if the exit code is all that is known.
-        reason: the failure in words; None where the executor does not know it.
-        node: node to blame for the failure; None if none is.
-        earlier: True if the member had already ended when the executor that adopted it polled for the first time.
+            and ended itself. 87: the member was asked to stop, and saved a checkpoint first.
+        kind: kind of failure (`sweeps.executor.failure.KINDS`); None if only the exit code is known.
+        reason: message of the failure; None if the executor does not know it.
+        node: node that may have caused the failure; None if no node is to blame.
+        ended_before: whether the member had already ended when this executor, which adopted it, polled first.
     """
 
     run: str
@@ -56,20 +57,22 @@ class Outcome:
     kind: str | None = None
     reason: str | None = None
     node: str | None = None
-    earlier: bool = False
+    ended_before: bool = False
 
     @property
     def how(self) -> str:
-        """Describe the end by the exit code alone, such as "killed by SIGKILL" or "exit code 1"."""
+        """Description of the exit code, such as "killed by SIGKILL" or "exit code 1"."""
         return ended_with(self.exit_code)
 
 
 class Executor(Protocol):
-    """Protocol of an executor, which starts members and reports which have ended.
+    """Protocol of an executor, which starts members and reports which of them have ended.
 
-    `outlives` is True if members keep running when the process that started them ends. They are then submitted under
-    a name by which a later process finds them again. tests/sweeps/executor/test_contract.py states the contract of all
-    executors.
+    tests/sweeps/executor/test_contract.py states the contract of all executors.
+
+    Attributes:
+        outlives: whether members keep running when the process that started them ends. They are then submitted under a
+            name by which a later process finds them again.
     """
 
     outlives: bool
@@ -78,18 +81,26 @@ class Executor(Protocol):
         """Return how many members from the front of `waiting` may be submitted now, in one batch; 0 for none."""
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Start members under a name that is used once. Return job by run, empty if they cannot be accepted now."""
+        """Start members under the name `submission`, which is used only once.
+
+        Returns:
+            The job (None without a scheduler) of each accepted member, by identity; empty if none can be accepted now.
+        """
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Follow members that an earlier process started. Return job by run, for members that were really submitted."""
+        """Follow members that an earlier process started or tried to submit.
+
+        Returns:
+            The job of each member that was found, by identity.
+        """
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Return members that have ended since the last call; waits up to `timeout_s` for the first."""
+        """Return the outcomes of members that have ended since the last call; wait up to `timeout_s` for the first."""
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
         """Ask members to save and end at the next step boundary; their outcome is then of kind `stopped`.
 
-        A queued member never begins. Members that this executor does not follow are ignored.
+        A queued member is removed from the queue. Members that this executor does not follow are ignored.
         """
 
     def running(self) -> list[str]:
@@ -99,13 +110,13 @@ class Executor(Protocol):
         """Return the members of `running` that are still queued."""
 
     def settled(self) -> bool:
-        """Return True if the state of every started member, running or ended, is known."""
+        """Return whether it is known for every started member whether it runs or has ended."""
 
     def close(self) -> None:
-        """End the members that do not outlive this process."""
+        """End the members, unless they outlive this process."""
 
 
 def load_entry(name: str) -> Any:
-    """Import the function that a text `module:function` names."""
+    """Import the function that `name` names as `module:function`."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

@@ -1,4 +1,4 @@
-"""Kinds of cluster on which members can run. A kind is a folder with a class like `Cluster`, and an entry below."""
+"""Kinds of cluster on which members can run: for each a folder with a class like `Cluster`, and an entry below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor, load_entry
 
-# Kind, as `launch.json` names it: its class. Classes are imported when a study needs them.
+# Class of each kind of cluster, by the kind's name in `launch.json`. Classes are imported when a study needs them.
 CLUSTERS = {"slurm": "sweeps.executor.slurm.executor:SlurmCluster"}
 
 
@@ -22,46 +22,51 @@ class QueuedJob(Protocol):
 
     @property
     def shown(self) -> tuple[str, str | None]:
-        """Return `queued` with the reason if it is not the usual one, `running`, or `ended` with the cluster's word."""
+        """State for display, with a detail or None: `queued` (an unusual reason), `running`, or `ended` (the state)."""
 
 
 class Scheduler(Protocol):
-    """Access to a cluster, as far as a study's status needs it."""
+    """Protocol of access to a cluster's scheduler, as far as a study's status needs it."""
 
     def queue(self) -> Mapping[str, QueuedJob] | None:
-        """Return this user's jobs by id; None if there is no answer."""
+        """Return this user's jobs by id; None if the scheduler does not answer."""
 
 
 class Cluster(Protocol):
-    """Resources and limits of the jobs of a study on one kind of cluster, and access to it."""
+    """Protocol of the settings of a study's jobs on one kind of cluster, which also give access to the cluster."""
 
     @property
     def asks_for_gpus(self) -> bool:
-        """True if a job asks for GPUs."""
+        """Whether a job requests GPUs."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Make checked settings from the launcher's keys, or from those that `launch.json` has.
+        """Make settings from keys of the launcher or of `launch.json`, and check them.
 
         Raises:
             UserError: a value that cannot work.
         """
 
-    def given(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, Any]:
         """Return the settings as a flat mapping, the inverse of `of`."""
 
     def commands(self) -> dict[str, Any]:
-        """Return the settings that a shell runs, or that can contain a command. A stranger's study must have none."""
+        """Return the settings that are, or can contain, shell commands. In an untrusted study they must be empty."""
 
     def scheduler(self) -> Scheduler:
         """Return access to the cluster.
 
         Raises:
-            UserError: it cannot be reached from here.
+            UserError: the cluster cannot be reached from here.
         """
 
     def executor(self, study: Path, entry: str, threads: int) -> Executor:
-        """Make the executor of a study's members, see `LaunchSettings` for the arguments.
+        """Make the executor that runs a study's members.
+
+        Args:
+            study: the study's folder.
+            entry: `module:function` that runs one member, given its directory.
+            threads: CPU threads of each member.
 
         Raises:
             UserError: the cluster cannot be reached from here.

@@ -1,8 +1,7 @@
-"""Patterns by which failures are classified: errnos, names of exceptions, and messages of libraries and drivers.
+"""Classify failures by errnos, names of exceptions, and messages of libraries and drivers.
 
-Texts are parts of messages as they are printed, compared without case. Each has its source: a public thread, a manual
-or the program that prints it. Exceptions are matched by name, so that no library must be imported to recognise its
-errors.
+Texts are parts of messages, compared ignoring case. Each text has its source: a public thread, a manual or the program
+that prints the message. Exceptions are matched by the names of their types, so that no library need be imported.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ class Signatures:
     """Patterns that identify one kind of failure.
 
     Attributes:
-        texts: part of a message -> where it was seen.
-        types: names of exceptions. Of an exception's type and bases, the most derived one that any kind names decides.
+        texts: parts of messages, with their sources.
+        types: names of exception types. If several types in an exception's class hierarchy are listed, the most derived
+            one decides.
         errnos: error numbers of an OSError.
-        of: the texts count only in exceptions of this type.
-        in_logs: whether the texts also count in the log of a process that ended without an exception.
+        of: type of the exceptions in which `texts` are searched.
+        in_logs: whether to search `texts` also in the log of a process that ended without an exception.
     """
 
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ SIGNATURES: Mapping[str, Signatures] = {
         },
         errnos=(
             *(errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN),
-            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # only with a file name; see `shown_by`
+            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # only with a file name; see `classify_exception`
         ),
         in_logs=True,
     ),
@@ -176,18 +176,18 @@ SIGNATURES: Mapping[str, Signatures] = {
     ),
 }
 
-# Kinds that report the end of another rank. That rank's own error takes precedence.
-OF_A_PEER = frozenset({"killed", "collective"})
+# Kinds of failure that are caused by the end of another rank, whose own error takes precedence.
+PEER_FAILURES = frozenset({"killed", "collective"})
 
 _KIND_OF_TYPE = {name: kind for kind, signs in SIGNATURES.items() for name in signs.types}
 _KIND_OF_ERRNO = {number: kind for kind, signs in SIGNATURES.items() for number in signs.errnos}
-_LOW = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIGNATURES.items()}
+_LOWER_TEXTS = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIGNATURES.items()}
 
 
-def shown_by(error: BaseException) -> str | None:
-    """Classify one exception without its causes; None if no pattern matches."""
+def classify_exception(error: BaseException) -> str | None:
+    """Return the kind of failure of one exception, not of its causes; None if no pattern matches."""
     text = str(error).lower()
-    if any(words in text for words in _LOW["error"]):
+    if any(words in text for words in _LOWER_TEXTS["error"]):
         return "error"
     # The exception names of HTTP libraries are more specific than the errno.
     kind = next((_KIND_OF_TYPE[name] for name in _names(type(error)) if name in _KIND_OF_TYPE), None)
@@ -197,25 +197,25 @@ def shown_by(error: BaseException) -> str | None:
     if kind is not None:
         return kind
     for kind, signs in SIGNATURES.items():
-        if isinstance(error, signs.of) and any(words in text for words in _LOW[kind]):
+        if isinstance(error, signs.of) and any(words in text for words in _LOWER_TEXTS[kind]):
             return kind
     return None
 
 
 def _names(of: type[BaseException]) -> Iterator[str]:
-    """Names of a type and its bases. A base ConnectionError is left out: its subclasses are classified by errno."""
+    """Return the names of a type and its bases, without a base ConnectionError: its subclasses have an errno."""
     return (cls.__name__ for cls in of.__mro__ if cls is of or cls is not ConnectionError)
 
 
-def shown_in(log: str) -> tuple[str, str] | None:
-    """Classify a log: the kind of failure and the first line that shows it; None if no pattern matches."""
+def classify_log(log: str) -> tuple[str, str] | None:
+    """Return the kind of failure that a log shows, and the first line that shows it; None if no pattern matches."""
     low = log.lower()
-    # These messages show the program's own fault, although they look like a GPU's or the network's.
-    if any(words in low for words in _LOW["error"]):
+    # These messages show an error of the program, although they look like a failure of a GPU or the network.
+    if any(words in low for words in _LOWER_TEXTS["error"]):
         return None
     for kind, signs in SIGNATURES.items():
-        if signs.in_logs and any(words in low for words in _LOW[kind]):
-            return kind, next(_lines_with(log, _LOW[kind]), "")
+        if signs.in_logs and any(words in low for words in _LOWER_TEXTS[kind]):
+            return kind, next(_lines_with(log, _LOWER_TEXTS[kind]), "")
     return None
 
 

@@ -1,7 +1,7 @@
 """Kinds of failure of a member, and whether a retry can help.
 
-A failure has one of `KINDS`. Preemption, a time limit and a lost node do not depend on the recipe: the member continues
-from its checkpoint. An error in the recipe's own code would recur.
+A failure has one of `KINDS`. Preemption, a time limit and a lost node do not depend on the recipe, so the member
+continues from its checkpoint. An error in the recipe's own code would recur, so it is not retried.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from sweeps.errors import UserError
-from sweeps.executor.error_signatures import shown_by
+from sweeps.executor.error_signatures import classify_exception
 
-# kind: (description, retries allowed by default; None for no limit)
+# By kind: description, and default number of retries, None for no limit.
 KINDS: Mapping[str, tuple[str, int | None]] = {
     "error": ("an error of the program or its configuration", 0),
     "out_of_memory": ("out of memory", 1),
@@ -38,21 +38,21 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
 # After these failures the next attempt avoids the node.
 BLAMES_NODE = frozenset({"node", "killed", "launch", "hang", "gpu", "storage", "collective"})
 
-# Factor on the requested host memory at the next attempt after running out of it.
+# Factor by which the requested host memory grows at the next attempt after running out of memory.
 MEMORY_GROWTH = 1.5
 
 # Attempts without a new checkpoint after which a chain of jobs is given up.
 MAX_IDLE_ATTEMPTS = 5
 
 
-def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | None]:
-    """Return the number of attempts after the first, by kind; `given` changes the defaults.
+def retries(changes: Mapping[str, int | None] | None = None) -> dict[str, int | None]:
+    """Return the number of retries by kind of failure; `changes` replace the defaults of single kinds.
 
     Raises:
         UserError: an unknown kind, or a number below 0.
     """
     policy = {kind: number for kind, (_, number) in KINDS.items()}
-    for kind, number in (given or {}).items():
+    for kind, number in (changes or {}).items():
         if kind not in policy:
             raise UserError(f"retries.{kind}: no such reason for a failure; valid: {', '.join(KINDS)}")
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
@@ -64,43 +64,44 @@ def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | No
 NO_RETRIES: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
-def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, int], excused: int = 0) -> bool:
+def may_retry(policy: Mapping[str, int | None], kind: str, retries_used: Mapping[str, int], excused: int = 0) -> bool:
     """Return whether a member may retry after a failure of this kind.
 
     Args:
         policy: number of retries allowed, by kind; None for no limit.
         kind: kind of this failure.
-        spent: number of retries so far, by kind.
-        excused: number of failures of this kind that are blamed on a node, this one included. They do not count.
+        retries_used: number of retries so far, by kind of failure.
+        excused: number of failures of this kind, this failure included, that are blamed on a node and do not count.
     """
     limit = policy.get(kind, 0)
-    return limit is None or (limit > 0 and spent.get(kind, 0) - excused < limit)
+    return limit is None or (limit > 0 and retries_used.get(kind, 0) - excused < limit)
 
 
 def kind_of(error: BaseException) -> str:
-    """Classify an exception that ended a member, by the outermost in its chain that `shown_by` recognises.
+    """Return the kind of failure of an exception that ended a member; `error` if no pattern matches.
 
-    An explicit cause (`raise from`) can turn a network failure into an error of the program: the hub has answered, or
-    offline mode forbids the request.
+    In the chain of causes, the outermost exception that `classify_exception` recognises decides. But an explicit cause
+    (`raise from`) that is an error of the program overrides a network failure: the hub has answered, or offline mode
+    forbids the request.
     """
-    found: str | None = None
-    for each, stated in _chain(error):
-        kind = shown_by(each)
-        if found is None or (found == "network" and kind == "error" and stated):
-            found = kind
-    return found or "error"
+    result: str | None = None
+    for link, explicit in _chain(error):
+        kind = classify_exception(link)
+        if result is None or (result == "network" and kind == "error" and explicit):
+            result = kind
+    return result or "error"
 
 
 def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield an exception and its causes. The flag is True while every link so far is an explicit `raise from`."""
+    """Yield an exception and its causes, each with whether all links up to it are explicit (`raise from`)."""
     seen: list[BaseException] = []
-    each: BaseException | None = error
-    stated = True
-    while each is not None and each not in seen:
-        yield each, stated
-        seen.append(each)
-        stated = stated and each.__cause__ is not None
-        each = each.__cause__ or each.__context__
+    link: BaseException | None = error
+    explicit = True
+    while link is not None and link not in seen:
+        yield link, explicit
+        seen.append(link)
+        explicit = explicit and link.__cause__ is not None
+        link = link.__cause__ or link.__context__
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Executors for this machine: members as child processes, or one by one in this process."""
+"""Executors for this machine: run members as child processes, or one by one in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.process import THREADS, die_with_parent, end, forkserver
 from sweeps.redact import redact
 from sweeps.run.activity import HUNG_CODE
-from sweeps.run.interruption import RunInterruptedError, ask_to_stop, stop_asked
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, requested_stop
 from sweeps.run.journal import LOG_FILE
 
 # Exit code of a member that stopped because its study asked it to.
@@ -31,7 +31,7 @@ class LocalExecutor:
         entry: `module:function`, called in the member's process with its run directory; an exception is a failure.
         max_parallel: number of members that run at the same time.
         threads: CPU threads of each member. With more threads than cores, members slow each other down tenfold.
-        preload: modules that are imported once, in the server process that members are forked from.
+        preload: modules that are imported once, in the server process from which members are forked.
 
     Raises:
         UserError: `max_parallel` or `threads` is not a whole number of 1 or more.
@@ -65,7 +65,7 @@ class LocalExecutor:
         return {member.run: None for member in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Return an empty dict: members of an earlier process died with it."""
+        """Return an empty dict, because members of an earlier process ended with that process."""
         return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
@@ -129,7 +129,7 @@ class InProcessExecutor:
         return {member.run: None for member in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Return an empty dict: no member outlives the process that runs it."""
+        """Return an empty dict, because members end with the process that runs them."""
         return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
@@ -142,15 +142,15 @@ class InProcessExecutor:
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
         """Drop queued members, with an outcome of kind `stopped`; none can be running while this is called."""
-        self._stopped += [Outcome(each.run, 1, "stopped", reason) for each in self._waiting if each.run in runs]
-        self._waiting = [each for each in self._waiting if each.run not in runs]
+        self._stopped += [Outcome(launch.run, 1, "stopped", reason) for launch in self._waiting if launch.run in runs]
+        self._waiting = [launch for launch in self._waiting if launch.run not in runs]
 
     def running(self) -> list[str]:
-        """Return the members that are queued, and those whose outcome of kind `stopped` `poll` has not returned yet."""
+        """Return the submitted members whose outcome `poll` has not returned yet."""
         return [*(member.run for member in self._waiting), *(outcome.run for outcome in self._stopped)]
 
     def queued(self) -> frozenset[str]:
-        """Return an empty set: the next poll runs all that is submitted."""
+        """Return an empty set, because the next poll runs all submitted members."""
         return frozenset()
 
     def settled(self) -> bool:
@@ -162,13 +162,14 @@ class InProcessExecutor:
 
 
 def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
+    """Return the outcome of a member's process by its exit code."""
     if exit_code == STOPPED_CODE:
-        return Outcome(run, exit_code, "stopped", stop_asked(run_dir))
+        return Outcome(run, exit_code, "stopped", requested_stop(run_dir))
     return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else None)
 
 
 def _use_threads(count: int) -> None:
-    """Set the CPU threads of this process, also in torch if the server has already imported it."""
+    """Set the number of CPU threads of this process, also in torch if that is already imported."""
     for name in THREADS:
         os.environ[name] = str(count)
     if (torch := sys.modules.get("torch")) is not None:
@@ -192,7 +193,7 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
         except RunInterruptedError as error:
             print(f"stopped: {error}", flush=True)
             # os._exit is not used, because exit handlers release resources that libraries share with other processes.
-            raise SystemExit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1) from None
+            raise SystemExit(STOPPED_CODE if requested_stop(Path(run_dir)) else 1) from None
         except BaseException:
             sys.stdout.flush()
             print(redact(traceback.format_exc()), end="", file=sys.stderr)

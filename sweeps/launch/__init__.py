@@ -1,4 +1,4 @@
-"""Launch of a study: plan its members, submit, follow, retry and record them, until each has ended.
+"""Launch a study: plan its members (one run per recipe and seed), submit, follow, retry and record them until all end.
 
 The input is specifications and launch settings, or a study's folder. The output is the ledger, and the members'
 processes or jobs.
@@ -11,11 +11,12 @@ processes or jobs.
                        act      executor.submit, executor.stop
                        report   observer: progress, MLflow
 
-One controller at a time holds the lease. Members on a cluster outlive it; the next controller finds them by the ledger.
+One controller at a time holds the study's lease. Cluster jobs continue when their controller ends; the next controller
+finds them by the ledger.
 
-`planning` composes members in a process that ends, `labels` checks that a label belongs to one curve, `rollback` undoes
-a refused launch, `decider` is the protocol of races and searches. An observer is a subclass of `observer.Observer` that
-overrides the methods it needs.
+`planning` composes members in a short-lived process, `labels` checks that a label belongs to one curve, `rollback`
+undoes a refused launch, `decider` is the protocol of races and searches. To add an observer, subclass
+`observer.Observer` and override the methods it needs.
 
 May import: `executor`, `run`, `tracking`.
 """

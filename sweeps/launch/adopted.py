@@ -1,4 +1,4 @@
-"""Adopted members: the values that identify their recipe, and the members of a launch that they replace."""
+"""Match adopted members (runs trained elsewhere) with the members of a launch that they replace."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ from sweeps.run.lease import Lease
 from sweeps.run.progress import why_final
 from sweeps.run.spec import RunSpec, leaves, science
 
-# Keys of a command's configuration that are not the user's values.
-_OF_COMMANDS = ("command", "cluster", "member")
-# Share of a launch's steps that a run must have reached to replace its member; its last evaluation may be earlier.
-_WHOLE = 0.9
+# Keys of a command member's configuration that are not the user's values.
+_SETTINGS_KEYS = ("command", "cluster", "member")
+# Fraction of a member's steps that an adopted run needs to replace it. Less than 1, because the last evaluation of a
+# complete run may be before its last step.
+_MIN_STEPS_FRACTION = 0.9
 
 
-def same(one: str, other: str) -> bool:
+def _equal(first: str, second: str) -> bool:
     """Return whether two values are equal: as numbers (1e-5 and 0.00001), or as texts ignoring case."""
-    if one.strip().casefold() == other.strip().casefold():
+    if first.strip().casefold() == second.strip().casefold():
         return True
     try:
-        return float(one) == float(other)
+        return float(first) == float(second)
     except ValueError:
         return False
 
 
-def agree(known: Mapping[str, str], cell: Mapping[str, str]) -> bool:
-    """Return whether a cell has all the known values of a run."""
-    return bool(known) and all(name in cell and same(value, cell[name]) for name, value in known.items())
+def agree(known: Mapping[str, str], values: Mapping[str, str]) -> bool:
+    """Return whether `values` contains every value of `known`; False if `known` is empty."""
+    return bool(known) and all(name in values and _equal(value, values[name]) for name, value in known.items())
 
 
 def values_of(spec: RunSpec) -> Mapping[str, str]:
-    """Return the values that identify a member apart from its seed; empty if there are none to match by.
+    """Return the values that identify a member's recipe, without the seed.
 
-    For another trainer's command they are the user's own keys, as in its overrides, and the recipe's label.
+    For another trainer's command these are the recipe's label and the user's own configuration keys. Empty for a
+    member trained by this package, which no adopted run can replace.
     """
     if "adopted" in spec.config:
         return dict(spec.config["values"])
     if "command" not in spec.config:
         return {}
-    config_values = leaves({key: value for key, value in science(spec.config).items() if key not in _OF_COMMANDS})
+    config_values = leaves({key: value for key, value in science(spec.config).items() if key not in _SETTINGS_KEYS})
     return {
         "recipe": spec.recipe,
         **{key: v if isinstance(v, str) else json.dumps(v) for key, v in config_values.items()},
@@ -56,13 +58,13 @@ def values_of(spec: RunSpec) -> Mapping[str, str]:
 
 
 def fields_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the header fields of an adopted run, without unknown ones."""
+    """Return the journal header of an adopted run; `baseline` and `departures` are left out if empty."""
     return {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Context manager: hold the study's lease, so that no process launches or collects it meanwhile."""
+def hold_lease(directory: Path) -> Iterator[None]:
+    """Hold the study's lease in a `with` block, so that no process launches or collects the study meanwhile."""
     lease = Lease(directory, LEASE_NAME)
     with naming("STUDY"):
         make_private(directory)
@@ -74,50 +76,54 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def count_adopted(
-    directory: Path, specs: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
+    directory: Path, specs: Sequence[RunSpec], measurement_of: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[list[RunSpec], list[str]]:
-    """Let adopted runs replace the members of a launch with the same values; return the members to run.
+    """Replace members of a launch by adopted runs with the same recipe values and seed.
 
-    An adopted run takes the label and the curve of the recipe with its values, so that they form one curve. It replaces
-    the member with its seed if it has finished as many steps, or cannot be continued. A member whose adopted run is
-    still running elsewhere is not started.
+    An adopted run gets the label and curve of the launched recipe with the same values, so that both form one curve.
+    It replaces the member with the same seed if it has nearly as many steps, or cannot be continued. A member whose
+    adopted run is still running elsewhere is dropped from the launch.
 
     Args:
         directory: the study's folder.
         specs: members of the launch.
-        measured: returns, for a member, its compute axis, how compute is measured, and the reward to compare by.
+        measurement_of: returns a member's compute axis, a description of how compute is measured, and the metric that
+            is the reward.
 
     Returns:
-        The members that take part, with adopted ones in place of those they replace, and lines about them.
+        The members of the study after replacement, and lines about the replacements to print.
 
     Raises:
         UserError: adopted runs have another unit of compute or another reward, or the study is running.
     """
-    cells = [spec for spec in specs if "command" in spec.config]
-    if not cells or not any(state.adopted for state in Ledger(directory).fold().values()):
+    commands = [spec for spec in specs if "command" in spec.config]
+    if not commands or not any(state.adopted for state in Ledger(directory).fold().values()):
         return list(specs), []
-    with held(directory):
-        taken, notes = find_substitutes(directory, cells, measured)
-    count = sum(spec is not None for spec in taken.values())
+    with hold_lease(directory):
+        substitutes, notes = find_substitutes(directory, commands, measurement_of)
+    count = sum(spec is not None for spec in substitutes.values())
     if count:
         notes.insert(0, f"{count} of {len(specs)} members ran elsewhere and were adopted; they are not started")
-    members = [taken.get(spec.run, spec) for spec in specs]
+    members = [substitutes.get(spec.run, spec) for spec in specs]
     return [spec for spec in members if spec is not None], notes
 
 
 def find_substitutes(
-    directory: Path, cells: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
+    directory: Path, members: Sequence[RunSpec], measurement_of: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[dict[str, RunSpec | None], list[str]]:
-    """Return, for each member that is not started, the adopted run that replaces it (None if it runs elsewhere), and
-    notes.
+    """Find the adopted runs that replace members of a launch, and relabel them, see `count_adopted`.
 
-    Adopted runs are relabelled, see `count_adopted`. The caller holds the study's lease.
+    The caller must hold the study's lease.
+
+    Returns:
+        By identity of a member, the adopted run that replaces it, or None if that is still running elsewhere. Members
+        that are not replaced are missing. And lines about the replacements to print.
 
     Raises:
         UserError: adopted runs have another unit of compute, or another reward.
     """
-    axis, text, metric = measured(cells[0])
-    taken: dict[str, RunSpec | None] = {}  # by member
+    axis, text, metric = measurement_of(members[0])
+    substitutes: dict[str, RunSpec | None] = {}
     notes: list[str] = []
     states = Ledger(directory).fold()
     for run in [run for run, state in states.items() if state.adopted]:
@@ -134,73 +140,76 @@ def find_substitutes(
                 f"{directory}: its adopted runs have no {metric}, by which this launch is compared; adopt them "
                 f"with --set {name} into a study of their own, or name the set so in command.metrics.reward"
             )
-        matching = _with_same_values(spec, cells)
-        if len({cell.curve for cell in matching}) > 1:
-            names = ", ".join(dict.fromkeys(cell.recipe for cell in matching))
+        matching = _with_same_values(spec, members)
+        if len({member.curve for member in matching}) > 1:
+            names = ", ".join(dict.fromkeys(member.recipe for member in matching))
             notes.append(f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in")
             matching = []
-        spec = _relabelled(directory, spec, matching[0] if matching else spec, view, text)
-        cell = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
-        if cell is None or cell.run in taken or state.state == "failed":
+        spec = _relabel(directory, spec, matching[0] if matching else spec, view, text)
+        member = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
+        if member is None or member.run in substitutes or state.state == "failed":
             continue
         if state.state != "finished":
-            taken[cell.run] = None
-            notes.append(f"{cell.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started")
-        elif not (_whole(spec, cell) or view.final):
-            notes.append(f"{cell.title} was adopted with {spec.steps} of {cell.steps} steps and is started anew")
+            substitutes[member.run] = None
+            notes.append(f"{member.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started")
+        elif not (_has_enough_steps(spec, member) or view.final):
+            notes.append(f"{member.title} was adopted with {spec.steps} of {member.steps} steps and is started anew")
         else:
-            taken[cell.run] = spec
-    return taken, notes
+            substitutes[member.run] = spec
+    return substitutes, notes
 
 
 def replaced_members(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
-    """Return the members that adopted runs will replace, or that run elsewhere. Writes nothing."""
-    cells = [spec for spec in specs if "command" in spec.config]
+    """Return the identities of the members that a launch will not start, see `count_adopted`. Writes nothing."""
+    members = [spec for spec in specs if "command" in spec.config]
     replaced = set()
-    for run, state in Ledger(directory).fold().items() if cells else ():
+    for run, state in Ledger(directory).fold().items() if members else ():
         if not state.adopted or state.state == "failed":
             continue
         spec = RunSpec.read(directory / RUNS_DIR / run)
-        matching = _with_same_values(spec, cells)
-        cell = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
-        if cell is not None and len({candidate.curve for candidate in matching}) == 1:
-            whole = _whole(spec, cell) or why_final(directory / RUNS_DIR / run)
-            replaced |= {cell.run} if state.state != "finished" or whole else set()
+        matching = _with_same_values(spec, members)
+        member = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
+        if member is not None and len({candidate.curve for candidate in matching}) == 1:
+            complete = _has_enough_steps(spec, member) or why_final(directory / RUNS_DIR / run)
+            replaced |= {member.run} if state.state != "finished" or complete else set()
     return replaced
 
 
-def _with_same_values(spec: RunSpec, cells: Sequence[RunSpec]) -> list[RunSpec]:
-    return [cell for cell in cells if agree(values_of(spec), values_of(cell))]
+def _with_same_values(spec: RunSpec, members: Sequence[RunSpec]) -> list[RunSpec]:
+    return [member for member in members if agree(values_of(spec), values_of(member))]
 
 
-def _whole(spec: RunSpec, cell: RunSpec) -> bool:
-    return not spec.config["adopted"]["by_step"] or spec.steps >= _WHOLE * cell.steps
+def _has_enough_steps(spec: RunSpec, member: RunSpec) -> bool:
+    return not spec.config["adopted"]["by_step"] or spec.steps >= _MIN_STEPS_FRACTION * member.steps
 
 
-def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView, text: str) -> RunSpec:
-    """Give an adopted member a recipe's label and curve, and the launch's description of how compute is measured."""
-    new = replace(
+def _relabel(directory: Path, spec: RunSpec, template: RunSpec, view: JournalView, text: str) -> RunSpec:
+    """Give an adopted member the label and curve of `template`; return its new specification.
+
+    Journal, specification and ledger are written only if something changes. `text` describes how compute is measured.
+    """
+    relabelled = replace(
         spec,
-        recipe=like.recipe,
-        curve=like.curve,
-        baseline=like.baseline,
-        departures=dict(like.departures),
-        settings=dict(like.settings),
-        # Further runs of the recipe are planned from these.
-        folders=like.folders,
-        overrides=like.overrides,
+        recipe=template.recipe,
+        curve=template.curve,
+        baseline=template.baseline,
+        departures=dict(template.departures),
+        settings=dict(template.settings),
+        # Needed to plan further runs of the recipe.
+        folders=template.folders,
+        overrides=template.overrides,
     )
-    if new == spec and view.header.get("compute_is") == text:
+    if relabelled == spec and view.header.get("compute_is") == text:
         return spec
     run_dir = directory / RUNS_DIR / spec.run
-    kept = {key: value for key, value in view.header.items() if key not in ("kind", "time")}
+    header = {key: value for key, value in view.header.items() if key not in ("kind", "time")}
     journal = Journal(run_dir)
     try:
-        journal.header(**{**kept, **fields_of(new), "compute_is": text})
+        journal.header(**{**header, **fields_of(relabelled), "compute_is": text})
     finally:
         journal.close()
-    new.write(run_dir)
+    relabelled.write(run_dir)
     state = Ledger(directory).fold()[spec.run]
     entry = {"state": state.state, "reason": state.reason}
-    Ledger(directory).append("adopted", **{**member_fields(new, new.checksum()), **entry})
-    return new
+    Ledger(directory).append("adopted", **{**member_fields(relabelled, relabelled.checksum()), **entry})
+    return relabelled

@@ -1,9 +1,9 @@
-"""Adoption: runs of other trainers become members of a study, with journals in our format.
+"""Adopt runs of other trainers: make them members of a study, with journals in our format.
 
-An adopted member has a folder like any other. Its journal has the points that were read, the journal's header their
-origin (`adopted`: source, run, columns, digest), and the specification the values that identify the recipe. It is never
-started. The ledger's event `adopted` is written last, so that after a kill the same command continues from the existing
-files. Recorded points are never removed: when a run has grown, its new points are appended.
+An adopted member has a folder like any other, but is never started. Its journal has the points that were read. The
+journal's header names where they come from (`adopted`: source, run, columns, digest), and the specification has the
+values that identify the recipe. The ledger's event `adopted` is written last, so that after a kill the same command
+continues from the existing files. When a run has grown, its new points are appended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from sweeps.as_json import AsJson
 from sweeps.errors import UserError, naming
-from sweeps.launch.adopted import agree, fields_of, held, values_of
+from sweeps.launch.adopted import agree, fields_of, hold_lease, values_of
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted, member_fields
+from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted_state, member_fields
 from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import write_atomically
@@ -35,8 +35,8 @@ from sweeps.source.text import short
 
 # Default reward of a study that has no evaluation yet.
 METRIC = "eval/heldout/pass_rate"
-# Number of common points, and of different rewards among them, by which two runs are recognised as the same.
-_ALIKE, _REWARDS = 5, 3
+# Two runs are the same if at least this many leading points are equal, with at least so many distinct rewards.
+_COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
 # Trackers whose runs have unique names.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
 
@@ -49,9 +49,9 @@ class Taken(AsJson):
         run: identity of the member; "" without one.
         recipe, seed: label and seed of the member; "" and None without one.
         what: `adopted`, `grown`, `unchanged` or `skipped`.
-        points: present number of the member's evaluations.
+        points: number of the member's evaluations after this adoption.
         source, name: where the run was read, and its name there.
-        reason: why it was skipped, or another remark; None for none.
+        reason: why the run was skipped, or another remark; None without a remark.
     """
 
     run: str
@@ -87,19 +87,21 @@ def adopt(
     running: bool = False,
     evaluation_set: str | None = None,
 ) -> Adoption:
-    """Adopt the runs of sources into a study as members; runs that were adopted before are found again.
+    """Adopt the runs of sources as members of a study. Runs that were adopted before get their new points.
 
     Args:
         directory: folder of the study, new or existing.
         sources: sources as for `scalerl fit`, or folders of logs.
         by: names of the columns that identify recipes and seeds, see `columns_of`.
         metric, x, y, seed_from: see `sweeps.source.load`.
-        unit: unit of the compute column (`UNITS`); None if its name tells.
+        unit: unit of the compute column (`UNITS`); None to infer it from the column's name.
         running: whether to adopt runs that are still running, with their points so far.
-        evaluation_set: name of the evaluation set of the reward; None for the study's, `heldout` in a new one.
+        evaluation_set: name of the evaluation set of the reward; None for that of the study's runs, or `heldout` in a
+            study without evaluations.
 
     Raises:
-        UserError: a source cannot be read, the folder is not a study or is running, or compute is in another unit.
+        UserError: a source cannot be read, the folder is not a study, the study is running, or compute is in another
+            unit than the study's.
     """
     columns = columns_of(by)
     runs, notes = read_runs(sources, columns, metric, x, y, seed_from)
@@ -107,15 +109,15 @@ def adopt(
     axes = {axis_of(run.axis, unit): run.axis for run in runs}
     if len(axes) > 1:
         raise UserError(f"{short(where)}: compute is {' and '.join(axes.values())}; choose one column with --x")
-    _check_place(directory, sources)
+    _check_folder(directory, sources)
     (axis,) = axes
-    with held(directory):
+    with hold_lease(directory):
         metric = None if evaluation_set is None else f"eval/{evaluation_set}/pass_rate"
         folder = _Folder(directory, axis, metric, short(where))
         result = Adoption(str(directory), folder.axis, folder.metric, notes=notes)
         for run in runs:
             try:
-                result.runs.append(_take(folder, run, columns, running))
+                result.runs.append(_adopt_run(folder, run, columns, running))
             except UserError as error:
                 result.runs.append(_skipped(run, str(error)))
     return result
@@ -126,11 +128,11 @@ def label_of(values: Mapping[str, str]) -> str:
     return "+".join(value if name == "recipe" else f"{name}={value}" for name, value in values.items())
 
 
-def _check_place(directory: Path, sources: Sequence[str]) -> None:
+def _check_folder(directory: Path, sources: Sequence[str]) -> None:
     """Check that a folder is a study or new, and that it contains no source.
 
     Raises:
-        UserError: it is something else, or contains a source.
+        UserError: the folder has other files but no study, or it contains a source.
     """
     with naming("STUDY"):
         # A new folder may contain a lease's files, if a process holds it or was killed before adopting its first run.
@@ -151,11 +153,11 @@ def _skipped(run: ForeignRun, reason: str) -> Taken:
     return Taken(run="", recipe="", seed=None, what="skipped", points=0, source=run.where, name=run.name, reason=reason)
 
 
-def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool) -> Taken:
-    """Adopt one run into the study, or find it again there.
+def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool) -> Taken:
+    """Adopt one run into the study, or add new points to the member that it was adopted as.
 
     Raises:
-        UserError: it cannot become a member.
+        UserError: the run cannot become a member.
     """
     if run.state == RUNNING and not running:
         return _skipped(run, "still running, or ended without a word; --running takes it as far as it has come")
@@ -164,23 +166,23 @@ def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool
         return _skipped(run, "no point")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
     values, seed_named = _values(run, by)
-    if (twin := folder.alike(points, key)) is not None and (
-        taken := _as(folder, twin, values, seed_named, run)
+    if (twin := folder.member_with_points(points, key)) is not None and (
+        result := _unchanged_member(folder, twin, values, seed_named, run)
     ) is not None:
-        return taken
-    kin = folder.kin(values)
-    curve = kin.curve if kin is not None else digest({"adopted": values})
+        return result
+    like = folder.member_with_values(values)
+    curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
-    earlier = folder.known(key, values, seed_named, twin)
+    earlier = folder.adopted_member(key, values, seed_named, twin)
     seed = earlier.seed if earlier is not None else seed_named if seed_named is not None else folder.free_seed(curve)
     identity = {"adopted": {"key": key, "values": values}, "seed": seed}
     spec = earlier or RunSpec(
         run=digest(identity),
         curve=curve,
-        recipe=kin.recipe if kin is not None else label_of(values),
-        baseline=kin.baseline if kin is not None else run.labels.get("baseline", "") if "recipe" in values else "",
-        departures=dict(kin.departures) if kin is not None else {},
-        settings=dict(kin.settings) if kin is not None else dict(values),
+        recipe=like.recipe if like is not None else label_of(values),
+        baseline=like.baseline if like is not None else run.labels.get("baseline", "") if "recipe" in values else "",
+        departures=dict(like.departures) if like is not None else {},
+        settings=dict(like.settings) if like is not None else dict(values),
         seed=seed,
         steps=points.steps[-1],
         config={"adopted": source, "values": values, "seed": seed, "budget": {"steps": points.steps[-1]}},
@@ -199,7 +201,7 @@ def _resolved(where: str) -> str:
 
 
 def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
-    """Return the values that identify a run's recipe, and its seed; None if no seed is named.
+    """Return the values that identify a run's recipe, and the seed, which is None if no column or name has it.
 
     Raises:
         UserError: the seed is not an integer.
@@ -217,8 +219,16 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
     return values or {"recipe": recipe}, None if text is None else int(float(text))
 
 
-def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None, run: ForeignRun) -> Taken | None:
-    """Return the result for a run whose points a member already has; None if the run was adopted as that member."""
+def _unchanged_member(
+    folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
+) -> Taken | None:
+    """Return the result for a run whose points the member `twin` already has.
+
+    None if the run was adopted as that member: it may have new points.
+
+    Raises:
+        UserError: the same points were adopted under other values or another seed.
+    """
     member = folder.members[twin]
     spec = member.spec
     header = member.view.header
@@ -246,6 +256,8 @@ def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None,
 def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> Taken:
     """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
+    `remark` becomes the result's reason, unless there is a more important one.
+
     Raises:
         UserError: the folder has another run's journal, or the run was read from other columns before.
     """
@@ -253,41 +265,42 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     check_own(run_dir, spec.run)
     view = journal_or_none(run_dir)
     old, new = [] if view is None else folder.points(view).rows, points.rows
-    about = {**spec.config["adopted"], "axis": run.axis, "metric": run.metric, "digest": points.digest}
-    _check_columns({} if view is None else view.header.get("adopted", {}), about)
-    alike = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    origin = {**spec.config["adopted"], "axis": run.axis, "metric": run.metric, "digest": points.digest}
+    _check_columns({} if view is None else view.header.get("adopted", {}), origin)
+    # Number of leading points that are equal in the journal and in the source.
+    common = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
-    if alike == len(new) < len(old):  # shorter than before, such as an earlier checkpoint: keep the known points
+    if common == len(new) < len(old):  # shorter than before, such as an earlier checkpoint: keep the known points
         what, count, remark = "unchanged", len(old), "has come less far than it was adopted with"
-    # The specification is written after the journal: an outdated one means that a process was killed in between.
-    elif alike == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
+    # Check the specification's steps too: it is written after the journal, and a process may be killed in between.
+    elif common == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
         if not recorded:
-            _record(folder, spec, status, about, count)
+            _record(folder, spec, status, origin, count)
     else:
         what, count = "grown" if old and recorded else "adopted", len(new)
         spec = replace(spec, steps=points.steps[-1], config={**spec.config, "budget": {"steps": points.steps[-1]}})
         journal = Journal(run_dir)
         try:
-            journal.header(**_header(spec, folder, about))
-            if alike < len(old) or (view is not None and view.status != "running" == status):
-                journal.resume(old[alike - 1][0] if alike else -1)
-            for at in range(alike, len(new)):
+            journal.header(**_header(spec, folder, origin))
+            if common < len(old) or (view is not None and view.status != "running" == status):
+                journal.resume(old[common - 1][0] if common else -1)
+            for at in range(common, len(new)):
                 error = {f"{folder.metric}_se": points.sd[at]} if points.sd else {}
                 metrics = {folder.metric: points.reward[at], **error, folder.axis: points.compute[at]}
                 journal.record("eval", points.steps[at], metrics)
             if status != "running":
-                why = f"failed in {about['source']}" if status == "failed" else run.final
+                why = f"failed in {origin['source']}" if status == "failed" else run.final
                 journal.end(points.steps[-1], status, why, final=run.final is not None)
         finally:
             journal.close()
-        _record(folder, spec, status, about, count)
-        if alike < len(old):
-            remark = f"{len(old) - alike} points were logged anew; those are used"
+        _record(folder, spec, status, origin, count)
+        if common < len(old):
+            remark = f"{len(old) - common} points were logged anew; those are used"
     if status != "finished":
         remark = "failed where it ran" if status == "failed" else "still running: adopt it again to take the rest"
-    folder.note(spec)
+    folder.add(spec)
     return Taken(
         run=spec.run,
         recipe=spec.recipe,
@@ -301,10 +314,10 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
 
 
 def _check_columns(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a run is read from the same columns as when it was adopted.
+    """Check that a run is read from the same columns as when it was adopted; passes if `earlier` is empty.
 
     Raises:
-        UserError: it is read from another column.
+        UserError: the run is read from another column.
     """
     for name, option in (("axis", "--x"), ("metric", "--metric or --y")):
         if earlier and earlier.get(name) != now[name]:
@@ -313,30 +326,30 @@ def _check_columns(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
-def _header(spec: RunSpec, folder: _Folder, about: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields_of(spec), "adopted": dict(about), "axis": folder.axis, "compute_is": folder.measured}
+def _header(spec: RunSpec, folder: _Folder, origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {**fields_of(spec), "adopted": dict(origin), "axis": folder.axis, "compute_is": folder.measured}
 
 
-def _record(folder: _Folder, spec: RunSpec, status: str, about: Mapping[str, Any], points: int) -> None:
+def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, Any], points: int) -> None:
     """Freeze a member's specification, and append it to the ledger."""
     run_dir = folder.directory / RUNS_DIR / spec.run
     spec.write(run_dir)
-    # Written so that its values can be used for grouping, as for any run. JSON is valid YAML.
+    # Commands group runs by the values in this file. JSON is valid YAML.
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
     reason = {"failed": "failed where it ran", "running": "still running where it was adopted from"}.get(status)
     entry = {
         **member_fields(spec, spec.checksum()),
         **{"state": {"running": "stopped"}.get(status, status), "reason": reason},
-        **{key: about[key] for key in ("source", "digest")},
+        **{key: origin[key] for key in ("source", "digest")},
         "points": points,
     }
     folder.ledger.append("adopted", **entry)
-    folder.states[spec.run] = adopted(entry)
+    folder.states[spec.run] = adopted_state(entry)
 
 
 @dataclass
 class _Member:
-    """A member with the points of its journal, as which a run may be found again."""
+    """A member with the points of its journal, to recognise a run that it has already; spec is None if unreadable."""
 
     spec: RunSpec | None
     view: JournalView
@@ -344,10 +357,11 @@ class _Member:
 
 
 class _Folder:
-    """A study's folder while runs are adopted into it, with its lease held.
+    """Members of a study while runs are adopted into it. The caller must hold the study's lease.
 
     Attributes:
-        axis, metric, measured: compute axis and reward of its journals, and how compute is measured, in words.
+        axis, metric: compute axis and reward of the study's journals.
+        measured: description of how compute is measured.
         states, specs, values: state, specification and identifying values of each member in the ledger, by identity.
         members: members with a journal, by identity.
     """
@@ -363,29 +377,29 @@ class _Folder:
         evaluated = [view for view in views.values() if view.of_kind("eval")]
         self.metric, self.axis, self.measured = metric or METRIC, axis, axis
         if evaluated:
-            theirs, first = compared_by(evaluated)
-            self.metric = metric or first
-            if theirs != axis:
+            study_axis, study_metric = compared_by(evaluated)
+            self.metric = metric or study_metric
+            if study_axis != axis:
                 raise UserError(
-                    f"{directory}: its runs are compared by {theirs}, and {where} counts {axis}; choose a column of "
-                    "that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
+                    f"{directory}: its runs are compared by {study_axis}, and {where} counts {axis}; choose a column "
+                    "of that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
                 )
-            # Same axis: if runs describe differently how it is measured, `compared_by` has refused them.
+            # Any header will do: `compared_by` has refused runs that describe the same axis differently.
             headers = [view.header for view in evaluated if view.header.get("axis") == axis]
             self.measured = next((str(header["compute_is"]) for header in headers if "compute_is" in header), axis)
         for run in self.states:
             try:
-                self._know(RunSpec.read(directory / RUNS_DIR / run))
+                self._add_spec(RunSpec.read(directory / RUNS_DIR / run))
             except UserError:
                 continue  # frozen by another version: cannot be matched
         self.members = {run: _Member(self.specs.get(run), view, self.points(view)) for run, view in views.items()}
 
-    def _know(self, spec: RunSpec) -> None:
+    def _add_spec(self, spec: RunSpec) -> None:
         self.specs[spec.run], self.values[spec.run] = spec, dict(values_of(spec))
 
-    def note(self, spec: RunSpec) -> None:
-        """Add a member that was just adopted."""
-        self._know(spec)
+    def add(self, spec: RunSpec) -> None:
+        """Add or update a member whose files were just written."""
+        self._add_spec(spec)
         if (view := journal_or_none(self.directory / RUNS_DIR / spec.run)) is not None:
             self.members[spec.run] = _Member(spec, view, self.points(view))
 
@@ -399,15 +413,18 @@ class _Folder:
         steps, compute, reward = zip(*known, strict=True) if known else ((), (), ())
         return Points(steps, compute, reward)
 
-    def alike(self, points: Points, key: str) -> str | None:
-        """Return the member with the same points, up to the shorter length; None without one."""
+    def member_with_points(self, points: Points, key: str) -> str | None:
+        """Return the identity of a member with the same points, up to the shorter length; None without one.
+
+        Runs with different keys in one tracker are different, even if their points are equal.
+        """
         for run, member in self.members.items():
             member_points, common = member.points, min(len(points.steps), len(member.points.steps))
             if (
-                common < _ALIKE
+                common < _COMMON_POINTS
                 or points.reward[:common] != member_points.reward[:common]
                 or points.compute[:common] != member_points.compute[:common]
-                or len(set(points.reward[:common])) < _REWARDS
+                or len(set(points.reward[:common])) < _DISTINCT_REWARDS
             ):
                 continue
             known = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
@@ -415,14 +432,20 @@ class _Folder:
                 return run
         return None
 
-    def kin(self, values: Mapping[str, str]) -> RunSpec | None:
-        """Return a member with the same values and any seed, whose label and curve a new one takes; None without it."""
+    def member_with_values(self, values: Mapping[str, str]) -> RunSpec | None:
+        """Return a member with these values and any seed; None without one, or if several curves match.
+
+        A new member with these values gets the label and curve of the returned one.
+        """
         matches = [(self.specs[run], known) for run, known in self.values.items() if agree(values, known)]
         exact = [spec for spec, known in matches if len(known) == len(values)] or [spec for spec, _ in matches]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
 
-    def known(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
-        """Return the member that a run was adopted as: with its points, or its key, and the same values."""
+    def adopted_member(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
+        """Return the member that a run was adopted as; None if it is new.
+
+        The member must have the same values and seed (None: any), and be `twin`, or have the same key if that is None.
+        """
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
             is_same = source is not None and (run == twin if twin is not None else source["key"] == key)

@@ -1,7 +1,7 @@
-"""Clean-up of a study: list files that are no longer needed, with their sizes, then remove them.
+"""Clean up a study: list files that are no longer needed, with their sizes, then remove them.
 
-Journals, specifications, semantics, configurations, the ledger and launch.json are never removed, nor are checkpoints
-of `checkpoint.keep_steps`. Unfinished members keep everything they need to resume. Symbolic links are neither followed
+Never removed: journals, specifications, semantics, configurations, the ledger, launch.json, and checkpoints of
+`checkpoint.keep_steps`. Unfinished members keep everything they need to resume. Symbolic links are neither followed
 nor removed.
 """
 
@@ -40,13 +40,13 @@ KINDS: Mapping[str, str] = {
 USUAL = ("checkpoints", "leftovers")
 
 _CHECKPOINTS_DIR = "checkpoints"
-_IN_PARTS = re.compile(r"step-\d+\.")
-_SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
+_SHARDED = re.compile(r"step-\d+\.")
+_LEFTOVER_CHECKPOINT = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
 # Names of temporary files of `run.files` and `run.lease`.
-_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
 _LOG = re.compile(rf"{re.escape(LOG_FILE)}|log\.rank\d+\.txt")
-# Long enough for two heartbeats of any lease holder.
-_LOOK_S = 2 * BEAT_S + 1
+# Seconds to watch a lease: long enough for two heartbeats of any holder.
+_WATCH_S = 2 * BEAT_S + 1
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Member:
     """A run's folder with the facts that decide which of its files can be removed.
 
     Attributes:
-        done: whether its journal shows that its budget is reached.
-        submitted: whether the ledger has a job or process of it that has not ended.
+        done: whether the run's journal shows that its budget is reached.
+        submitted: whether the run has a job or process that, by the ledger, has not ended.
     """
 
     run_dir: Path
@@ -68,13 +68,13 @@ class Inventory:
     """Removable files, and numbers of members.
 
     Attributes:
-        found: removable files by kind, with their sizes in bytes.
+        removable: sizes in bytes of the removable files, by kind and path.
         finished, others: numbers of members that have, and have not, reached their budgets.
-        at_work: number of members that a process is writing now; all their files are kept.
+        at_work: number of members to which a process is writing now; all their files are kept.
         linked: symbolic links in place of the study's folders; they and their targets are kept.
     """
 
-    found: dict[str, dict[Path, int]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    removable: dict[str, dict[Path, int]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     finished: int = 0
     others: int = 0
     at_work: int = 0
@@ -82,7 +82,7 @@ class Inventory:
 
     def size(self, kind: str) -> int:
         """Return the total size in bytes of the files of one kind."""
-        return sum(self.found[kind].values())
+        return sum(self.removable[kind].values())
 
 
 def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
@@ -91,7 +91,7 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
     Args:
         study: the study's folder.
         keep: number of newest checkpoints to keep for each finished member.
-        sleep: waits a number of seconds, to watch for heartbeats of holders on other machines.
+        sleep: waits a number of seconds, while heartbeats from other machines are watched.
 
     Raises:
         UserError: there is no study.
@@ -103,30 +103,34 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
         result.linked.append(study / RUNS_DIR)
         return result
     run_dirs = [member.run_dir for member in members if not member.run_dir.is_symlink()]
-    busy = held_leases(run_dirs, "writer", _LOOK_S, sleep)
+    being_written = held_leases(run_dirs, "writer", _WATCH_S, sleep)
     for member in members:
         result.finished += member.done
         result.others += not member.done
         if member.run_dir.is_symlink():
             result.linked.append(member.run_dir)
-        elif member.run_dir in busy:
+        elif member.run_dir in being_written:
             result.at_work += 1
         elif member.done or not member.submitted:
-            _of_member(member, keep, result)
-    _submissions(study, states.values(), {member.run_dir.name for member in members if not member.done}, result)
+            _add_member_files(member, keep, result)
+    _add_submission_files(
+        study, states.values(), {member.run_dir.name for member in members if not member.done}, result
+    )
     return result
 
 
 def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
-    """Remove the removable files of these kinds, holding the study's lease so that no process launches or collects it.
+    """Remove the removable files of these kinds.
+
+    The study's lease is held meanwhile, so that no process launches or collects the study.
 
     Returns:
         The removed files.
 
     Raises:
-        UserError: there is no study, a controller is running it, or the system refused something.
+        UserError: there is no study, a controller is running it, or a file cannot be removed.
     """
-    _members(study, Ledger(study).fold())  # before anything is written
+    _members(study, Ledger(study).fold())  # raises without a study, before the lease is written
     lease = Lease(study, LEASE_NAME)
     with naming("clean"):
         take_lease(lease, f"clean: {study}")
@@ -134,8 +138,8 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
             result = inventory(study, keep, sleep)  # list again: files may have changed since they were shown
             for kind in KINDS:
                 if kind not in kinds:
-                    result.found[kind] = {}
-                for path in result.found[kind]:
+                    result.removable[kind] = {}
+                for path in result.removable[kind]:
                     # Check before each file: if this process was suspended, a controller may have taken the study over.
                     lease.check()
                     if path.is_dir() and not path.is_symlink():
@@ -143,14 +147,14 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
                     else:
                         path.unlink(missing_ok=True)
             if "attempts" in kinds:
-                _remove_empty(study)
+                _remove_empty_folders(study)
         finally:
             lease.release()
     return result
 
 
 def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
-    """Return the members in the ledger, and runs in the folder that were trained separately.
+    """Return the members in the ledger, and runs in the study's folder that the ledger does not know.
 
     Raises:
         UserError: there are neither.
@@ -169,30 +173,32 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
     return members
 
 
-def _of_member(member: Member, keep: int, result: Inventory) -> None:
-    """Add a member's removable files to the inventory: leftovers of any member, all kinds for a finished one."""
+def _add_member_files(member: Member, keep: int, result: Inventory) -> None:
+    """Add a member's removable files to the inventory: all kinds if it has finished, else leftovers only."""
     checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, result), _files(member.run_dir, result)
-    _take(result, "leftovers", checkpoints, _SET_ASIDE)
-    _take(result, "leftovers", logs, _UNFINISHED)
+    _add_matching(result, "leftovers", checkpoints, _LEFTOVER_CHECKPOINT)
+    _add_matching(result, "leftovers", logs, _TEMPORARY)
     if not member.done:
         return
     # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort like steps.
     newest = sorted((path for path in checkpoints if CHECKPOINT.fullmatch(path.name)), reverse=True)
     kept = kept_steps_of(member.run_dir) if newest[keep:] else ()
     old = {path: checkpoints[path] for path in newest[keep:] if step_of(path) not in kept}
-    _take(result, "checkpoints", old, CHECKPOINT)
-    _take(result, "logs", logs, _LOG)
-    _take(result, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
-    _take(result, "attempts", _files(member.run_dir / ATTEMPTS_DIR, result), re.compile(".*"))
+    _add_matching(result, "checkpoints", old, CHECKPOINT)
+    _add_matching(result, "logs", logs, _LOG)
+    _add_matching(result, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
+    _add_matching(result, "attempts", _files(member.run_dir / ATTEMPTS_DIR, result), re.compile(".*"))
 
 
-def _take(result: Inventory, kind: str, files: Mapping[Path, int], names: re.Pattern[str]) -> None:
-    result.found[kind] |= {path: size for path, size in files.items() if names.fullmatch(path.name)}
+def _add_matching(result: Inventory, kind: str, files: Mapping[Path, int], names: re.Pattern[str]) -> None:
+    result.removable[kind] |= {path: size for path, size in files.items() if names.fullmatch(path.name)}
 
 
-def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], result: Inventory) -> None:
-    """Add files of submissions that no member needs; an unfinished member keeps its last one for the log."""
-    needed = {state.submission for state in states if state.run in undone or state.state in ("submitting", "started")}
+def _add_submission_files(study: Path, states: Iterable[MemberState], unfinished: set[str], result: Inventory) -> None:
+    """Add the files of submissions that no member needs. An unfinished member needs its last submission for the log."""
+    needed = {
+        state.submission for state in states if state.run in unfinished or state.state in ("submitting", "started")
+    }
     needed |= {name for state in states for name in state.unanswered}
     jobs = study / JOBS_DIR
     if jobs.is_symlink():
@@ -202,13 +208,13 @@ def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], r
             if folder.is_symlink():
                 result.linked.append(folder)
             elif folder.is_dir() and folder.name not in needed:
-                result.found["attempts"] |= _files(folder, result)
+                result.removable["attempts"] |= _files(folder, result)
 
 
 def _files(folder: Path, result: Inventory) -> dict[Path, int]:
-    """Return the regular files in a folder with their sizes; symbolic links are left out and never followed.
+    """Return the sizes in bytes of the regular files in a folder, by path.
 
-    A sharded checkpoint is a folder of files, and counts as one file.
+    A sharded checkpoint, which is a folder of files, counts as one file. Symbolic links are left out.
     """
     if folder.is_symlink():
         result.linked.append(folder)
@@ -219,13 +225,13 @@ def _files(folder: Path, result: Inventory) -> dict[Path, int]:
         return {}
     sizes = ((Path(entry.path), entry.stat(follow_symlinks=False)) for entry in entries)
     files = {path: about.st_size for path, about in sizes if stat.S_ISREG(about.st_mode)}
-    parted = [
-        Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) and _IN_PARTS.match(entry.name)
+    sharded = [
+        Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) and _SHARDED.match(entry.name)
     ]
-    return files | {path: sum(_files(path, result).values()) for path in parted}
+    return files | {path: sum(_files(path, result).values()) for path in sharded}
 
 
-def _remove_empty(study: Path) -> None:
+def _remove_empty_folders(study: Path) -> None:
     """Remove empty folders of attempts and submissions."""
     for folder in [*study.glob(f"{RUNS_DIR}/*/{ATTEMPTS_DIR}"), *study.glob(f"{JOBS_DIR}/*")]:
         if not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir()):

@@ -15,26 +15,26 @@ class Wish:
     """A decider's decision about the members that have neither finished nor failed.
 
     Attributes:
-        go_on: identities of members that should run, the most urgent first.
-        later: members that should save, stop and wait for a later decision, each with the reason.
-        over: members that should not be resumed, each with the reason.
-        messages: new lines to print since the last call.
+        to_run: identities of members that should run, the most urgent first.
+        to_pause: reasons, by identity, of members that should save, stop, and wait for a later decision.
+        to_end: reasons, by identity, of members that should stop and not be resumed.
+        messages: lines to print that are new since the last call.
     """
 
-    go_on: Sequence[str] = ()
-    later: Mapping[str, str] = field(default_factory=dict)
-    over: Mapping[str, str] = field(default_factory=dict)
+    to_run: Sequence[str] = ()
+    to_pause: Mapping[str, str] = field(default_factory=dict)
+    to_end: Mapping[str, str] = field(default_factory=dict)
     messages: Sequence[str] = ()
 
 
 class Decider(Protocol):
     """Protocol of a decider, called before anything is submitted, and then about once per second.
 
-    Another process that resumes the study must get the same decisions, so they must follow from the journals, or from
-    files that the decider has stored itself.
+    A process that resumes the study must get the same decisions. So decide from the journals, or from files that the
+    decider has written.
 
     Attributes:
-        files: names of the files that it writes in the study's folder; a refused launch restores them.
+        files: names of the files that the decider writes in the study's folder; a refused launch restores them.
     """
 
     files: tuple[str, ...]
@@ -43,10 +43,10 @@ class Decider(Protocol):
         """Decide which members should run, wait or stop.
 
         Args:
-            states: state of every member, by identity; `started` also if the process that started it is gone.
+            states: state of every member, by identity. A member stays `started` if the process that started it is gone.
             at_work: identities of running members.
             queued: identities of members whose jobs wait in a cluster's queue.
         """
 
     def members(self, states: Mapping[str, MemberState]) -> Sequence[RunSpec]:
-        """Return members to add to the study. Called before a wish."""
+        """Return members to add to the study. The controller calls this between two calls of `wish`."""

@@ -1,6 +1,6 @@
 """Decisions about a study's members, as pure functions without files, clock, executor or observers.
 
-    first_actions    when a launch begins: which members are done, given up, to be found again, or to be submitted
+    first_actions    when a launch begins: which members are done, given up, reattached, or submitted
     next_actions     when attempts have ended: which members are done, retried, or given up
     wished_actions   after a decider's wish: which members stop, are given up, wait, or are submitted
 
@@ -26,14 +26,14 @@ class Policy:
 
     Attributes:
         retries: attempts after the first, by kind of failure; None for no limit.
-        again: whether members that were given up get another chance. If so, members whose job had ended before this
-            process looked are also run again, regardless of `retries`.
-        decided: whether a decider decides which members run.
+        again: whether to run members again that were given up, or stopped, before this launch. This includes members
+            whose job ended while no controller was running, regardless of `retries`.
+        has_decider: whether a decider decides which members run.
     """
 
     retries: Mapping[str, int | None]
     again: bool = True
-    decided: bool = False
+    has_decider: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Ended:
 
     Attributes:
         run: identity of the member.
-        done: whether its journal shows its whole budget, or a final end.
-        kind: kind of the failure; "" if it is done.
-        reason: the failure in words, or why it is done before its budget; "" if its budget is spent.
-        node: node that may be at fault, or on which it was done; None if unknown or irrelevant.
-        asked: whether it was asked to stop, or had ended before this process looked.
-        earlier: whether it had ended before this process looked.
-        excused: number of its failures of this kind that are blamed on nodes, including this one.
+        done: whether the member's journal reaches its budget, or ends early in a way that cannot be continued.
+        kind: kind of the failure; "" if the member is done.
+        reason: why the attempt failed, or why the member is done before its budget; "" if it reached its budget.
+        node: node that may have caused the failure, or on which the member finished; None if unknown or irrelevant.
+        stop_requested: whether the member was asked to stop, or `ended_before`.
+        ended_before: whether the attempt had ended before this process began to follow it.
+        excused: number of the member's failures of this kind that are blamed on nodes, including this one.
     """
 
     run: str
@@ -56,19 +56,19 @@ class Ended:
     kind: str = ""
     reason: str = ""
     node: str | None = None
-    asked: bool = False
-    earlier: bool = False
+    stop_requested: bool = False
+    ended_before: bool = False
     excused: int = 0
 
 
 @dataclass(frozen=True)
 class Action:
-    """Action on one member, with the ledger entry that is written before anything else happens.
+    """Action on one member, with the ledger entry to write before the action is carried out.
 
     Attributes:
         run: identity of the member.
-        event: event of the entry; None if there is nothing to write.
-        fields: fields of the entry besides the run.
+        event: event of the ledger entry; None if there is nothing to write.
+        fields: fields of the ledger entry besides the run.
     """
 
     run: str
@@ -77,7 +77,7 @@ class Action:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The entry's fields, including the run."""
+        """Fields of the ledger entry, including the run."""
         return {"run": self.run, **self.fields}
 
 
@@ -88,26 +88,29 @@ class Submit(Action):
 
 @dataclass(frozen=True)
 class Retry(Submit):
-    """Submit the member again after a failed attempt, and report why that failed."""
+    """Submit the member again after a failed attempt, and report the reason of the failure."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Adopt(Action):
-    """Find the member's process or job again; submit the member if there is none."""
+    """Reattach to the member's process or job of an earlier launch; submit the member if there is none.
+
+    Not related to adopted members, which ran elsewhere.
+    """
 
 
 @dataclass(frozen=True)
 class Finish(Action):
-    """Count the member as done: its journal shows its whole budget or, with a reason, a final end before it."""
+    """Count the member as done. A reason says why it ended before its budget and cannot be continued."""
 
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class GiveUp(Action):
-    """Count the member as ended without being done: `failed`, `cancelled`, or `stopped` for good."""
+    """Count the member as ended before it was done, with the state `failed`, `cancelled`, or `stopped`."""
 
     state: str = "failed"
     reason: str | None = None
@@ -122,7 +125,7 @@ class Stop(Action):
 
 @dataclass(frozen=True)
 class Hold(Action):
-    """Hold back a member that is not running until the decider wants it; a reason is reported."""
+    """Hold back a member that is not running until the decider wants it. A reason is reported to observers."""
 
     reason: str | None = None
 
@@ -131,22 +134,22 @@ def first_actions(members: Sequence[MemberState], done: Mapping[str, str | None]
     """Decide about every member when a launch begins, in the study's order.
 
     Args:
-        members: states by the ledger; for a new member, the state it will have once planned.
-        done: members whose journals show that they are done, regardless of the ledger, each with the reason if it is
-            done before its budget.
+        members: states by the ledger; `planned` for a new member.
+        done: members that are done by their journals, whatever the ledger says. The value is the reason of an end
+            before the budget, or None.
         policy: rules of the launch.
     """
-    return [_first(member, done, policy) for member in members]
+    return [_first_action(member, done, policy) for member in members]
 
 
-def _first(member: MemberState, done: Mapping[str, str | None], policy: Policy) -> Action:
+def _first_action(member: MemberState, done: Mapping[str, str | None], policy: Policy) -> Action:
     if member.adopted:
         return Finish(member.run)
     if member.run in done:
         return _finish(member.run, {}, done[member.run], known=member.state == "finished")
-    # A decider may want a member again that it stopped.
-    over = member.state == "failed" or (member.state == "stopped" and not policy.decided)
-    if over and not policy.again:
+    # A decider may resume a member that it stopped.
+    has_ended = member.state == "failed" or (member.state == "stopped" and not policy.has_decider)
+    if has_ended and not policy.again:
         return _repeated_give_up(member)
     if member.state in ("submitting", "started"):
         return Adopt(member.run)
@@ -161,35 +164,35 @@ def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[Ended], p
         outcomes: ends of attempts, one per member.
         policy: rules of the launch.
     """
-    return [_next(states[outcome.run], outcome, policy) for outcome in outcomes]
+    return [_next_action(states[outcome.run], outcome, policy) for outcome in outcomes]
 
 
-def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
+def _next_action(state: MemberState, ended: Ended, policy: Policy) -> Action:
     run, node = ended.run, {"node": ended.node} if ended.node else {}
     if ended.done:
         return _finish(run, node, ended.reason or None)
     failure = {"kind": ended.kind, "reason": ended.reason, **node}
-    if may_retry(policy.retries, ended.kind, state.spent, ended.excused):
+    if may_retry(policy.retries, ended.kind, state.retries_used, ended.excused):
         return Retry(run, "retried", failure, ended.reason)
-    stopped = ended.kind == "stopped" and ended.asked
-    # With a decider, a member that stops without its request failed to continue.
-    event = "stopped" if stopped or (ended.kind == "stopped" and not policy.decided) else "failed"
-    if stopped and policy.decided:
+    stopped = ended.kind == "stopped" and ended.stop_requested
+    # With a decider, a member that stopped without a request of the decider has failed.
+    event = "stopped" if stopped or (ended.kind == "stopped" and not policy.has_decider) else "failed"
+    if stopped and policy.has_decider:
         return Submit(run, event, failure)  # saved; the decider may resume it later
-    # The member ended, or was asked to stop, before this command began: the command runs it again.
-    if policy.again and (ended.earlier or stopped):
+    # The attempt ended, or was asked to stop, before this command began: the command runs the member again.
+    if policy.again and (ended.ended_before or stopped):
         return Retry(run, event, failure, ended.reason)
     return GiveUp(run, event, failure, _reported_end(event, ended.kind), ended.reason)
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
-    """Return the end of a finished member. If the ledger knows it already, it is reported but not written again."""
+    """Return the action for a finished member. If the ledger knows the end already, it is only reported."""
     fields = {**fields, **({"reason": reason} if reason else {})}
     return Finish(run, None if known else "finished", fields, reason)
 
 
 def _reported_end(state: str, kind: str | None) -> str:
-    """Return the end of a member that was given up, as reported to observers."""
+    """Return the state of a member that was given up, as reported to observers."""
     return "cancelled" if state == "failed" and kind in ("cancelled", "stopped") else state
 
 
@@ -207,41 +210,43 @@ def wished_actions(
         states: states by the ledger.
         wish: the decider's decision.
         at_work: members whose processes or jobs have not ended.
-        stop_reasons: by running member, the reason for which it was already asked to stop.
-        waiting, held: members that do not run: those queued for submission, and those held back by an earlier wish.
+        stop_reasons: reasons for which running members were already asked to stop, by identity.
+        waiting: members that are queued for submission.
+        held: members that an earlier wish held back.
 
     Returns:
         Actions to stop members, to give members up, to submit members in the decider's order, and to hold members
-        back. Each member in `waiting` or `held` gets one of the last three.
+        back. Each member in `waiting` or `held` is given up, submitted or held back.
     """
-    unwanted = {**wish.later, **wish.over}
+    unwanted = {**wish.to_pause, **wish.to_end}
     stop = [
         Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and stop_reasons.get(run) != unwanted[run]
     ]
     idle = dict.fromkeys([*held, *waiting])
-    submit = [Submit(run) for run in dict.fromkeys(wish.go_on) if run in idle and run not in wish.over]
-    wanted, kept = {action.run for action in submit}, set(held)
-    over, dropped, hold = [], [], []
+    submit = [Submit(run) for run in dict.fromkeys(wish.to_run) if run in idle and run not in wish.to_end]
+    submitted, held_before = {action.run for action in submit}, set(held)
+    ended, given_up, held_back = [], [], []
     for run in idle:
         state = states[run]
-        if run in wish.over:
-            over.append(_over(state, wish.over[run]))
-        elif run in wanted:
+        if run in wish.to_end:
+            ended.append(_end(state, wish.to_end[run]))
+        elif run in submitted:
             continue
-        elif state.state == "failed" and run not in wish.later:  # the decider does not want it again
-            dropped.append(_repeated_give_up(state))
+        elif state.state == "failed" and run not in wish.to_pause:  # the decider does not resume the member
+            given_up.append(_repeated_give_up(state))
         else:
-            new = run not in kept and state.state == "stopped"
-            hold.append(Hold(run, reason=wish.later.get(run) if new else None))
-    return [*stop, *over, *dropped, *submit, *hold]
+            newly_held = run not in held_before and state.state == "stopped"
+            held_back.append(Hold(run, reason=wish.to_pause.get(run) if newly_held else None))
+    return [*stop, *ended, *given_up, *submit, *held_back]
 
 
-def _over(member: MemberState, reason: str) -> GiveUp:
-    # Reasons in the ledger are redacted, so redact before comparing.
+def _end(member: MemberState, reason: str) -> GiveUp:
+    # The ledger has redacted reasons, so redact this one before comparing.
     if member.state == "stopped" and member.reason == redact(reason):
         return _repeated_give_up(member)
     return GiveUp(member.run, "stopped", {"kind": "stopped", "reason": reason}, "stopped", reason)
 
 
 def _repeated_give_up(member: MemberState) -> GiveUp:
+    """Return the action for a member that the ledger knows as given up: the end is only reported."""
     return GiveUp(member.run, state=_reported_end(member.state, member.kind), reason=member.reason)

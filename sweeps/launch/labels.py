@@ -18,11 +18,11 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
 
     Args:
         runs_dir: the study's `runs` folder.
-        specs: members to launch; those already in the study may continue under any label.
+        specs: members to launch. Members that are already in the study are not checked.
         states: states of the study's members, by identity.
 
     Raises:
-        UserError: a member does; the message names the difference.
+        UserError: a new member has the label of another curve; the message names the difference.
     """
     new = [spec for spec in specs if spec.run not in states]
     labels = {spec.recipe for spec in new}
@@ -32,7 +32,7 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
             curves_of.setdefault(state.recipe, {}).setdefault(curve, state.run)
     for spec in new:
         known = curves_of.get(spec.recipe, {})
-        # A study of an earlier version may have several curves under one label; those may continue.
+        # A study of an earlier version may have several curves with one label; they may get new members.
         if known and spec.curve not in known:
             raise UserError(
                 f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
@@ -42,22 +42,28 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
 
 
 def _differing(spec: RunSpec, other: Path) -> str:
-    """Describe the configuration values in which a spec differs from the run in another folder."""
+    """Describe the configuration values in which a spec differs from the run in the folder `other`."""
     try:
-        there = leaves(science(RunSpec.read(other).config))
+        other_values = leaves(science(RunSpec.read(other).config))
     except UserError:
         return f"their configuration is another ({other})"
-    ours = leaves(science(spec.config))
-    keys = [key for key in [*ours, *(key for key in there if key not in ours)] if _differ(ours, there, key)]
-    keys.sort(key=lambda key: key not in ours or key not in there)  # first the keys that both have
+    values = leaves(science(spec.config))
+    keys = [
+        key
+        for key in [*values, *(key for key in other_values if key not in values)]
+        if _differ(values, other_values, key)
+    ]
+    keys.sort(
+        key=lambda key: key not in values or key not in other_values
+    )  # first the keys that both configurations have
     if not keys:
         return f"the values are the same, but a file that they name (a model, data, code) is not ({other})"
-    differences = [f"{key} is {_shown(ours, key)}, there {_shown(there, key)}" for key in keys[:_SHOWN]]
+    differences = [f"{key} is {_shown(values, key)}, there {_shown(other_values, key)}" for key in keys[:_SHOWN]]
     return "; ".join(differences) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
 
 
-def _differ(ours: Mapping[str, object], theirs: Mapping[str, object], key: str) -> bool:
-    return ours.get(key, _NO_KEY) != theirs.get(key, _NO_KEY)
+def _differ(values: Mapping[str, object], other_values: Mapping[str, object], key: str) -> bool:
+    return values.get(key, _NO_KEY) != other_values.get(key, _NO_KEY)
 
 
 def _shown(config: Mapping[str, object], key: str) -> str:

@@ -1,19 +1,20 @@
-"""The ledger of a study: an append-only file of the launches of its members and their ends.
+"""Ledger of a study: an append-only file with the launches and ends of its members.
 
 One JSON object per line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last field is a checksum,
-which lines of earlier versions lack (`sweeps.run.files`). The state of a study is folded from this file; the memory of
-the process that launched it does not count. Events of a run, in order:
+which lines of earlier versions lack (`sweeps.run.files`). The state of a study follows from this file alone, not from
+the memory of the process that launched it. Events of a run, in order:
 
-    planned                     it belongs to the study; `curve` is the identity behind the label `recipe`, `checksum`
-                                that of its frozen specification; written again if that was frozen anew and differs
-    submitting                  a job for it is about to be submitted as `submission`, which is looked for after a crash
-    started                     it was submitted; `job` is the scheduler's id
-    retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows a retry
-    finished | failed           it is done, or was given up (`kind`, `reason`)
-    stopped                     it was stopped on request (`kind`, `reason`); it may be started again
-    adopted                     it ran elsewhere (`launch.adoption`); `state` is how it ended there; may be repeated
+    planned             the run belongs to the study. `recipe` is the label of the curve with identity `curve`,
+                        `checksum` that of the run's frozen specification. Written again when the checksum changes
+    submitting          a job for the run is about to be submitted under the name `submission`; after a crash, the
+                        next process looks for a job of that name
+    started             the run was submitted; `job` is the scheduler's id
+    retried             the job ended before the run was done, and is retried (`kind` and `reason` of the failure)
+    finished | failed   the run is done, or was given up (`kind`, `reason`)
+    stopped             the run was stopped on request (`kind`, `reason`); it may be started again
+    adopted             the run was trained elsewhere (`launch.adoption`) and ended there as `state`; may be repeated
 
-`retried` and `failed` name the `node` that may be at fault, `finished` the node on which the run was done.
+In `retried` and `failed`, `node` may be the cause of the failure. In `finished`, the run ended on `node`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sweeps.run.spec import SPEC_FILE, RunSpec
 LEDGER_FILE = "ledger.jsonl"
 RUNS_DIR = "runs"  # next to it: one folder per member, named by its identity
 FULL_DISK_PAUSE_S = 5.0
-_TEXTS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
+_TEXT_FIELDS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")
 
 
@@ -45,20 +46,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemberState:
-    """State of a run, folded from its ledger entries.
+    """State of a run after all its ledger entries.
 
     Attributes:
-        run, recipe, seed: identity, label of the recipe, and seed.
-        state: event of its newest entry, `planned` at first.
-        attempts: number of jobs or processes started for it, over all launches.
+        run, recipe, seed: identity of the run, label of its recipe, and seed.
+        state: event of the run's newest entry, `planned` at first.
+        attempts: number of jobs or processes started for the run, over all launches.
         submission, job: name of the submission and scheduler's id of the newest attempt; None on this machine.
-        kind, reason: why it failed, was stopped, or was retried; None otherwise.
-        spent: number of retries by kind of failure, since it was last given up.
-        excluded: nodes that its next attempt must avoid.
-        unanswered: submissions that were begun, never confirmed, and followed by another.
-        curve: identity of the curve behind the label `recipe`; None in ledgers of earlier versions.
+        kind, reason: kind of failure and message of a run that failed, was stopped, or was retried; None otherwise.
+        retries_used: number of retries by kind of failure, since the run was last given up.
+        excluded: nodes that the run's next attempt must avoid.
+        unanswered: names of submissions that were begun, never confirmed, and followed by another submission.
+        curve: identity of the curve that has the label `recipe`; None in ledgers of earlier versions.
         checksum: `RunSpec.checksum` of the frozen specification; None in ledgers of earlier versions.
-        adopted: whether it ran elsewhere, so that it is never started here.
+        adopted: whether the run was trained elsewhere, so that it is never started here.
     """
 
     run: str
@@ -70,7 +71,7 @@ class MemberState:
     kind: str | None = None
     submission: str | None = None
     job: str | None = None
-    spent: Mapping[str, int] = field(default_factory=dict)
+    retries_used: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     unanswered: tuple[str, ...] = ()
     curve: str | None = field(default=None, compare=False)
@@ -84,7 +85,7 @@ class MemberState:
 
 
 class Ledger:
-    """Append-only log of a study's members; entries are on disk when a call returns, and are folded to states."""
+    """Append-only log of a study's members. Entries are on disk when a call returns; `fold` computes the states."""
 
     def __init__(self, study_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = study_dir / LEDGER_FILE
@@ -99,7 +100,12 @@ class Ledger:
         self.append_all(event, [{"run": run, **fields}])
 
     def append_all(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Append entries of one event, each with its `run`, in one durable write; wait for space on a full disk."""
+        """Append entries of one event in one durable write; wait for space on a full disk.
+
+        Args:
+            event: one of `EVENTS`.
+            entries: fields of each entry, with at least `run`.
+        """
         if not entries:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,21 +131,21 @@ class Ledger:
             return None
 
     def cut(self, size: int | None) -> None:
-        """Roll back to an earlier `size` in bytes, dropping later entries; None removes the file."""
+        """Drop all entries after the first `size` bytes; None removes the file."""
         if size is None:
             self.path.unlink(missing_ok=True)
         elif (self.size() or 0) > size:
             with self.path.open("r+b") as handle:
                 handle.truncate(size)
-                # Sync before the specifications of these members are removed (`launch.rollback`).
+                # Sync before the rollback removes the specifications of the dropped members (`launch.rollback`).
                 os.fsync(handle.fileno())
 
     def entries(self) -> list[dict[str, Any]]:
-        """Read all entries, in order; torn or invalid lines are skipped."""
+        """Read all entries, in order; torn (partly written) or invalid lines are skipped."""
         return self._read()[0]
 
     def damaged(self) -> list[int]:
-        """Return the numbers, from 1, of torn or damaged lines."""
+        """Return the line numbers, from 1, of torn or damaged lines."""
         return self._read()[1]
 
     def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
@@ -156,10 +162,9 @@ class Ledger:
         return entries, damaged
 
     def fold(self) -> dict[str, MemberState]:
-        """Fold the entries to the state of every run in the ledger, in order of planning.
+        """Compute the state of every run from the ledger's entries, by identity, in order of planning.
 
-        A run whose `planned` line is lost is restored from its frozen specification: at its first other entry, or at
-        the end if it has none and lines are damaged.
+        A run whose `planned` line is damaged is restored from its frozen specification.
         """
         entries, damaged = self._read()
         states: dict[str, MemberState] = {}
@@ -167,26 +172,26 @@ class Ledger:
         for entry in entries:
             run, event = entry["run"], entry["event"]
             if event == "adopted":
-                states[run] = adopted(entry)
+                states[run] = adopted_state(entry)
                 continue
             if event == "planned" and run not in states:
                 states[run] = MemberState(run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve"))
             elif run not in states and run not in unknown:
-                if (restored := self._frozen(run)) is None:
+                if (restored := self._planned_by_spec(run)) is None:
                     unknown.add(run)
                 else:
                     states[run] = restored
             if run in states:
-                states[run] = after(states[run], event, entry)
+                states[run] = state_after(states[run], event, entry)
         if damaged:
             for folder in sorted((self.path.parent / RUNS_DIR).glob(f"*/{SPEC_FILE}")):
                 run = folder.parent.name
-                if run not in states and (restored := self._frozen(run)) is not None:
+                if run not in states and (restored := self._planned_by_spec(run)) is not None:
                     states[run] = restored
         return states
 
-    def _frozen(self, run: str) -> MemberState | None:
-        """Return a planned member from its frozen specification, if its ledger line is lost; None without one."""
+    def _planned_by_spec(self, run: str) -> MemberState | None:
+        """Return the state `planned` of a run from its frozen specification; None if that is missing or invalid."""
         run_dir = self.path.parent / RUNS_DIR / run
         if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
             return None
@@ -210,12 +215,12 @@ def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None 
 
 
 def member_fields(spec: RunSpec, checksum: str) -> dict[str, Any]:
-    """Return the fields that identify a member in a ledger entry; `checksum` is that of its specification."""
+    """Return the fields that identify a member in a ledger entry; `checksum` is its specification's checksum."""
     return {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve, "checksum": checksum}
 
 
-def adopted(entry: Mapping[str, Any]) -> MemberState:
-    """Return the state of a run that ran elsewhere, from its entry `adopted`."""
+def adopted_state(entry: Mapping[str, Any]) -> MemberState:
+    """Return the state of an adopted run, from its ledger entry `adopted`."""
     return MemberState(
         run=entry["run"],
         recipe=entry.get("recipe", ""),
@@ -232,7 +237,7 @@ def _is_sound(entry: Mapping[str, Any]) -> bool:
     """Return whether the fields of an entry have the right types; missing fields are accepted."""
     try:
         fields.run_name(entry)
-        for name in _TEXTS & {name for name, value in entry.items() if value is not None}:
+        for name in _TEXT_FIELDS & {name for name, value in entry.items() if value is not None}:
             fields.text(entry, name)
         for name, check in (("seed", fields.whole), ("time", fields.number)):
             if name in entry:
@@ -242,13 +247,13 @@ def _is_sound(entry: Mapping[str, Any]) -> bool:
     return True
 
 
-def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:
+def state_after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:
     """Return the state of a run after one more ledger entry."""
     if event == "planned":
         return replace(state, checksum=entry.get("checksum", state.checksum))
     kind, reason = entry.get("kind"), entry.get("reason")
-    # Submitted again without a "started" in between: the scheduler may have accepted the earlier submission, whose jobs
-    # must be cancelled if they appear.
+    # Submitted again without "started" in between: the scheduler may have accepted the earlier submission. If its jobs
+    # appear, they must be cancelled.
     if (
         event == "submitting"
         and state.state == "submitting"
@@ -261,12 +266,12 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
     if event == "started":
         return replace(state, attempts=state.attempts + 1, submission=entry.get("submission"), job=entry.get("job"))
     if event == "retried" and kind:
-        spent = {**state.spent, kind: state.spent.get(kind, 0) + 1}
+        retries_used = {**state.retries_used, kind: state.retries_used.get(kind, 0) + 1}
         node = entry.get("node")
         excluded = state.excluded + ((node,) if node and node not in state.excluded else ())
-        return replace(state, spent=spent, excluded=excluded)
-    # Given up, stopped or done: a later launch starts with all attempts again.
-    return replace(state, spent={}, excluded=())
+        return replace(state, retries_used=retries_used, excluded=excluded)
+    # Given up, stopped or done: a later launch has all retries again.
+    return replace(state, retries_used={}, excluded=())
 
 
 def _redacted(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ LEASE_NAME = "controller"
 
 
 def take_lease(lease: Lease, subject: str) -> None:
-    """Acquire a study's lease, with a short wait: some processes hold it only for a moment.
+    """Acquire a study's lease; wait up to 2 s for it, because some processes hold it only briefly.
 
     Raises:
         UserError: another process runs the study; the message begins with `subject`.
@@ -43,24 +43,23 @@ class Members:
         self.directory = directory
         self.specs = check_distinct(specs)
         self.ledger = Ledger(directory)
-        # Whether the members were read from the folder, which several launches may have shared.
-        self.gathered = False
+        # Whether the members were read from the study's folder, into which several launches may have written.
+        self.was_read = False
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the study in a directory from its ledger and its frozen specifications.
 
         Raises:
-            UserError: there is none, or a specification was changed after it was frozen.
+            UserError: there is no study, or a specification was changed after it was frozen.
         """
         study = cls(directory, [])
-        study.gathered = True
+        study.was_read = True
         states = study.ledger.fold()
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
         study.warn_of_damage()
-        # `check_distinct` is skipped: several sweeps may share the folder, with labels that are ambiguous only
-        # together.
+        # Skip `check_distinct`: sweeps that share the folder may have labels that are ambiguous only together.
         known: dict[str, Any] = {}
         # Adopted runs take part only once they have finished; they are never started here.
         members = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
@@ -72,7 +71,7 @@ class Members:
         return self.directory / RUNS_DIR / spec.run
 
     def warn_of_damage(self) -> None:
-        """Log which lines of the ledger cannot be read."""
+        """Log a warning with the numbers of ledger lines that cannot be read, if there are any."""
         if damaged := self.ledger.damaged():
             _log.warning(
                 "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",

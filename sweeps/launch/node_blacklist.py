@@ -1,9 +1,9 @@
-"""Exclusion of bad nodes from a study, by the failures of its members' attempts in the ledger.
+"""Exclude bad nodes from a study, by the failures in its ledger.
 
-A single failure may be the member's own fault. A node on which two members failed within an hour is excluded for the
-whole study, until one hour after the last failure; then it is tried again. Attempts that failed there do not count
-against the members. But if every node that the study used in the last hour failed in the same way, the nodes are not at
-fault: none is excluded for it, and the attempts count.
+A single failure may be caused by the member. But a node on which two members failed within an hour is excluded for the
+whole study, until one hour after the last failure. Failures on such a node do not count against the retries of the
+members. Exception: if every node that the study used in the last hour had the same failure, the nodes are not the
+cause. Then no node is excluded for that failure, and it counts against the members.
 """
 
 from __future__ import annotations
@@ -15,22 +15,33 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Time window: long enough for two members to run on a node, short enough that a repaired node is soon used again.
-TOGETHER_S = 3600.0
-OUT_S = 3600.0
-# Fewer nodes than this may all be bad in the same way by chance, for example two nodes of a rack.
-ALIKE = 4
-# Largest number of attempts that a member may lose on bad nodes without counting them.
-MOST_FREE = 8
-# Number of newest failures kept per node: thousands of members may fail on a node within one poll.
-REMEMBERED = 100
+# Two failures on a node within this time mark it as bad: long enough for two members to run there one after the other.
+WINDOW_S = 3600.0
+# A bad node is excluded for this long after its last failure: short enough that a repaired node is soon used again.
+EXCLUDED_S = 3600.0
+# A failure is not caused by nodes if it occurred on all nodes, and these are at least so many. Fewer nodes may all be
+# bad in the same way by chance, for example two nodes of a rack.
+MIN_NODES = 4
+# Largest number of failures on bad nodes that do not count against a member's retries.
+MAX_EXCUSED = 8
+# Number of newest failures stored per node: thousands of members may fail on a node within one poll.
+STORED_FAILURES = 100
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Blame:
-    """A member's failed attempt on a node, for a reason that may be the node's fault."""
+    """A member's failed attempt, which may have been caused by its node.
+
+    Attributes:
+        time: when it failed, in seconds.
+        run: identity of the member.
+        node: name of the node.
+        kind: kind of the failure.
+        cause: kind and reason, without what differs between attempts.
+        serial: number of the ledger entry.
+    """
 
     time: float
     run: str
@@ -49,13 +60,13 @@ class NodeBlacklist:
 
     def __init__(self, at_work: Callable[[], Collection[str]] = tuple) -> None:
         self._at_work = at_work
-        self._blames: dict[str, deque[Blame]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._finished: dict[str, float] = {}
+        self._blames: dict[str, deque[Blame]] = defaultdict(lambda: deque(maxlen=STORED_FAILURES))
+        self._finished: dict[str, float] = {}  # by node, time at which a member last finished there
         self._serial = 0
-        self._ended: dict[str, int] = {}
-        self._announced: set[str] = set()
+        self._ended: dict[str, int] = {}  # by run, number of the entry after which its failures count
+        self._announced: set[str] = set()  # excluded nodes that were logged
 
-    def note(self, entry: Mapping[str, Any]) -> None:
+    def add_entry(self, entry: Mapping[str, Any]) -> None:
         """Update the history by one ledger entry."""
         self._serial += 1
         node, event, time = entry.get("node"), entry.get("event"), float(entry.get("time") or 0.0)
@@ -66,19 +77,19 @@ class NodeBlacklist:
             cause = f"{kind}: {_masked(str(entry.get('reason')), node)}"
             self._blames[node].append(Blame(time, entry["run"], node, kind, cause, self._serial))
         if event in ("finished", "failed"):
-            self.over(entry["run"])
+            self.reset_failures(entry["run"])
 
-    def over(self, run: str) -> None:
-        """Record that a member is done or given up: its earlier failures do not count if it is launched again."""
+    def reset_failures(self, run: str) -> None:
+        """Ignore the earlier failures of a member that is done or given up, if it is launched again."""
         self._ended[run] = self._serial
 
-    def out(self, now: float) -> tuple[str, ...]:
-        """Return the nodes that are excluded at this time, and log newly excluded ones."""
-        universal = self._of_no_node(now)
+    def excluded_nodes(self, now: float) -> tuple[str, ...]:
+        """Return the nodes that are excluded at the time `now`, and log newly excluded ones."""
+        universal = self._universal_causes(now)
         excluded = []
         for node, blames in sorted(self._blames.items()):
-            since = [blame.time for blame in blames if self._is_bad(blame, universal)]
-            if since and now < max(since) + OUT_S:
+            times = [blame.time for blame in blames if self._is_bad(blame, universal)]
+            if times and now < max(times) + EXCLUDED_S:
                 excluded.append(node)
         for node in set(excluded) - self._announced:
             last = self._blames[node][-1]
@@ -86,41 +97,44 @@ class NodeBlacklist:
         self._announced = set(excluded)
         return tuple(excluded)
 
-    def excused(self, run: str, now: float) -> dict[str, int]:
-        """Count a member's failed attempts that are blamed on nodes, by kind: one per node, at most `MOST_FREE`."""
-        universal, since = self._of_no_node(now), self._ended.get(run, 0)
+    def count_excused(self, run: str, now: float) -> dict[str, int]:
+        """Count a member's failures that were caused by bad nodes, by kind: one per node, at most `MAX_EXCUSED`."""
+        universal, since = self._universal_causes(now), self._ended.get(run, 0)
         counts: dict[str, int] = {}
         for blames in self._blames.values():
             failures = [blame for blame in blames if blame.run == run and blame.serial > since]
             failures = [blame for blame in failures if self._is_bad(blame, universal)]
-            if failures and sum(counts.values()) < MOST_FREE:
+            if failures and sum(counts.values()) < MAX_EXCUSED:
                 counts[failures[0].kind] = counts.get(failures[0].kind, 0) + 1
         return counts
 
     def _is_bad(self, blame: Blame, universal: Collection[str]) -> bool:
-        """Return whether another member failed on the node within `TOGETHER_S`, for causes that are not universal."""
+        """Return whether another member failed on the same node within `WINDOW_S`.
+
+        Failures with a cause in `universal` do not count.
+        """
         return blame.cause not in universal and any(
-            other.run != blame.run and abs(other.time - blame.time) <= TOGETHER_S and other.cause not in universal
+            other.run != blame.run and abs(other.time - blame.time) <= WINDOW_S and other.cause not in universal
             for other in self._blames[blame.node]
         )
 
-    def _of_no_node(self, now: float) -> set[str]:
-        """Return the causes of failure that occurred on every node used in the last hour, `ALIKE` nodes or more."""
+    def _universal_causes(self, now: float) -> set[str]:
+        """Return the causes of failures that occurred on every node used in the last hour, at least `MIN_NODES`."""
         nodes_of: dict[str, set[str]] = defaultdict(set)
         for node, blames in self._blames.items():
             for blame in blames:
-                if now - blame.time <= TOGETHER_S:
+                if now - blame.time <= WINDOW_S:
                     nodes_of[blame.cause].add(node)
-        widespread = {cause: nodes for cause, nodes in nodes_of.items() if len(nodes) >= ALIKE}
+        widespread = {cause: nodes for cause, nodes in nodes_of.items() if len(nodes) >= MIN_NODES}
         if not widespread:
             return set()
-        known = {node for node, time in self._finished.items() if now - time <= TOGETHER_S} | set(self._at_work())
+        known = {node for node, time in self._finished.items() if now - time <= WINDOW_S} | set(self._at_work())
         known |= {node for nodes in nodes_of.values() for node in nodes}
         return {cause for cause, nodes in widespread.items() if nodes >= known}
 
 
 def _masked(reason: str, node: str) -> str:
-    """Normalize a reason by masking the parts that differ between attempts: node, paths, numbers, identities."""
+    """Mask the parts of a reason that differ between attempts: node, quoted texts, paths, numbers, identities."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
     return re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", reason)[:200]

@@ -1,4 +1,4 @@
-"""Observers of a study's members, notified as they start and end, and the progress display."""
+"""Base class of observers, which are notified as a study's members start and end, and the progress display."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 SHOWN = 6  # members per progress line
-_BAR = 16  # width of a member's bar
+_BAR = 16  # width of a member's progress bar in characters
 # Colours of members' states in all displays.
 STYLES = {
     "finished": "green", "running": "cyan", "queued": "blue", "waiting": "bright_black", "paused": "bright_black",
@@ -27,17 +27,18 @@ _COLUMNS = (
     Column("recipe", soft=True), Column("seed", 50, right=True), Column("", 60), Column("step", right=True),
     Column("pass rate", 50, right=True),
 )  # fmt: skip
-LOOKS = 32  # journals read per update: a cluster may run a thousand members, on a slow file system
+# Journals read per update: a cluster may run a thousand members, on a slow file system.
+JOURNALS_PER_UPDATE = 32
 
 
 class Observer:
-    """Base class of observers, notified as members start and end (MLflow, the progress display); methods do nothing."""
+    """Base class of observers such as MLflow's and the progress display. All methods do nothing by default."""
 
     def open(self) -> None:
-        """Prepare, now that this process holds the study's lease; nothing may be written before this."""
+        """Prepare for the launch. An observer may write to the study only after this call, which holds the lease."""
 
     def accepted(self) -> None:
-        """Handle the acceptance of the launch: members were accepted, and it can no longer be refused."""
+        """Handle the acceptance of the launch, after which it cannot be refused and rolled back."""
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Handle members that were added to the study."""
@@ -52,25 +53,34 @@ class Observer:
         """Handle a failed attempt that is followed by a retry."""
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """Handle a member that was saved and paused until the decider wants it to run."""
+        """Handle a member that was saved and paused until the decider resumes it."""
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Handle a member's end: `finished` (also if done before), `failed`, `cancelled`, or `stopped` for good.
+        """Handle the end of a member, also of one that was done before this launch.
 
-        For a `finished` member, a reason says why it ended before its budget and is not continued.
+        Args:
+            spec: specification of the member.
+            run_dir: the member's folder.
+            state: `finished`, `failed`, `cancelled`, or `stopped` (not to be resumed).
+            reason: why the member ended; None for a finished member that reached its budget.
         """
 
     def say(self, line: str) -> None:
         """Show a line from the study's decider."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Handle the periodic update, about once per second, with the running members and counts of the others."""
-
-    def close(self, failed: int, left: int) -> None:
-        """Close, now that this process's work on the study is over.
+        """Handle the periodic update, about once per second.
 
         Args:
-            failed: number of members that are not done and not running.
+            running: specifications of the running members.
+            queued, done, failed: numbers of other members, by state.
+        """
+
+    def close(self, failed: int, left: int) -> None:
+        """Close the observer when this process leaves the study.
+
+        Args:
+            failed: number of members that failed, see `Controller.unfinished`.
             left: number of members that continue without this process.
         """
 
@@ -80,13 +90,13 @@ class Progress(Observer):
 
     Args:
         total: number of members.
-        steps: mean budget of a member in optimizer steps, to estimate the time of members about which nothing is known.
-        every_s: seconds between lines or updates; None for 10, and 2 on a terminal.
+        steps: mean budget of a member in optimizer steps, to estimate the time of members that are not in `specs`.
+        every_s: seconds between updates; None for 10 with lines, and 2 with a live table.
         metric: metric of the newest evaluation to show for each running member.
         preface: lines to print, without a time, when the launch is accepted; a refused launch prints only its error.
-        write: called with each line. None for stderr (stdout stays free for data; a pipe without a reader does not
-            block), or for a live table if stderr is a terminal.
-        specs: members of the study that are known.
+        write: called with each line. None to write lines to stderr, or a live table if stderr is a terminal. A pipe
+            without a reader does not block.
+        specs: specifications of the members that are known at the start.
     """
 
     def __init__(
@@ -102,7 +112,7 @@ class Progress(Observer):
         self._total = total
         self._steps = steps
         self._specs = {spec.run: spec for spec in specs}
-        self._over: set[str] = set()  # members that have ended in any way
+        self._ended: set[str] = set()  # members that have ended in any way
         self._remaining = TimeLeft()
         self._live = _live_display() if write is None and on_screen(sys.stderr) else None
         self._write = write or NeverBlocking(sys.stderr).write
@@ -112,12 +122,12 @@ class Progress(Observer):
         self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
         self._latest: dict[str, dict[str, float]] = {}  # metrics of members that this process has seen running
-        self._turn = 0
+        self._next_unshown = 0  # index of the member, among those not shown, whose journal is read next
         self._stopped: set[str] = set()
-        self._has_reported = False  # whether anything was reported
+        self._has_reported = False
 
     def accepted(self) -> None:
-        """Print the preface, line by line."""
+        """Print the preface."""
         for line in self._preface:
             self._write(f"{line}\n")
 
@@ -131,7 +141,7 @@ class Progress(Observer):
         """Remember the member's folder and its steps so far, to measure its pace."""
         self._stopped.discard(spec.run)
         self._directories[spec.run] = run_dir
-        self._over.discard(spec.run)
+        self._ended.discard(spec.run)
         self._latest[spec.run] = last_metrics(run_dir)
         self._remaining.started(spec.run, spec.recipe, self._step(spec), spec.steps, time.monotonic())
 
@@ -152,8 +162,8 @@ class Progress(Observer):
         if spec.run in self._latest:
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
             self._remaining.ended(spec.run, self._step(spec), time.monotonic())
-        self._over.add(spec.run)
-        described = _described(spec, latest, self._metric)
+        self._ended.add(spec.run)
+        described = _progress_text(spec, latest, self._metric)
         self._event(state, spec, f"{described}; {reason}" if reason and state == "finished" else reason or described)
 
     def say(self, line: str) -> None:
@@ -166,7 +176,7 @@ class Progress(Observer):
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
-        self._look(running)
+        self._read_metrics(running)
         stopped = len(self._stopped)
         counts = ((done, f"/{self._total} done"), (failed, " failed"), (stopped, " stopped"), (queued, " queued"))
         ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
@@ -175,7 +185,7 @@ class Progress(Observer):
         if self._live is not None:
             self._draw(self._live, summary, running)
             return
-        members = [f"{s.title}: {_described(s, self._latest[s.run], self._metric)}" for s in running[:SHOWN]]
+        members = [f"{s.title}: {_progress_text(s, self._latest[s.run], self._metric)}" for s in running[:SHOWN]]
         more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
         self._line(" | ".join([summary, *members, *more]))
 
@@ -189,31 +199,37 @@ class Progress(Observer):
         if self._live is not None:
             self._live.stop()
 
-    def _look(self, running: Sequence[RunSpec]) -> None:
-        """Read the metrics of the members that are shown, and of the others in turn: `LOOKS` journals per update."""
+    def _read_metrics(self, running: Sequence[RunSpec]) -> None:
+        """Read the metrics of the members that are shown, and of some others in turn: `JOURNALS_PER_UPDATE` in all."""
         others = running[SHOWN:]
-        start = self._turn % max(1, len(others))
-        turned = [*others[start:], *others[:start]][: LOOKS - SHOWN]
-        self._turn = start + len(turned)
+        start = self._next_unshown % max(1, len(others))
+        turned = [*others[start:], *others[:start]][: JOURNALS_PER_UPDATE - SHOWN]
+        self._next_unshown = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            # The newest evaluation of a long run may be earlier than the part that is read: keep older metrics.
+            # Only the end of a journal is read, which may be later than the newest evaluation: keep older metrics.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, spec: RunSpec) -> int:
+        """Return the step that a member has reached; a branch begins at the step of its parent."""
         return max(int(self._latest[spec.run].get("step", 0)), spec.first_step)
 
     def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
-        """Estimate the seconds left at the pace observed by this process; None before any member's first step."""
+        """Estimate the seconds until the study ends, at the pace observed by this process; None if none is known yet.
+
+        Args:
+            open_members: number of members that have not ended.
+            running: specifications of the running members.
+        """
         now = time.monotonic()
         for spec in running:
-            self._remaining.saw(spec.run, self._step(spec), now)
+            self._remaining.reached(spec.run, self._step(spec), now)
         at_work = {spec.run: max(0, spec.steps - self._step(spec)) for spec in running}
         waiting = [
             (spec.recipe, float(spec.steps - spec.first_step))
             for run, spec in self._specs.items()
-            if run not in at_work and run not in self._over
+            if run not in at_work and run not in self._ended
         ]
-        if len(waiting) != open_members - len(running):  # not all waiting members are known by name
+        if len(waiting) != open_members - len(running):  # the specifications of some waiting members are unknown
             waiting = [("", self._steps)] * (open_members - len(running))
         return self._remaining.left_s(at_work, waiting, now)
 
@@ -256,7 +272,7 @@ class Progress(Observer):
 
 
 def _live_display() -> Live:
-    """Return a display at the foot of the terminal of stderr; lines are printed above it, and it goes at the end."""
+    """Return a display at the bottom of stderr's terminal. Lines are printed above it; it is removed at the end."""
     # Imported late, because rich is only needed with a terminal.
     from rich.console import Console
     from rich.live import Live
@@ -264,13 +280,13 @@ def _live_display() -> Live:
     return Live(console=Console(file=sys.stderr), auto_refresh=False, transient=True)
 
 
-def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
-    """Describe a member's progress: its step out of its budget, and the pass rate if it was evaluated."""
+def _progress_text(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
+    """Format a member's step and budget, and, if it was evaluated, the metric `shown`."""
     text = f"step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else "starting"
     rate = _rate(metrics, shown)
     return text + ("" if rate is None else f", pass rate {rate:.3f}")
 
 
 def _rate(metrics: Mapping[str, float], shown: str) -> float | None:
-    """Return the metric `shown` from the newest evaluation; None before the first."""
+    """Return the metric `shown` of the newest evaluation, for any evaluation set; None before the first."""
     return next((value for key, value in metrics.items() if key.endswith(f"/{shown}")), None)

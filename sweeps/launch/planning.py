@@ -1,10 +1,10 @@
-"""Planning in a separate process, so that the memory of its imports, such as torch, is freed when it ends.
+"""Plan members in a separate process, so that the memory of its imports, such as torch, is freed when it ends.
 
-A controller follows its study for days and does not need them. Composing and checking members takes at most a minute,
-plus the imports of the user's own choices.
+Planning means to compose and check configurations. It takes at most a minute, plus the imports of the user's own
+choices. A controller then follows its study for days and does not need these imports.
 
-If members run on this machine, the process is forked from the same server as theirs (`executor.local`), so that common
-modules are imported once. Otherwise it is a new interpreter, and nothing remains of it.
+If members run on this machine, the planner and the members are forked from the same server (`executor.local`), so that
+common modules are imported once. Otherwise the planner is a new interpreter.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from sweeps.parallel import exit_on_sigterm
 from sweeps.process import die_with_parent, end, ended_with, forkserver
 from sweeps.run.spec import RunSpec
 
-# Ctrl-C usually reaches that process too, so first wait for its own clean-up. SIGINT follows in case it did not.
+# Seconds to wait for the planner after Ctrl-C, and the signal that follows. Usually Ctrl-C reaches the planner too, and
+# it cleans up; SIGINT is for the case that it did not.
 _AFTER_CTRL_C = ((2.0, signal.SIGINT), (3.0, signal.SIGKILL))
-_EXIT_S = 30.0  # after its answer, for exit handlers of its libraries
+_EXIT_S = 30.0  # time for exit handlers of the planner's libraries, after its answer
 EXIT_CTRL_C = 130
 
 
 class PlannerLostError(UserError):
-    """Error: the planner's process ended without an answer, so the request itself may be valid."""
+    """Error: the planner's process ended without an answer. The request may have been valid."""
 
 
 class Planner:
-    """Planner in a separate process that takes any number of requests until it is closed.
+    """Planner in a separate process, which answers any number of calls until it is closed.
 
-    Its output appears here, Ctrl-C reaches it, and it ends when this process does. While it is open, SIGTERM raises
-    SystemExit in this process.
+    The planner's output appears in this process's terminal, Ctrl-C reaches it, and it ends when this process ends.
+    While it is open, SIGTERM raises SystemExit in this process.
 
     Args:
         planner: `module:function`, called with override lists and the user's folders; it returns run specs.
         folders: the user's configuration folders.
-        preload: modules of the server that the planner and the members on this machine are forked from; None for a new
-            interpreter, if members run elsewhere.
+        preload: modules that the server imports from which the planner is forked; None to start a new interpreter.
     """
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:
@@ -65,15 +65,15 @@ class Planner:
             self.close()
 
     def __call__(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Plan the members of these override lists.
+        """Plan the members of these override lists, one list per member.
 
         Raises:
             PlannerLostError: the process was killed, or ended without an answer.
-            Exception: any exception of the planner; a note has its traceback.
+            Exception: any exception of the planner; its traceback is added as a note.
         """
         try:
             if self._child is None or self._connection is None:
-                self._child, self._connection = self._started()
+                self._child, self._connection = self._start()
             self._connection.send([list(each) for each in override_lists])
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
@@ -95,21 +95,21 @@ class Planner:
     def close(self) -> None:
         """Close the connection, so that the process ends, and wait for it."""
         try:
-            self._end((_EXIT_S, signal.SIGKILL))  # it may hang in a thread that was not ended
+            self._end((_EXIT_S, signal.SIGKILL))  # killed if it hangs in a thread that was not ended
         except BaseException:
             self._end(*_AFTER_CTRL_C)
             raise
 
-    def _started(self) -> tuple[BaseProcess, Connection[Any, Any]]:
+    def _start(self) -> tuple[BaseProcess, Connection[Any, Any]]:
         context = get_context("spawn") if self._preload is None else forkserver(self._preload)
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_serve, args=(theirs, self._planner, self._folders))
+        parent_end, child_end = context.Pipe()
+        child = context.Process(target=_serve, args=(child_end, self._planner, self._folders))
         child.start()
-        theirs.close()
-        return child, ours
+        child_end.close()
+        return child, parent_end
 
     def _end(self, *signals: tuple[float, signal.Signals]) -> None:
-        """Let the process end; after each timeout in seconds, send it the next signal."""
+        """Let the process end. Each of `signals` is a timeout in seconds and the signal to send after it."""
         if self._connection is not None:
             self._connection.close()
         if self._child is not None:
@@ -124,12 +124,12 @@ def plan_apart(
     preload: Sequence[str] | None = None,
 ) -> list[RunSpec]:
     """Call a planner once in a separate process; see `Planner`."""
-    with Planner(planner, folders, preload) as ask:
-        return ask(override_lists)
+    with Planner(planner, folders, preload) as process:
+        return process(override_lists)
 
 
 def _serve(connection: Connection[Any, Any], planner: str, folders: list[str]) -> None:
-    """Answer requests in the child. It ends with its parent; Ctrl-C interrupts it only during a request."""
+    """Answer requests in the child process, until its parent ends. Ctrl-C interrupts it only during a request."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):  # the other end was closed
@@ -138,7 +138,7 @@ def _serve(connection: Connection[Any, Any], planner: str, folders: list[str]) -
 
 
 def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -> list[RunSpec] | BaseException:
-    """Return members or the planner's exception; one that cannot be unpickled becomes a RuntimeError."""
+    """Return planned members, or the planner's exception; if that cannot be pickled, a RuntimeError with its text."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         planned: list[RunSpec] = load_entry(planner)(override_lists, folders)

@@ -1,4 +1,4 @@
-"""Cost estimate of a launch: steps, and device hours from the cost per step of earlier runs."""
+"""Estimate the cost of a launch: steps, and device hours from the cost per step of earlier runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class Price(AsJson):
 
     Attributes:
         hours: device hours of all remaining steps.
-        by, runs: study or run that the rates were read from, and number of its runs with a rate.
-        other_scale: groups of the configuration in which some members differ from every run there; their rate is then
-            that of a run of another scale.
+        by: folder of the study or run from which the device hours per step were read.
+        runs: number of runs in that folder with known device hours per step.
+        other_scale: groups of the configuration (`SCALE`) in which some members differ from every run in that folder.
+            Their device hours are then estimated from runs of another scale.
     """
 
     hours: float
@@ -47,10 +48,10 @@ class Launch(AsJson):
     """Size and cost of a launch: members, steps, and device hours if they can be estimated.
 
     Attributes:
-        members, recipes, seeds: number of each.
-        steps, left: optimizer steps of all members together, and the remaining ones.
-        price: estimated device hours; None if no earlier run has a rate.
-        money: price of the device hours; None without a rate, or without device hours.
+        members, recipes, seeds: number of members, recipes and seeds.
+        steps, left: total and remaining optimizer steps of all members together.
+        price: estimated device hours; None if the device hours per step are unknown.
+        money: price of the device hours; None if these, or the price of one hour, are unknown.
     """
 
     members: int
@@ -61,22 +62,22 @@ class Launch(AsJson):
     price: Price | None
     money: float | None
 
-    def sentences(self, asked: bool = True) -> list[str]:
+    def sentences(self, show_unknown: bool = True) -> list[str]:
         """Describe the launch and its device hours in lines for display.
 
         Args:
-            asked: whether to mention unknown device hours. A launch that is merely accepted does not, because that
-                would be useless for a first study.
+            show_unknown: whether to mention that device hours are unknown, with the remedy. In a first study they are
+                always unknown.
         """
         arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
         lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
         if self.left < self.steps:
             lines[0] += f", of which {self.left} are left"
-        if self.left == 0 and not asked:
+        if self.left == 0 and not show_unknown:
             return lines
         if self.price is None:
             unknown = "device hours: not known, for no run here has taken a step; name an earlier study that has"
-            return [*lines, f"{unknown} (launch.like=STUDY, or --like)"] if asked else lines
+            return [*lines, f"{unknown} (launch.like=STUDY, or --like)"] if show_unknown else lines
         text = f"device hours: {self.price.hours:.3g}, by {counted(self.price.runs, 'run')} of {self.price.by}"
         if self.price.other_scale:
             text += f", with another {', '.join(self.price.other_scale)} than some members have"
@@ -96,9 +97,9 @@ def launch_of(
     Args:
         specs: members to launch.
         directory: their study's folder; the cost of a step is read from its runs unless `like` is given.
-        like: folder of an earlier study or run to read it from; None for `directory`.
+        like: folder of an earlier study or run from which to read the cost of a step; None for `directory`.
         rate: price of a device hour; None to leave money out.
-        elsewhere: members that ran or are running elsewhere, and cost nothing here.
+        elsewhere: identities of members that ran or are running elsewhere, and cost nothing here.
 
     Raises:
         UserError: `like` has no run with device hours, or the rate is invalid.
@@ -106,7 +107,7 @@ def launch_of(
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
     progress = cache(_progress)  # cached: used for the remaining steps and for the cost per step
-    # A branch takes its first steps from its parent; 0 for a run that is already beyond this budget.
+    # A branch takes its first steps from its parent.
     done = {spec.run: max(progress(directory / RUNS_DIR / spec.run)[1], spec.first_step) for spec in specs}
     left = {spec.run: max(spec.steps - done[spec.run], 0) for spec in specs}
     left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
@@ -129,24 +130,24 @@ def launch_of(
     )
 
 
-def check_hours(launch: Launch, most: object) -> None:
-    """Refuse a launch that takes more device hours than allowed.
+def check_hours(launch: Launch, limit: object) -> None:
+    """Refuse a launch that takes more than `limit` device hours; None for no limit.
 
     Raises:
-        UserError: it takes more, its cost is unknown, or the limit is not a number of hours.
+        UserError: the launch takes more, its cost is unknown, or the limit is not a number of hours.
     """
-    if most is None:
+    if limit is None:
         return
-    if isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < float("inf"):
-        raise UserError(f"launch.max_device_hours: {most!r} must be a positive number of hours, or null")
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf"):
+        raise UserError(f"launch.max_device_hours: {limit!r} must be a positive number of hours, or null")
     if launch.price is None:
         raise UserError(
-            f"launch.max_device_hours: {most:g}, but no run says what a step takes; name an earlier study of this "
+            f"launch.max_device_hours: {limit:g}, but no run says what a step takes; name an earlier study of this "
             "scale with launch.like=STUDY, or launch one member with a small budget.steps first"
         )
-    if launch.price.hours > most:
+    if launch.price.hours > limit:
         raise UserError(
-            f"launch.max_device_hours: {most:g}, and {launch.left} steps take about {launch.price.hours:.3g} by "
+            f"launch.max_device_hours: {limit:g}, and {launch.left} steps take about {launch.price.hours:.3g} by "
             f"{launch.price.by}; launch fewer members or steps, or raise the limit"
         )
 
@@ -156,44 +157,51 @@ class _Rates:
     """Device hours per step of the runs in a folder.
 
     Attributes:
-        by: the folder, as text.
-        found: rates of single runs, in device hours per step, by scale (as JSON) and recipe.
+        folder: the folder.
+        rates: device hours per step of each run, by scale (as JSON) and recipe.
         scales: all scales that occur, see `_scale`.
     """
 
-    by: str
-    found: Mapping[tuple[str, str], Sequence[float]]
+    folder: str
+    rates: Mapping[tuple[str, str], Sequence[float]]
     scales: Sequence[Mapping[str, str]]
 
     @classmethod
-    def read(cls, place: Path, progress: Callable[[Path], tuple[str, int, float | None]]) -> _Rates | None:
-        """Read the rates of the runs in a folder with `progress`, see `_progress`; None if no run has taken a step."""
-        found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    def read(cls, folder: Path, progress: Callable[[Path], tuple[str, int, float | None]]) -> _Rates | None:
+        """Read the device hours per step of the runs in a folder; None if no run has taken a step.
+
+        `progress` is `_progress`, or a cached version of it.
+        """
+        rates: dict[tuple[str, str], list[float]] = defaultdict(list)
         scales: dict[str, Mapping[str, str]] = {}
-        for run_dir in find_runs(place):
+        for run_dir in find_runs(folder):
             recipe, step, hours = progress(run_dir)
             if not step or not hours:
                 continue
             scale = _scale(_configuration(run_dir))
             key = json.dumps(scale)
             scales[key] = scale
-            found[key, recipe].append(hours / step)
-        return cls(str(place), found, list(scales.values())) if found else None
+            rates[key, recipe].append(hours / step)
+        return cls(str(folder), rates, list(scales.values())) if rates else None
 
     def price(self, specs: Sequence[RunSpec], left: Mapping[str, int]) -> Price:
-        """Price the remaining steps by the median rate of the same recipe and scale, else of the scale, else of all."""
-        hours, differs = 0.0, set()
+        """Estimate the device hours of the remaining steps, `left` by member.
+
+        A member's rate is the median over the runs of the same recipe and scale; if there are none, over the runs of
+        the same scale; if there are none, over all runs.
+        """
+        hours, differing_groups = 0.0, set()
         for spec in specs:
             scale = _scale(spec.config)
             key = json.dumps(scale)
-            same_scale = [rates for (where, _), rates in self.found.items() if where == key]
+            same_scale = [rates for (scale_key, _), rates in self.rates.items() if scale_key == key]
             if not same_scale:
-                nearest: list[str] = min((_departures(scale, other) for other in self.scales), key=len)
-                differs |= set(nearest)
-            rates = self.found.get((key, spec.recipe)) or chain.from_iterable(same_scale or self.found.values())
+                nearest: list[str] = min((_differing_groups(scale, other) for other in self.scales), key=len)
+                differing_groups |= set(nearest)
+            rates = self.rates.get((key, spec.recipe)) or chain.from_iterable(same_scale or self.rates.values())
             hours += left[spec.run] * median(rates)
-        runs = sum(map(len, self.found.values()))
-        return Price(hours, self.by, runs, tuple(name for name in SCALE if name in differs))
+        runs = sum(map(len, self.rates.values()))
+        return Price(hours, self.folder, runs, tuple(name for name in SCALE if name in differing_groups))
 
 
 def _scale(config: Mapping[str, Any]) -> dict[str, str]:
@@ -201,11 +209,13 @@ def _scale(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: json.dumps(config[name], sort_keys=True, default=str) for name in SCALE if name in config}
 
 
-def _departures(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+def _differing_groups(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Return the groups of the configuration in which two scales differ."""
     return [name for name in SCALE if first.get(name) != second.get(name)]
 
 
 def _configuration(run_dir: Path) -> Mapping[str, Any]:
+    """Return the configuration of a run; empty if it has no specification that this version can read."""
     try:
         return RunSpec.read(run_dir).config
     except UserError:  # a script's run, or one of another version
@@ -219,6 +229,6 @@ def _progress(run_dir: Path) -> tuple[str, int, float | None]:
         return "", 0, None
     last = max(view.records, key=lambda record: record.step, default=None)
     step = 0 if last is None else last.step
-    # Hours are cumulative and recorded with both train and eval of a step: the larger value is newer.
+    # Hours are cumulative, and both the train and the eval record of a step have them: take the larger, newer value.
     hours = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
     return str(view.header.get("recipe", "")), step, max((value for value in hours if value is not None), default=None)

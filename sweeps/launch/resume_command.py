@@ -1,4 +1,4 @@
-"""Command line that carries out a proposed next run, for studies launched by this package."""
+"""Build the command line that carries out a proposed next run, for studies launched by this package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec
 
-# Overrides that the advice itself sets, and keys of earlier versions that are no longer accepted.
-_LEFT_OUT = ("seed", "budget.steps", "race.freed")
+# Overrides to drop from the study's: the proposal sets the first two, the last is from an earlier version.
+_DROPPED_KEYS = ("seed", "budget.steps", "race.freed")
 
 
 class Advice(Protocol):
-    """Protocol of a proposed next run, such as `sweeps.decide.next_run.Step`."""
+    """Protocol of a proposal for the next run, such as `sweeps.decide.next_run.Step`."""
 
     @property
     def recipe(self) -> str: ...  # noqa: D102
@@ -30,9 +30,9 @@ class Advice(Protocol):
 
 
 def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | None:
-    """Return the `scalerl train ...` command for a proposed run; None if this package did not launch the runs.
+    """Return the `scalerl train ...` command for a proposal; None if this package did not launch the runs.
 
-    An extended run continues in place: same identity, larger budget. Steps are assumed to cost the same as so far.
+    An extended run keeps its identity and continues with a larger budget. Steps are assumed to cost the same as so far.
 
     Args:
         advice: the proposal: extend each run of a recipe to a compute, or add a seed with that compute.
@@ -46,21 +46,21 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
         return None
     if not specs or not specs[0].overrides:
         return None
-    spent = [(record.step, record.metrics.get(axis, 0.0)) for run in recipe_runs for record in run.of_kind("eval")]
-    steps, compute = max(spent, key=lambda pair: pair[1], default=(0, 0.0))
+    points = [(record.step, record.metrics.get(axis, 0.0)) for run in recipe_runs for record in run.of_kind("eval")]
+    steps, compute = max(points, key=lambda pair: pair[1], default=(0, 0.0))
     if not compute:
         return None
     seeds = sorted({spec.seed for spec in specs})
     budget = math.ceil(steps * advice.compute / compute)
     if advice.action == "seed":
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
-    kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _LEFT_OUT]
-    words = [*kept, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
+    overrides = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _DROPPED_KEYS]
+    words = [*overrides, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
     return shlex.join(["scalerl", "train", *folder_words(specs[0].folders), "--multirun", *words])
 
 
 def folder_words(folders: Sequence[str]) -> list[str]:
-    """Return the words of `scalerl train` that name the user's folders, `RunSpec.folders`.
+    """Return the command line arguments of `scalerl train` for `RunSpec.folders`.
 
     A path that ends in `.yaml` is the configuration file of a study of another trainer's commands.
     """

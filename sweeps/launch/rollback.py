@@ -1,7 +1,7 @@
-"""Rollback of a refused launch: all its changes in the study's folder are undone.
+"""Roll back a refused launch: undo all its changes in the study's folder.
 
-It is needed because executors refuse only when members are submitted (sbatch: an unknown partition). By then the
-specifications and the ledger must be on disk: a job may start immediately, and must be found after a crash.
+Executors refuse only when members are submitted (sbatch: an unknown partition). By then the specifications and the
+ledger must be on disk, because a job may start immediately, and must be found after a crash.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sweeps.run.spec import SPEC_FILE
 
 
 class Rollback:
-    """Context manager that at its end undoes the registered changes, the last first, unless the launch was accepted.
+    """Context manager that undoes the registered changes at its end, the last one first.
 
-    Its owner holds the study's lease, so no other process writes there meanwhile.
+    `forget` prevents this. The caller must hold the study's lease, so that no other process writes there meanwhile.
 
     Attributes:
-        pending: whether the launch may still be refused.
+        pending: whether the changes would be undone; False after `forget`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Rollback:
         self._undo.close()
 
     def forget(self) -> None:
-        """Undo nothing from now on: the launch was accepted, or jobs may exist."""
+        """Keep all changes, because the launch was accepted, or jobs may exist."""
         self.pending = False
         self._undo.pop_all()
 
@@ -45,11 +45,11 @@ class Rollback:
             self._undo.callback(undo, *arguments)
 
     def put_back(self, path: Path, content: bytes | None) -> None:
-        """On rollback, restore this content of a file; None removes the file, which did not exist."""
+        """On rollback, restore this content of a file; None for a file that did not exist, which is then removed."""
         self.call(_put_back, path, content)
 
     def remove(self, run_dir: Path) -> None:
-        """On rollback, remove a folder that does not exist yet: a member's, with its specification, or `runs`."""
+        """On rollback, remove a member's folder with its specification, or `runs`. An existing folder is kept."""
         if self.pending and not run_dir.exists():
             self.call(_remove, run_dir)
 
@@ -65,21 +65,21 @@ def _put_back(path: Path, content: bytes | None) -> None:
 def _remove(run_dir: Path) -> None:
     with suppress(OSError):
         (run_dir / SPEC_FILE).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty: the run is also trained separately
+    with suppress(OSError):  # not empty: another process trains the same run outside of the study
         run_dir.rmdir()
 
 
 def missing_folders(directory: Path) -> list[Path]:
-    """Return those of a directory and its parents that do not exist yet, the innermost first."""
+    """Return the folders among a directory and its parents that do not exist yet, the innermost first."""
     return [folder for folder in (directory, *directory.parents) if not folder.exists()]
 
 
-def remove_folders(made: Sequence[Path]) -> None:
-    """Remove folders made for a refused launch: the innermost with its content, its parents if empty."""
-    if made:
-        shutil.rmtree(made[0], ignore_errors=True)
-    for above in made[1:]:
+def remove_folders(folders: Sequence[Path]) -> None:
+    """Remove folders as `missing_folders` returned them: the first with its content, the others if they are empty."""
+    if folders:
+        shutil.rmtree(folders[0], ignore_errors=True)
+    for parent in folders[1:]:
         try:
-            above.rmdir()
+            parent.rmdir()
         except OSError:
             return  # not empty

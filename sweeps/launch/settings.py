@@ -47,7 +47,7 @@ class LaunchSettings:
         cluster: resources and limits of cluster jobs; None for the other kinds.
         retries: number of attempts after the first, by kind of failure; None for no limit.
         race: settings under `race`, see `sweeps.search.settings`; empty without a race.
-        margin: recipes whose rewards are within this are tied in every ranking of the study; None for the default.
+        margin: largest difference of rewards at which rankings of the study tie two recipes; None for the default.
     """
 
     kind: str
@@ -64,9 +64,9 @@ class LaunchSettings:
 
     def text(self) -> str:
         """Return the content of `launch.json`, without the password in MLflow's address."""
-        # Keep the names and the order of fields of earlier versions' files.
+        # Keep the names and the order of fields as in files of earlier versions.
         values = {"settings" if name == "cluster" else name: value for name, value in self.__dict__.items()}
-        settings = {} if self.cluster is None else self.cluster.given()
+        settings = {} if self.cluster is None else self.cluster.to_mapping()
         values |= {"settings": settings, "tracking": self.tracking and redact(self.tracking)}
         return json.dumps(values, indent=1)
 
@@ -78,12 +78,12 @@ class LaunchSettings:
             UserError: the file is missing or unreadable, or MLflow's address must be given again.
         """
         try:
-            read = parse_json((study / LAUNCH_FILE).read_text())
-            values = {item.name: read[item.name] for item in fields(cls) if item.name in read}
+            data = parse_json((study / LAUNCH_FILE).read_text())
+            values = {item.name: data[item.name] for item in fields(cls) if item.name in data}
             values["preload"] = tuple(values["preload"])
             if values["kind"] not in ("local", "debug"):
-                values["cluster"] = cluster_class(values["kind"]).of(read["settings"])
-                # Add kinds of failure that an earlier version, which launched the study, did not distinguish.
+                values["cluster"] = cluster_class(values["kind"]).of(data["settings"])
+                # The study may be from an earlier version that did not distinguish all kinds of failure: add them.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -121,12 +121,12 @@ class LaunchSettings:
 
     @staticmethod
     def margin_of(study: Path) -> float | None:
-        """Return the margin of a tie that a study was launched with; None without one, or without a study."""
+        """Return the `margin` with which a study was launched; None if it has none, or there is no study."""
         margin = read_json(study / LAUNCH_FILE).get("margin")
         return float(margin) if isinstance(margin, int | float) and margin > 0 else None
 
     def executor(self, study: Path) -> Executor:
-        """Make the executor of this kind that runs the study's members."""
+        """Make the executor that runs the study's members."""
         if self.cluster is not None:
             return self.cluster.executor(study, self.entry, self.threads)
         if self.kind == "debug":
@@ -141,7 +141,7 @@ def prepare_study(
     decider: Decider | None = None,
     preface: Sequence[str] = (),
 ) -> AbstractContextManager[Controller]:
-    """Prepare a launch of a study with its settings, with progress on stderr, and MLflow if it is tracked.
+    """Prepare a launch of a study; it shows progress on stderr, and logs to MLflow if the study is tracked.
 
     Args:
         study: study to run.

@@ -29,22 +29,22 @@ from sweeps.run.spec import budget_of
 
 # States of members, the most important for readers first.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
-# Time to watch a lease, long enough for two heartbeats of a controller.
-_LOOK_S = 2 * BEAT_S + 1
+# Seconds to watch a lease, long enough for two heartbeats of a controller.
+_WATCH_S = 2 * BEAT_S + 1
 _GONE = "the process that started it is gone; the same command continues it"
 _ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
 
 
 @dataclass(frozen=True)
 class SideView(AsJson):
-    """Status of the trainer or of one engine of a live run, as `scalerl status` shows it.
+    """Status of the trainer or of one engine of a run with `driver=live`, as `scalerl status` shows it.
 
     Attributes:
         side: `trainer`, or `engine 0` and so on.
         where: node of the trainer, or address of an engine; None if the run has not reported it.
-        state: for an engine, from the run's last heartbeat: `up`, `starting`, `connecting` or `left out`. If the member
-            does not run, the member's state.
-        idle: share of real time without work in [0, 1], up to the newest step; None before the first.
+        state: for an engine, the state in the run's last heartbeat: `up`, `starting`, `connecting` or `left out`. For
+            the trainer, and if the member does not run, the member's state.
+        idle: fraction of wall-clock time without work, in [0, 1], up to the newest step; None before the first step.
         tokens_s: tokens per second that the trainer has trained on, or the engine has sampled; None before the first
             step.
     """
@@ -64,13 +64,13 @@ class MemberView(AsJson):
         state: `finished`; `running`; `queued` (a job waits, for the first time or again); `waiting` (not submitted);
             `ended` (its job or the process that started it is gone, and no controller has handled that yet); `stopped`
             (its study no longer wants it); `failed`; `cancelled`.
-        step, steps: newest optimizer step, and the budget; None if unknown.
+        step, steps: newest optimizer step, and the budget in steps; None if unknown.
         pass_rate: pass rate of the newest evaluation in [0, 1]; None before the first.
-        attempts: number of jobs started for it, including restarts.
+        attempts: number of jobs started for the member, including restarts.
         job, node: scheduler's id and node of the newest attempt; None without one.
-        kind, reason: why it failed, waits or was retried; None otherwise.
+        kind, reason: why the member failed, waits or was retried; None otherwise.
         doing, idle_s: last recorded activity of a running member, and seconds since then; None for others.
-        code: steps from which the run resumed with different code, and the changes; None if it never did.
+        code: steps from which the run resumed with different code, and the changes; None without a change.
         sides: trainer and engines of a live run (`driver=live`); empty for others.
     """
 
@@ -100,25 +100,26 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
         scheduler: scheduler of the cluster that runs the study; None without one, or if it should not be queried.
 
     Raises:
-        UserError: there is neither a ledger nor a run.
+        UserError: the folder has neither a ledger nor a run.
     """
     if not (study / LEDGER_FILE).is_file():
-        views = [_of_journal(run_dir) for run_dir in find_runs(study)]
+        views = [_view_of_journal(run_dir) for run_dir in find_runs(study)]
         if not views:
             raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
         return views
     queue = scheduler.queue() if scheduler is not None else None
     states = Ledger(study).fold().values()
-    # Watch for a controller's heartbeat only if some member's state depends on it: on another machine this takes time.
+    # Watch for a controller's heartbeat only if a member's state depends on it, because this takes seconds if the
+    # controller is on another machine.
     uncertain = any(state.job is None and state.state in ("submitting", "started") for state in states)
-    controlled = uncertain and bool(held_leases([study], LEASE_NAME, _LOOK_S))
+    controlled = uncertain and bool(held_leases([study], LEASE_NAME, _WATCH_S))
     views = [_view(study, state, queue, controlled) for state in states]
     # Runs that report themselves (`sweeps.stopping`) may share the folder.
     launched = {state.run for state in states}
-    loose = [
+    unlaunched = [
         run_dir for run_dir in find_runs(study / RUNS_DIR) if run_dir.name not in launched and _reports_itself(run_dir)
     ]
-    return [*views, *map(_of_journal, loose)]
+    return [*views, *map(_view_of_journal, unlaunched)]
 
 
 def counts(views: Sequence[MemberView]) -> str:
@@ -135,15 +136,22 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
 
 
 def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None, controlled: bool) -> MemberView:
-    """Return a member's status. queue: None if no scheduler answers; controlled: whether a controller is alive."""
+    """Return a member's status.
+
+    Args:
+        study: the study's folder.
+        state: the member's state by the ledger.
+        queue: the scheduler's jobs, by id; None if no scheduler answers.
+        controlled: whether a controller of the study is alive.
+    """
     run_dir = study / RUNS_DIR / state.run
     steps = budget_of(run_dir)
     past_attempts = attempts(run_dir)
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, past_attempts, queue, controlled)
     facts = (alive(run_dir) or {}) if name == "running" else {}
-    doing, idle_s = _last_sign(run_dir, facts)
-    code, missing = _since_resumed(run_dir)
+    doing, idle_s = _last_activity(run_dir, facts)
+    code, missing = _resume_traces(run_dir)
     return MemberView(
         run=state.run,
         recipe=state.recipe,
@@ -156,7 +164,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None
         job=state.job,
         node=past_attempts[-1].node if past_attempts else None,
         kind=state.kind if name != "finished" else None,
-        reason=reason or _wrong(run_dir, state.run, name) or missing,
+        reason=reason or _damage(run_dir, state.run, name) or missing,
         doing=doing,
         idle_s=idle_s,
         code=code,
@@ -164,7 +172,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None
     )
 
 
-def _wrong(run_dir: Path, run: str, state: str) -> str | None:
+def _damage(run_dir: Path, run: str, state: str) -> str | None:
     """Describe damage in the journal of a member that is not running; None if it is intact."""
     if state in ("running", "queued") or (state == "finished" and looks_whole(run_dir)):
         return None
@@ -179,7 +187,7 @@ def _state(
     queue: Mapping[str, QueuedJob] | None,
     controlled: bool,
 ) -> tuple[str, str | None]:
-    """Return a member's state, see `MemberView`, with its reason; queue is None if no scheduler answers."""
+    """Return a member's state and its reason, see `MemberView`; for `queue` and `controlled` see `_view`."""
     if steps is not None and is_done(run_dir, steps, state.run):
         return "finished", why_final(run_dir)
     if state.state == "failed":
@@ -194,7 +202,7 @@ def _state(
             return ("running", state.reason) if controlled else ("ended", state.reason or _GONE)
         return ("waiting" if controlled else "ended"), "was being submitted"
     info = (queue or {}).get(state.job)
-    # Clusters reuse ids: the submission's name within the job's name shows whether it is this job.
+    # Clusters reuse job ids. The job is this member's if its name ends with the submission's name.
     if info is not None and state.submission and info.name.endswith(state.submission):
         return info.shown
     if queue is None:
@@ -205,7 +213,13 @@ def _state(
 
 
 def _sides(state: str, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[SideView, ...]:
-    """Return trainer and engines of a live run, from its last heartbeat and newest step; empty for other runs."""
+    """Return the status of trainer and engines of a live run; empty for other runs.
+
+    Args:
+        state: the member's state.
+        facts: content of the run's last heartbeat.
+        metrics: metrics of the run's newest step.
+    """
     reported = facts.get("engines", ())
     measured = {int(match[1]) for key in metrics if (match := _ENGINE_IDLE.fullmatch(key))}
     if not reported and not measured:
@@ -222,20 +236,20 @@ def _side(side: str, where: str | None, state: str, prefix: str, metrics: Mappin
     return SideView(side, where, state, metrics.get(f"{prefix}_idle"), metrics.get(f"{prefix}_tokens_s"))
 
 
-def _last_sign(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Return a member's last activity and the seconds since then, from its last heartbeat and the heartbeat's age."""
+def _last_activity(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """Return a running member's last activity and the seconds since then, from its last heartbeat `facts`."""
     if "idle_s" not in facts:
         return None, None
-    # Compares two clocks, the file server's and this machine's; only for display.
+    # This compares the clocks of the file server and this machine, which is precise enough for display.
     age_s = max(0.0, time.time() - heartbeat_time(run_dir))
     return str(facts.get("doing")), float(facts["idle_s"]) + age_s
 
 
-def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
-    """Summarize the traces of resumes in a journal, each as one line.
+def _resume_traces(run_dir: Path) -> tuple[str | None, str | None]:
+    """Describe what resumes have left in a run's journal.
 
     Returns:
-        The code changes between the run's records, and the steps without records.
+        A line on code changes between the run's records, and a line on steps without records; None if there are none.
     """
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
@@ -250,7 +264,7 @@ def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
 
 
 def _reports_itself(run_dir: Path) -> bool:
-    """Return whether a run comes from a user's own loop, which no ledger knows."""
+    """Return whether a run comes from a user's own training loop (`sweeps.stopping`), which no ledger knows."""
     view = journal_or_none(run_dir)
     return view is not None and bool(view.header.get("loop"))
 
@@ -260,14 +274,14 @@ def _pass_rate(metrics: Mapping[str, float]) -> float | None:
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
 
 
-def _of_journal(run_dir: Path) -> MemberView:
+def _view_of_journal(run_dir: Path) -> MemberView:
     """Return the status of a run without a ledger, from its journal only."""
     view = journal_or_none(run_dir)
     metrics = last_metrics(run_dir)
     header = view.header if view is not None else {}
-    code, missing = _since_resumed(run_dir)
+    code, missing = _resume_traces(run_dir)
     states = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
-    # A finished loop that reports itself, with a reason, was stopped by its race.
+    # A user's own loop that finished with a reason was stopped by its race.
     stopped = view is not None and view.status == "finished" and view.reason is not None and header.get("loop")
     state = states.get("stopped" if stopped else view.status, "running") if view is not None else "waiting"
     return MemberView(

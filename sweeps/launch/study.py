@@ -1,4 +1,4 @@
-"""A study: its members, its ledger, and the checks before a launch runs unfinished members."""
+"""A study that can be launched: its members, its ledger, and the checks before a launch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Study(Members):
         again: bool = True,
         decider: Decider | None = None,
     ) -> dict[str, MemberState]:
-        """Prepare a launch and commit it without further files; see `prepare` and `Controller.commit`."""
+        """Prepare and commit a launch; see `prepare` and `Controller.commit`."""
         with self.prepare(executor, observers, retries, again, decider) as prepared:
             return prepared.commit(detach=detach)
 
@@ -55,35 +55,37 @@ class Study(Members):
         again: bool = True,
         decider: Decider | None = None,
     ) -> Iterator[Controller]:
-        """Context manager: hold the study's lease and check a launch; nothing is written before its `commit`.
+        """Check a launch and yield its controller, with the study's lease held; call `commit` to start members.
+
+        If the launch is refused here or by the executor in `commit`, the study's folder is restored.
 
         Args:
-            executor: starts members; if they outlive their controller (on a cluster), running ones are found again.
+            executor: starts members. On a cluster it also reattaches members that an earlier launch left running.
             observers: notified as members start and end.
             retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None for no limit.
-            again: whether members that were given up get another chance, see `sweeps.launch.decisions.Policy`.
-            decider: decides which members run; without one, all unfinished members run.
+            again: whether to run members again that were given up, see `sweeps.launch.decisions.Policy`.
+            decider: decides which members run; None to run all unfinished members.
 
         Raises:
             UserError: another process is running this study, another version has begun it, a member's folder has
-                another run's journal, members run elsewhere, a label belongs to another curve, or an observer cannot be
-                opened. After this, and after a `commit` that the executor refuses, the folder is as it was before.
+                another run's journal, members have jobs on a cluster that the executor cannot follow, a label belongs
+                to another curve, or an observer cannot be opened.
         """
         lease = Lease(self.directory, LEASE_NAME)
         with naming("output_dir"):
-            new = missing_folders(self.directory)
+            new_folders = missing_folders(self.directory)
             make_private(self.directory)
             take_lease(lease, f"study: {self.directory}")
-        # If interrupted, unfinished members count as failed. Each part is released even if another one fails.
+        # Counts that the observers get at the end: if interrupted below, all members count as failed.
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
             # Roll back while holding the lease: a process waiting for it must not find a study that then disappears.
             rollback = stack.enter_context(Rollback())
             if self.ledger.size() is None and not (self.directory / RUNS_DIR).exists():
-                rollback.call(remove_folders, new)  # else another process made it a study meanwhile
+                rollback.call(remove_folders, new_folders)  # otherwise another process has made it a study meanwhile
             known = self.ledger.fold()
-            if not self.gathered:  # else warned when it was read
+            if not self.was_read:  # `read` has already warned
                 self.warn_of_damage()
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
@@ -94,7 +96,7 @@ class Study(Members):
                 observer.open()
                 stack.callback(lambda item: item.close(failed, left), observer)
             stack.callback(executor.close)
-            policy = Policy(retries, again, decided=decider is not None)
+            policy = Policy(retries, again, has_decider=decider is not None)
             records = Records(self, known, lease.check, rollback)
             controller = Controller(records, executor, Audience(observers, records), policy, decider)
             try:
@@ -105,7 +107,7 @@ class Study(Members):
             failed, left = controller.unfinished()
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
-        """Check that no member to run has a cluster job, which this executor cannot follow."""
+        """Check that no unfinished member has a cluster job, unless the executor can follow it."""
         if executor.outlives:
             return
         elsewhere = [

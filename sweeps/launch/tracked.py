@@ -36,12 +36,12 @@ class TrackingObserver(Observer):
         self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
         self._shipper: Shipper | None = None
         self._statuses: dict[str, str] = {}
-        self._were_stopped: set[str] = set()  # and may have resumed since
+        self._were_stopped: set[str] = set()  # members that were stopped at any time; they may have resumed
         self._next_try = 0.0
-        self._unmade: list[RunSpec] = []  # members not yet created in the store
+        self._uncreated: list[RunSpec] = []  # members not yet created in the store
 
     def open(self) -> None:
-        """Create schema, experiment, parent and members before any member starts, then start shipping metrics.
+        """Create the experiment, the parent run and the members' runs before any member starts; then ship metrics.
 
         A study that was tracked before continues even if the store is unavailable; tracking resumes when it answers.
 
@@ -71,27 +71,27 @@ class TrackingObserver(Observer):
         return [Member(spec.run, spec.recipe, spec.seed, self._study.run_dir(spec), spec.baseline) for spec in specs]
 
     def _set(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Set the status of a member, or of the sweep for ""; it is kept while the store is unavailable."""
+        """Set the status of a member, or of the study if `run` is ""; later, if the store is unavailable now."""
         self._statuses[run] = status
         if self._shipper is not None and (not run or run in self._shipper.sweep.members):
             self._shipper.set_status(run or self._shipper.sweep.key, status, tags)
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Create the added members in MLflow before they start, like the first ones."""
-        if self._shipper is not None:  # else created with all others, once the store answers
-            self._unmade += specs
-            self._make(self._shipper)
+        if self._shipper is not None:  # otherwise they are created with all others, once the store answers
+            self._uncreated += specs
+            self._create_members(self._shipper)
 
-    def _make(self, shipper: Shipper) -> None:
+    def _create_members(self, shipper: Shipper) -> None:
         """Create the members that are not in the store yet; if it is unavailable, retry after `RETRY_S`."""
         try:
-            self._tracker.add_members(shipper.sweep, self._members(self._unmade))
+            self._tracker.add_members(shipper.sweep, self._members(self._uncreated))
         except UserError as error:
             _log.warning("%s; tried again in %.0f s", error, RETRY_S)
             self._next_try = time.monotonic() + RETRY_S
             return
-        made, self._unmade = self._unmade, []
-        for spec in made:
+        created, self._uncreated = self._uncreated, []
+        for spec in created:
             if spec.run in self._statuses:
                 shipper.set_status(spec.run, self._statuses[spec.run])
 
@@ -112,7 +112,7 @@ class TrackingObserver(Observer):
         self._set(spec.run, "SCHEDULED")
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Set the status to FINISHED, FAILED or KILLED; the reason of a stop becomes a tag of the run."""
+        """Set the status to FINISHED, FAILED or KILLED, and the reason of a stop as a tag of the run."""
         if state == "stopped":
             self._were_stopped.add(spec.run)
         tags = {STOPPED_TAG: (reason or "") if state == "stopped" else None}
@@ -124,11 +124,11 @@ class TrackingObserver(Observer):
             self._next_try = time.monotonic() + RETRY_S
             with suppress(UserError):
                 self._open()
-        elif self._unmade and self._shipper is not None and time.monotonic() >= self._next_try:
-            self._make(self._shipper)
+        elif self._uncreated and self._shipper is not None and time.monotonic() >= self._next_try:
+            self._create_members(self._shipper)
 
     def close(self, failed: int, left: int) -> None:
-        """Set the sweep's final status, if no member is left, and ship the remaining metrics."""
+        """Set the study's final status, unless members continue, and ship the remaining metrics."""
         if not left:
             self._set("", "FAILED" if failed else "FINISHED")
         if self._shipper is None:

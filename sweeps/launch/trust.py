@@ -1,4 +1,4 @@
-"""Trust check, before a study is continued, of the code and commands that it would run.
+"""Check, before a study is continued, that we trust the code and commands that it would run.
 
 `launch.json` is checked here; members are checked in a separate process, because that may import training code.
 """
@@ -10,10 +10,10 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
-# Entries that `conf/hydra/launcher` names, by package and, as in earlier versions, by module.
+# Entry functions that `conf/hydra/launcher` names or, in the form `module:function`, named in earlier versions.
 _ENTRIES = (
     *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
-    # Members that are commands: the program that each starts is checked member by member, as for our own runs.
+    # For members that are commands of other trainers; `check_study` also checks the command of each member.
     "sweeps.command.runner:run_member",
 )
 _PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
@@ -21,10 +21,10 @@ _CHECKS_RUNS = "lightning_scalerl.member.trust:check_runs"
 
 
 def check_study(study: Study, plan: LaunchSettings) -> None:
-    """Check that a study names only our own code and the user's; this process imports none of it.
+    """Check that a study names only this package's and the user's code, without importing that code in this process.
 
     Raises:
-        UserError: it names something else; the message is one line with the file, the field, its value and the remedy.
+        UserError: the study names other code; the message has the file, the field, its value and the remedy.
     """
     check_launch(study, plan)
     # Check in a separate process: checking a member imports torch, and perhaps the user's code.

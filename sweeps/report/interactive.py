@@ -26,7 +26,7 @@ from sweeps.report.drawing import ranking_styles
 from sweeps.report.labels import cut
 from sweeps.report.thinning import MAX_HOVERED, even_indices
 from sweeps.run.journal import JournalView, Record
-from sweeps.run.rollouts import Shown, kept_steps
+from sweeps.run.rollouts import Shown, stored_steps
 
 # Axes in addition to the axis of the curves, in the order of the menu.
 _AXES = {
@@ -135,7 +135,7 @@ def study_data(
         "margin": ranking.margin,
         "recipes": recipes,
         "points": {column: [point.get(column) for point in points] for column in columns},
-        "runs": [[str(view.path.parent), kept_steps(view.path.parent)] for view in runs],
+        "runs": [[str(view.path.parent), stored_steps(view.path.parent)] for view in runs],
         "shown": [[rollout.run, rollout.step] for rollout in shown],
         "thinned": [len(points), total] if len(points) < total else None,
     }

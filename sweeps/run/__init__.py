@@ -1,7 +1,7 @@
-"""One run's directory: journal, identity, lease and files, shared by training and the study tool.
+"""Read and write one run's directory: journal, identity, lease and files; shared by training and the study tool.
 
-This is the only room of `sweeps` that training imports. A file that both sides need belongs here and is written through
-`files`, which has the one atomic writer and the one reader and writer of JSON lines.
+This is the only subpackage of `sweeps` that training imports. Put a file here if both training and the study tool need
+it. Write it through `files`, which has the atomic writer, and the reader and writer of JSON lines.
 
     identity    spec (frozen specification and its hash), provenance (code version), trust
     journal     journal (`metrics.jsonl`), tail (incremental reading), repair (a broken line), passes, rollouts
@@ -10,5 +10,5 @@ This is the only room of `sweeps` that training imports. A file that both sides 
     a job       job (of any cluster), slurm_job (`SLURM_*`)
     reading     progress (steps so far), health (choices without effect)
 
-May import: the modules of the ground (`errors`, `redact`, ...).
+May import: the modules directly in `sweeps/` (`errors`, `redact`, ...).
 """

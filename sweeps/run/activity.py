@@ -1,9 +1,9 @@
-"""Watchdog of the run in this process: it records activity, and ends the process if it hangs.
+"""Watchdog of the run in this process: record activity, and end the process if it hangs.
 
 A process that hangs (a collective whose peer is gone, a file server that never answers, a deadlock) would hold its GPUs
-until the job's time limit. A run notes everything it does: a decoded token, a micro-batch, a line of the journal. If
-nothing is noted for much longer than ever before, the watchdog reports it, writes every thread's stack to the log and
-ends the process. The program that started it then resumes from the last checkpoint.
+until the job's time limit. A run records everything it does: a decoded token, a micro-batch, a line of the journal. If
+it records nothing for much longer than ever before, the watchdog reports that, writes every thread's stack to the log
+and ends the process. The program that started the process then resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sweeps.errors import UserError
 
 # Exit code of a process that the watchdog ended because it hung.
 HUNG_CODE = 86
-# File descriptor of stderr: sys.stderr may be replaced or buffered; a member's log is connected here.
+# File descriptor of stderr, to which a member's log is connected: sys.stderr may be replaced or buffered.
 _STDERR = 2
-# Time limit for final messages: log and records may be on the file server that does not answer.
+# Time limit for final messages, because the log may be on the file server that does not answer.
 _LAST_WORDS_S = 60.0
 # A thread in one of these modules waits at a debugger's prompt; that is not a hang.
 _DEBUGGERS = frozenset({"pdb", "bdb"})
@@ -46,38 +46,40 @@ class Patience:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Patience:
-        """Make it from a configuration's `launch.hang_factor` and `launch.hang_min_s`; missing ones have defaults.
+        """Read the timeout from a configuration: `launch.hang_factor` and `launch.hang_min_s`, if they are set.
 
         Raises:
-            UserError: a value is not a number above its bound.
+            UserError: a value is not a number above its lower bound.
         """
         launch = config.get("launch") or {}
         factor, at_least_s = launch.get("hang_factor", cls.factor), launch.get("hang_min_s", cls.at_least_s)
-        for name, value, least in (("hang_factor", factor, 1), ("hang_min_s", at_least_s, 0)):
+        for name, value, lower_bound in (("hang_factor", factor, 1), ("hang_min_s", at_least_s, 0)):
             if name == "hang_factor" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > least:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > lower_bound:
                 also = ", or null to wait for ever" if name == "hang_factor" else ""
-                raise UserError(f"launch.{name}: {value!r} must be a number above {least}{also}")
+                raise UserError(f"launch.{name}: {value!r} must be a number above {lower_bound}{also}")
         return cls(factor, at_least_s)
 
     def limit_s(self, longest_s: float) -> float | None:
-        """Return the timeout in seconds after pauses of up to `longest_s`; None for no timeout."""
+        """Return the timeout in seconds for a run whose longest pause was `longest_s`; None for no timeout."""
         return None if self.factor is None else max(self.at_least_s, self.factor * longest_s)
 
 
 class Activity:
     """Record of this process's last activity and longest pause. There is one per process, `activity` below.
 
-    `last_word` is called with the reason before a hanging process ends itself; the code that records attempts sets it.
-    `reports` are further facts, by name, that are written with each heartbeat.
+    Attributes:
+        longest_s: longest pause between two activities in seconds.
+        last_word: called with the reason before a hanging process ends itself; set by code that records attempts.
+        reports: functions that return further values to write with each heartbeat, by name.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._doing = "starting"
         self._last = clock()
-        self._awake_until = math.inf
+        self._awake_until = math.inf  # an activity after this time may follow a suspension of the process
         self.longest_s = 0.0
         self.last_word: Callable[[str], None] = lambda reason: None
         self.reports: dict[str, Callable[[], Any]] = {}
@@ -85,8 +87,8 @@ class Activity:
     def note(self, doing: str) -> None:
         """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
-        # No lock is needed: if threads note at the same time, a pause may at most be recorded as shorter.
-        if now <= self._awake_until:  # else the whole process was suspended, which says nothing about the run
+        # Without a lock: if threads record activities at the same time, a pause may only appear shorter.
+        if now <= self._awake_until:  # otherwise the process may have been suspended, so this was not a pause
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now
 
@@ -101,12 +103,12 @@ class Activity:
         return self._clock() - self._last
 
     def facts(self) -> dict[str, Any]:
-        """Return the last activity, the seconds since then, and the reports, for the heartbeat."""
+        """Return the last activity, the seconds since then, and `reports`, to write with a heartbeat."""
         reports = {name: report() for name, report in list(self.reports.items())}
         return {"doing": self._doing, "idle_s": round(self.idle_s, 1), **reports}
 
     def hung(self, patience: Patience) -> str | None:
-        """Return why the run counts as hung; None if it does not."""
+        """Return a message if the run has exceeded its hang timeout; else None."""
         limit_s = patience.limit_s(self.longest_s)
         if limit_s is None or self.idle_s <= limit_s:
             return None
@@ -117,7 +119,7 @@ class Activity:
 
     @contextmanager
     def watched(self, patience: Patience, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Context manager: if the run inside hangs, call `leave` and end this process with `HUNG_CODE`."""
+        """Watch the run in a `with` block: if it hangs, call `leave` and end this process with `HUNG_CODE`."""
         if patience.factor is None:
             yield
             return
@@ -126,11 +128,11 @@ class Activity:
         every_s = max(0.05, min(10.0, patience.at_least_s / 20))
 
         def watch() -> None:
-            looked = self._clock()
+            last_check = self._clock()
             while not done.wait(every_s):
                 now = self._clock()
-                late_s, looked = now - looked - every_s, now
-                if late_s > every_s:  # suspended and resumed (by a cluster, Ctrl-Z): not idle time
+                late_s, last_check = now - last_check - every_s, now
+                if late_s > every_s:  # the process was suspended and resumed (by a cluster, Ctrl-Z): not idle time
                     self._last += late_s
                 self._awake_until = now + 3 * every_s
                 reason = self.hung(patience)
@@ -138,8 +140,7 @@ class Activity:
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)
                 assert limit_s is not None
-                # Second line of defence: a call that never releases the GIL stops this thread too, but not
-                # faulthandler's.
+                # Fallback: a call that never releases the GIL stops this thread, but not faulthandler's.
                 faulthandler.dump_traceback_later(2 * limit_s + every_s, exit=True, file=_STDERR)
 
         thread = threading.Thread(target=watch, daemon=True, name="signs of life")
@@ -153,15 +154,16 @@ class Activity:
             faulthandler.cancel_dump_traceback_later()
 
     def _end(self, reason: str, leave: Callable[[], None]) -> None:
-        words = threading.Thread(target=self._say, args=(_stacks(), reason, leave), daemon=True, name="last words")
+        """End this process after its final messages, or after `_LAST_WORDS_S`."""
+        thread = threading.Thread(target=self._report, args=(_stacks(), reason, leave), daemon=True, name="last words")
         with suppress(Exception):
-            words.start()
-            words.join(_LAST_WORDS_S)
+            thread.start()
+            thread.join(_LAST_WORDS_S)
         os._exit(HUNG_CODE)
 
-    def _say(self, stacks: str, reason: str, leave: Callable[[], None]) -> None:
-        """Write stacks and reason; each part may fail without stopping the others."""
-        with suppress(Exception):  # first, because the stacks are worth most
+    def _report(self, stacks: str, reason: str, leave: Callable[[], None]) -> None:
+        """Write stacks and reason, and call `leave`; each part may fail without stopping the others."""
+        with suppress(Exception):  # the stacks first, because they are the most useful
             os.write(_STDERR, stacks.encode())
         with suppress(Exception):
             self.last_word(reason)
@@ -174,14 +176,14 @@ class Activity:
 
 
 def _stacks() -> str:
-    """Format the stack of every thread; unlike `faulthandler`, this stops no other thread while writing."""
+    """Format the stack of every thread. Unlike `faulthandler`, this does not stop other threads while writing."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, innermost in sys._current_frames().items():
         lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
         lines += [
             f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
-            for frame in _outwards(innermost)
+            for frame in _frames(innermost)
         ]
     return "\n".join([*lines, ""])
 
@@ -189,10 +191,11 @@ def _stacks() -> str:
 def _debugged() -> bool:
     """Return whether a thread is in a debugger, whose prompt is not a hang."""
     frames = sys._current_frames().values()
-    return any(frame.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for frame in _outwards(innermost))
+    return any(frame.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for frame in _frames(innermost))
 
 
-def _outwards(innermost: FrameType) -> Iterator[FrameType]:
+def _frames(innermost: FrameType) -> Iterator[FrameType]:
+    """Yield the frames of a stack, beginning with the innermost."""
     frame: FrameType | None = innermost
     while frame is not None:
         yield frame

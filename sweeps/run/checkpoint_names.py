@@ -14,7 +14,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint."""
+    """Return the step in the name of a checkpoint."""
     return int(path.stem.removeprefix("step-"))
 
 

@@ -1,4 +1,4 @@
-"""Typed fields of recorded lines, checked: damaged files, or those of other programs, may contain anything."""
+"""Get fields of JSON objects and check their types, because damaged or foreign files may contain anything."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Larger integers are not exact as floats, which arrays and other programs use.
-MOST_WHOLE = 2**53
+MAX_INTEGER = 2**53
 # Longest file name, in bytes, on common file systems.
-_MOST_NAME = 255
+_MAX_NAME_BYTES = 255
 
 
 def text(entry: Mapping[str, Any], name: str) -> str:
-    """Return a field that must be a text.
+    """Return a field that must be a string.
 
     Raises:
-        ValueError: it is missing or of another type.
+        ValueError: the field is missing or of another type.
     """
     value = entry.get(name)
     if not isinstance(value, str):
@@ -25,7 +25,7 @@ def text(entry: Mapping[str, Any], name: str) -> str:
 
 
 def texts(entry: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a field that must be a list of texts; raises like `text`."""
+    """Return a field that must be a list of strings; raises like `text`."""
     value = entry.get(name)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{name}: {_shown(value)} is no list of texts")
@@ -33,19 +33,19 @@ def texts(entry: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def run_name(entry: Mapping[str, Any], name: str = "run") -> str:
-    """Return a field that names a run, and therefore a folder; raises like `text`."""
+    """Return a field with the name of a run, which must be valid as the name of a folder; raises like `text`."""
     value = text(entry, name)
     raw = value.encode(errors="replace")
-    if not raw or len(raw) > _MOST_NAME or value in (".", "..") or "/" in value or not value.isprintable():
+    if not raw or len(raw) > _MAX_NAME_BYTES or value in (".", "..") or "/" in value or not value.isprintable():
         raise ValueError(f"{name}: {_shown(value)} is no name of a folder")
     return value
 
 
-def whole(entry: Mapping[str, Any], name: str, least: int = -MOST_WHOLE) -> int:
-    """Return a field that must be an integer of at most 2^53 in magnitude; raises like `text`."""
+def whole(entry: Mapping[str, Any], name: str, least: int = -MAX_INTEGER) -> int:
+    """Return a field that must be an integer from `least` to 2^53; raises like `text`."""
     value = entry.get(name)
     # In Python bool is a subclass of int, but JSON's true is not a number.
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST_WHOLE:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_INTEGER:
         raise ValueError(f"{name}: {_shown(value)} is no whole number{'' if least < -1 else f' from {least}'} to 2^53")
     return value
 

@@ -1,4 +1,4 @@
-"""Crash-safe files: replaced atomically, or appended to in whole lines."""
+"""Write files so that a crash leaves no half-written content: replace them atomically, or append whole lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return once a file's content is on the disk, no matter which process wrote it; unreadable files are skipped."""
+    """Flush a file's content to the disk, no matter which process wrote it; ignore a file that cannot be read."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -45,7 +45,7 @@ def sync(path: Path) -> None:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory with mode 0700; an existing one keeps its mode."""
+    """Create a directory with mode 0700; an existing directory keeps its mode."""
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -57,7 +57,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; empty if it is missing, unreadable or not an object."""
+    """Read a JSON object from a file; return an empty dict if it is missing, unreadable or not an object."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping from a file without making classes; empty if missing, unreadable or not a mapping."""
+    """Read a YAML mapping with PyYAML's safe loader; return an empty dict if missing, unreadable or not a mapping."""
     import yaml  # slow to import, and needed by few readers
 
     try:
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested too deep.
+        ValueError: the text is not JSON, or nested too deep.
     """
     try:
         return json.loads(text)
@@ -120,24 +120,24 @@ def append_to(
         checksum: end each line with its CRC-32, which readers verify.
 
     Raises:
-        OSError: they could not be written. A part that was written is removed, so that a retry duplicates nothing. It
-            stays as a torn line if another process has appended after it.
+        OSError: the entries could not be written. A part that was written is removed, so that a retry duplicates
+            nothing. It stays as a torn line if another process has appended after it.
         ValueError: a number is not finite.
     """
     raw = b"".join(dump_line(entry, checksum) for entry in entries)
-    before = os.fstat(descriptor).st_size
+    old_size = os.fstat(descriptor).st_size
     # An earlier process may have left a torn line: start a new line, or the first entry would be lost with it.
-    if before and os.pread(descriptor, 1, before - 1) != b"\n":
+    if old_size and os.pread(descriptor, 1, old_size - 1) != b"\n":
         raw = b"\n" + raw
-    rest = memoryview(raw)
+    remaining = memoryview(raw)
     try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
         if durable:
             os.fsync(descriptor)
     except OSError:
         with suppress(OSError):  # report the original error, not one from the clean-up
-            written, end = len(raw) - len(rest), os.fstat(descriptor).st_size
+            written, end = len(raw) - len(remaining), os.fstat(descriptor).st_size
             # Another process may have appended meanwhile: remove only this process's bytes.
             if os.pread(descriptor, written, end - written) == raw[:written]:
                 os.ftruncate(descriptor, end - written)
@@ -157,18 +157,18 @@ def dump_line(entry: Mapping[str, Any], checksum: bool = False) -> bytes:
 
 
 def has_wrong_checksum(line: bytes) -> bool:
-    """Return whether a line ends with a wrong checksum; False for a line without one."""
+    """Return whether a line ends with a wrong checksum; False for a line without a checksum."""
     line = line.rstrip()
-    at = max(0, len(line) - len(_CHECKSUM_FIELD) - _CHECKSUM_DIGITS - 2)
-    if _CHECKSUM_NAME not in line[at:]:
+    start = max(0, len(line) - len(_CHECKSUM_FIELD) - _CHECKSUM_DIGITS - 2)
+    if _CHECKSUM_NAME not in line[start:]:
         return False
-    return line[at:] != _CHECKSUM_FIELD + b'%08x"}' % zlib.crc32(line[:at] + b"}")
+    return line[start:] != _CHECKSUM_FIELD + b'%08x"}' % zlib.crc32(line[:start] + b"}")
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse a line to an object without its checksum; None for a line that is torn, damaged or not an object.
+    """Parse a line to an object without its checksum; None if the line is torn, damaged or not an object.
 
-    Lines without a checksum, as earlier versions wrote them, are accepted.
+    A line without a checksum, as earlier versions wrote it, is accepted.
     """
     if has_wrong_checksum(line):
         return None
@@ -188,22 +188,23 @@ def parse_lines(raw: bytes) -> list[dict[str, Any]]:
 
 
 def numbered_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
-    """Read a file of JSON lines: (line number, object) pairs, and the numbers of damaged lines.
+    """Read a file of JSON lines; a missing file is like an empty one.
 
-    Lines are numbered from 1. A torn last line, left by a process killed while writing, is in neither list. A missing
-    file is empty.
+    Returns:
+        Pairs of line number (from 1) and object, and the numbers of damaged lines. A torn last line, left by a process
+        that was killed while writing, is in neither list.
     """
     try:
         *lines, torn = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return [], []
     entries, damaged = [], []
-    for at, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=1):
         entry = parse_line(line)
         if entry is not None:
-            entries.append((at, entry))
+            entries.append((number, entry))
         elif line.strip():
-            damaged.append(at)
+            damaged.append(number)
     if (entry := parse_line(torn)) is not None:
         entries.append((len(lines) + 1, entry))
     return entries, damaged
@@ -214,13 +215,13 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
 
     Args:
         handle: file opened for reading bytes.
-        most_bytes: number of bytes to read from the end at most; a line that begins earlier is left out. None for no
+        most_bytes: largest number of bytes to read from the end; a line that begins before is left out. None for no
             limit.
-        block_bytes: size of the first read; later ones grow.
+        block_bytes: size of the first read; later reads are larger.
     """
     at = handle.seek(0, os.SEEK_END)
     first = 0 if most_bytes is None else max(0, at - most_bytes)
-    ends = False  # whether a line break was seen: text after the last one is torn
+    ends = False  # whether a line break was read: text after the last line break is torn
     rest = b""  # the end of a line whose beginning is not read yet
     while at > first:
         size = min(block_bytes, at - first)
@@ -238,7 +239,7 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
 
 
 def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
-    """Return the last `most_bytes` of a text file, none of them before `begin`; empty if it cannot be read."""
+    """Return the last `most_bytes` of a text file, but nothing before the position `begin`; "" if unreadable."""
     try:
         with path.open("rb") as handle:
             handle.seek(max(begin, handle.seek(0, os.SEEK_END) - most_bytes))
@@ -248,9 +249,10 @@ def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
 
 
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
-    """Return the lines of a file up to its last valid one, and their length in bytes, where it should be truncated.
+    """Return the lines of a file up to its last valid JSON line, and their total length in bytes.
 
-    Damaged lines before that are included, so that the reader can report them.
+    The file should be truncated at that length before a writer appends. Damaged lines before it are included, so that
+    the reader can report them.
     """
     end = raw.rfind(b"\n") + 1
     lines = raw[:end].split(b"\n")[:-1]

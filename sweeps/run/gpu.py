@@ -8,7 +8,7 @@ from pathlib import Path
 # Environment variable set in a job that requests GPUs, read by the training process in it.
 REQUIRED = "SCALERL_REQUIRE_GPU"
 _DEVICES = Path("/dev")
-# Values of the variables below that hide all GPUs; SLURM writes NoDevFiles if it counts GPUs without device files.
+# Values of the variables in `_VISIBLE` that hide all GPUs; SLURM writes NoDevFiles if it only counts GPUs.
 _NONE = frozenset({"", "-1", "NoDevFiles"})
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -18,10 +18,10 @@ class NoGpuError(RuntimeError):
 
 
 def check_gpu() -> None:
-    """Check that a GPU's device file exists and is not hidden from this process; only torch can tell if it works.
+    """Check that a GPU's device file exists and is not hidden from this process, not that the GPU works.
 
     Raises:
-        NoGpuError: there is none; the message has the cause and the remedy.
+        NoGpuError: there is no visible GPU; the message has the cause and the remedy.
     """
     for name in _VISIBLE:
         if os.environ.get(name, "0").strip() in _NONE:

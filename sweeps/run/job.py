@@ -9,10 +9,10 @@ from sweeps.run import slurm_job
 
 
 class Job(Protocol):
-    """Facts about a job; its cluster's entry point passes them to `enter`."""
+    """Facts about a cluster job. The program that the cluster starts passes them to `enter`."""
 
     def job_id(self) -> str:
-        """Return the id of the job, by which the cluster lists it."""
+        """Return the job's id, as the cluster lists it."""
 
     def restart_count(self) -> int:
         """Return how many times the cluster has restarted this job."""
@@ -27,14 +27,14 @@ class Job(Protocol):
         """Return this machine's name, as the cluster calls it."""
 
     def length_s(self) -> float | None:
-        """Return the seconds from the job's start to its limit; None if the manifest's time limit holds."""
+        """Return the seconds from the job's start to its time limit; None to use the limit in the job's manifest."""
 
     def identity(self) -> Mapping[str, str | None]:
-        """Return facts that distinguish this start of the job, equal for all ranks; with `job`, its id."""
+        """Return facts that distinguish this start of the job, equal for all ranks; the key `job` has the job's id."""
 
 
-# A run that sbatch or srun started by itself has no entry point, so SLURM's facts are the default. Outside of SLURM
-# they describe a single process.
+# A run that the user started with sbatch or srun never calls `enter`, so SLURM's facts are the default. Outside of
+# SLURM they describe a single process.
 _current: Job = slurm_job
 
 

@@ -1,30 +1,32 @@
-"""The journal of a run: an append-only `metrics.jsonl`, from which everything else is derived.
+"""Journal of a run: an append-only `metrics.jsonl`, from which everything else is derived.
 
 One JSON object per line, flushed when written. Kinds of record:
 
     {"kind": "run", "time": ..., "run": ..., "curve": ..., "recipe": ..., "seed": ..., "parameters": ...}
-        "branch": of a run that began with another one's records: its parent's "run", the "step" of the last shared
-        record, and all "ancestors" with such steps
+        "branch": for a run that began with the records of another run, its parent: the parent's "run", the "step" of
+        the last shared record, and all "ancestors" with such steps
     {"kind": "train", "time": ..., "step": 12, "metrics": {"train/loss": ..., "compute/flops": ...}}
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is now durable
         "name": for a command, its newest checkpoint; -1 is the step before the first one
     {"kind": "attempt", "time": ..., "step": 12}             a command is about to start; step 12 is the newest
-        "cuts": positions where earlier attempts left half a line in its metrics (`sweeps.command.growing.Cut`)
+        "cuts": positions where earlier attempts left half a line in the command's metrics
+        (`sweeps.command.growing.Cut`)
     {"kind": "resume", "time": ..., "step": 12}              earlier records of steps after 12 are void
-        "code": the code it resumes with (`sweeps.run.provenance`; the header has it too), "passed_over": unusable
+        "code": the code from here on (`sweeps.run.provenance`; the header has it too), "passed_over": unusable
         checkpoints, each with the reason
     {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
-        the journal was broken from that line on; the damaged file is `kept` (`sweeps.run.repair`). The run resumes
-        from step 8 or earlier; `metrics` are the newest that were recorded, and the next `resume` has them too
+        the journal was broken from "line" on, and was cut there; "kept" is the name of the damaged file
+        (`sweeps.run.repair`). The run resumes from step 8 or earlier. "metrics" are the newest that were recorded
+        before the damage; the next `resume` has them too
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
-        "final": true if the run cannot be continued under any budget; `reason` says why
+        "final": true if the run cannot be continued under any budget, for this "reason"
 
-Every line ends with `"crc"`, the CRC-32 of the line without it (`sweeps.run.files`), so a changed line counts as
-broken. Lines of earlier versions have none.
+Every line ends with `"crc"`, the CRC-32 of the line without this field (`sweeps.run.files`), so a changed line counts
+as broken. Lines of earlier versions have no checksum.
 
-A torn last line (the process died while writing it) is ignored on reading and cut off before the next append. Of two
-records of the same kind and step the later wins.
+A torn last line (the process died while writing it) is ignored on reading and cut off before the next append. If two
+records have the same kind and step, the later one is valid.
 """
 
 from __future__ import annotations
@@ -48,17 +50,18 @@ from sweeps.run.files import append_to, parse_line, whole_lines
 from sweeps.run.provenance import code_changes
 
 JOURNAL_FILE = "metrics.jsonl"
-# Name of an evaluation's reward; the group is the evaluation set.
+# Metric of an evaluation's reward; the group of the expression is the evaluation set.
 PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
-# Hyper-parameter of our runs, in any logger, that has the label of the journal; `recipe` is the recipe's name alone.
+# Hyper-parameter that our runs pass to loggers, with the label in the journal's header. The logged `recipe` is only
+# the recipe's name.
 LABEL = "recipe_label"
 
 # Metrics that depend on the wall clock. In a deterministic mode all others must repeat bit for bit.
 WALL_CLOCK_PREFIXES = (
     *("compute/device_hours", "compute/wasted_", "time/"),
-    # Seconds of a judge's answers, and how many of them a run has paid and not found in the cache.
+    # Duration of a judge's answers, and how many answers were paid for because they were not in the cache.
     *("compute/judge_hours", "eval_cost/judge_hours", "verify/judge_"),
 )
 
@@ -77,7 +80,7 @@ class Record:
     metrics: Mapping[str, float]
 
     def deterministic(self) -> tuple[str, int, dict[str, float]]:
-        """Return kind, step and the metrics that a repeated run must reproduce bit for bit (no wall-clock ones)."""
+        """Return kind, step, and the metrics that a repeated run must reproduce bit for bit (no wall-clock metrics)."""
         kept = {k: v for k, v in sorted(self.metrics.items()) if not k.startswith(WALL_CLOCK_PREFIXES)}
         return self.kind, self.step, kept
 
@@ -98,15 +101,15 @@ class JournalView:
         path, header: path of the file, and its first record.
         records: valid `train` and `eval` records.
         checkpoint_step: newest step covered by a checkpoint; None without one.
-        status, reason: `running`, `finished` or `failed`, and why it failed or finished before its budget.
-        final: whether it finished before its budget and cannot be continued under a larger one.
-        code: pairs of a step and the code provenance from there on, for records that are still valid; -1 is the start
-            of the run. Empty in journals of earlier versions.
+        status, reason: `running`, `finished` or `failed`, and why the run failed or finished before its budget.
+        final: whether the run finished before its budget and cannot be continued under a larger budget.
+        code: pairs of a step and the code provenance from that step on, for records that are still valid; -1 is the
+            start of the run. Empty in journals of earlier versions.
         passed_over: unusable checkpoints, from the newest `resume` record.
         mended: the `mended` record; None without one, or if the run has resumed since.
         attempts: the `attempt` records of a command, in order.
         checkpoint_name: name of a command's newest checkpoint; None if none was recorded.
-        holes: first and last step of each range without records that the run resumed beyond.
+        holes: first and last step of each range that has no records, because the run resumed from a later step.
     """
 
     path: Path
@@ -146,11 +149,11 @@ class JournalView:
         return sorted((r for r in self.records if r.kind == kind), key=lambda r: r.step)
 
     def deterministic(self) -> list[tuple[str, int, dict[str, float]]]:
-        """Return the metrics, by step, in which two runs of one identity must agree bit for bit."""
+        """Return the records, by step, in which two runs with the same identity must agree bit for bit."""
         return sorted((r.deterministic() for r in self.records), key=lambda r: (r[1], r[0]))
 
     def durable(self) -> list[Record]:
-        """Return the records covered by a checkpoint or the run's end: these can no longer be rolled back."""
+        """Return the records covered by a checkpoint or the run's end, which no resume can make void."""
         if self.status == "finished":
             return list(self.records)
         covered = -1 if self.checkpoint_step is None else self.checkpoint_step
@@ -164,7 +167,7 @@ def read_journal(run_dir: str | Path) -> JournalView:
         run_dir: the run's directory, or its `metrics.jsonl`.
 
     Raises:
-        JournalError: there is no journal, no header record, or a broken line that is not the last.
+        JournalError: there is no journal, no header record, or a broken line that is not the last line.
     """
     path = Path(run_dir)
     if path.name != JOURNAL_FILE:
@@ -174,32 +177,32 @@ def read_journal(run_dir: str | Path) -> JournalView:
     except OSError as error:
         raise JournalError(f"{path}: cannot read the journal ({error.strerror}); give a run directory") from error
     lines, _ = whole_lines(raw)
-    reading = Reading(path)
+    reading = JournalParser(path)
     for line in lines:
         reading.take(parse_line(line))
     return reading.view()
 
 
-class Reading:
+class JournalParser:
     """Incremental parser of a journal, fed entry by entry.
 
     Attributes:
-        lines: number of lines taken so far.
-        passed: by kind, the step up to which records are not kept.
+        lines: number of lines parsed so far.
+        forgotten: by kind, the step up to which records are not stored.
     """
 
     def __init__(self, path: Path) -> None:
         self.lines = 0
-        self.passed: dict[str, int] = {}
+        self.forgotten: dict[str, int] = {}
         self._view = JournalView(path=path, header={})
         self._records: dict[tuple[str, int], Record] = {}
         self._reached = 0  # newest step of a valid record
 
     def view(self) -> JournalView:
-        """Return the journal according to the entries taken so far.
+        """Return the journal's content according to the entries so far.
 
         Raises:
-            JournalError: they have no header.
+            JournalError: there was no header.
         """
         view = self._view
         if not view.header:
@@ -207,10 +210,10 @@ class Reading:
         return replace(view, records=list(self._records.values()))
 
     def take(self, entry: Mapping[str, Any] | None) -> None:
-        """Take the entry of the next line; None for a damaged line.
+        """Apply the entry of the next line; None for a damaged line.
 
         Raises:
-            JournalError: it is not a journal entry. It then counts as not taken.
+            JournalError: the entry is None or not a journal record. The line is then not counted in `lines`.
         """
         try:
             self._take(entry)
@@ -231,14 +234,14 @@ class Reading:
             view.header = dict(entry)
             _note_code(view, -1, entry)
         elif kind in ("train", "eval"):
-            # All records have the same names: store each once, because a study's journals are gigabytes.
+            # All records have the same metric names: store each name once, because a study's journals are gigabytes.
             metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
             _check_numbers(metrics)
             record = Record(kind, fields.whole(entry, "step", least=-1), fields.number(entry, "time"), metrics)
             self._reached = max(self._reached, record.step)
             # Remove the key first: a dict keeps an existing key's position, but records are in the order written.
             self._records.pop((kind, record.step), None)
-            if record.step > self.passed.get(kind, record.step - 1):
+            if record.step > self.forgotten.get(kind, record.step - 1):
                 self._records[kind, record.step] = record
         elif kind == "checkpoint":
             view.checkpoint_step = fields.whole(entry, "step", least=-1)
@@ -265,24 +268,26 @@ class Reading:
             view.final = view.status == "finished" and entry.get("final") is True
 
     def skip(self, step: int) -> None:
-        """Count the line of a record that is not kept."""
+        """Count the line of a record that is not stored."""
         self.lines += 1
         self._reached = max(self._reached, step)
 
     def _note_hole(self, step: int) -> None:
-        """Record the hole that a resume from `step` leaves if the records before it end earlier."""
+        """Add a hole if the records before a resume from `step` end earlier than that step."""
         holes = [(first, min(last, step)) for first, last in self._view.holes if first <= step]
         self._view.holes = [*holes, (self._reached + 1, step)] if step > self._reached else holes
         self._reached = max(step, 0)
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Keep no records up to these steps, by kind: neither those taken already nor later ones."""
-        self.passed = {kind: max(step, self.passed.get(kind, step)) for kind, step in {**self.passed, **steps}.items()}
-        self._records = {key: r for key, r in self._records.items() if r.step > self.passed.get(r.kind, r.step - 1)}
+        """Drop the records up to these steps, by kind, and do not store later ones up to these steps either."""
+        self.forgotten = {
+            kind: max(step, self.forgotten.get(kind, step)) for kind, step in {**self.forgotten, **steps}.items()
+        }
+        self._records = {key: r for key, r in self._records.items() if r.step > self.forgotten.get(r.kind, r.step - 1)}
 
 
 def _check_header(entry: Mapping[str, Any]) -> None:
-    """Refuse a header with names that are not texts, or a seed that is not an integer.
+    """Refuse a header with names that are not strings, or a seed that is not an integer.
 
     Raises:
         ValueError: the field and its value.
@@ -309,7 +314,7 @@ def _check_numbers(metrics: Mapping[str, Any]) -> None:
 
 
 def _note_code(view: JournalView, step: int, entry: Mapping[str, Any]) -> None:
-    """Record the code provenance from `step` on, and drop earlier facts for these steps."""
+    """Set the code provenance from `step` on, replacing what earlier entries recorded for these steps."""
     view.code = [(at, facts) for at, facts in view.code if at < step]
     if isinstance(entry.get("code"), Mapping):
         view.code.append((step, entry["code"]))
@@ -343,7 +348,7 @@ class Journal:
         self._append({"kind": "run", "time": self._clock(), **facts}, durable=True)
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics of kind `train` or `eval`; for values that are not finite, only the names."""
+        """Write one step's metrics of kind `train` or `eval`. Of metrics that are not finite, only the name is kept."""
         if kind not in ("train", "eval"):
             raise ValueError(f"kind: {kind!r} is not a journal record; valid: train, eval")
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}
@@ -351,7 +356,7 @@ class Journal:
         entry: dict[str, Any] = {"kind": kind, "time": self._clock(), "step": int(step), "metrics": finite}
         if dropped:
             entry["not_finite"] = dropped
-        # The record is not synced to disk: the next `checkpoint` record is, and with it everything before.
+        # This record is not synced to disk. The next `checkpoint` record is, together with all earlier records.
         self._append(entry)
 
     def checkpoint(self, step: int, **facts: Any) -> None:
@@ -359,7 +364,7 @@ class Journal:
         self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def attempt(self, step: int, **facts: Any) -> None:
-        """Record durably that a command is about to start with `step` as its newest; `facts`: `cuts`."""
+        """Record durably that a command is about to start, with `step` as its newest step; `facts`: `cuts`."""
         self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def resume(self, step: int, **facts: Any) -> None:
@@ -370,9 +375,13 @@ class Journal:
         self._append({"kind": "resume", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def end(self, step: int, status: str, reason: str | None = None, final: bool = False) -> None:
-        """Record the end of the run: `finished`, or `failed` with its reason, without secrets.
+        """Record the end of the run.
 
-        `final`: it finished before its budget, for this reason, and cannot be continued.
+        Args:
+            step: newest step.
+            status: `finished` or `failed`.
+            reason: why the run failed, or finished before its budget; secrets are removed. None without a reason.
+            final: whether the run finished before its budget and cannot be continued.
         """
         entry = {"step": int(step), "status": status, "reason": reason and redact(reason)}
         self._append(
@@ -389,13 +398,13 @@ class Journal:
 
 
 def covered_step(run_dir: str | Path) -> int | None:
-    """Return the newest step with a recorded checkpoint; all records up to it are in the journal.
+    """Return the newest step with a recorded checkpoint; all records up to that step are in the journal.
 
-    A checkpoint becomes visible before it is recorded. If the machine loses power in between, the journal may lack its
-    last lines, and a run that resumes from a checkpoint beyond this step leaves a hole.
+    A checkpoint file becomes visible before the journal records it. If the machine loses power in between, the journal
+    may lack its last lines, and a run that resumes from a checkpoint beyond this step leaves a hole.
 
     Returns:
-        -1 without a recorded checkpoint; None if there is no journal, or it cannot be read.
+        The step; -1 without a recorded checkpoint; None if there is no journal, or it cannot be read.
     """
     try:
         view = read_journal(run_dir)
@@ -408,7 +417,7 @@ def covered_step(run_dir: str | Path) -> int | None:
 def find_runs(source: str | Path) -> list[Path]:
     """Return the run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted.
 
-    Folders below a run belong to it: another trainer that a member starts may write its metrics to a file of this name.
+    Folders below a run are not searched: a trainer that the run starts may write a file of the same name there.
     """
     root = Path(source)
     if (root / JOURNAL_FILE).is_file():

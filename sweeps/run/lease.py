@@ -1,16 +1,16 @@
 """Lease on a directory, so that only one process writes there, across machines.
 
-It combines two mechanisms. An operating-system lock (`flock`) is immediate and ends with its holder, but many cluster
-file systems limit it to one machine, and some have none (Lustre without `-o flock`, NFS without lockd). So the holder
-also sends heartbeats: every few seconds it rewrites a small file. A contender takes over only if that file has not
-changed for `expiry_s` of the contender's own clock, so no clocks are compared.
+A lease combines two mechanisms. An operating-system lock (`flock`) is immediate and ends with the process that holds
+it. But many cluster file systems limit such locks to one machine, and some have none (Lustre without `-o flock`, NFS
+without lockd). So the holder of a lease also sends heartbeats: every few seconds it rewrites a small file. A contender
+takes over only if that file has not changed for `expiry_s` on the contender's clock, so no clocks are compared.
 
-Each holder has a numbered term. If several contenders want to take over, the next term goes to the one that creates its
-claim file, which a file system lets only one process do. Before each durable write, the holder checks that the lease's
-file still names it.
+Each holder has a numbered term. If several contenders want to take over, the next term goes to the contender that
+creates the term's claim file, because a file system lets only one process create a file. Before each durable write, the
+holder checks that the lease's file still names it as the holder.
 
 `filelock.SoftFileLease` (4.2) is not enough: it takes over by exchanging two names (`RENAME_EXCHANGE`), which NFS
-refuses. There, the lease of a dead holder would stay held until its file is removed by hand.
+refuses. On NFS, the lease of a dead holder would stay held until its file is removed by hand.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
-TOLD_S = 60.0  # a longer wait is announced
+ANNOUNCED_S = 60.0  # waits that may be longer than this are announced on stdout
 _READS, _READ_PAUSE_S = 20, 0.25
-_LOOKS = 5
+_CHECKS = 5  # how often `held_leases` checks for heartbeats
 # Errors of a file system that has no flock, or none at the moment.
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
 # Errors that mean that another process has the lock.
-_ANOTHERS = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+_LOCK_HELD = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 
 # A clock that also runs while the machine is suspended, where Linux has it.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -56,9 +56,9 @@ def _now() -> float:
 
 
 class LeaseLostError(Exception):
-    """Error: another process has taken over the lease; this one must not write any more."""
+    """Error: another process has taken over the lease; this process must not write any more."""
 
-    # The journal's writer reads this: not even the failure is recorded, because the journal now belongs to the other.
+    # Read by the journal's writer: not even the failure may be recorded, because another process owns the journal now.
     leave_journal = True
 
 
@@ -74,11 +74,14 @@ class _Flock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool | None:
-        """Try to lock: True if this process now has it, False if another has it, None if the file system has no locks.
+        """Try to lock without waiting.
+
+        Returns:
+            True if this process now has the lock, False if another process has it, None if the file system lacks locks.
 
         Raises:
             OSError: an error of the file server.
-            UserError: there is a folder in place of the lock's file.
+            UserError: the path of the lock's file is a folder.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -92,7 +95,7 @@ class _Flock:
             if error.errno in _NO_FLOCK:
                 _log.info("%s: this file system has no locks (%s); heartbeats alone guard it", self._path, error)
                 return None
-            if error.errno in _ANOTHERS or isinstance(error, FileNotFoundError):
+            if error.errno in _LOCK_HELD or isinstance(error, FileNotFoundError):
                 return False
             raise
         if not current:  # the lock's file was moved or replaced meanwhile
@@ -118,14 +121,14 @@ class _Flock:
         return False
 
     def release(self) -> None:
-        """Unlock and close, so that a child that inherited the descriptor does not hold the lock."""
+        """Unlock, then close. Closing alone would keep the lock if a child process has inherited the descriptor."""
         if self._descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.forget()
 
     def forget(self) -> None:
-        """Close without unlocking: the parent process may still hold the lock through the same file description."""
+        """Close without unlocking, in a child process: its parent may hold the lock through the same description."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -135,15 +138,15 @@ class Lease:
     """Lease on a directory: the exclusive right to write there, renewed by heartbeats.
 
     Args:
-        directory: leased folder, created if missing; it contains `.<name>.lock` and `.<name>.json`.
+        directory: leased folder, created if missing; the lease writes `.<name>.lock` and `.<name>.json` into it.
         name: name of the lease.
         owner: facts about the holder that are shown to contenders, such as a job id.
         beat_s: seconds between heartbeats.
-        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several beats.
-        facts: called at each heartbeat for further facts to write; if it raises, it is ignored.
-        trusted_s: seconds during which a successful check is not repeated; less than a beat. This is safe because the
-            lease can change hands only after several missed beats; a suspended process checks again, since the clock
-            continues.
+        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several `beat_s`.
+        facts: called at each heartbeat; returns further facts to write. Its exceptions are ignored.
+        trusted_s: seconds during which a successful check is not repeated; less than `beat_s`. This is safe because the
+            lease can change hands only after several missed heartbeats. A process that was suspended checks again,
+            because the clock continues meanwhile.
     """
 
     def __init__(
@@ -160,9 +163,15 @@ class Lease:
         self._file = directory / f".{name}.json"
         self._flock = _Flock(directory / f".{name}.lock")
         self._token = uuid.uuid4().hex
-        self._own = {"host": node_name(), "pid": os.getpid(), **_this_process(), **(owner or {}), "token": self._token}
-        self._more = facts
-        self._more_failed = False
+        self._own_facts = {
+            "host": node_name(),
+            "pid": os.getpid(),
+            **_this_process(),
+            **(owner or {}),
+            "token": self._token,
+        }
+        self._further_facts = facts
+        self._further_facts_failed = False
         self._beat_s = beat_s
         self._expiry_s = expiry_s
         self._trusted_s = trusted_s
@@ -171,7 +180,7 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._descriptor: int | None = None
         self._length = 0
-        self._checked = self._beaten = float("-inf")
+        self._last_check = self._last_beat = float("-inf")
         self._lost = False
         _leases.add(self)
 
@@ -179,7 +188,8 @@ class Lease:
         """Acquire the lease, waiting for its holder if necessary, and start the heartbeat thread.
 
         Args:
-            wait_s: longest wait in seconds, None for no limit; a dead holder on another machine still costs `expiry_s`.
+            wait_s: longest wait for a live holder in seconds; None for no limit. Whether a holder on another machine is
+                alive takes up to `expiry_s` to find out, in addition.
             give_up: called twice per second; if it returns True, the wait ends.
 
         Raises:
@@ -189,7 +199,7 @@ class Lease:
         deadline = None if wait_s is None else time.monotonic() + wait_s
         printed = False
         while not self._try(give_up):
-            if not printed and (wait_s is None or wait_s > TOLD_S):
+            if not printed and (wait_s is None or wait_s > ANNOUNCED_S):
                 most = "" if wait_s is None else f", for {wait_s:.0f} s at most"
                 print(f"waiting{most}: {self.holder()} is at work in {self._directory}", flush=True)
                 printed = True
@@ -197,28 +207,28 @@ class Lease:
                 raise LeaseHeldError(f"{self._directory}: {self.holder()} is at work here")
             time.sleep(0.5)
         self._stop.clear()
-        self._thread = threading.Thread(target=self._keep, daemon=True, name=f"lease {self._file.name}")
+        self._thread = threading.Thread(target=self._send_heartbeats, daemon=True, name=f"lease {self._file.name}")
         self._thread.start()
 
     def _try(self, give_up: Callable[[], bool]) -> bool:
-        """Try once to acquire the lease, watching for heartbeats where the lock is not conclusive; return success."""
+        """Try once to acquire the lease, watching for heartbeats if the lock is not conclusive; return success."""
         locked = self._flock.acquire()
         if locked is False:
             return False
-        self._own["flock"] = locked is True
+        self._own_facts["flock"] = locked is True
         taken = False
         try:
-            state = self._look()
+            state = self._read_state()
             # The holder's lock may not be visible on this machine: watch for a heartbeat.
-            free = state if self._is_free(*state) else self._silent(state, give_up)
+            free = state if self._is_free(*state) else self._await_heartbeat(state, give_up)
             taken = free is not None and self._take(*free)
             return taken
         finally:
             if not taken:
                 self._flock.release()
 
-    def _look(self) -> tuple[dict[str, Any], int]:
-        """Return the facts in the lease's file, and the latest term that any process has claimed."""
+    def _read_state(self) -> tuple[dict[str, Any], int]:
+        """Return the facts in the lease's file, and the latest term that any process has claimed; 0 without one."""
         facts = self._read()
         return facts, max([_term(facts), *self._claims()])
 
@@ -226,26 +236,31 @@ class Lease:
         return self._file.with_name(f"{self._file.name}.term{term}")
 
     def _claims(self) -> list[int]:
-        """Return the terms with a claim file: held, left by a dead holder, or about to be taken."""
+        """Return the terms with a claim file, of live or dead holders, or of processes that are taking over."""
         terms = [path.name.rpartition("term")[2] for path in self._directory.glob(f"{self._file.name}.term*")]
         return [int(term) for term in terms if term.isdecimal()]
 
     def _is_free(self, facts: Mapping[str, Any], claims: int) -> bool:
         """Return whether the lease is certainly free, without waiting for a heartbeat."""
         if claims > _term(facts):
-            return False  # a process is taking it now, or died while doing so
+            return False  # a process is taking the lease now, or died while doing so
         if not facts or facts.get("released"):
             return True
         if not _same_machine(facts):
             return False
-        # On one machine the lock is conclusive if it works for both processes. Otherwise only the end of the holder's
-        # process is conclusive.
-        return (self._own["flock"] and facts.get("flock", True)) or _ended(facts)
+        # The holder is or was on this machine. If both processes could use the operating system's lock, that decides:
+        # this process has it. Otherwise only the end of the holder's process is conclusive.
+        return (self._own_facts["flock"] and facts.get("flock", True)) or _ended(facts)
 
-    def _silent(
-        self, seen: tuple[dict[str, Any], int], give_up: Callable[[], bool]
+    def _await_heartbeat(
+        self, first_state: tuple[dict[str, Any], int], give_up: Callable[[], bool]
     ) -> tuple[dict[str, Any], int] | None:
-        """Wait up to the expiry; return the facts if the lease is released or silent, None if a heartbeat comes."""
+        """Watch the lease for up to `expiry_s`.
+
+        Returns:
+            The state (see `_read_state`) if the lease was released or had no heartbeat; None after a heartbeat, or if
+            `give_up` returned True.
+        """
         begin, until = time.monotonic(), time.time() + self._expiry_s
         printed = False
         while time.monotonic() - begin < self._expiry_s:
@@ -253,7 +268,7 @@ class Lease:
                 return None
             # A live holder would have sent a heartbeat by now.
             if not printed and time.monotonic() - begin > 2 * self._beat_s:
-                who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
+                who = self.holder() if first_state[1] <= _term(first_state[0]) else "a process that was taking it over"
                 print(
                     f"waiting until {datetime.fromtimestamp(until):%H:%M:%S}: {self._directory} was not "
                     f"released by {who}; it is free then unless a heartbeat comes",
@@ -261,15 +276,15 @@ class Lease:
                 )
                 printed = True
             time.sleep(min(0.5, self._beat_s))
-            now = self._look()
-            if self._is_free(*now):
-                return now
-            if now != seen:
+            state = self._read_state()
+            if self._is_free(*state):
+                return state
+            if state != first_state:
                 return None
-        return seen
+        return first_state
 
     def _take(self, facts: dict[str, Any], claims: int) -> bool:
-        """Try to take the next term by creating its claim file, which only one process can; return success."""
+        """Try to take the next term by creating its claim file, which only one process can do; return success."""
         begin = time.monotonic()
         term = claims + 1
         try:
@@ -278,12 +293,12 @@ class Lease:
             return False
         taken = False
         try:
-            # A claim file for a past term could be created again, so compare the facts; a claim that took too long is
-            # void.
+            # The claim is void if the facts have changed, because a claim file of a past term can be created again, or
+            # if it took too long.
             if self._read() == facts and time.monotonic() - begin <= self._expiry_s / 2:
-                self._own["term"] = term
-                self._put()
-                # A process that was suspended here may have been overtaken: a later claim wins.
+                self._own_facts["term"] = term
+                self._replace_file()
+                # If this process was suspended here, another may have taken over meanwhile: a later claim wins.
                 taken = max(self._claims(), default=term) <= term
             return taken
         finally:
@@ -300,14 +315,14 @@ class Lease:
             LeaseLostError: another process has taken over.
         """
         now = _now()
-        beaten = now - self._beaten < self._expiry_s / 2
-        if not self._lost and beaten and now - self._checked < self._trusted_s:
+        beats_arrive = now - self._last_beat < self._expiry_s / 2
+        if not self._lost and beats_arrive and now - self._last_check < self._trusted_s:
             return
         for _ in range(_READS):
             facts = self._read()
             if not facts.get("unreadable"):
                 break
-            time.sleep(_READ_PAUSE_S)  # a file server is briefly unavailable
+            time.sleep(_READ_PAUSE_S)  # the file server may be unavailable for a moment
         if self._lost or facts.get("token") != self._token:
             self._lost = self._lost or not facts.get("unreadable")
             if not self._file.exists():
@@ -316,7 +331,7 @@ class Lease:
                     "stops; give the command again, with the new place, to go on there"
                 )
             raise LeaseLostError(f"{self._directory}: taken over by {self.holder()}, or not to be read")
-        self._checked = now
+        self._last_check = now
 
     def holder(self) -> str:
         """Describe the lease's holder: job, process and host."""
@@ -328,7 +343,7 @@ class Lease:
 
     def release(self) -> None:
         """Release the lease, so that another process can acquire it immediately."""
-        # Stop the heartbeat first: a later beat would take the lease back.
+        # Stop the heartbeats first: a heartbeat after the release would take the lease back.
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -336,16 +351,16 @@ class Lease:
         if self._descriptor is not None:
             try:
                 is_holder = self._read().get("token") == self._token
-                self._write({**self._own, "released": True})
+                self._write({**self._own_facts, "released": True})
                 if is_holder:
-                    self._claim(self._own["term"]).unlink(missing_ok=True)
+                    self._claim(self._own_facts["term"]).unlink(missing_ok=True)
             except OSError as error:
                 _log.warning("%s: not released (%s); the next holder waits until it expires", self._file, error)
         self.forget()
         self._flock.release()
 
     def forget(self) -> None:
-        """Close the lease's file without marking it as released."""
+        """Close the lease's file without marking the lease as released."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -358,39 +373,40 @@ class Lease:
     ) -> None:
         self.release()
 
-    def _keep(self) -> None:
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats until the lease is released; runs in a thread."""
         failing = False
         while not self._stop.wait(self._beat_s):
             try:
-                self._beat()
+                self._send_heartbeat()
                 failing = False
             except OSError as error:  # full disk or file server unavailable: the next beat may succeed
                 if not failing:
                     _log.warning("%s: no heartbeat (%s); it is tried again until the lease expires", self._file, error)
                 failing = True
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._beats += 1
-        facts = {**self._own, "beat": self._beats}
+        facts = {**self._own_facts, "beat": self._beats}
         try:
-            self._write({**(self._more() if self._more is not None else {}), **facts})
+            self._write({**(self._further_facts() if self._further_facts is not None else {}), **facts})
         except OSError:
             raise
-        except Exception as error:  # the heartbeat must not depend on further facts
-            if not self._more_failed:
+        except Exception as error:  # a failure to get further facts must not prevent the heartbeat
+            if not self._further_facts_failed:
                 _log.warning("%s: the heartbeat lacks the run's further facts (%r)", self._file, error)
-            self._more_failed = True
+            self._further_facts_failed = True
             self._write(facts)
 
-    def _put(self) -> None:
-        """Replace the last holder's file by our own, atomically."""
+    def _replace_file(self) -> None:
+        """Replace the last holder's file by this process's file, atomically."""
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
         self.forget()
         self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             self._length = 0
             self._beats += 1
-            self._write({**self._own, "beat": self._beats})
+            self._write({**self._own_facts, "beat": self._beats})
             unfinished.replace(self._file)
         except OSError:
             self.forget()
@@ -398,16 +414,16 @@ class Lease:
             raise
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        """Write facts to our own file through its descriptor, so that a file that replaced it is not touched."""
+        """Write facts to this process's file, by descriptor: if another process has replaced the file, that is kept."""
         assert self._descriptor is not None
         now = _now()
-        # Overwrite in place, padded to the previous length, so that no end of a longer text remains.
+        # Overwrite in place, padded to the previous length, because that text may have been longer.
         raw = json.dumps(facts).encode().ljust(self._length)
         if os.pwrite(self._descriptor, raw, 0) < len(raw):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
         self._length = len(raw)
         os.fsync(self._descriptor)  # so that other machines see it
-        self._beaten = now
+        self._last_beat = now
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -415,7 +431,7 @@ class Lease:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            return {"token": None, "unreadable": True}  # the file exists: the lease may not be ours, and is not free
+            return {"token": None, "unreadable": True}  # the file exists, so the lease is not free
         return facts if isinstance(facts, dict) else {}
 
 
@@ -423,7 +439,7 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Close inherited leases in a forked child: it may outlive its parent and must not hold the locks."""
+    """Close inherited leases in a forked child process, which may outlive its parent and must not keep the locks."""
     for lease in list(_leases):
         lease.forget()
         lease._flock.forget()
@@ -433,14 +449,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
-    """Return the facts of a lease that was not released, else None; its holder may still be dead."""
+    """Return the facts in a lease's file, also if its holder has died; None if there is no lease or it was released."""
     for _ in range(3):
         try:
             facts = parse_json((directory / f".{name}.json").read_bytes())
         except OSError:
             return None
         except ValueError:
-            time.sleep(0.01)  # read during a heartbeat
+            time.sleep(0.01)  # the file was read while it was rewritten
             continue
         return facts if isinstance(facts, dict) and not facts.get("released") else None
     return None
@@ -454,8 +470,8 @@ def heartbeat_time(directory: Path, name: str = "writer") -> float:
         return 0.0
 
 
-def held(directory: Path, name: str) -> bool | None:
-    """Return whether a lease is held, if the operating system can tell; None if only heartbeats can (`held_leases`)."""
+def is_held(directory: Path, name: str) -> bool | None:
+    """Return whether a live process holds a lease; None if only heartbeats can tell that (`held_leases`)."""
     facts = alive(directory, name)
     if facts is None:
         return False
@@ -466,38 +482,39 @@ def held(directory: Path, name: str) -> bool | None:
 
 
 def held_leases(
-    directories: Iterable[Path], name: str, look_s: float, sleep: Callable[[float], None] = time.sleep
+    directories: Iterable[Path], name: str, watch_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> set[Path]:
-    """Return the directories whose lease is held, watching for heartbeats where the operating system cannot tell.
+    """Return the directories whose lease a live process holds; watch for heartbeats where only these can tell.
 
-    Clocks are not compared: the age of a file on a server means nothing if the clocks of two machines differ.
+    The age of a lease's file is not used, because the clocks of two machines may differ.
 
     Args:
         directories: folders that may be leased.
         name: name of the lease.
-        look_s: longest time to watch, in seconds; two beats of the holders.
+        watch_s: longest time to watch in seconds; at least two heartbeats of the holders.
         sleep: waits for a number of seconds.
     """
-    states = {directory: held(directory, name) for directory in directories}
+    states = {directory: is_held(directory, name) for directory in directories}
     facts_before = {directory: alive(directory, name) for directory, taken in states.items() if taken is None}
-    held_ones = {directory for directory, taken in states.items() if taken}
-    for _ in range(_LOOKS):
-        if not facts_before.keys() - held_ones:
+    held_directories = {directory for directory, taken in states.items() if taken}
+    for _ in range(_CHECKS):
+        if not facts_before.keys() - held_directories:
             break
-        sleep(look_s / _LOOKS)
-        held_ones |= {
+        sleep(watch_s / _CHECKS)
+        held_directories |= {
             directory for directory, facts in facts_before.items() if alive(directory, name) not in (None, facts)
         }
-    return held_ones
+    return held_directories
 
 
 def _term(facts: Mapping[str, Any]) -> int:
+    """Return the term in a lease's facts; 0 without a valid one."""
     term = facts.get("term")
     return term if isinstance(term, int) and term > 0 else 0
 
 
 def _this_process() -> dict[str, Any]:
-    """Return facts that distinguish this process from others with the same pid: boot id, pid namespace, start time."""
+    """Return boot id, pid namespace and start time, which distinguish this process from others with the same pid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "pids": str(Path("/proc/self/ns/pid").readlink()), "start": _stat(os.getpid())[1]}
@@ -512,8 +529,9 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def _same_machine(facts: Mapping[str, Any]) -> bool:
-    """Return whether a holder is or was on this machine since its boot; facts of earlier versions have no boot id."""
+    """Return whether a holder is or was on this machine since the last boot."""
     boot = _this_process().get("boot")
+    # Facts written by earlier versions have no boot id.
     return facts.get("host") == node_name() and boot == facts.get("boot", boot)
 
 

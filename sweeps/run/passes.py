@@ -1,8 +1,8 @@
-"""Results per held-out prompt at each evaluation of a run: one line each in `passes.jsonl`, next to the journal.
+"""Results per held-out prompt at each evaluation of a run: one line per evaluation in `passes.jsonl`.
 
-The journal has only the mean; with these, two runs that were evaluated on the same prompts can be compared prompt by
-prompt. Evaluations that a resume made void stay in the file. An evaluation counts only if the journal has its step and
-the file has no later line for that step.
+The journal, in the same folder, has only the mean over prompts. With the results per prompt, two runs that were
+evaluated on the same prompts can be compared prompt by prompt. Evaluations that a resume made void stay in the file: an
+evaluation is valid if the journal has its step, and the file has no later line for that step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Passes:
     """Results per prompt of one evaluation of one held-out set.
 
     Attributes:
-        prompts: digest of the set's prompts, in order; two runs can be paired if it is equal.
+        prompts: digest of the set's n prompts, in order; two runs with the same digest can be compared by prompt.
         passed: number of completions that passed, by prompt, (n,).
         scored: number of completions that could be graded, by prompt, (n,).
         wrong: how often each different wrong answer was given, by prompt; None if the verifier does not distinguish
             answers, or if the run is of an earlier version.
-        families: name of each prompt's family, (n,), empty for a prompt without one; None if no row names one.
+        families: name of each prompt's family, (n,), "" for a prompt without a family; None if no prompt has one.
     """
 
     prompts: str
@@ -39,7 +39,7 @@ class Passes:
 
     @property
     def votes(self) -> list[Votes]:
-        """Answers of the completions by prompt; without `wrong`, all wrong completions count as silent."""
+        """Answers of the completions by prompt. If `wrong` is None, all wrong completions count as `silent`."""
         wrong = self.wrong or ((),) * len(self.passed)
         return [
             Votes(passed, answers, scored - passed - sum(answers))
@@ -47,7 +47,7 @@ class Passes:
         ]
 
     def at_k(self, samples: int) -> dict[str, tuple[float, float]]:
-        """Return pass@k, and maj@k where it is known, with standard errors, for k = 2, 4, ... up to `samples`."""
+        """Return pass@k and, if wrong answers are known, maj@k, for k = 2, 4, ... up to `samples`, see `all_at_k`."""
         return all_at_k(samples, self.votes, self.wrong is not None)
 
 
@@ -60,7 +60,7 @@ def digest(prompts: Iterable[tuple[str, object]]) -> str:
 
 
 def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
-    """Append an evaluation of the weights of `step`, one line per held-out set."""
+    """Append the evaluation at `step`, one line per held-out set; `sets` has the results by name of the set."""
     entries = [
         {
             "step": step,
@@ -77,7 +77,7 @@ def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
 
 
 def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Passes]:
-    """Read the evaluations of one held-out set, by step; empty if the run recorded none, like earlier versions.
+    """Read the evaluations of one held-out set, by step; empty if there are none, as in runs of earlier versions.
 
     Args:
         run_dir: the run's folder.
@@ -96,7 +96,7 @@ def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Pas
         if isinstance(passed, list) and isinstance(scored, list) and len(passed) == len(scored):
             wrong = entry.get("wrong")
             answers = tuple(tuple(counts) for counts in wrong) if isinstance(wrong, list) else None
-            named = entry.get("families")
-            families = tuple(map(str, named)) if isinstance(named, list) and len(named) == len(passed) else None
+            names = entry.get("families")
+            families = tuple(map(str, names)) if isinstance(names, list) and len(names) == len(passed) else None
             by_step[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored), answers, families)
     return by_step

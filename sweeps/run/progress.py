@@ -16,16 +16,16 @@ _TAIL_BYTES = 65536
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
-    """Return whether the run reached its budget, or ended for good before it, judging by its journal's last lines.
+    """Return whether a run reached its budget, or ended before it and cannot be continued, by its journal.
 
-    It is read from the end, because the journal of a long run has many megabytes; a run that continues after an `end`
-    first records a `resume`. A run that has ended is done even if an earlier line is broken; `trouble` reports such a
-    line.
+    The journal is read from the end, because that of a long run has many megabytes. If a run continues after an `end`
+    record, a `resume` record follows. A run that has ended is done even if an earlier line is broken, which `trouble`
+    reports.
 
     Args:
         run_dir: the run's folder.
         steps: the run's budget in optimizer steps.
-        run: the run's identity, which the header must have: the folder may contain another run's journal.
+        run: the run's identity. If the journal's header has another one, the result is False.
     """
     if header_of(run_dir).get("run") != run:
         return False
@@ -33,7 +33,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
     for entry in _from_end(run_dir):
         kind = None if entry is None else entry.get("kind")
         if not finished and (entry is None or kind in ("train", "eval")):
-            return False  # damaged, or continuing
+            return False  # the run has no end record yet, or it is damaged
         if entry is None:
             broken = True
         elif kind == "end" and not finished:
@@ -50,25 +50,28 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
             if kind == "resume":
                 if not finished:
                     return False
-                # Reading backwards: a resume voids records of later steps that come before it in the file.
+                # A resume voids records of later steps that come before it in the file, which are read after it here.
                 void_after = min(void_after, step)
             elif step <= void_after:
-                # Earlier valid records have smaller steps; only the broken line may have had a larger one.
+                # Valid records earlier in the file have smaller steps, but a broken line may have had a larger step.
                 return (max(step, end) if broken and isinstance(end, int) else step) >= steps
     return False
 
 
 def trouble(run_dir: Path, run: str) -> str | None:
-    """Describe damage of a member's journal, or that it is another run's; None if it is fine or does not exist yet."""
+    """Describe damage of a member's journal, or that the journal belongs to another run.
+
+    None if the journal is intact, or does not exist yet.
+    """
     try:
         read_journal(run_dir)
-        return _foreign(run_dir, run)
+        return _owner_error(run_dir, run)
     except JournalError as error:
         return str(error) if _has_begun(run_dir) else None
 
 
 def looks_whole(run_dir: Path) -> bool:
-    """Return whether all lines look like records and have valid checksums; faster than parsing."""
+    """Return whether all lines of a journal look like records and have valid checksums; faster than parsing them."""
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
@@ -81,17 +84,17 @@ def looks_whole(run_dir: Path) -> bool:
 
 
 def check_own(run_dir: Path, run: str) -> None:
-    """Check that the journal in a member's directory is the member's own.
+    """Check that the journal in a member's directory belongs to that member; passes if there is no journal.
 
     Raises:
-        UserError: it is another run's, or has lost its header: it must be neither used for this run nor overwritten.
+        UserError: the journal belongs to another run, or has lost its header. The caller must not use or overwrite it.
     """
-    if _has_begun(run_dir) and (foreign := _foreign(run_dir, run)) is not None:
-        raise UserError(foreign)
+    if _has_begun(run_dir) and (error := _owner_error(run_dir, run)) is not None:
+        raise UserError(error)
 
 
 def _has_begun(run_dir: Path) -> bool:
-    """Return whether the journal has a complete first line, or a broken one with others after it."""
+    """Return whether the journal has a valid first line, or a broken first line with others after it."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             first, second = handle.readline(), handle.readline()
@@ -100,7 +103,8 @@ def _has_begun(run_dir: Path) -> bool:
     return parse_line(first) is not None or bool(second)
 
 
-def _foreign(run_dir: Path, run: str) -> str | None:
+def _owner_error(run_dir: Path, run: str) -> str | None:
+    """Return an error message if the journal's header does not name this run; else None."""
     header, path = header_of(run_dir), run_dir / JOURNAL_FILE
     owner = header.get("run")
     if owner == run:
@@ -111,7 +115,7 @@ def _foreign(run_dir: Path, run: str) -> str | None:
 
 
 def how_it_failed(run_dir: Path) -> str | None:
-    """Return the journal's reason for the run's failure; None if it has not failed, or gives none."""
+    """Return the reason of a run's failure from its journal; None if the run has not failed, or gives no reason."""
     end = _end_of(run_dir)
     return str(end["reason"]) if end.get("status") == "failed" and end.get("reason") else None
 
@@ -123,7 +127,7 @@ def why_final(run_dir: Path) -> str | None:
 
 
 def _end_of(run_dir: Path) -> Mapping[str, Any]:
-    """Return the journal's `end` record; empty if the run has not ended, or continued after it."""
+    """Return the journal's `end` record; empty if the run has not ended, or has continued since."""
     for entry in _from_end(run_dir):
         if entry is None or entry.get("kind") in ("train", "eval", "resume", "attempt"):
             break
@@ -143,7 +147,7 @@ def header_of(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any] | None]:
-    """Yield a journal's entries, the newest first; None for a damaged line; a torn end is skipped."""
+    """Yield a journal's entries, the newest first. Damaged lines give None; at the end of the file they are skipped."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             entries = (parse_line(line) for line in lines_from_end(handle, most_bytes))
@@ -160,25 +164,25 @@ def journal_or_none(run_dir: Path) -> JournalView | None:
         return None
 
 
-def written(run_dir: Path) -> tuple[int, int]:
+def file_sizes(run_dir: Path) -> tuple[int, int]:
     """Return the sizes of journal and log in bytes, 0 for a missing one."""
     files = (run_dir / JOURNAL_FILE, run_dir / LOG_FILE)
     journal, log = (path.stat().st_size if path.exists() else 0 for path in files)
     return journal, log
 
 
-def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) -> str:
-    """Return the reason of a failure: from the journal if it has one, else the log's last line, else `fallback`.
+def why_failed(run_dir: Path, fallback: str, sizes_before: tuple[int, int] = (0, 0)) -> str:
+    """Return the reason of a failure: from the journal if that has a reason, else the log's last line, else `fallback`.
 
     Args:
         run_dir: the member's folder.
         fallback: description of how the process ended, such as "exit code 1".
-        earlier: `written` before the process started, so that an earlier attempt's reason is not used.
+        sizes_before: `file_sizes` before the attempt started; the reason of an earlier attempt is then not used.
     """
-    has_written = written(run_dir)[0] != earlier[0]
+    has_written = file_sizes(run_dir)[0] != sizes_before[0]
     if has_written and (reason := how_it_failed(run_dir)):
         return reason
-    log = end_of(run_dir / LOG_FILE, _TAIL_BYTES, earlier[1])
+    log = end_of(run_dir / LOG_FILE, _TAIL_BYTES, sizes_before[1])
     lines = [line for line in log.splitlines() if line.strip()]
     # The last line of a killed process shows what it was doing, not why it ended.
     if lines and not fallback.startswith("killed"):
@@ -187,9 +191,11 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
 
 
 def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
-    """Return the newest metrics in the last `tail_bytes` of the journal: evaluation, trainer and engines.
+    """Return the newest metrics in the last `tail_bytes` of a journal; empty without any record.
 
-    `step` is the newest step. Empty without any record.
+    Returns:
+        The newest step as `step`, the `live/` metrics of the newest record, and the `eval/` metrics of the newest
+        evaluation.
     """
     newest: dict[str, float] = {}
     measured = False
@@ -198,7 +204,7 @@ def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, floa
             continue
         step, metrics = finite(entry.get("step")), entry.get("metrics")
         if step is None or not isinstance(metrics, Mapping):
-            continue  # not our record, or damaged: reading the whole journal reports it
+            continue  # foreign or damaged: `read_journal` reports that
         newest.setdefault("step", step)
         if not measured:
             newest |= {key: value for key, value in metrics.items() if key.startswith("live/")}

@@ -5,10 +5,10 @@ A journal's header and each of its `resume` records store these facts under "cod
     {"commit": "1f0c...", "diff": "9ac1..." | null, "files": "77ab...",
      "folders": {"/shared/mine": "01de..."}, "versions": {"python": "3.11.2", "torch": "2.13.0", ...}}
 
-`files` decides whether the code is the same: it is the digest of every Python file of the packages on disk, tracked or
-not, in a checkout or installed. In a checkout, `commit` and `diff` (of those packages; null without changes) identify
-the code. `folders` are the user's own folders and files that a configuration names, also by their Python files only:
-configuration is frozen with the run.
+`files` decides whether the code is the same. It is a digest of all Python files of our packages on disk, whether git
+tracks them or not. In a git checkout, `commit` and `diff` (digest of the changes in our packages; null without changes)
+identify the code. `folders` has digests of the Python files in the user's folders that a configuration names. The
+configuration itself is frozen with the run.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("lightning_scalerl", "sweeps", "hydra_plugins")
-# Packages besides our own code that affect results.
-PACKAGES = ("torch", "lightning", "transformers", "numpy", "vllm")
+OUR_PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
+# Packages of others that affect results.
+LIBRARIES = ("torch", "lightning", "transformers", "numpy", "vllm")
 ABSENT = "not installed"
-# Limit for one of the user's folders; a home directory is probably named by mistake.
-MOST_FILES = 2000
-TOO_MANY = f"more than {MOST_FILES} Python files: not looked at"
-_LIBRARIES = ("__pycache__", "node_modules", "site-packages")
+# Limit for one of the user's folders, because a home directory is probably named by mistake.
+MAX_FILES = 2000
+TOO_MANY = f"more than {MAX_FILES} Python files: not looked at"
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 # Names of a study's outputs, as in `launch.ledger` and `executor.node.manifest`.
-_STUDYS_FILE, _STUDYS_FOLDERS = "ledger.jsonl", ("runs", "jobs")
+_STUDY_FILE, _STUDY_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 
 
 def own_files(root: Path | None = None) -> str:
     """Return the digest of our packages' Python files on disk."""
     root = root or ROOT
-    return _digest(root, [root / package for package in OURS])
+    return _digest(root, [root / package for package in OUR_PACKAGES])
 
 
 def code_facts(
@@ -52,26 +52,26 @@ def code_facts(
 
     Args:
         named: the user's own folders, and their Python files that the configuration names.
-        imported: `own_files` when this process imported our packages; None if unchanged. If the files have changed
-            since, the process still runs the imported code, so no commit is recorded.
-        root: folder that contains our packages; None for that of this file.
+        imported: digest by `own_files` from when this process imported our packages; None if the files are unchanged.
+            If they have changed since, the process still runs the imported code, so no commit is recorded.
+        root: folder that contains our packages; None for the folder of the running code.
     """
     root = root or ROOT
     files = own_files(root)
-    here = checkout(root, OURS) if imported in (None, files) else None
+    here = checkout(root, OUR_PACKAGES) if imported in (None, files) else None
     return {
         "commit": None if here is None else here.commit,
         "diff": None if here is None or not here.diff else _short(here.diff.encode()),
         "files": imported or files,
         "folders": {str(path): _digest(Path(path), [Path(path)]) for path in named},
-        "versions": versions(PACKAGES),
+        "versions": versions(LIBRARIES),
     }
 
 
 def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Describe how two provenance records differ; empty if one of them is unknown.
+    """Describe how two provenance records differ, one string per change; empty if a record is None.
 
-    A different commit with the same files is the same code.
+    A different commit with the same files is not a change.
     """
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return ()
@@ -84,7 +84,7 @@ def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
         if not changes:
             changes.append(f"files of the package {_brief(before.get('files'))} -> {_brief(after.get('files'))}")
     old, new = _mapping(before.get("folders")), _mapping(after.get("folders"))
-    # Compare contents: the same folder may have another path on this node.
+    # Compare contents, not paths: the same folder may have another path on this node.
     for path in sorted(path for path in new if new[path] not in old.values()):
         changes.append(f"{path} {_brief(old.get(path))} -> {_brief(new[path])}")
     for path in sorted(path for path in old if path not in new and old[path] not in new.values()):
@@ -114,7 +114,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def files_named(config: Any) -> list[str]:
-    """Return the existing Python files that a configuration names, like `folder/rewards.py[:function]`."""
+    """Return the existing Python files in a configuration's values, such as `folder/rewards.py[:function]`."""
     if isinstance(config, Mapping):
         return sorted({name for value in config.values() for name in files_named(value)})
     if isinstance(config, list | tuple):
@@ -135,11 +135,11 @@ class Checkout:
 
 
 def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | None:
-    """Return the git checkout of our code; None if there is none (installed by pip), or git fails.
+    """Return the git checkout of our code; None if git does not track it (installed by pip), or git fails.
 
     Args:
-        root: folder that contains our packages.
-        only: folders in it whose changes count; by default the whole working tree.
+        root: folder that contains our packages; None for the folder of the running code.
+        only: folders in `root` whose changes count; empty for the whole working tree.
     """
     root = root or ROOT
     # The environment that we are installed in may be inside another repository: check that git tracks our code.
@@ -151,21 +151,21 @@ def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | N
     return None if commit is None or diff is None else Checkout(commit.strip(), diff)
 
 
-def _diff(root: Path, *places: str) -> str | None:
-    """Return the diff of the working tree from its commit, computed on a copy of the index; None if git fails.
+def _diff(root: Path, *arguments: str) -> str | None:
+    """Return the diff of the working tree from its commit; None if git fails.
 
-    `git diff` always locks and rewrites the index. It gets a copy, because hundreds of jobs may run it at once, and the
-    user may be about to commit. The copy keeps the index's modification time, so that files changed in the same second
-    are compared by content and not only by size and time.
+    `git diff` always locks and rewrites the index. It gets a copy of the index, because hundreds of jobs may run it at
+    once, and the user may be about to commit. The copy has the same modification time, so that git compares files that
+    were changed in the same second by content, and not only by size and time.
     """
-    where = git(root, "rev-parse", "--git-path", "index")
-    if where is None:
+    index_path = git(root, "rev-parse", "--git-path", "index")
+    if index_path is None:
         return None
     try:
         with TemporaryDirectory() as scratch:
             index_copy = Path(scratch) / "index"
-            shutil.copy2(root / where.strip(), index_copy)
-            return git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *places, index=index_copy)
+            shutil.copy2(root / index_path.strip(), index_copy)
+            return git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *arguments, index=index_copy)
     except OSError:
         return None
 
@@ -189,14 +189,14 @@ def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def _digest(root: Path, places: Iterable[Path]) -> str:
-    """Return the digest of the Python files below some places: their names relative to `root`, and their contents."""
+def _digest(root: Path, folders: Iterable[Path]) -> str:
+    """Return the digest of the Python files in folders: their names relative to `root`, and their contents."""
     sha = hashlib.sha256()
     count = 0
-    for place in places:
-        for path in _python_files(place):
+    for folder in folders:
+        for path in _python_files(folder):
             count += 1
-            if count > MOST_FILES:
+            if count > MAX_FILES:
                 return TOO_MANY
             try:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -206,23 +206,25 @@ def _digest(root: Path, places: Iterable[Path]) -> str:
     return sha.hexdigest()[:12]
 
 
-def _python_files(place: Path) -> Iterator[Path]:
-    """Yield the Python files below a folder, in order, or the file itself.
+def _python_files(path: Path) -> Iterator[Path]:
+    """Yield the Python files below a folder, in order; a file yields itself.
 
-    Hidden folders, environments and the outputs of a study (perhaps thousands of folders) are skipped.
+    Skip hidden folders, environments, and the outputs of a study, which may be thousands of folders.
     """
-    if place.is_file():
-        yield place
+    if path.is_file():
+        yield path
         return
-    for folder, inner, names in os.walk(place):
-        if _STUDYS_FILE in names:
-            inner[:] = set(inner).difference(_STUDYS_FOLDERS)
+    for parent, inner, names in os.walk(path):
+        if _STUDY_FILE in names:
+            inner[:] = set(inner).difference(_STUDY_FOLDERS)
         inner[:] = sorted(
             name
             for name in inner
-            if not name.startswith(".") and name not in _LIBRARIES and not (Path(folder) / name / "pyvenv.cfg").exists()
+            if not name.startswith(".")
+            and name not in _SKIPPED_FOLDERS
+            and not (Path(parent) / name / "pyvenv.cfg").exists()
         )
-        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))
+        yield from (Path(parent) / name for name in sorted(names) if name.endswith(".py"))
 
 
 def _short(raw: bytes) -> str:

@@ -1,7 +1,7 @@
-"""Repair of a journal with a broken line in its middle: it is cut there, and the run resumes from before.
+"""Repair a journal with a broken line in its middle: cut it there, so that the run resumes from an earlier step.
 
 The cause may be a lost disk block, an editor, or a truncated copy. Records after the broken line may be intact, but
-without the lost one they form a curve with a hole. The damaged file is kept next to the journal.
+without the lost record the curve would have a hole. The damaged file is kept next to the journal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sweeps.run.files import dump_line, parse_line, whole_lines
-from sweeps.run.journal import JOURNAL_FILE, JournalError, Reading, finite
+from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalParser, finite
 
 DAMAGED_FILE = "metrics.damaged-{}.jsonl"
 
@@ -27,10 +27,10 @@ class Break:
     Attributes:
         path: path of the journal.
         line: number, from 1, of the first line that is not a record.
-        step: step of the newest checkpoint covered by the records before that line, -1 for none; the run must not be
-            resumed from a later one.
-        why: the journal's own error message.
-        metrics: metrics of the newest record in the whole file, from which the lost compute is counted.
+        step: step of the newest checkpoint that the records before that line cover, -1 for none. The run must not be
+            resumed from a later checkpoint.
+        why: error message of the parser.
+        metrics: metrics of the newest record in the whole file, to count the compute of the lost records.
     """
 
     path: Path
@@ -41,12 +41,12 @@ class Break:
 
 
 def find_break(run_dir: Path) -> Break | None:
-    """Find the first broken line of a run's journal; None if it is intact, or not begun.
+    """Find the first broken line of a run's journal; None if the journal is intact or missing.
 
     A torn line at the end does not count: the next writer cuts it off.
 
     Raises:
-        JournalError: the header is broken, so it is unknown whose journal it is.
+        JournalError: the header is broken, so it is unknown to which run the journal belongs.
         OSError: the file cannot be read.
     """
     path = run_dir / JOURNAL_FILE
@@ -54,66 +54,66 @@ def find_break(run_dir: Path) -> Break | None:
         lines, _ = whole_lines(path.read_bytes())
     except FileNotFoundError:
         return None
-    reading = Reading(path)
+    parser = JournalParser(path)
     why = None
     for line in lines:
         try:
-            reading.take(parse_line(line))
+            parser.take(parse_line(line))
         except JournalError as error:
-            why = f"{path}, line {reading.lines + 1}: not a journal record ({error.__cause__})"
+            why = f"{path}, line {parser.lines + 1}: not a journal record ({error.__cause__})"
             break
     if why is None:
         return None
-    if reading.lines == 0:
+    if parser.lines == 0:
         raise JournalError(f"{why}, so nobody knows whose journal it is; restore the line, or move the file away")
-    view = reading.view()
-    later = [entry for line in lines[reading.lines + 1 :] if (entry := parse_line(line)) is not None]
+    view = parser.view()
+    later = [entry for line in lines[parser.lines + 1 :] if (entry := parse_line(line)) is not None]
     records = [entry for entry in later if _step(entry) is not None and isinstance(entry.get("metrics"), Mapping)]
-    # Include records after the break: the run loses them, but their compute was spent and is counted as lost.
-    newest = max([*records, *({"step": r.step, "metrics": r.metrics} for r in view.records)], key=_newest, default={})
+    # Include records after the break: the run loses them, but their compute was used and is counted as lost.
+    newest = max([*records, *({"step": r.step, "metrics": r.metrics} for r in view.records)], key=_step_key, default={})
     step = -1 if view.checkpoint_step is None else view.checkpoint_step
     for entry in later:
-        # Steps before which the run later resumed were repeated: checkpoints from there on may not match the kept
-        # records.
+        # After the break, the run may have resumed from an earlier step and repeated steps. The checkpoints of repeated
+        # steps may not match the records before the break.
         at = _step(entry)
         if at is not None and entry.get("kind") in ("resume", "eval", "train"):
             step = min(step, at - 1 if entry["kind"] == "train" else at)
-    return Break(path, reading.lines + 1, max(step, -1), why, _numbers(newest.get("metrics", {})))
+    return Break(path, parser.lines + 1, max(step, -1), why, _finite_metrics(newest.get("metrics", {})))
 
 
-def mend(found: Break) -> Path:
-    """Copy the damaged journal, cut the journal off before the break, and return the copy's path.
+def mend(damage: Break) -> Path:
+    """Copy the damaged journal, truncate the journal before the break, and return the copy's path.
 
-    Checkpoints beyond `found.step` must be removed first: if the process is killed here, or right after, nothing else
-    would prevent their use.
+    The caller must first remove checkpoints beyond `found.step`: if the process is killed here, or right after,
+    nothing else would prevent their use.
 
     Raises:
         OSError: a file could not be written; the journal is unchanged.
     """
-    raw = found.path.read_bytes()
+    raw = damage.path.read_bytes()
     # Copy before cutting: if the process is killed in between, the journal is unchanged and the copy is reused.
-    kept = _keep(found.path, raw)
+    copy = _keep(damage.path, raw)
     entry = {
         "kind": "mended",
         "time": time.time(),
-        "step": found.step,
-        "line": found.line,
-        "kept": kept.name,
-        "metrics": dict(found.metrics),
+        "step": damage.step,
+        "line": damage.line,
+        "kept": copy.name,
+        "metrics": dict(damage.metrics),
     }
-    intact = b"".join(line + b"\n" for line in raw.split(b"\n")[: found.line - 1])
-    unfinished = found.path.with_name(f".{found.path.name}.mended")
+    intact = b"".join(line + b"\n" for line in raw.split(b"\n")[: damage.line - 1])
+    unfinished = damage.path.with_name(f".{damage.path.name}.mended")
     try:
         _write(unfinished, intact + dump_line(entry, checksum=True), "wb")
-        unfinished.rename(found.path)
+        unfinished.rename(damage.path)
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
-    return kept
+    return copy
 
 
 def _keep(path: Path, raw: bytes) -> Path:
-    """Write a copy without overwriting others; an identical copy, left by a killed process, is reused."""
+    """Write a copy under a new name; reuse an identical copy, which a killed process may have left."""
     number = 1
     while True:
         copy = path.with_name(DAMAGED_FILE.format(number))
@@ -137,14 +137,15 @@ def _write(path: Path, raw: bytes, mode: Literal["wb", "xb"]) -> None:
         os.fsync(handle.fileno())
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, number in metrics.items() if (value := finite(number)) is not None}
 
 
 def _step(entry: Mapping[str, Any]) -> int | None:
+    """Return the step of an entry; None if it has no valid step."""
     step = entry.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _newest(entry: Mapping[str, Any]) -> int:
+def _step_key(entry: Mapping[str, Any]) -> int:
     return int(entry["step"])

@@ -1,4 +1,4 @@
-"""Stored rollouts of a run for inspection: whole groups, sampled occasionally, one per line in `rollouts.jsonl`."""
+"""Store some rollouts of a run for inspection: all completions of a prompt per line of `rollouts.jsonl`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 
+# A group has the fields
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
 # tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number of `ids`. With an
@@ -30,7 +31,13 @@ def write_groups(run_dir: Path, groups: Sequence[Group]) -> None:
 
 
 def cut_groups(run_dir: Path, step: int, guard: Callable[[], None]) -> None:
-    """Drop the groups after `step`; `guard` is called before the file is rewritten."""
+    """Remove the groups after `step` from the file.
+
+    Args:
+        run_dir: the run's folder.
+        step: step to which the run is rolled back.
+        guard: called before the file is rewritten; may raise to prevent it.
+    """
     path = run_dir / ROLLOUTS_FILE
     if not path.is_file():
         return
@@ -58,10 +65,10 @@ def read_groups(run_dir: Path) -> list[Group]:
     return [entry for entry in entries if "step" in entry and "rollouts" in entry]
 
 
-def kept_steps(run_dir: Path) -> list[int]:
-    """Return the steps for which a run stores rollouts, in order; empty if none can be read.
+def stored_steps(run_dir: Path) -> list[int]:
+    """Return the steps for which a run has stored rollouts, in order; empty if none can be read.
 
-    Only the beginning of each line is read: `step` is its first field.
+    Only the beginning of each line is parsed, because `step` is the first field.
     """
     try:
         with (run_dir / ROLLOUTS_FILE).open("rb") as lines:
@@ -73,28 +80,35 @@ def kept_steps(run_dir: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt with its best and its worst completion, shortened for a report."""
+    """A prompt with its best and its worst completion, shortened for a report.
+
+    Attributes:
+        run: name of the run's folder.
+        written: outcome and text of the best and the worst completion; of a single one if the group has no other.
+    """
 
     recipe: str
-    run: str  # name of the run's folder
+    run: str
     step: int
     prompt_id: str
     prompt: str
     answer: str
-    written: Sequence[tuple[str, str]]  # (outcome, text) of each
+    written: Sequence[tuple[str, str]]
 
 
-def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700) -> list[Shown]:
-    """Pick one group per recipe: in its first run with rollouts, the last group whose rewards differ, else the last.
+def a_few(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: int = 700) -> list[Shown]:
+    """Pick one group per recipe for a report.
+
+    From the recipe's first run with stored rollouts, take the last group whose rewards differ, else the last group.
 
     Args:
         runs: pairs of a recipe's label and the folder of one of its runs.
-        most: largest number of recipes.
-        characters: length to which a text is shortened, keeping its beginning and end.
+        max_recipes: largest number of recipes.
+        characters: length to which a text is shortened; its beginning and end are kept.
     """
     by_recipe: dict[str, Shown] = {}
     for recipe, run_dir in runs:
-        if recipe in by_recipe or len(by_recipe) == most or not (run_dir / ROLLOUTS_FILE).is_file():
+        if recipe in by_recipe or len(by_recipe) == max_recipes or not (run_dir / ROLLOUTS_FILE).is_file():
             continue
         groups = [group for group in read_groups(run_dir) if group["rollouts"]]
         if not groups:
@@ -110,22 +124,23 @@ def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700
             run=run_dir.name,
             step=int(group["step"]),
             prompt_id=str(group["prompt_id"]),
-            prompt=_cut(str(group["prompt"]), characters),
-            answer=_cut(str(group["answer"]), characters),
-            written=[(_became(rollout), _cut(written(rollout), characters)) for rollout in ends],
+            prompt=_shorten(str(group["prompt"]), characters),
+            answer=_shorten(str(group["answer"]), characters),
+            written=[(_outcome_text(rollout), _shorten(written(rollout), characters)) for rollout in ends],
         )
     return list(by_recipe.values())
 
 
 def written(rollout: dict[str, Any]) -> str:
-    """Return a rollout's text; a conversation has a line with the speaker before each turn and observation."""
+    """Return a rollout's text; in a conversation, each turn and observation begins with its speaker in brackets."""
     if "turns" not in rollout:
         return str(rollout["completion"])
     names = {"sampled": "model", "forced": "forced"}
     return "\n".join(f"[{names.get(source, source)}] {text.strip()}" for source, text in rollout["turns"])
 
 
-def _became(rollout: dict[str, Any]) -> str:
+def _outcome_text(rollout: dict[str, Any]) -> str:
+    """Describe a rollout's reward, turns and length, or why it has no reward."""
     if rollout["outcome"] != "score":
         return f"{rollout['outcome']}: {rollout['extra'].get('why', '')}"
     cut = ", cut off" if rollout["finish_reason"] == "length" else ""
@@ -133,7 +148,7 @@ def _became(rollout: dict[str, Any]) -> str:
     return f"reward {rollout['reward']:g}, {turns}{rollout['tokens']} tokens{cut}"
 
 
-def _cut(text: str, characters: int) -> str:
+def _shorten(text: str, characters: int) -> str:
     if len(text) <= characters:
         return text
     return f"{text[: characters // 2]} [...] {text[-characters // 2 :]}"

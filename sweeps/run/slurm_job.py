@@ -1,8 +1,8 @@
 """Facts about the current SLURM job: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
 
-submitit provides ids and ranks. This module reads the others: the number of restarts, the node's name in SLURM, and
-the numbers of the current `srun` step, which differ from those of the job. `sweeps.executor.slurm` uses such variables
-only in batch scripts, and where it removes them.
+submitit provides ids and ranks. This module also reads the number of restarts, the node's name in SLURM, and the
+numbers of tasks and nodes of the current `srun` step, which differ from those of the job. `sweeps.executor.slurm` only
+writes such variables into batch scripts, or removes them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @cache
 def _environment() -> SlurmJobEnvironment:
-    """Return submitit's view of the job, also if submitit did not start it.
+    """Return submitit's description of the job, also if submitit did not start it.
 
     Raises:
-        UserError: submitit is not installed; scalerl-curves does not include it.
+        UserError: submitit is not installed (scalerl-curves does not include it).
     """
     require("submitit", "SLURM_JOB_ID: a process inside a SLURM job", "submitit")
     from submitit.slurm.slurm import SlurmJobEnvironment  # imported late: it takes a tenth of a second
@@ -45,12 +45,12 @@ def job_id() -> str:
 
 
 def array_index() -> int:
-    """Return this job's index in its array, 0 without one."""
+    """Return this job's index in its array; 0 without an array."""
     return int(_environment().array_task_id or 0)
 
 
 def rank() -> int:
-    """Return the rank of this process among all tasks of its step, 0 outside of SLURM."""
+    """Return the rank of this process among all tasks of its `srun` step; 0 outside of SLURM."""
     return _environment().global_rank
 
 
@@ -65,18 +65,18 @@ def restart_count() -> int:
 
 
 def node_name() -> str:
-    """Return this machine's name, SLURM's if it has one: a container may have its own hostname."""
+    """Return this machine's name in SLURM, which may differ from a container's hostname; else the hostname."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def length_s() -> float | None:
-    """Return the seconds from this job's start to its limit, by slurmctld's clock; None if SLURM does not tell."""
+    """Return the seconds from this job's start to its time limit, by slurmctld's clock; None if they are unknown."""
     start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
     return float(end) - float(start) if start and end else None
 
 
 def identity() -> dict[str, str | None]:
-    """Return job, restart and step of this process, equal for all ranks of one `srun`; empty outside of SLURM."""
+    """Return job id, restart count and step id, which are equal for all ranks of one `srun`; empty outside of SLURM."""
     if not inside():
         return {}
     return {
@@ -87,12 +87,12 @@ def identity() -> dict[str, str | None]:
 
 
 def step_name() -> str:
-    """Return a name for this start of this step, which separates its ranks from others that got the same port."""
+    """Return a name for this start of this step. Ranks that meet on a port compare it, to detect foreign processes."""
     return "/".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
 
 
 def step_numbers() -> tuple[int, int]:
-    """Return the numbers of this job and of its step."""
+    """Return the ids of this job and of its step, as integers."""
     return int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
 
 
@@ -107,7 +107,7 @@ def step_nodes() -> int:
 
 
 def tasks_of_nodes() -> str:
-    """Return the tasks per node as SLURM writes them: "2(x3),1" is 2 on each of three nodes and 1 on a fourth."""
+    """Return the numbers of tasks per node as SLURM writes them: "2(x3),1" is 2 on three nodes and 1 on a fourth."""
     return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
 
 
@@ -118,13 +118,13 @@ def evenly_spread() -> bool:
 
 def gpus_of_node() -> int:
     """Return the number of GPUs that this job requested on each node; 0 if none."""
-    # Written as 4 or a100:4; that of the step, else of the job.
+    # SLURM writes 4 or a100:4.
     listed = os.environ.get("SLURM_GPUS_PER_NODE") or os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     return int(listed.rpartition(":")[2])
 
 
 def put_step_for_job(tasks: int, nodes: int) -> None:
-    """Replace the job's numbers in the environment by its step's, for a library that reads the job's."""
+    """Replace the job's numbers of tasks and nodes in the environment by the step's, for a library that reads them."""
     os.environ["SLURM_NTASKS"] = str(tasks)
     os.environ["SLURM_NNODES"] = str(nodes)
     os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
@@ -141,7 +141,7 @@ def nodes_of_step() -> list[str]:
 
 
 def _names(listed: str) -> list[str]:
-    """Return the names in a node list as SLURM writes it, such as n[1-3]."""
+    """Expand a node list as SLURM writes it, such as n[1-3], to the names of the nodes."""
     process = subprocess.run(
         ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,8 +1,8 @@
 """Specification of a run: its resolved configuration, its identity, and the label of its curve.
 
-A run's identity is a hash of its seed and of everything in its configuration that affects the science; the identity of
-a curve (recipe) leaves the seed out. The budget and output paths are in neither: a larger budget continues a run, and
-launching the same sweep twice finds the existing runs.
+A run's identity is a hash of its seed and of all configuration values that affect what it learns. The identity of a
+curve (the runs of a recipe) is the same without the seed. The budget and output paths are in neither: a larger budget
+continues a run, and launching the same sweep twice finds the existing runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sweeps.run import fields
 from sweeps.run.files import parse_json, write_atomically
 
 SPEC_FILE = "spec.json"
-# Format version of frozen specifications. The first one had module paths in its identities, and no number.
+# Format version of frozen specifications. The first format had module paths in its identities, and no version number.
 FORM = 2
 _OTHER_FORM = (
     "{}: written by another version, whose runs had other identities; its journals still fit, rank and publish, but to "
     "go on, launch the study into a folder of its own (study=NAME)"
 )
 
-# A specification begins with its format version, if it has one.
+# Beginning of a specification's file: its format version, which the first format lacks.
 _FORM_FIRST = re.compile(rb'\{\s*"form":\s*(\d+),')
 
-# The budget as written there: indented by one space, so a field of the specification itself. Strings have no line
-# breaks.
+# The line with the budget. The indent of one space means a field of the specification itself, not of a part. A string
+# cannot match, because line breaks in strings are escaped.
 _STEPS = re.compile(r'^ "steps": (\d+),$', re.MULTILINE)
 
 _CURVE = re.compile(r'^ "curve": "([^"\\]*)",$', re.MULTILINE)
@@ -53,16 +53,16 @@ class RunSpec:
     Attributes:
         run, curve: identities of the run and of its curve, 12 hexadecimal digits each.
         recipe: label of the curve, such as `scalerl_core+loss=dapo`.
-        baseline: label of the recipe it is compared with.
-        departures: axes that it changes from the baseline, each with its choice in a few words.
+        baseline: label of the recipe with which this one is compared.
+        departures: choices that differ from the baseline, in a few words, by axis.
         settings: other values that differ between members of the study.
         seed: random seed of the run.
         steps: budget in optimizer steps.
         config: resolved configuration.
         reference: configuration of the baseline recipe, with the same seed and settings.
         folders: the user's own folders with configuration files, and the modules that these name.
-        overrides: command-line overrides that launched it, without addresses; enough to continue the run.
-        cautions: notes for the user before the launch, one per line; not stored.
+        overrides: command-line overrides of the launch, enough to continue the run; addresses of servers are left out.
+        cautions: warnings to print before the launch; not stored.
     """
 
     run: str
@@ -86,12 +86,12 @@ class RunSpec:
 
     @property
     def first_step(self) -> int:
-        """Step at which a branch leaves its parent, whose steps cost nothing again; 0 for a run of its own."""
+        """Step at which a branch starts from its parent; 0 for a run that is not a branch."""
         return int(branch_of(self.config).get("branch", {}).get("step") or 0)
 
     @property
     def layout(self) -> tuple[int, int] | None:
-        """Nodes, and ranks per node, that the run requires (group `strategy`); None if it leaves them open."""
+        """Number of nodes, and of ranks per node, that the run requires (group `strategy`); None if any will do."""
         return layout_of(self.config)
 
     def _fields(self) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class RunSpec:
         }
 
     def checksum(self) -> str:
-        """Return 16 hexadecimal digits over everything but the budget (which may grow), overrides, and operational
-        keys.
+        """Return a checksum of 16 hexadecimal digits, to detect changes after the specification was frozen.
 
-        A composed specification and the same one read back have equal checksums.
+        It covers everything except the budget (which may grow), overrides, and operational keys. A specification has
+        the same checksum before writing and after reading.
         """
         frozen = {key: value for key, value in self._fields().items() if key not in ("steps", "overrides")}
         frozen |= {"config": science(self.config), "reference": science(self.reference)}
@@ -126,8 +126,9 @@ class RunSpec:
         """Refuse a specification that was changed after it was frozen.
 
         Args:
-            run_dir: folder it was read from, for the message.
-            expected: its checksum when it was frozen; None for a study of an earlier version, which stored none.
+            run_dir: folder from which the specification was read, for the message.
+            expected: the specification's checksum when it was frozen; None, from ledgers of earlier versions, accepts
+                any.
 
         Raises:
             UserError: the checksum differs.
@@ -139,15 +140,16 @@ class RunSpec:
             )
 
     def write(self, run_dir: Path, texts: Texts | None = None) -> bytes | None:
-        """Freeze the spec in the run's directory, atomically; keys keep their order: the first held-out set is the
-        default.
+        """Write the specification to the run's directory atomically; later launches read it from there.
+
+        Keys keep their order, because the first held-out set is the default.
 
         Args:
             run_dir: the run's folder, created if missing.
             texts: encoder shared by the specs of a study, so that common parts are encoded once.
 
         Returns:
-            Content of the file that was replaced; None if there was none, or it was equal.
+            Content of the replaced file; None if there was no file, or its content was equal.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         text = (texts or Texts()).of({"form": FORM, **self._fields()}, ("config", "reference"))
@@ -169,7 +171,7 @@ class RunSpec:
                 would otherwise take gigabytes.
 
         Raises:
-            UserError: it does not exist, cannot be read, or has another format version.
+            UserError: the file does not exist, cannot be read, or has another format version.
         """
         try:
             values = parse_json((run_dir / SPEC_FILE).read_text())
@@ -181,13 +183,13 @@ class RunSpec:
                     values[key] = {sys.intern(name): _once(part, known) for name, part in values[key].items()}
                 overrides = _once(overrides, known)
             spec = cls(**{**values, "folders": tuple(values["folders"]), "overrides": overrides})
-            _check_kinds(values)
+            _check_types(values)
             return spec
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
 
 
-def _check_kinds(values: Mapping[str, Any]) -> None:
+def _check_types(values: Mapping[str, Any]) -> None:
     """Refuse fields of a specification that have the wrong type.
 
     Raises:
@@ -203,13 +205,14 @@ def _check_kinds(values: Mapping[str, Any]) -> None:
 
 
 class Texts:
-    """JSON encoder for many values with shared parts, each encoded once; same output as `json.dumps(..., indent=1)`."""
+    """JSON encoder that encodes parts shared by many objects only once. Output as of `json.dumps(..., indent=1)`."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # keeps the part alive, so that its id is not reused
+        # Encoded parts, by the part's id. The part is stored too, because ids of deleted objects are reused.
+        self._known: dict[int, tuple[Any, str]] = {}
 
     def of(self, values: Mapping[str, Any], shared: Sequence[str]) -> str:
-        """Encode one object; parts of its `shared` fields are cached for other objects."""
+        """Encode one object; the values inside its fields `shared` are cached for other objects."""
         lines = []
         for key, value in values.items():
             if key in shared and value and all(isinstance(name, str) for name in value):
@@ -229,15 +232,15 @@ class Texts:
 
 
 def _once(part: Any, known: dict[str, Any]) -> Any:
-    """Return the first part seen with the same repr, so that specs share memory."""
+    """Return the object in the cache `known` with the same repr as `part`, so that specs share memory."""
     return known.setdefault(repr(part), part)
 
 
 def run_folder(name: str) -> Path:
-    """Return the folder of a run, after checking that it contains a specification of `scalerl train`.
+    """Return the folder `name` of a run, after checking that it has a specification of `scalerl train`.
 
     Raises:
-        UserError: it contains none.
+        UserError: the folder has no specification.
     """
     run = Path(name)
     if not (run / SPEC_FILE).is_file():
@@ -249,7 +252,7 @@ def check_form(run_dirs: Iterable[Path]) -> None:
     """Check that no run in these directories was frozen by a version with another identity format.
 
     Raises:
-        UserError: one was; the message has the remedy.
+        UserError: a run has another format; the message has the remedy.
     """
     for run_dir in run_dirs:
         try:
@@ -263,7 +266,7 @@ def check_form(run_dirs: Iterable[Path]) -> None:
 
 
 def budget_of(run_dir: Path) -> int | None:
-    """Return the budget in optimizer steps from a frozen specification of any format; None without one."""
+    """Return the budget in optimizer steps from a run's specification of any format; None if it cannot be read."""
     try:
         text = (run_dir / SPEC_FILE).read_text()
         match = _STEPS.search(text)
@@ -273,7 +276,10 @@ def budget_of(run_dir: Path) -> int | None:
 
 
 def kept_steps_of(run_dir: Path) -> frozenset[int]:
-    """Return `checkpoint.keep_steps` from a frozen specification: steps whose checkpoints are never deleted."""
+    """Return `checkpoint.keep_steps`, the steps whose checkpoints are never deleted, from a run's specification.
+
+    Empty if it is not set or cannot be read.
+    """
     try:
         config = parse_json((run_dir / SPEC_FILE).read_text())["config"]
         return frozenset(map(int, (config.get("checkpoint") or {}).get("keep_steps") or ()))
@@ -282,7 +288,7 @@ def kept_steps_of(run_dir: Path) -> frozenset[int]:
 
 
 def curve_of(run_dir: Path) -> str | None:
-    """Return the curve's identity from a frozen specification of any format; None without one."""
+    """Return the curve's identity from a run's specification of any format; None if it cannot be read."""
     try:
         text = (run_dir / SPEC_FILE).read_text()
         match = _CURVE.search(text)
@@ -292,14 +298,14 @@ def curve_of(run_dir: Path) -> str | None:
 
 
 def layout_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return `RunSpec.layout` for a run's configuration."""
+    """Return the number of nodes and of ranks per node in a configuration, see `RunSpec.layout`."""
     strategy = config.get("strategy") or {}
     devices = strategy.get("devices")
     return None if devices is None else (strategy.get("nodes") or 1, devices)
 
 
 def branch_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field `branch` of a journal's header: where a run left its parent; empty for a run of its own."""
+    """Return the field `branch` of a journal's header, with the parent run; empty if the run is not a branch."""
     branch = config.get("branch")
     if not isinstance(branch, Mapping) or branch.get("run") is None:
         return {}
@@ -312,13 +318,13 @@ def science(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the top-level keys in which two configurations (or their identities) differ, sorted."""
+    """Return the top-level keys in which two configurations differ, sorted."""
     differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration to a mapping from dotted keys to values; a list is a value."""
+    """Flatten a configuration to a mapping from dotted keys to values; lists are not flattened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -335,6 +341,7 @@ def digest(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
+    """Convert keys to strings, tuples to lists, and whole floats to integers, at any depth."""
     if isinstance(value, Mapping):
         return {str(key): _canonical(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -346,7 +353,7 @@ def identities(lasting: Mapping[str, Any], seed: int) -> tuple[str, str]:
     """Return the identities of a run and of its curve.
 
     Args:
-        lasting: values that affect what a run learns, without its seed, in a form that later versions keep.
+        lasting: values that affect what a run learns, without its seed, in a form that does not change with versions.
         seed: random seed of the run.
     """
     return digest({"science": lasting, "seed": seed}), digest({"science": lasting})
@@ -370,24 +377,25 @@ def make_spec(
         reference: configuration of the recipe without the run's changes.
         label: label of the run's curve.
         baseline: label of the recipe.
-        identity: values that affect what the run learns, without its seed, in a form that later versions keep; None for
-            all keys that are not operational, unchanged.
-        departures, settings, folders: see `RunSpec`; None for none.
-        clean: cache shared by configurations with common parts, so that each part is searched for secrets once.
+        identity: values that affect what the run learns, without its seed, in a form that does not change with
+            versions; None for all values of `config` except the operational keys.
+        departures, settings, folders: see `RunSpec`; None means empty.
+        clean: cache of parts without secrets, shared by configurations with common parts, so that each part is searched
+            once.
 
     Raises:
         UserError: the configuration contains a secret.
     """
-    what = science(config)
-    lasting = what if identity is None else identity
+    learned_config = science(config)
+    identity_values = learned_config if identity is None else identity
     seed = int(config["seed"])
     clean = {} if clean is None else clean
-    for key, part in what.items():
+    for key, part in learned_config.items():
         if (key, id(part)) in clean:
             continue
         if secret := _secret({key: part}, {key: redact_config(part, key)}):
             break
-        clean[key, id(part)] = part  # also keeps the part alive, so that its id is not reused
+        clean[key, id(part)] = part  # store the part too, because ids of deleted objects are reused
     else:
         secret = None
     if secret:
@@ -396,7 +404,7 @@ def make_spec(
             "in an environment variable"
         )
     config, reference = _without_secrets(config), _without_secrets(reference)
-    run, curve = identities(lasting, seed)
+    run, curve = identities(identity_values, seed)
     return RunSpec(
         run=run,
         curve=curve,
@@ -413,12 +421,12 @@ def make_spec(
 
 
 def _without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Redact the operational keys of a configuration: the address of an MLflow server may contain a login."""
+    """Redact the operational keys of a configuration, because the address of an MLflow server may contain a login."""
     return {key: redact_config(value, key) if key in OPERATIONAL_KEYS else value for key, value in config.items()}
 
 
 def _secret(value: Any, masked: Any, path: str = "") -> str | None:
-    """Return the dotted key of the first value that redaction changes; None without one."""
+    """Return the dotted key of the first value that redaction has changed in `masked`; None without such a value."""
     if isinstance(value, Mapping):
         keys = (_secret(item, masked[key], f"{path}.{key}" if path else str(key)) for key, item in value.items())
         return next(filter(None, keys), None)

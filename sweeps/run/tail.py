@@ -1,4 +1,4 @@
-"""Incremental reading of a growing journal: each update reads only the appended lines."""
+"""Read a growing journal incrementally: each update reads only the appended lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from io import FileIO
 from pathlib import Path
 
 from sweeps.run.files import has_wrong_checksum, parse_line
-from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Reading
+from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalParser, JournalView
 
 # Beginning of a record, as `Journal` writes it.
 _RECORD = re.compile(rb'\{"kind":"(train|eval)","time":[-+.\deE]+,"step":(-?\d+),"metrics":\{')
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # length of the last bytes read, which identify the file
+_MARK_BYTES = 4096  # number of the last bytes read whose digest shows that the file is still the same
 
 
 class JournalTail:
@@ -32,20 +32,21 @@ class JournalTail:
         self.path = run_dir / JOURNAL_FILE
         self._begin({})
 
-    def _begin(self, passed: Mapping[str, int]) -> None:
-        self._reading = Reading(self.path)
-        self._reading.forget(passed)
-        self._file: tuple[int, int] | None = None
-        self._offset = 0  # first byte after the last line taken
+    def _begin(self, forgotten: Mapping[str, int]) -> None:
+        """Start over at the beginning of the file; do not store records up to the steps in `forgotten`, by kind."""
+        self._parser = JournalParser(self.path)
+        self._parser.forget(forgotten)
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._offset = 0  # first byte after the last line parsed
         self._mark = 0, b""  # length and digest of the bytes before the offset
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Keep no records up to these steps, by kind, now or later, to save memory once they have been used.
+        """Drop the records up to these steps, by kind, and do not store them later, to save memory.
 
-        Lines that are forgotten before they are read are not parsed: only wrong checksums, and the damage that writers
-        leave, are noticed in them.
+        If such a line is not read yet, it will not be parsed. Only wrong checksums, and damage from crashes of writers,
+        are then noticed in it.
         """
-        self._reading.forget(steps)
+        self._parser.forget(steps)
 
     def update(self) -> JournalView:
         """Read the appended lines and return the journal as it is now, without forgotten records.
@@ -57,22 +58,23 @@ class JournalTail:
             with self.path.open("rb", buffering=0) as handle:
                 status = os.fstat(handle.fileno())
                 file = status.st_dev, status.st_ino
-                if self._file != file or status.st_size < self._offset or not self._known_again(handle):
-                    self._begin(self._reading.passed)
+                if self._file != file or status.st_size < self._offset or not self._is_same_file(handle):
+                    self._begin(self._parser.forgotten)
                     self._file = file
                 self._read(handle)
         except OSError as error:
-            self._begin(self._reading.passed)
+            self._begin(self._parser.forgotten)
             reason = f"cannot read the journal ({error.strerror}); give a run directory"
             raise JournalError(f"{self.path}: {reason}") from error
-        return self._reading.view()
+        return self._parser.view()
 
-    def _known_again(self, handle: FileIO) -> bool:
+    def _is_same_file(self, handle: FileIO) -> bool:
+        """Return whether the bytes before the current offset are still those that were read last."""
         length, digest = self._mark
         return _digest(os.pread(handle.fileno(), length, self._offset - length)) == digest if length else True
 
     def _read(self, handle: FileIO) -> None:
-        """Read from the current offset to the last valid line; a torn end is left for the next update."""
+        """Parse the lines from the current offset to the last valid line; leave a torn end for the next update."""
         begin = at = self._offset
         handle.seek(at)
         rest = recent = b""
@@ -82,15 +84,15 @@ class JournalTail:
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
                     at += len(line) + 1
-                    if (step := self._forgotten(line)) is not None:
+                    if (step := self._forgotten_step(line)) is not None:
                         if damaged:
-                            self._reading.take(None)
-                        self._reading.skip(step)
+                            self._parser.take(None)
+                        self._parser.skip(step)
                     elif (entry := parse_line(line)) is None:
-                        damaged = True  # torn if it is the last line, else damaged
+                        damaged = True  # unless this is the last line, which may be still unfinished
                         continue
                     else:
-                        self._reading.take(None if damaged else entry)
+                        self._parser.take(None if damaged else entry)
                     self._offset = at
                     recent = line
         finally:
@@ -98,14 +100,14 @@ class JournalTail:
                 recent = (recent + b"\n")[-_MARK_BYTES:]
                 self._mark = len(recent), _digest(recent)
 
-    def _forgotten(self, line: bytes) -> int | None:
-        """Return the step of a record that is not kept, without parsing the line; None for any other line."""
-        passed = self._reading.passed
+    def _forgotten_step(self, line: bytes) -> int | None:
+        """Return the step of a record that need not be stored, without parsing the line; None for any other line."""
+        forgotten = self._parser.forgotten
         # Damage from power failures and torn writes is still noticed: zeros, and two lines in one.
-        if not passed or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
+        if not forgotten or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
             return None
         match = _RECORD.match(line)
-        if match is None or int(match[2]) > passed.get(match[1].decode(), -1) or has_wrong_checksum(line):
+        if match is None or int(match[2]) > forgotten.get(match[1].decode(), -1) or has_wrong_checksum(line):
             return None
         return int(match[2])
 
@@ -114,11 +116,11 @@ class Tails:
     """Incremental `read_journal` for many journals, with one tail each.
 
     Args:
-        passed: maps a kind of record to a step; records of that kind up to and including this step are skipped.
+        forgotten: by kind of record, the step up to and including which records are not stored; None to store all.
     """
 
-    def __init__(self, passed: Mapping[str, int] | None = None) -> None:
-        self._passed = dict(passed or {})
+    def __init__(self, forgotten: Mapping[str, int] | None = None) -> None:
+        self._forgotten = dict(forgotten or {})
         self._tails: dict[Path, JournalTail] = {}
 
     def __call__(self, run_dir: Path) -> JournalView:
@@ -129,7 +131,7 @@ class Tails:
         """
         if run_dir not in self._tails:
             self._tails[run_dir] = JournalTail(run_dir)
-            self._tails[run_dir].forget(self._passed)
+            self._tails[run_dir].forget(self._forgotten)
         return self._tails[run_dir].update()
 
 

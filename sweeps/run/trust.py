@@ -1,4 +1,4 @@
-"""Trust check for code that a study's folder names: may it run without `--trust`?"""
+"""Check whether code that a study's folder names may run without `--trust`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def belongs_to_user(path: Path, outside: Path | None = None) -> bool:
 
     Args:
         path: file or folder to check; False if it does not exist.
-        outside: folder that must not contain it, such as a study's: files that come with a study are not the user's
-            own, even if the user unpacked them. None for no such folder.
+        outside: folder that must not contain `path`, such as a study's: files in a study may come from someone else,
+            even if they belong to the user who unpacked them. None for no such folder.
     """
     return _belongs_to(os.geteuid(), path, outside)
 
@@ -34,7 +34,7 @@ def _belongs_to(user: int, path: Path, outside: Path | None) -> bool:
         status = resolved.stat()
     except OSError:
         return False
-    # Group members may have write access: many systems give each user a group of their own.
+    # Write access of the group is accepted, because on many systems each user has a group alone.
     safe = status.st_uid == user and not status.st_mode & stat.S_IWOTH
     return safe and (outside is None or not resolved.is_relative_to(outside))
 

@@ -1,4 +1,4 @@
-"""The user's configuration folders, which Hydra searches besides `conf/`, and a study's own file if it has one."""
+"""Find the user's configuration folders, which Hydra searches besides `conf/`, and the file of `--config-name`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ def user_folders(hydra: Any) -> list[str]:
     """Return the user's folders given by `--config-dir` or `hydra.searchpath`, from Hydra's own configuration.
 
     Raises:
-        UserError: one is a Python package, not a folder: its location could not be passed to members.
+        UserError: an entry is a Python package, not a folder, and could not be passed to members.
     """
     folders = []
     for source in hydra.runtime.config_sources:
-        is_users = source.provider == "command-line" or "searchpath" in source.provider
-        if is_users and source.schema != "file":
+        is_from_user = source.provider == "command-line" or "searchpath" in source.provider
+        if is_from_user and source.schema != "file":
             raise UserError(f"hydra.searchpath: {source.schema}://{source.path} is no folder; give file:///path/to/it")
         if source.schema == "file" and source.provider != "main":
             folders.append(str(source.path))
     return folders
 
 
-# Name of the configuration that our own runs are composed from.
-_OURS = "train"
+# Name of the configuration from which runs of this package are composed.
+_DEFAULT_CONFIG = "train"
 
 
 def study_files(hydra: Any) -> list[str]:
-    """Return the path of the file that `--config-name` names, in a list; empty if it is that of our own runs."""
+    """Return a list with the path of the file that `--config-name` names; empty for the default configuration."""
     name = str(hydra.job.config_name).removesuffix(".yaml")
-    if name == _OURS:
+    if name == _DEFAULT_CONFIG:
         return []
-    places = [Path(source.path) / f"{name}.yaml" for source in hydra.runtime.config_sources if source.schema == "file"]
-    # The places are in Hydra's search order: the program's own folder first.
-    return [str(path) for path in places if path.is_file()][:1]
+    paths = [Path(source.path) / f"{name}.yaml" for source in hydra.runtime.config_sources if source.schema == "file"]
+    # The paths are in Hydra's search order: the program's own folder first.
+    return [str(path) for path in paths if path.is_file()][:1]

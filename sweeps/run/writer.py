@@ -1,4 +1,4 @@
-"""Exclusive right to write one run: only one process has it, and another takes over if it dies."""
+"""Give one process at a time the exclusive right to write a run; if it dies, another process can take over."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.run.activity import Patience, activity
-from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
+from sweeps.run.interruption import RunInterruptedError, interruption, requested_stop
 from sweeps.run.job import current
 from sweeps.run.lease import Lease, LeaseHeldError, alive
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec
 
 LEASE_WAIT_S = 60.0
-# Hundreds of members send heartbeats to one file system: each writes a few hundred bytes four times per minute. Six
-# beats may be lost or delayed by the file system's cache (NFS may show changes a minute late) before a takeover.
+# Hundreds of members send heartbeats to one file system, so each sends only four per minute. A takeover needs six
+# missed heartbeats, because caches delay them: NFS may show changes a minute late.
 BEAT_S = 15.0
 EXPIRY_S = 90.0
-# A run may write many lines per second, and checks its lease before each.
+# A run may write many lines per second, and would check its lease before each line.
 TRUSTED_S = 1.0
-# Long enough to notice that a holder on a dead node is silent, even with a slow file server. After that it is better to
-# give the allocation back than to hold it while another copy works.
+# Long enough to notice that the holder's node is dead, even with a slow file server. If the holder is alive after that,
+# it is better to give the allocation back than to wait while another copy works.
 DUPLICATE_WAIT_S = 600.0
 
 
 class DuplicateRunError(UserError):
-    """Error: another copy of this job is writing the run; the message names it. Neither copy is faulty."""
+    """Error: another copy of this job is writing the run; the message names it. This job has not failed."""
 
 
 @contextmanager
 def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease | None]:
-    """Acquire the run's lease on rank 0 and yield it; other ranks wait for that and get None.
+    """Acquire the run's lease on rank 0 and yield it; other ranks wait until rank 0 has the lease, and yield None.
 
-    A cluster job waits for `DUPLICATE_WAIT_S`, because the scheduler may have lost track of a job that is dying or
-    still working. Elsewhere the wait is short: it lets a writer that was just orphaned notice that. While the lease is
-    held, a stop request in the run's directory is obeyed, and the process ends itself if it hangs
+    A cluster job waits up to `DUPLICATE_WAIT_S` for the lease, because the scheduler may have lost track of an earlier
+    job that is dying or still working. Elsewhere `LEASE_WAIT_S` is enough for a process whose parent has died to end.
+    While the lease is held, a stop request in the run's directory is obeyed, and the process ends itself if it hangs
     (`launch.hang_factor`).
 
     Args:
         run_dir: the run's folder.
-        spec: the run's specification; once its budget is done, other ranks stop waiting.
+        spec: the run's specification; other ranks stop waiting when its budget is reached.
         rank: rank of this process in its job.
 
     Raises:
         RunInterruptedError: a stop was requested during the wait.
         DuplicateRunError: in a cluster job, another process is still writing the run.
-        UserError: the same outside of a cluster.
+        UserError: outside of a cluster, another process is still writing the run.
     """
-    who = current().identity()
-    job = who.get("job")
+    job_facts = current().identity()
+    job = job_facts.get("job")
     if rank > 0:
         # Rank 0 may find the run done and exit before other ranks see its lease.
-        while job and not _is(alive(run_dir), who) and not is_done(run_dir, spec.steps, spec.run):
+        while job and not _is_held_by(alive(run_dir), job_facts) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
-            if reason := stop_asked(run_dir):  # rank 0 exited before taking the lease
+            if reason := requested_stop(run_dir):  # then rank 0 has exited without taking the lease
                 raise RunInterruptedError(reason)
             time.sleep(0.5)
         yield None
         return
-    lease = Lease(run_dir, owner=who, beat_s=BEAT_S, expiry_s=EXPIRY_S, facts=activity.facts, trusted_s=TRUSTED_S)
+    lease = Lease(run_dir, owner=job_facts, beat_s=BEAT_S, expiry_s=EXPIRY_S, facts=activity.facts, trusted_s=TRUSTED_S)
     wait_s = DUPLICATE_WAIT_S if job else LEASE_WAIT_S
     try:
         lease.acquire(wait_s, give_up=lambda: interruption.requested)
@@ -71,14 +71,16 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         if job:
             raise DuplicateRunError(f"{message}; this job gives its allocation back") from error
         raise UserError(message) from error
-    with lease, interruption.heeding(run_dir), activity.watched(Patience.of(spec.config), lease.release):
+    with lease, interruption.watching_stop_file(run_dir), activity.watched(Patience.of(spec.config), lease.release):
         yield lease
 
 
-def _is(facts: dict[str, object] | None, who: Mapping[str, str | None]) -> bool:
-    return facts is not None and all(facts.get(key) == value for key, value in who.items())
+def _is_held_by(facts: dict[str, object] | None, job_facts: Mapping[str, str | None]) -> bool:
+    """Return whether a lease's facts, None without a lease, name this job."""
+    return facts is not None and all(facts.get(key) == value for key, value in job_facts.items())
 
 
 def _stop_if_asked(when: str) -> None:
+    """Raise `RunInterruptedError` if this process was asked to stop; `when` completes the message."""
     if interruption.requested:
         raise RunInterruptedError(f"{interruption.reason} {when}")

@@ -1,4 +1,4 @@
-"""Choice of a study's decider from its launch settings."""
+"""Choose a study's decider by its launch settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sweeps.search.settings import RaceSettings
 
 
 def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
-    """Return the decider of a study that was launched as a race; None if all its members are to run.
+    """Return the decider of a study that was launched as a race; None for any other study, whose members all run.
 
     Raises:
         UserError: the settings are out of range, or the study's race was begun with other settings.

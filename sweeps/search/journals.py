@@ -1,4 +1,4 @@
-"""Incremental reading of the journals of a study's members while they grow."""
+"""Read the growing journals of a study's members incrementally."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from sweeps.run.tail import JournalTail
 from sweeps.source import load
 
 
-def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
-    """Return the compute that each recipe has reached (see `sweeps.decide.race.next_look`) and the failed recipes.
+def compute_reached(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
+    """Compute how far each recipe has come, as `sweeps.decide.race.next_look` needs it.
 
     Args:
-        runs: for each run its recipe, its state (`finished`, `failed` or another) and the compute of its last
-            evaluation.
+        runs: recipe, state (`finished`, `failed` or another) and compute of the last evaluation of each run.
+
+    Returns:
+        The smallest compute over the runs of each recipe, without failed runs and infinite for finished ones; for a
+        recipe whose runs have all failed, the largest. And the recipes whose runs have all failed.
     """
-    of: dict[str, list[tuple[str, float]]] = {}
+    by_recipe: dict[str, list[tuple[str, float]]] = {}
     for recipe, state, compute in runs:
-        # No look waits for a run that has finished.
-        of.setdefault(recipe, []).append((state, math.inf if state == "finished" else compute))
-    going = {recipe: [far for state, far in mine if state != "failed"] for recipe, mine in of.items()}
-    failed = {recipe for recipe, mine in going.items() if not mine}
-    return {recipe: min(going[recipe] or [max(far for _, far in mine)]) for recipe, mine in of.items()}, failed
+        # Infinite, because no look waits for a run that has finished.
+        by_recipe.setdefault(recipe, []).append((state, math.inf if state == "finished" else compute))
+    valid = {recipe: [reached for state, reached in ends if state != "failed"] for recipe, ends in by_recipe.items()}
+    failed = {recipe for recipe, computes in valid.items() if not computes}
+    return {
+        recipe: min(valid[recipe] or [max(reached for _, reached in ends)]) for recipe, ends in by_recipe.items()
+    }, failed
 
 
 class Journals:
-    """Journals of the members as written so far; each update reads only new data.
+    """Content of the members' journals so far; each update reads only new data.
 
     Args:
-        runs_dir: folder that holds one folder per member, named by its identity.
+        runs_dir: folder with one folder per member, named by the member's identity.
     """
 
     def __init__(self, runs_dir: Path) -> None:
@@ -46,18 +51,22 @@ class Journals:
         self._states: dict[str, MemberState] = {}
 
     def watch(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> bool:
-        """Update members that may have written: running now or at the last call, or with a changed state."""
-        may = [
+        """Read the journals of members that run, ran at the last call, or have changed their state.
+
+        Returns:
+            Whether any member has new evaluations.
+        """
+        runs = [
             run
             for run, state in states.items()
             if run in at_work or run in self._at_work or run not in self._views or state != self._states.get(run)
         ]
         self._at_work, self._states = set(at_work), dict(states)
-        return self.update(may)
+        return self.update(runs)
 
     def update(self, runs: Sequence[str]) -> bool:
-        """Read new records of these members; return whether any has new evaluations."""
-        fresh = False
+        """Read new records of these members; return whether any member has new evaluations."""
+        has_new = False
         for run in runs:
             run_dir = self._runs_dir / run
             try:
@@ -70,10 +79,10 @@ class Journals:
             try:
                 view = self._tails.setdefault(run, JournalTail(run_dir)).update()
             except JournalError:
-                continue  # damaged: the study's controller reports it
-            known, self._views[run] = self.evaluations(run), view
-            fresh = fresh or len(known) != len(self.evaluations(run))
-        return fresh
+                continue  # the journal is damaged, which the study's controller reports
+            earlier, self._views[run] = self.evaluations(run), view
+            has_new = has_new or len(earlier) != len(self.evaluations(run))
+        return has_new
 
     def evaluations(self, run: str) -> list[Record]:
         """Return a member's evaluations sorted by step; empty before the first."""
@@ -85,7 +94,7 @@ class Journals:
         return float(evaluated[-1].metrics.get(axis, 0.0)) if evaluated else 0.0
 
     def view(self, run: str) -> JournalView | None:
-        """Return a member's journal as last read; None if there is none."""
+        """Return a member's journal as last read; None without a journal."""
         return self._views.get(run)
 
     def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:

@@ -1,9 +1,9 @@
-"""Race without a decider: a run watches its rivals and decides for itself when to stop.
+"""Race without a decider: each run reads its rivals' journals and decides when to stop itself.
 
-For runs that are started one by one, without a controller: Lightning's (`lightning_scalerl.Race`) and those of any
-other loop (`sweeps.stopping`). Runs whose folders exist before the first look take the same looks at the same
-evaluations, and so decide alike. A run that begins later sees more rivals than the others did. No run pauses for
-another: each continues, and takes a look once all existing runs have reached its compute.
+This is for runs that are started one by one, without a controller, by Lightning (`lightning_scalerl.Race`) or any other
+training loop (`sweeps.stopping`). Runs whose folders exist before the first look take the same looks at the same
+evaluations, so they decide alike. A run that begins later has more rivals than the earlier looks of others. No run
+pauses for another: it continues, and takes a look when all existing runs have reached the look's compute.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from sweeps.errors import UserError
 from sweeps.run import fields
 from sweeps.run.files import append_lines, numbered_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs
-from sweeps.search.journals import Journals, how_far
+from sweeps.search.journals import Journals, compute_reached
 from sweeps.search.race_log import RACE_FILE
 from sweeps.source.namesakes import NAME_RUNS
 
 
 class Looks:
-    """Takes a race's looks for one run, and appends them to `race.jsonl` in its directory.
+    """Take a race's looks for one run, and append them to `race.jsonl` in its directory.
 
     Args:
-        study: folder that contains the folders of all runs, this one included; later runs take part once they exist.
+        study: folder that contains the folders of all runs, including this run; later runs take part once they exist.
         run_dir: folder of this run.
         rules: when looks are taken and recipes stopped.
-        metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
-        log: logger of the warnings.
-        name: the run's name in warnings; empty where the log is of one run.
+        metric, axis: reward and compute axis of the comparison, see `sweeps.source.load`; None for the defaults.
+        log: logger for warnings; None for this module's.
+        name: the run's name in warnings; "" if the log has only one run.
         members: number of runs that must exist before a look is taken.
 
     Raises:
@@ -85,19 +85,19 @@ class Looks:
             self._log.warning("%s%s", self._prefix, text)
 
     def take(self) -> str | None:
-        """Take the looks that are due; return why this run's recipe is stopped, or None.
+        """Take the looks that are due; return the reason if this run's recipe is stopped, else None.
 
-        If evaluations cannot be compared, no look is taken and a warning says why: a rival's journal must not end this
-        run.
+        If evaluations cannot be compared, no look is taken and a warning is logged, because a fault of a rival must not
+        end this run.
         """
-        names = {str(found.resolve().relative_to(self._study)): found for found in find_runs(self._study)}
+        names = {str(path.resolve().relative_to(self._study)): path for path in find_runs(self._study)}
         if len(names) < self._members:
             return None
         self._journals.update(list(names))
         views = {name: view for name in names if (view := self._journals.view(name)) is not None}
         labels = {name: str(view.header.get("recipe", names[name].name)) for name, view in views.items()}
-        mine = str(self._run_dir.relative_to(self._study))
-        self._warn_of_namesakes(mine, labels, views)
+        own_name = str(self._run_dir.relative_to(self._study))
+        self._warn_of_namesakes(own_name, labels, views)
         try:
             curves = self._journals.curves(list(views), self._metric, self.axis)
         except UserError as error:
@@ -105,22 +105,22 @@ class Looks:
             return None
         if not curves:
             return None
-        reached, failed = how_far(
+        reached, failed = compute_reached(
             (labels[name], view.status, self._journals.compute(name, curves[0].axis)) for name, view in views.items()
         )
         while isinstance(look := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
-            # Written before the run acts on it, so that a resumed run starts from the recorded looks.
+            # Write the look before the run acts on it, so that a resumed run continues from the recorded looks.
             line = {"rules": self._rules.to_json(), "look": look.to_json()}
             append_lines(self._path, [line], durable=True, checksum=True)
             self._looks.append(look)
-        label = labels[mine]
+        label = labels[own_name]
         return next((look.why(label, self._rules) for look in self._looks if label in look.stopped), None)
 
-    def _warn_of_namesakes(self, mine: str, labels: Mapping[str, str], views: Mapping[str, JournalView]) -> None:
-        """Warn of runs that do not race because of a common label: all runs have it, or two with the same seed."""
-        seeds = [view.header.get("seed") for name, view in views.items() if labels[name] == labels.get(mine)]
-        if len(seeds) > 1 and (len(seeds) == len(views) or seeds.count(views[mine].header.get("seed")) > 1):
+    def _warn_of_namesakes(self, own: str, labels: Mapping[str, str], views: Mapping[str, JournalView]) -> None:
+        """Warn if runs do not race because they have this run's label: all of them, or two with the same seed."""
+        seeds = [view.header.get("seed") for name, view in views.items() if labels[name] == labels.get(own)]
+        if len(seeds) > 1 and (len(seeds) == len(views) or seeds.count(views[own].header.get("seed")) > 1):
             self.warn(
-                f"{len(seeds)} runs in {self._study} have the label {labels[mine]!r}, and do not race each other: runs "
+                f"{len(seeds)} runs in {self._study} have the label {labels[own]!r}, and do not race each other: runs "
                 f"of one label are seeds of one recipe; {NAME_RUNS}"
             )

@@ -1,8 +1,8 @@
-"""Decider of a search: Optuna proposes trials, members run as slots become free, and their curves are judged.
+"""Decider of a search: Optuna proposes trials, which run as members of the study when slots are free.
 
-Optuna's journal in the study's folder (`optuna.jsonl`) stores the trials. The order is: ask for a trial, draw its
+Optuna's journal in the study's folder (`optuna.jsonl`) stores the trials. For each trial: ask Optuna for it, draw its
 parameters, write its identity to the journal, make it a member. After a kill at any point, the next process finds the
-proposals in that journal, and their results in the ledger and the runs' own journals.
+proposals in that journal, and their results in the ledger and the runs' journals.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
 
-_LOW = 0.025
+_LOW = 0.025  # probability below the lower bound that is a trial's value
 # Number of refused configurations in a row after which the search fails.
-_REFUSED = 10
+_MAX_REFUSED = 10
 
 
 class Search:
     """Decider that runs a study as a search (`sweeps.launch.decider.Decider`).
 
-    Uses Optuna's side of it (`Trials`) and the members' journals (`Journals`), and stores which trials were pruned.
 
     Args:
         study: study whose members the trials become.
@@ -48,7 +47,8 @@ class Search:
         base: command-line overrides that all trials share.
         planned: makes members' specifications from lists of overrides.
         sampler: makes Optuna's sampler from a seed.
-        find_substitutes: finds runs of another study to adopt: the run for each member, or None, and lines to print.
+        find_substitutes: finds adopted runs that replace members, see `sweeps.launch.adopted.find_substitutes`; None
+            if the study has no adopted runs.
     """
 
     files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
@@ -72,7 +72,7 @@ class Search:
         self._messages: list[str] = []
         self._refused = 0
         self._trouble = ""
-        self._checked_strangers = False
+        self._checked_unknown_members = False
 
     # --- members to run ------------------------------------------------------------------------------------------
 
@@ -86,16 +86,16 @@ class Search:
                 return members
 
     def _ask(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
-        """Ask Optuna for trials up to the free slots; return whether any was asked for, and their new members."""
+        """Ask Optuna for as many trials as there are free slots; return whether there were any, and the new members."""
         open_trials = self.trials.unfinished()
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
         trial_count = len(self.trials.study.get_trials(deepcopy=False))
         places = self._settings.n_jobs - (len(open_trials) - len(lost))
-        if not self._checked_strangers and (strangers := self._strangers(states)):
+        if not self._checked_unknown_members and (strangers := self._unknown_members_note(states)):
             self._messages.append(strangers)
-        self._checked_strangers = True
+        self._checked_unknown_members = True
         new = 0 if self.trials.exhausted else min(max(0, places - len(lost)), self._settings.n_trials - trial_count)
-        # Trials recovered after a kill, and new ones. A trial gets its number before it gets its parameters.
+        # Trials that a killed process left without a member, and new trials.
         trials = [Trial(self.trials.study, each._trial_id) for each in lost]
         with sampling():
             trials += [self.trials.study.ask() for _ in range(new)]
@@ -105,8 +105,8 @@ class Search:
         found = self._specs(suggested)
         return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
 
-    def _strangers(self, states: Mapping[str, MemberState]) -> str | None:
-        """Return a warning on members without a trial (the end of Optuna's journal may be lost); None without any."""
+    def _unknown_members_note(self, states: Mapping[str, MemberState]) -> str | None:
+        """Return a warning on members without a trial, whose lines in Optuna's journal may be lost; else None."""
         known = {each.user_attrs.get("run") for each in self.trials.study.get_trials(deepcopy=False)}
         strange = [state.title for run, state in states.items() if run not in known]
         if not strange:
@@ -123,14 +123,14 @@ class Search:
             # The base alone comes first, so that labels show how each trial differs from it.
             specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
         except (OSError, PlannerLostError):
-            raise  # not the trial's fault: the next process plans it again
+            raise  # not caused by the trial: the next process plans it again
         except Exception as error:  # also Hydra's errors, for an unknown key or choice
             if len(suggested) > 1:
                 return [spec for each in suggested for spec in self._specs([each])]
             ((trial, overrides),) = suggested
             reason = message_of(error)
             self._refused += 1
-            if self._refused >= _REFUSED:
+            if self._refused >= _MAX_REFUSED:
                 raise UserError(f"{reason} ({self._refused} trials in a row were refused)") from error
             trial.set_user_attr("refused", reason)
             self.trials.study.tell(trial, state=TrialState.FAIL)
@@ -138,13 +138,15 @@ class Search:
             return []
         self._refused = 0
         if self._find_substitutes is not None:
-            specs = self._adopted(suggested, specs)
+            specs = self._replace_by_adopted(suggested, specs)
         for (trial, _), spec in zip(suggested, specs, strict=True):
             trial.set_user_attr("run", spec.run)
         return specs
 
-    def _adopted(self, suggested: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Replace members that have finished in another study by the adopted runs."""
+    def _replace_by_adopted(
+        self, suggested: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]
+    ) -> list[RunSpec]:
+        """Replace members by adopted runs with the same values."""
         assert self._find_substitutes is not None
         found, _ = self._find_substitutes(specs)
         for (trial, _), spec in zip(suggested, specs, strict=True):
@@ -183,7 +185,7 @@ class Search:
             )
 
     def _value(self, run: str) -> float | None:
-        """Return a run's objective, the lower 2.5% bound of A or of the reward; None without evaluations."""
+        """Return a run's objective, the lower 2.5% bound of its asymptote or reward; None without evaluations."""
         curves = self._journals.curves([run])
         if not curves:
             return None
@@ -194,12 +196,12 @@ class Search:
         reached = float(curves[0].compute.max())
         budget = self._settings.budget or reached
         if not is_supported(fit, budget) and budget <= reached:
-            return _seen_at_least(fit, budget)
+            return _observed_lower_bound(fit, budget)
         (rewards,) = draw_rewards([fit], budget)
         return float(np.quantile(rewards, _LOW))
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Want all open trials to run except pruned ones, at most `n_jobs`. See `Decider.wish`."""
+        """Run all open trials except pruned ones, at most `n_jobs`. See `Decider.wish`."""
         if self._settings.prune == "race":
             self._race(states, at_work)
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
@@ -209,12 +211,12 @@ class Search:
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
         # An earlier launch may have had more slots.
-        return Wish(wanted[: self._settings.n_jobs], over=over, messages=messages)
+        return Wish(wanted[: self._settings.n_jobs], to_end=over, messages=messages)
 
     # --- pruning -------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> dict[str, str]:
-        """Reasons for pruning by run, read from the race record at first use."""
+        """Return the reasons for pruning by run; they are read from the race record at first use."""
         if self._pruned is None:
             record = RaceRecord.read(self._study.directory)
             self._messages += [] if record.trouble is None else [f"search: {record.trouble}"]
@@ -222,7 +224,7 @@ class Search:
         return self._pruned
 
     def _race(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> None:
-        """Judge each running trial that has reached its next look against all others, and record the pruned ones."""
+        """Compare each running trial that has reached its next look with all others, and record pruned trials."""
         fresh = self._journals.watch(states, at_work)
         rules = self._settings.rules()
         try:
@@ -247,7 +249,7 @@ class Search:
                 self._stopped()[run] = why
 
     def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:
-        """Return True if a run has reached a look at which it was not judged yet, and mark it as judged."""
+        """Return whether a run has reached a look at which it was not judged yet, and mark it as judged."""
         reached = self._journals.compute(run, axis)
         passed = [level for level in levels if reached >= level]
         if not passed or self._looked.get(run, 0.0) >= passed[-1]:
@@ -256,8 +258,11 @@ class Search:
         return True
 
 
-def _seen_at_least(fit: Fit, compute: float) -> float:
-    """Lower 2.5% bound of the reward at a compute, from the last evaluation up to it; for runs too short to fit."""
+def _observed_lower_bound(fit: Fit, compute: float) -> float:
+    """Return the lower 2.5% bound of the reward at a compute, from the last evaluation before it.
+
+    For runs that are too short for a forecast.
+    """
     curve = fit.curve
     at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))
     error = 0.0 if curve.sd is None or not np.isfinite(curve.sd[at]) else float(curve.sd[at])

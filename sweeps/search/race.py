@@ -1,15 +1,15 @@
-"""Decider of a live race: takes looks while the study runs, and stops runs of recipes that will not be best.
+"""Decider of a live race: take looks while the study runs, and stop runs of recipes that will not be best.
 
-The decisions are made by `sweeps.decide.race`. They depend only on the evaluations up to a look's compute, not on the
-process that takes the look or on the time. Each look is written to `race.jsonl` before anything is stopped because of
-it, and a later process continues from there.
+A look compares the recipes at one amount of compute (`sweeps.decide.race`). Its decisions depend only on the
+evaluations up to that compute, not on the process or the time. Each look is written to `race.jsonl` before anything is
+stopped because of it, and a later process continues from there.
 
     race.jsonl   {"kind": "members", "runs": [...]}: the racing members in order, for a process that continues the race;
                  {"kind": "race", "rules", "axis", "metric", ...}; and one {"kind": "look", ...} per look. Earlier
-                 versions also wrote {"kind": "freed", ...}, runs that spared compute paid for; it is ignored.
+                 versions also wrote {"kind": "freed", ...}, which is ignored.
 
-A folder that launches share may contain several races: the lines after a line of members belong to those members. Every
-line ends with its checksum (`sweeps.run.files`); lines of earlier versions have none.
+Launches that share a folder may have several races: the lines after a line "members" belong to the race of those
+members. Every line ends with its checksum (`sweeps.run.files`); lines of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.study import Study
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
-from sweeps.search.journals import Journals, how_far
+from sweeps.search.journals import Journals, compute_reached
 from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 
-# Fraction of its steps after which a run's compute per step is considered known.
-_SHOWN = 0.1
+# A run's compute per step is known after this fraction of its steps.
+_KNOWN_AFTER = 0.1
 # Seconds after which a race stops waiting for a member queued on a cluster, and gives its slot to others.
 _QUEUED_S = 120.0
-# Tolerance on compute: sums of steps' compute may fall short of a level by rounding.
-_ABOUT = 1 - 1e-9
+# Factor of tolerance on compute, because rounding may make the sum of steps' compute slightly too small.
+_TOLERANCE = 1 - 1e-9
 
 
 class LiveRace:
     """Decider that runs a study as a race (`sweeps.launch.decider.Decider`).
 
-    Stores the race's record and reads the members' journals (`Journals`).
 
     Args:
         study: study whose members race.
@@ -62,24 +61,24 @@ class LiveRace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._settings, self._clock = study, settings, clock
-        # A new launch races its own members. A process that continues the folder races those of the newest race.
+        # A new launch races its members. A process that continues a study races the members of the newest race.
         newest = RaceRecord.read(study.directory).members
         here = [spec.run for spec in study.specs]
-        self._members = [run for run in newest if run in here] if study.gathered and newest is not None else here
+        self._members = [run for run in newest if run in here] if study.was_read and newest is not None else here
         self._record = RaceRecord.read(study.directory, self._members)
-        self._told_members = newest == tuple(self._members)
+        self._recorded_members = newest == tuple(self._members)
         self._lost = [] if self._record.trouble is None else [f"race: {self._record.trouble}"]
         self._check_rules()
         self._live = settings.mode == "live"
         self._journals = Journals(study.directory / RUNS_DIR)
         self._specs = {spec.run: spec for spec in study.specs}
         self._reached: dict[str, float] = {}
-        self._trouble = ""
+        self._last_error = ""
         self._queued_since: dict[str, float] = {}
-        self._over = False  # no further look will be taken
-        self._seen: object = None
-        self._worked = False  # a member has run since this process started
-        self._ended: list[str] = []  # lines last printed about the end
+        self._no_more_looks = False  # no further look will be taken
+        self._last_inputs: object = None
+        self._has_run = False  # a member has run since this process started
+        self._last_result: list[str] = []  # lines last printed about the end
         self._wish = Wish()
 
     def _check_rules(self) -> None:
@@ -98,34 +97,36 @@ class LiveRace:
     # --- members to run ------------------------------------------------------------------------------------------
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Want members that are behind first; one ahead of a look waits for the others. See `Decider.wish`."""
-        everybody = states
-        now, states = self._clock(), self._own(states)
-        if not self._told_members:
+        """Run the members that are behind first; pause a member that is ahead of a look. See `Decider.wish`."""
+        all_states = states
+        now, states = self._clock(), self._racing_states(states)
+        if not self._recorded_members:
             self._write({"kind": "members", "runs": self._members})
-            self._told_members = True
+            self._recorded_members = True
         self._queued_since = {run: self._queued_since.get(run, now) for run in states if run in queued}
-        # Members whose jobs will begin soon. A member that an earlier process left unfinished has no job yet and is not
-        # among them: it needs a slot, which it would get only after the members ahead of it had finished.
+        # Members whose jobs will begin soon, for which others wait. A member that an earlier process left unfinished
+        # has no job yet, so it is not among them.
         due = {run for run, since in self._queued_since.items() if now - since < _QUEUED_S}
         ended = {run for run, state in states.items() if state.state in ("finished", "failed")}
-        fresh = self._journals.watch(states, at_work)
-        seen = (frozenset(ended), frozenset(at_work), frozenset(due), tuple(everybody))
-        if not fresh and seen == self._seen:
+        has_new = self._journals.watch(states, at_work)
+        inputs = (frozenset(ended), frozenset(at_work), frozenset(due), tuple(all_states))
+        if not has_new and inputs == self._last_inputs:
             return replace(self._wish, messages=())
-        self._seen = seen
+        self._last_inputs = inputs
         messages, self._lost = [*self._lost, *self._look(states, ended)], []
-        go_on, later, over = self._sort_members(states, ended, {*at_work, *due})
-        messages += self._end(states, over, at_work)
+        to_run, to_pause, to_end = self._sort_members(states, ended, {*at_work, *due})
+        messages += self._end(states, to_end, at_work)
         others = {
-            spec.run: everybody[spec.run] for spec in self._study.specs if spec.run in everybody.keys() - states.keys()
+            spec.run: all_states[spec.run]
+            for spec in self._study.specs
+            if spec.run in all_states.keys() - states.keys()
         }
-        go_on += [run for run, state in others.items() if state.state not in ("finished", "stopped")]
-        over |= {run: state.reason or "stopped" for run, state in others.items() if state.state == "stopped"}
-        self._wish = Wish(go_on, later, over, messages=tuple(messages))
+        to_run += [run for run, state in others.items() if state.state not in ("finished", "stopped")]
+        to_end |= {run: state.reason or "stopped" for run, state in others.items() if state.state == "stopped"}
+        self._wish = Wish(to_run, to_pause, to_end, messages=tuple(messages))
         return self._wish
 
-    def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
+    def _racing_states(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
         """Select the states of racing members: other members may share the folder."""
         return {run: states[run] for run in self._members if run in states}
 
@@ -140,57 +141,63 @@ class LiveRace:
         Args:
             states: states of the members that race.
             ended: members that have finished or failed.
-            placed: members that run or soon will.
+            placed: members that run or will run soon.
         """
         order = {run: at for at, run in enumerate(states)}
-        # Failed members are wanted too, in case a new launch retries them, but the others do not wait for them.
+        # Run failed members too, in case a new launch retries them, but the others do not wait for them.
         open_runs = [run for run in states if states[run].state != "finished"]
         open_runs.sort(key=lambda run: (self._reached.get(run, 0.0), order[run]))
         if not self._live:
             return open_runs, {}, {}
         stopped, rules = self._record.stopped, self._record.rules
-        over = {
+        to_end = {
             run: stopped[states[run].recipe].why(states[run].recipe, rules)
             for run in open_runs
             if rules is not None and states[run].recipe in stopped
         }
-        racing = [run for run in open_runs if run not in {*over, *ended}]
-        later: dict[str, str] = {}
-        if not self._over and len({states[run].recipe for run in racing}) > 1:
-            border = self._border(racing)
-            behind = [run for run in racing if self._behind(run, border)]
+        racing = [run for run in open_runs if run not in {*to_end, *ended}]
+        to_pause: dict[str, str] = {}
+        if not self._no_more_looks and len({states[run].recipe for run in racing}) > 1:
+            limit = self._common_limit(racing)
+            behind = [run for run in racing if self._is_behind(run, limit)]
             idle = [run for run in behind if run not in placed]
             if idle:
-                where = "has shown what a step takes" if border is None else f"is at compute {border:.4g}"
+                where = "has shown what a step takes" if limit is None else f"is at compute {limit:.4g}"
                 why = f"paused: it {where}, and {len(idle)} others have not come as far"
-                later = {run: _same(self._wish.later.get(run), why) for run in racing if run not in behind}
-        return [run for run in open_runs if run not in over and run not in later], later, over
+                to_pause = {
+                    run: _first_reason(self._wish.to_pause.get(run), why) for run in racing if run not in behind
+                }
+        return [run for run in open_runs if run not in to_end and run not in to_pause], to_pause, to_end
 
-    def _border(self, racing: Sequence[str]) -> float | None:
-        """Return the compute that all must reach before any continues beyond it; None while the budget is unknown."""
+    def _common_limit(self, racing: Sequence[str]) -> float | None:
+        """Return the compute that all members must reach before any member continues beyond it.
+
+        None while the budget is unknown.
+        """
         if self._record.rules is None:
             return None
-        border = self._record.rules.first * self._record.rules.budget
-        while all(not self._behind(run, border) for run in racing):
-            border *= self._settings.ahead
-        return border
+        limit = self._record.rules.first * self._record.rules.budget
+        while all(not self._is_behind(run, limit) for run in racing):
+            limit *= self._settings.ahead
+        return limit
 
-    def _behind(self, run: str, border: float | None) -> bool:
-        if border is None:
+    def _is_behind(self, run: str, limit: float | None) -> bool:
+        """Return whether a run has not reached the limit; without a limit, whether its compute per step is unknown."""
+        if limit is None:
             return self._cost(run) is None
-        return self._reached.get(run, 0.0) < border * _ABOUT
+        return self._reached.get(run, 0.0) < limit * _TOLERANCE
 
     # --- curves and costs ----------------------------------------------------------------------------------------
 
     def _curves(self) -> list[Curve]:
-        """Make the curves so far in the study's order, not by arrival: floating-point sums depend on the order."""
+        """Make the curves so far, in the study's order, because floating-point sums depend on the order."""
         return self._journals.curves(self._members, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
-        """Estimate a run's compute at its last step from its first tenth; None if it has no evaluation after that."""
+        """Estimate a run's compute at its last step from an evaluation after a tenth of its steps; None before that."""
         axis, steps = self._record.axis, self._specs[run].steps
         for record in self._journals.evaluations(run) if axis is not None else []:
-            if record.step >= _SHOWN * steps:
+            if record.step >= _KNOWN_AFTER * steps:
                 return record.metrics[axis or ""] * steps / record.step
         return None
 
@@ -202,7 +209,10 @@ class LiveRace:
             curves = self._curves()
         # an evaluation lacks the metric or the axis: no look is taken, but the study continues
         except UserError as error:
-            messages, self._trouble = [] if str(error) == self._trouble else [f"race: no look: {error}"], str(error)
+            messages, self._last_error = (
+                [] if str(error) == self._last_error else [f"race: no look: {error}"],
+                str(error),
+            )
             return messages
         if not curves:
             return []
@@ -214,7 +224,7 @@ class LiveRace:
         rules = self._record.rules
         if rules is None:
             return messages
-        reached, failed = how_far(
+        reached, failed = compute_reached(
             (state.recipe, state.state, self._reached.get(run, 0.0)) for run, state in states.items()
         )
         while isinstance(found := next_look(curves, rules, reached, self._record.looks, failed=failed), Look):
@@ -223,11 +233,11 @@ class LiveRace:
             self._record = replace(self._record, looks=(*self._record.looks, found), taken=taken)
             if not self._live:
                 messages += [f"would be {found.why(name, rules)} ({name})" for name in found.stopped]
-        self._over = found == ()
+        self._no_more_looks = found == ()
         return [f"race: {line}" for line in messages]
 
     def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
-        """Fix and record the race's budget and rules once the budget is known; return a line to print."""
+        """Set and record the race's budget and rules, once the budget is known; return lines to print."""
         budget, source = self._settings.budget, "given"
         if budget is None:
             known = {run: self._cost(run) for run in states}
@@ -259,10 +269,10 @@ class LiveRace:
         return now
 
     def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
-        """Describe the result once no member races any more: ranking, winner, and compute saved."""
-        self._worked = self._worked or bool(at_work)
+        """Return lines on the result when no member races any more: ranking, winner, compute saved; else none."""
+        self._has_run = self._has_run or bool(at_work)
         racing = [run for run in self._members if run in states and run not in over and states[run].state != "finished"]
-        given_up = self._worked and all(states[run].state == "failed" for run in racing)
+        given_up = self._has_run and all(states[run].state == "failed" for run in racing)
         rules = self._record.rules
         if rules is None or at_work or (racing and not given_up):
             return []
@@ -277,7 +287,7 @@ class LiveRace:
         verb = "spared" if self._live else "a race that stops would have spared"
         messages.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
         messages = [f"race: {line}" for line in messages]
-        before, self._ended = self._ended, messages
+        before, self._last_result = self._last_result, messages
         return messages if messages != before else []
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
@@ -285,7 +295,7 @@ class LiveRace:
         return []
 
     def _spared(self, states: Mapping[str, MemberState]) -> float:
-        """Return the compute saved (in a dry run: that would be saved) on racing members of stopped recipes."""
+        """Return the compute saved on members of stopped recipes; in a dry run, what would have been saved."""
         record, spared = self._record, 0.0
         assert record.rules is not None
         started: dict[str, float] = {}
@@ -301,13 +311,13 @@ class LiveRace:
                 if states[run].state == "finished":
                     spent = record.rules.budget
                 elif mode != "live" or started.get(run, at) > at:
-                    # A dry run stopped nothing, or a later launch without a race continued the run.
+                    # The run was not stopped (a dry run), or a later launch without a race has continued it.
                     spent = max(spent, self._reached.get(run, 0.0))
-                # Otherwise count the look's compute: how much further it ran before it stopped depends on timing.
+                # Otherwise count the look's compute, because how much further the run came depends on timing.
             spared += max(0.0, record.rules.budget - spent)
         return spared
 
 
-def _same(before: str | None, why: str) -> str:
-    """Keep the first reason: a changed reason would make the controller ask the member to stop again."""
+def _first_reason(before: str | None, why: str) -> str:
+    """Return the earlier reason, if any: with a new reason, the controller would ask the member to stop again."""
     return before or why

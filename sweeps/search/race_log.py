@@ -1,4 +1,4 @@
-"""The record of a study's race, written by `sweeps.search.race` and `sweeps.search.optuna_search`."""
+"""Read the record of a study's race, which `sweeps.search.race` and `sweeps.search.optuna_search` write."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RaceRecord:
     """Content of a study's `race.jsonl`.
 
     Attributes:
-        rules, axis, metric: rules of the race, compute axis and reward; None before it has begun.
-        looks: the looks taken.
-        mode: `live` or `dry_run`, as of the last look.
-        pruned: reason by run, for each pruned trial of a search.
-        taken: for each look, its time in seconds and its mode.
-        members: identities of the racing members, in their order; None if an earlier version began the race.
+        rules, axis, metric: rules of the race, compute axis and reward; None before the race has begun.
+        looks: the looks taken, in order.
+        mode: `live` or `dry_run`, at the last look.
+        pruned: reason for pruning of each pruned trial of a search, by run.
+        taken: time in seconds and mode of each look.
+        members: identities of the racing members, in order; None if an earlier version began the race.
         damaged: numbers, from 1, of the lines that are torn or damaged.
     """
 
@@ -52,27 +52,27 @@ class RaceRecord:
                 members of the newest race.
         """
         lines, damaged = numbered_lines(study / RACE_FILE)
-        sound = []
+        valid_lines = []
         for number, entry in lines:
             try:
-                sound.append(_Line.of(entry))
-            except (ValueError, TypeError, UserError):  # not a kind of line that any version wrote
+                valid_lines.append(_Line.of(entry))
+            except (ValueError, TypeError, UserError):  # no version writes such a line
                 damaged.append(number)
         if members is None:
-            members = next((line.runs for line in reversed(sound) if line.runs is not None), None)
-        found, theirs = cls(damaged=tuple(sorted(damaged))), False
-        for line in sound:
+            members = next((line.runs for line in reversed(valid_lines) if line.runs is not None), None)
+        record, is_other_race = cls(damaged=tuple(sorted(damaged))), False
+        for line in valid_lines:
             if line.runs is not None:
                 # Launches may share a folder: the lines up to the next line of members belong to this race.
-                theirs = members is not None and not set(members) & set(line.runs)
-                found = found if theirs else replace(found, members=line.runs)
-            elif not theirs:
-                found = line.added_to(found)
-        return found
+                is_other_race = members is not None and not set(members) & set(line.runs)
+                record = record if is_other_race else replace(record, members=line.runs)
+            elif not is_other_race:
+                record = line.added_to(record)
+        return record
 
     @property
     def trouble(self) -> str | None:
-        """One sentence on the damaged lines of the record; None without any."""
+        """One sentence on the damaged lines of the record; None without damage."""
         if not self.damaged:
             return None
         named = ", ".join(map(str, self.damaged))
@@ -83,7 +83,7 @@ class RaceRecord:
 
     @property
     def stopped(self) -> dict[str, Look]:
-        """The look that stopped each stopped recipe, by recipe."""
+        """Look at which each stopped recipe was stopped, by recipe."""
         return {name: look for look in self.looks for name in look.stopped}
 
     @property
@@ -144,15 +144,15 @@ class _Line:
             fields.text(entry, "run"), fields.text(entry, "why")
         return cls(kind, entry)
 
-    def added_to(self, found: RaceRecord) -> RaceRecord:
+    def added_to(self, record: RaceRecord) -> RaceRecord:
         """Return the record with this line added."""
         entry = self.entry
         if self.rules is not None:
-            return replace(found, rules=self.rules, axis=entry["axis"], metric=entry["metric"])
+            return replace(record, rules=self.rules, axis=entry["axis"], metric=entry["metric"])
         if self.look is not None:
-            mode = entry.get("mode", found.mode)
-            taken = (*found.taken, (entry.get("time", 0.0), mode))
-            return replace(found, looks=(*found.looks, self.look), mode=mode, taken=taken)
+            mode = entry.get("mode", record.mode)
+            taken = (*record.taken, (entry.get("time", 0.0), mode))
+            return replace(record, looks=(*record.looks, self.look), mode=mode, taken=taken)
         if self.kind == "pruned":
-            return replace(found, pruned={**found.pruned, entry["run"]: entry["why"]})
-        return found
+            return replace(record, pruned={**record.pruned, entry["run"]: entry["why"]})
+        return record

@@ -1,4 +1,4 @@
-"""Settings of races and searches, in a module that imports neither NumPy nor SciPy."""
+"""Settings of races and searches. This module imports neither NumPy nor SciPy, so that it can be imported early."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Axis:
 
     Attributes:
         key: dotted key of the configuration.
-        choices: values as texts of the command line; empty for a range.
-        low, high: ends of the range, both inclusive; if both are integers, so are the values.
-        log: True if the range is searched on a logarithmic scale.
+        choices: values as on the command line; empty for a range.
+        low, high: ends of the range, both inclusive; if both are integers, the values are integers.
+        log: whether the range is searched on a logarithmic scale.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Axis:
 
     @property
     def first(self) -> str:
-        """The axis' first value, as an override of the command line."""
+        """First value of the axis, as an override of the command line."""
         return f"{self.key}={self.choices[0] if self.choices else repr(self.low)}"
 
     def __str__(self) -> str:
@@ -69,9 +69,9 @@ class SearchSettings:
     Args:
         n_trials: number of trials, including those of earlier launches into the same folder.
         n_jobs: number of trials that run at the same time.
-        objective: value to maximize. `reward`: the lower bound (2.5%) of the reward at the budget. `asymptote`: that of
-            the asymptote if it is identifiable, otherwise that of the reward.
-        budget: compute of one run at which rewards are compared; None for that of the run's own last evaluation.
+        objective: value to maximize. `reward`: the lower bound (2.5%) of the reward at the budget. `asymptote`: the
+            lower bound of the asymptote, or of the reward if the asymptote is not identifiable.
+        budget: compute of one run at which rewards are compared; None for the compute of the run's last evaluation.
         prune: `none`; or `race`, to stop a trial whose chance of ending ahead of the favourite is below `p_ahead`.
         p_ahead, first: see `sweeps.decide.rules.Rules`.
         seed: random seed of the sampler.
@@ -109,12 +109,12 @@ class SearchSettings:
         Raises:
             UserError: an unknown key, or a value out of range.
         """
-        return cls(**_known(cls, "hydra.sweeper", given))
+        return cls(**_check_keys(cls, "hydra.sweeper", given))
 
     def rules(self) -> Rules:
-        """Return the rules for pruning trials; without a budget, for a compute of 1."""
+        """Return the rules for pruning trials; without a budget, with a budget of 1."""
         budget = 1.0 if self.budget is None else float(self.budget)
-        # Trials come one by one and are judged individually, so there is no total loss to limit.
+        # Trials are proposed and judged one by one, so the total loss is not limited.
         return Rules(budget, float(self.p_ahead), first=float(self.first), loss=NO_LIMIT)
 
 
@@ -124,8 +124,8 @@ class RaceSettings:
 
     Args:
         mode: `none`; `dry_run`, which takes and records looks but stops nothing; or `live`.
-        budget: compute of one run at which the best recipe is wanted. None: the smallest compute that any member will
-            have spent at the end of its steps, estimated once each has completed a tenth of them.
+        budget: compute of one run at which the best recipe is wanted. None for the smallest compute of any member at
+            the end of its steps, estimated when all members have completed a tenth of their steps.
         p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`.
         ahead: if not all members can run at once, the factor between successive compute levels at which members wait
             for each other.
@@ -151,7 +151,7 @@ class RaceSettings:
         if not 1 < self.ahead < float("inf"):
             raise UserError(f"race.ahead: {self.ahead!r} must be a factor above 1")
         with _named("race"):
-            # `Rules` checks the values; its other checks do not depend on the budget, which may be unknown yet.
+            # `Rules` checks the values. If the budget is unknown yet, check the others with a budget of 1.
             self.rules(self.budget if self.budget is not None else 1.0)
 
     @classmethod
@@ -159,7 +159,7 @@ class RaceSettings:
         """Make the settings from a configuration's value; None means no race.
 
         Raises:
-            UserError: not a mapping, an unknown key, or a value out of range.
+            UserError: the value is not a mapping, a key is unknown, or a value is out of range.
         """
         if given is None:
             return cls()
@@ -167,14 +167,14 @@ class RaceSettings:
             raise UserError(f"race: {given!r} must be settings, such as race.mode=live")
         if "freed" in given:
             raise UserError(f"race.freed: {FREED}")
-        return cls(**_known(cls, "race", given))
+        return cls(**_check_keys(cls, "race", given))
 
     @classmethod
     def recorded(cls, given: Any) -> RaceSettings:
-        """Make the settings that a study was launched with, like `of`; a key that was removed since is ignored.
+        """Make the settings with which a study was launched, like `of`, but ignore a key that was removed since.
 
         Raises:
-            UserError: as `of`.
+            UserError: as for `of`.
         """
         if not isinstance(given, Mapping):
             return cls.of(given)
@@ -196,7 +196,7 @@ def _check_choices(settings: Any, where: str, **valid: Sequence[str]) -> None:
 
 
 def _check_numbers(settings: Any, where: str, *names: str) -> None:
-    """Check that these settings are numbers; None is valid where it is the default."""
+    """Check that these settings are numbers; None is valid if it is the default."""
     for name in names:
         value = getattr(settings, name)
         absent = value is None and getattr(type(settings), name) is None
@@ -204,7 +204,8 @@ def _check_numbers(settings: Any, where: str, *names: str) -> None:
             raise UserError(f"{where}.{name}: {value!r} is no number")
 
 
-def _known(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _check_keys(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that all keys are fields of the settings' class, and return the mapping as a dict."""
     known = [each.name for each in fields(settings)]
     if unknown := [str(key) for key in given if key not in known]:
         raise UserError(f"{where}.{unknown[0]}: no such setting; valid: {', '.join(known)}")
@@ -213,7 +214,7 @@ def _known(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Context manager: rewrite option names in errors on rules to the names of these settings."""
+    """In a `with` block, replace the names of options in error messages by the names of these settings."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Trials of a search: Optuna's study, kept in a journal in the study's folder (`optuna.jsonl`)."""
+"""Trials of a search: Optuna's study, stored in a journal in the study's folder (`optuna.jsonl`)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NAME = "search"
 _REMEDY = "restore the file, or move it away to ask for the trials anew: what their runs have is taken over"
 
 # Number of trials to test a sampler with: more than most samplers draw at random before they use results.
-_REHEARSED = 12
+_TEST_TRIALS = 12
 
-# A lock on Optuna's journal is held for one write; held unchanged for this long, its owner is dead.
+# A lock on Optuna's journal is held for one write. If it is held for this many seconds, its owner is dead.
 _LOCK_GRACE_S = 1.0
 
-# Samplers with a sequence that depends only on the seed; the journal has the position in it.
-_NUMBERED = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
+# Samplers whose sequence depends only on the seed; the journal has the position in the sequence.
+_SEQUENCE_SAMPLERS = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
 
 Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
@@ -65,53 +65,58 @@ class Trials:
     def study(self) -> optuna.Study:
         """Optuna's study in the journal, opened at first use, when this process holds the study's lease."""
         if self._study is None:
-            # its messages on the trial run below would confuse users
+            # Optuna's messages on the test below would confuse users.
             optuna.logging.set_verbosity(optuna.logging.ERROR)
-            self._rehearse()
+            self._test_sampler()
             optuna.logging.set_verbosity(optuna.logging.WARNING)
             path = self._directory / TRIALS_FILE
             _break_stale_lock(path)
             _cut_torn_line(path)
-            found = _opened(path)
+            study = _open_study(path)
             try:
-                self._check_same(found)
+                self._check_same(study)
             except UserError:
-                if any("run" in each.user_attrs for each in found.get_trials(deepcopy=False)):
+                if any("run" in each.user_attrs for each in study.get_trials(deepcopy=False)):
                     raise
                 path.unlink()  # all trials were refused, so there are no results that this search could be mixed with
-                found = _opened(path)
-                self._check_same(found)
-            found.sampler = self._sampler(self._settings.seed)
-            if not isinstance(found.sampler, _NUMBERED):
-                # The sampler's state is not stored: use another seed, so that a new process does not repeat the draws.
-                found.sampler = self._sampler(self._settings.seed + len(found.trials))
-            found.stop = self._no_more  # type: ignore[method-assign]
-            self._study = found
+                study = _open_study(path)
+                self._check_same(study)
+            study.sampler = self._sampler(self._settings.seed)
+            if not isinstance(study.sampler, _SEQUENCE_SAMPLERS):
+                # The sampler's state is not stored. Use another seed, so that a new process does not repeat the draws.
+                study.sampler = self._sampler(self._settings.seed + len(study.trials))
+            study.stop = self._no_more  # type: ignore[method-assign]
+            self._study = study
         return self._study
 
-    def _rehearse(self) -> None:
-        """Test the sampler on the space in memory, before any run is paid for.
+    def _test_sampler(self) -> None:
+        """Test the sampler on the space in memory, before any run is started.
 
-        Most samplers report only when they sample that they do not fit the space, or that a package is missing.
+        Many samplers report only while sampling that they do not fit the space, or that a package is missing.
 
         Raises:
             UserError: the sampler's message.
         """
-        made = self._sampler(self._settings.seed)
-        if not isinstance(made, optuna.samplers.BaseSampler):
+        sampler = self._sampler(self._settings.seed)
+        if not isinstance(sampler, optuna.samplers.BaseSampler):
             raise UserError(
-                f"hydra.sweeper.sampler: a {type(made).__name__} is none of Optuna's; give its _target_ and arguments"
+                f"hydra.sweeper.sampler: a {type(sampler).__name__} is none of Optuna's; give its _target_ and "
+                "arguments"
             )
-        tried = optuna.create_study(direction="maximize", sampler=made)
-        tried.stop = lambda: None  # type: ignore[method-assign]
-        for value in range(min(self._settings.n_trials, _REHEARSED)):
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        study.stop = lambda: None  # type: ignore[method-assign]
+        for value in range(min(self._settings.n_trials, _TEST_TRIALS)):
             with sampling():
-                trial = tried.ask()
+                trial = study.ask()
                 self.suggested(trial)
-                tried.tell(trial, float(value))
+                study.tell(trial, float(value))
 
     def _check_same(self, found: optuna.Study) -> None:
-        """Check that the folder's search was begun with the same objective, budget, space and base configuration."""
+        """Check that the folder's search was begun with the same objective, budget, space and base configuration.
+
+        Raises:
+            UserError: something differs.
+        """
         (base,) = self._planned([self._base])
         budget = self._settings.budget
         asked = {"hydra.sweeper.objective": self._settings.objective}
@@ -142,19 +147,19 @@ class Trials:
 
     @property
     def exhausted(self) -> bool:
-        """True once the sampler has reported that it has no more proposals."""
-        return self.study.user_attrs.get("exhausted") == _named(self.study.sampler)
+        """Whether the sampler has reported that it has no more proposals."""
+        return self.study.user_attrs.get("exhausted") == _sampler_id(self.study.sampler)
 
     def _no_more(self) -> None:
         """Record that the sampler has no more proposals; replaces `optuna.Study.stop`."""
-        self.study.set_user_attr("exhausted", _named(self.study.sampler))
+        self.study.set_user_attr("exhausted", _sampler_id(self.study.sampler))
 
     def unfinished(self) -> list[FrozenTrial]:
         """Return the trials without a result in Optuna's journal."""
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def suggested(self, trial: Trial) -> list[str]:
-        """Return a trial's proposal as overrides; a repeated call returns the same values."""
+        """Return a trial's proposed values as overrides; repeated calls return the same values."""
         overrides = []
         for axis in self._space:
             value: Any
@@ -163,13 +168,13 @@ class Trials:
             elif isinstance(axis.low, int) and isinstance(axis.high, int):
                 value = trial.suggest_int(axis.key, axis.low, axis.high, log=axis.log)
             else:
-                # Rounded to six digits, because the values are part of the recipe's label.
+                # Round to six digits, because the values are part of the recipe's label.
                 value = f"{trial.suggest_float(axis.key, axis.low, axis.high, log=axis.log):.6g}"
             overrides.append(f"{axis.key}={value}")
         return overrides
 
     def sentence(self) -> str:
-        """Describe the search so far: counts of trials by outcome, and the best one."""
+        """Describe the search so far: numbers of trials by outcome, and the best trial."""
         trials = self.study.get_trials(deepcopy=False)
         count = {state: sum(each.state is state for each in trials) for state in TrialState}
         done = [each for each in trials if each.state is TrialState.COMPLETE and each.value is not None]
@@ -184,15 +189,15 @@ class Trials:
         return f"{text}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
 
     def refusals(self) -> list[str]:
-        """Return the reasons of refused trials, in their order."""
+        """Return the reasons for which trials were refused, in the order of the trials."""
         return [str(each.user_attrs["refused"]) for each in self.study.get_trials() if "refused" in each.user_attrs]
 
 
 class _Journal(BaseJournalBackend):
-    """File of Optuna's journal: one operation per line with its checksum, under the same lock as Optuna's own backend.
+    """Backend for Optuna's journal that adds a checksum to each line, with the same lock as Optuna's backend.
 
-    Optuna's own backend can read it, for example in a dashboard. Operations build on earlier ones, so a damaged line is
-    an error and is not skipped.
+    Optuna's backend can read the file, for example in a dashboard. A damaged line is an error and is not skipped,
+    because operations build on earlier ones.
 
     Args:
         path: path of the file.
@@ -205,7 +210,7 @@ class _Journal(BaseJournalBackend):
         path.touch()
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        """Yield the operations from this number on.
+        """Yield the operations from number `log_number_from` on.
 
         Raises:
             UserError: a line is damaged.
@@ -215,7 +220,7 @@ class _Journal(BaseJournalBackend):
             handle.seek(self._ends[number])
             for line in handle:
                 if not line.endswith(b"\n"):
-                    return  # another process is writing it
+                    return  # another process is writing this line
                 if (entry := parse_line(line)) is None:
                     raise UserError(f"{self._path}, line {number + 1}: damaged; {_REMEDY}")
                 self._ends[number + 1] = self._ends[number] + len(line)
@@ -232,7 +237,12 @@ class _Journal(BaseJournalBackend):
             self._lock.release()
 
 
-def _opened(path: Path) -> optuna.Study:
+def _open_study(path: Path) -> optuna.Study:
+    """Open Optuna's study in the journal, or create it.
+
+    Raises:
+        UserError: the journal is damaged.
+    """
     try:
         storage = JournalStorage(_Journal(path))
         return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
@@ -244,7 +254,7 @@ def _opened(path: Path) -> optuna.Study:
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Context manager: turn a sampler's exceptions, about the space or a missing package, into a UserError."""
+    """In a `with` block, turn a sampler's exceptions, about the space or a missing package, into a UserError."""
     try:
         yield
     except OSError:
@@ -261,7 +271,7 @@ def message_of(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _named(sampler: optuna.samplers.BaseSampler) -> str:
+def _sampler_id(sampler: optuna.samplers.BaseSampler) -> str:
     """Identify a sampler by its type, and by its grid if it has one."""
     return f"{type(sampler).__name__} {getattr(sampler, '_search_space', '')}"
 
@@ -273,8 +283,7 @@ def _shown(value: Any) -> str:
 def _break_stale_lock(path: Path) -> None:
     """Remove the lock (a link, `optuna.jsonl.lock`) of a killed process, for which Optuna would wait 30 s.
 
-    Only the process that runs the study writes for long, and that is this one. Other users of the trials, such as a
-    dashboard, hold the lock for one write, which is waited for.
+    Other users of the trials, such as a dashboard, hold the lock for one write at a time, so wait for `_LOCK_GRACE_S`.
     """
     lock = path.with_name(path.name + ".lock")
 
@@ -295,7 +304,7 @@ def _break_stale_lock(path: Path) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut off a torn last line, which a power cut may leave: Optuna would append to it."""
+    """Cut off a torn last line, which a power cut may leave, because Optuna would append to it."""
     whole = path.read_bytes() if path.exists() else b""
     if whole and not whole.endswith(b"\n"):
         os.truncate(path, whole.rfind(b"\n") + 1)

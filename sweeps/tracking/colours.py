@@ -1,8 +1,8 @@
-"""Colours of recipes in MLflow's interface: of a run by a tag, of a group of runs by the group's name.
+"""Set the colours of recipes in MLflow's interface: of runs by a tag, of groups of runs by the group's name.
 
 The interface of MLflow 3.17 derives a group's colour from a hash of `tag.<key>.<value>`. To give a recipe's seeds, fit
-and band the same colour, the value of the tag that lines are grouped by ends in invisible blanks, chosen so that the
-hash gives the wanted colour. In another version the colours may differ; nothing else depends on this.
+and band the same colour, blanks are appended to the value of the tag by which lines are grouped, such that the hash
+gives the wanted colour. In another version of MLflow the colours may differ; nothing else depends on this.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ _PALETTE = (
     *("#8ddda8", "#9e102c", "#c82d4c", "#e65b77", "#f792a6", "#0e538b", "#2272b4", "#4299e0", "#8acaff"),
 )
 # Order in which recipes get colours: blue and orange first, neighbours far apart, near black last.
-_FIRST = (26, 15, 19, 2, 28, 8, 1, 6, 3, 0, 12, 24, 20, 4, 23, 7, 16, 27)
-COLOURS = tuple(_PALETTE[at] for at in (*_FIRST, *sorted(set(range(len(_PALETTE))) - {*_FIRST, 9, 17}), 17, 9))
+_FIRST_COLOURS = (26, 15, 19, 2, 28, 8, 1, 6, 3, 0, 12, 24, 20, 4, 23, 7, 16, 27)
+COLOURS = tuple(
+    _PALETTE[at] for at in (*_FIRST_COLOURS, *sorted(set(range(len(_PALETTE))) - {*_FIRST_COLOURS, 9, 17}), 17, 9)
+)
 BASELINE_COLOUR = COLOURS[0]
 _BLANKS = " \t\n"
 
 
 def recipe_colours(recipes: Iterable[str], known: Mapping[str, str], baseline: str | None = None) -> dict[str, str]:
-    """Return a colour per recipe: the known one, else the first unused one; when all are used, they repeat.
+    """Assign a colour to each recipe: its known colour, else the first unused colour; if all are used, they repeat.
 
-    `BASELINE_COLOUR` is the baseline's; another recipe has it only if an earlier version gave it that colour. A known
-    colour outside of MLflow's palette was chosen by hand for a run; no group can have it, so it is ignored.
+    The baseline gets `BASELINE_COLOUR`. Another recipe has it only if an earlier version assigned it. A known colour
+    outside of MLflow's palette, which a user has chosen for a run, is ignored, because no group can have it.
     """
     colours = {recipe: colour for recipe, colour in known.items() if colour in COLOURS}
     others = COLOURS[1:]
@@ -62,7 +64,7 @@ def group_colour(value: str) -> str:
 
 @cache
 def line_value(label: str, colour: str) -> str:
-    """Return the label plus the fewest blanks that give its group this colour; unchanged if none do."""
+    """Return the label plus the fewest blanks that give its group this colour; the label alone if none are found."""
     for length in range(7):
         for blanks in product(_BLANKS, repeat=length):
             value = label + "".join(blanks)

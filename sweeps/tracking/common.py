@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-# Metrics that repeat others for MLflow's charts: the axis with its unit, and the pass rate including compute 0.
+# Metrics that repeat other metrics for MLflow's charts: compute with its unit, and the pass rate including compute 0.
 _CHART_KEY = re.compile(r"Pass rate/.+|eval/.+/(log10 )?compute in .+")
 _REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (http://host:port)"
 
@@ -26,7 +26,7 @@ def resolve_uri(uri: str) -> str:
     """Return the tracking URI for MLflow, with a relative SQLite path made absolute.
 
     Raises:
-        UserError: a file store, which MLflow 3 refuses, or not a URI.
+        UserError: the argument is not a URI, or names a file store, which MLflow 3 refuses.
     """
     scheme, separator, rest = uri.partition(":")
     if not separator or scheme == "file" or len(scheme) == 1:
@@ -55,10 +55,9 @@ def now_ms() -> int:
 
 
 def quiet_environment() -> None:
-    """Override MLflow's defaults that do not suit a mirror, unless the user set them.
+    """Shorten MLflow's retries against a dead server, and switch off its usage reports and migration logs.
 
-    These defaults are minutes of retries against a dead server, usage reports over the network, and migration logs on
-    stderr.
+    Values that the user has set are kept.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -93,17 +92,17 @@ def entity_key(name: str) -> str:
 
 
 def is_chart_key(name: str) -> bool:
-    """Return whether one of our metrics only repeats another one for a chart."""
+    """Return whether a metric of this name only repeats another metric for a chart."""
     return _CHART_KEY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class ChartKeys:
-    """Metrics that the charts of one evaluation set use; `unit` is the unit of compute.
+    """Names of the metrics that the charts of one evaluation set use; `unit` is the unit of compute.
 
-    MLflow labels an axis with its key, so the axes shown (`log10`, `compute`) contain their unit. `rate` and `x` cover
-    the evaluations at compute above 0, `start` the one at 0, and `whole` all of them. The section of `whole` comes
-    first on a run's page, where sections are sorted and capitals precede small letters.
+    `rate` and `x` cover the evaluations at compute above 0, `start` the evaluation at 0, and `whole` all evaluations.
+    MLflow labels an axis with the metric's name, so the names of the axes (`log10`, `compute`) contain the unit. The
+    name of `whole` begins with a capital, so that its section comes first on a run's page.
     """
 
     eval_set: str

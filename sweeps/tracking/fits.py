@@ -1,4 +1,4 @@
-"""Publishing of fits to MLflow: a fit run and two band runs per recipe, saved views, the parent's artifacts."""
+"""Publish fits to MLflow: a fit run and two band runs per recipe, saved views, and artifacts of the parent run."""
 
 from __future__ import annotations
 
@@ -38,18 +38,21 @@ Array = npt.NDArray[np.float64]
 
 RANKING_FILE = "ranking.json"
 RATIO_KEY = "rank/times_compute"
-MAX_LINES = 200  # shown collapsed in the chart's list; limits a view to 4,000 characters
+MAX_LINES = 200  # lines that a view lists as collapsed, so that the view has at most 4,000 characters
 _NOTE_START = "[Scaling curves]("
 
 
 @dataclass(frozen=True)
 class FitSummary:
-    """Summary of one recipe's fit for MLflow. Open bounds are None; without `curve_x` no curve is drawn.
+    """Summary of one recipe's fit for MLflow. Unknown values and open bounds are None.
 
-    `curve_x` is compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates at these points.
-    `label` is the recipe's short name in the chart. `efficiency` is the compute to 90% of the way to the asymptote that
-    tied recipes share, and `ratio` is this compute over the first recipe's (1 for the first). `place_at_k` is the place
-    by pass@k at common compute.
+    Attributes:
+        curve_x, curve_y: log-spaced compute (not its logarithm), and the fitted pass rate there; None to draw no curve.
+        band_low, band_high: ends of the band at `curve_x`.
+        label: the recipe's short name in the chart.
+        efficiency: compute to 90% of the way to the common asymptote of tied recipes.
+        ratio: `efficiency` divided by that of the first recipe.
+        place_at_k: place in the ranking by pass@k at common compute.
     """
 
     recipe: str
@@ -104,7 +107,7 @@ class FitSummary:
         return out
 
     def curve(self) -> dict[str, Array] | None:
-        """Return columns x (log10), fit and, with a band, low and high, at finite points; None without any point."""
+        """Return the columns x (log10), fit and, with a band, low and high, at finite points; None without a point."""
         if self.curve_x is None or self.curve_y is None:
             return None
         columns = {"x": np.asarray(self.curve_x, float), "fit": np.asarray(self.curve_y, float)}
@@ -118,7 +121,7 @@ class FitSummary:
 
 @dataclass(frozen=True)
 class Published:
-    """Links to the finished views (fragments to append to the interface's address), and the ids of the fit runs."""
+    """Links to the saved views (fragments to append to the interface's address), and ids of fit runs by recipe."""
 
     link: str
     recipes_link: str
@@ -136,12 +139,19 @@ def publish(
     artifacts: Iterable[str | Path] = (),
     at_k: str = "",
 ) -> Published:
-    """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing earlier ones.
+    """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing those of earlier calls.
 
-    New runs are complete before the earlier ones of this sweep are deleted, so a failure midway keeps the old chart.
-    The parent run gets `artifacts` (curves.png, report.html), `ranking` as a table, and the sentence `at_k` on the
-    rankings by pass@1 and pass@k as the tag `rank.pass_at_k`. The members get their recipe's
-    `fit/*` metrics (step: number of publications so far) and tags, for sorting.
+    The new runs are complete before the earlier ones are deleted, so a failure midway keeps the old chart. The members
+    get the `fit/*` metrics (step: number of publications so far) and tags of their recipe, for sorting.
+
+    Args:
+        fits: summaries of the fits.
+        tracker: client of the store.
+        sweep: sweep with its MLflow ids.
+        eval_set: evaluation set of the fits.
+        ranking: rows of the ranking, stored as a table of the parent run.
+        artifacts: files to store with the parent run.
+        at_k: sentence on the rankings by pass@1 and pass@k, stored as the tag `rank.pass_at_k`; "" without one.
 
     Raises:
         UserError: a file does not exist, or the store does not answer.
@@ -168,7 +178,7 @@ def publish(
             raise
         for run_id in earlier:
             tracker.client.delete_run(run_id)
-        points = [_complete(run, tracker, keys) for run in members]
+        points = [_complete_points(run, tracker, keys) for run in members]
         for fit in fits:
             for run in members:
                 if run.data.tags.get("recipe") == fit.recipe:
@@ -183,17 +193,17 @@ def publish(
 
 @dataclass(frozen=True)
 class _Lines:
-    """Labels of a sweep's lines in the chart, and the colours of its recipes."""
+    """Labels and colours of a sweep's lines in the chart, by recipe."""
 
     labels: Mapping[str, str]
     colours: Mapping[str, str]
 
     def value(self, recipe: str, what: str) -> str:
-        """Return the value of the tag `line` for a recipe's seed or fit."""
+        """Return the value of the tag `line` for a recipe and `what`, a seed or "fit"."""
         return line_value(f"{self.labels.get(recipe, recipe)} {what}", self.colours[recipe])
 
     def tags(self, member: Run) -> dict[str, str]:
-        """Return a member's tag `line` and, if it has none, its colour."""
+        """Return the tag `line` of a member and, if the member has no colour yet, its colour's tag."""
         own_tags = member.data.tags
         what = own_tags.get("series", "").removeprefix(f"{own_tags['recipe']} ") or member.info.run_id
         tags = {LINE_TAG: self.value(own_tags["recipe"], what)}
@@ -212,7 +222,7 @@ def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
 def _fit_runs(
     fit: FitSummary, tracker: Tracker, sweep: TrackedSweep, keys: ChartKeys, lines: _Lines, created: list[str]
 ) -> str:
-    """Create the fit run of one recipe and its band runs; return the fit run's id, add all ids to `created`."""
+    """Create the fit run and the band runs of one recipe; return the fit run's id, and append all ids to `created`."""
     from mlflow.entities import Metric, Param
 
     curve = fit.curve()
@@ -257,10 +267,10 @@ def _fit_runs(
 
 
 def _centred(curve: Mapping[str, Array]) -> Array:
-    """Return values whose mean with both ends of the band is the fitted curve, kept within the band.
+    """Return values such that their mean with both ends of the band is the fitted curve, clipped to the band.
 
-    MLflow draws a group's line as the mean of its runs. With the curve itself as one of the runs, that mean would be
-    above the curve wherever the band is wider above than below.
+    MLflow draws the line of a group as the mean of its runs. If the curve itself was one of these runs, the line would
+    be above the curve wherever the band is wider above than below.
     """
     if "low" not in curve:
         return curve["fit"]
@@ -276,7 +286,7 @@ def _log(tracker: Tracker, run_id: str, metrics: Sequence[Metric]) -> None:
 
 @dataclass(frozen=True)
 class _Points:
-    """Evaluations of a member in MLflow; `log10` and `rate` at compute above 0, `compute` and `whole` for all."""
+    """Evaluations of a member in MLflow: `log10` and `rate` at compute above 0, `compute` and `whole` for all."""
 
     log10: list[float]
     rate: list[float]
@@ -284,11 +294,11 @@ class _Points:
     whole: list[float]
 
 
-def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
-    """Return the evaluations of a member, and log those that are missing under the charts' keys.
+def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
+    """Return the evaluations of a member, and log metrics of the charts that are missing in MLflow.
 
-    The axes are logged only here, at exactly the steps of the metrics drawn over them. Runs shipped by an earlier
-    version get their whole curve here too. Stored values are not changed.
+    The compute axes are logged only here, at exactly the steps of the metrics drawn over them. Runs that an earlier
+    version has sent get their whole curve here too. Stored values are not changed.
     """
     from mlflow.entities import Metric
 
@@ -301,7 +311,7 @@ def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     wanted = [(keys.log10, point, x) for point, x in positive]
     wanted += [(keys.compute, point, compute) for point, compute in all_points]
     wanted += [(keys.whole, point, point.value) for point, _ in all_points]
-    # An empty first metric of the chart, because MLflow dashes only a run's second one.
+    # An empty first metric, because MLflow draws only the second metric of a run dashed.
     wanted += [(BAND_KEY, point, math.nan) for point, _ in positive[:1]]
     stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole, BAND_KEY) for point in history(key)}
     missing = [
@@ -319,10 +329,10 @@ def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
 
 
 def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int, more_tags: Mapping[str, str]) -> None:
-    """Copy `fit/*` and `rank/*` to a member run, only where they changed.
+    """Copy the metrics `fit/*` and `rank/*` that have changed to a member run.
 
-    A metric that this fit no longer has becomes NaN, because a table would otherwise show, and sort by, the earlier
-    value; a tag lists such metrics.
+    A metric that the new fit lacks becomes NaN, because a table would otherwise show, and sort by, the earlier value. A
+    tag lists such metrics.
     """
     from mlflow.entities import Metric
 
@@ -337,7 +347,7 @@ def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int, 
 
 
 def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep: TrackedSweep) -> None:
-    """Write the ranking in the format of `log_table`, replacing the earlier table; `log_table` would append to it."""
+    """Write the ranking as MLflow's `log_table` does, but replace the earlier table instead of appending to it."""
     columns = list(dict.fromkeys(key for row in ranking for key in row))
     rows = [[_cell(row.get(column)) for column in columns] for row in ranking]
     tracker.client.log_dict(sweep.parent_id, {"columns": columns, "data": rows}, RANKING_FILE)
@@ -346,6 +356,7 @@ def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep
 
 
 def _cell(value: Any) -> Any:
+    """Convert a value to a cell of a table: a JSON scalar, or JSON text; None for numbers that are not finite."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -377,17 +388,18 @@ def _views(
     keys: ChartKeys,
     lines: _Lines,
 ) -> Published:
-    """Save the views as experiment tags, and put their links into the first line of the experiment's note."""
+    """Save the views as tags of the experiment, and write their links into the first line of the experiment's note."""
     client, experiment_id = tracker.client, sweep.experiment_id
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
-    charted = [key for key in order if key in set.intersection(*fitted)]  # an open bound must not hide a recipe
+    # Only metrics that all recipes have: a recipe without a metric would not be drawn.
+    charted = [key for key in order if key in set.intersection(*fitted)]
     keys_shown = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
     columns = [f"metrics.`{key}`" for key in keys_shown]
     columns.insert(2, "tags.`fit.verdict`")
     by_recipe = [f"metrics.`{key}`" for key in (RANK_KEY, "fit/A", "fit/A_low", "fit/A_high", RATIO_KEY, "rank/p_best")]
     by_recipe.append("tags.`fit.verdict`")
-    shown = []  # best first: MLflow shows, and a view's tag holds, a limited number
+    shown = []  # the best recipes first, because the number of lines is limited
     for fit in sorted(fits, key=lambda fit: fit.rank or math.inf):
         shown.append(lines.value(fit.recipe, "fit"))
         shown += [lines.tags(run)[LINE_TAG] for run in members if run.data.tags["recipe"] == fit.recipe]

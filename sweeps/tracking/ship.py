@@ -1,9 +1,9 @@
-"""Shipping of a journal to its MLflow run: only durable records, each exactly once, across crashes.
+"""Send a journal to its MLflow run: only durable records, each exactly once, also after crashes.
 
-MLflow cannot delete a point, and stores a second value at the same step in addition to the first. So a record is sent
-only once a checkpoint covers it, and only if nothing was sent before for its kind and step. `mlflow_shipped.json` in
-the run's folder records the steps sent so far. If that file is missing, or a send was interrupted, MLflow is queried
-for the points it has.
+MLflow cannot delete a point, and keeps a second value at the same step in addition to the first. So a record is sent
+only when a checkpoint covers it, and only if nothing was sent before for its kind and step. `mlflow_shipped.json` in
+the run's folder has the steps sent so far. If that file is missing, or a request was interrupted, MLflow is queried for
+the points that it has.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 CURSOR_FILE = "mlflow_shipped.json"
-MAX_METRICS = 1000  # per request; 1000 keys of up to 250 characters also stay below the 1 MB limit
+MAX_METRICS = 1000  # metrics per request: MLflow's limit; with names of 250 characters they also stay below 1 MB
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 6000
 MAX_REQUEST_BYTES = 900_000
 
 
 def points(record: Record, axis: str) -> dict[str, float]:
-    """Return the metrics of one journal record under their MLflow keys.
+    """Return the metrics of one journal record by MLflow key.
 
-    Train records keep everything outside `eval/`, eval records only `eval/`, so no key comes from both. A pass rate at
-    compute C > 0 is accompanied by `eval/<set>/log10_compute`; one at C = 0 becomes `eval/<set>/initial_pass_rate`,
-    because the chart pairs x and y by index and a logarithmic axis has no place for C = 0. Every pass rate is also sent
-    as `Pass rate/<set>`, the whole curve, which a run's page shows first.
+    Of a train record, metrics outside `eval/` are sent, and of an eval record those in `eval/`, so no key comes from
+    both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At C = 0 it becomes
+    `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no logarithm. Every pass
+    rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
 
     Raises:
         UserError: an evaluation lacks the compute axis.
@@ -94,20 +94,20 @@ def ship(
 ) -> int:
     """Send the durable records of one run's journal that MLflow lacks; return the number of metric values.
 
-    Points have the journal's time (ms) and optimizer step. The cursor file is written after each successful request.
-    `config.yaml` is sent as parameters and, like `semantics.json`, as an artifact. A parameter that changed since (the
-    budget of a continued run) cannot be overwritten: its new value becomes the tag `config.<key>`.
+    Points have the time (ms) and optimizer step of the journal. `mlflow_shipped.json` is written after each successful
+    request. `config.yaml` is sent as parameters and, like `semantics.json`, as an artifact. MLflow cannot overwrite a
+    parameter that has changed, such as the budget of a continued run: its new value becomes the tag `config.<key>`.
 
     Raises:
         JournalError: the journal does not exist yet, or is broken.
         UserError: an evaluation lacks the axis, or the run was shipped along another axis before.
-        Exception: any error of the client if the store does not answer; call again later.
+        Exception: the store does not answer (any error of MLflow's client); call again later.
     """
     run_dir = Path(run_dir)
     view = read_journal(run_dir) if view is None else view
     cursors = read_json(run_dir / CURSOR_FILE)
     state: dict[str, Any] = cursors.get(mlflow_run_id, {})
-    certain = bool(state) and not state.get("sending", False)
+    is_complete = bool(state) and not state.get("sending", False)
     if state.setdefault("axis", axis) != axis:
         raise UserError(
             f"{run_dir}: its MLflow run has points along {state['axis']!r}, not {axis!r}; keep the axis, or "
@@ -115,7 +115,7 @@ def ship(
         )
     steps: dict[str, int] = state.setdefault("steps", {})
     records = sorted(view.durable(), key=lambda r: (r.step, r.kind != "train"))
-    todo = [(r, points(r, axis)) for r in records if r.step > steps.get(r.kind, -1)]
+    unsent = [(r, points(r, axis)) for r in records if r.step > steps.get(r.kind, -1)]
 
     def save(sending: bool) -> None:
         state["sending"] = sending
@@ -123,10 +123,10 @@ def ship(
         write_json(run_dir / CURSOR_FILE, cursors)
 
     sent = 0
-    if todo:
-        stored = set() if certain else _stored(client, mlflow_run_id, {k for _, values in todo for k in values})
+    if unsent:
+        stored = set() if is_complete else _stored(client, mlflow_run_id, {k for _, values in unsent for k in values})
         save(sending=True)
-        for batch, upto in _batches(todo, stored):
+        for batch, upto in _batches(unsent, stored):
             if batch:
                 client.log_batch(mlflow_run_id, metrics=batch)
                 sent += len(batch)
@@ -139,7 +139,7 @@ def ship(
 
 
 def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
-    """Return, by kind, the steps up to which records were sent to an MLflow run."""
+    """Return the step up to which records were sent to an MLflow run, by kind of record."""
     steps = read_json(run_dir / CURSOR_FILE).get(mlflow_run_id, {}).get("steps", {})
     return {str(kind): int(step) for kind, step in steps.items()}
 
@@ -153,26 +153,30 @@ def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tup
 
 
 def _batches(
-    todo: Sequence[tuple[Record, dict[str, float]]], stored: set[tuple[str, int]]
+    unsent: Sequence[tuple[Record, dict[str, float]]], stored: set[tuple[str, int]]
 ) -> Iterator[tuple[list[Metric], dict[str, int]]]:
-    """Yield requests within MLflow's limits, each with the steps it completes; a record's x and y stay together."""
+    """Split records into requests within MLflow's limits; a record's x and y stay together.
+
+    Yields:
+        The metrics of a request, and the step up to which all records are sent after it, by kind.
+    """
     from mlflow.entities import Metric
 
     batch: list[Metric] = []
-    upto: dict[str, int] = {}
-    for record, values in todo:
-        at = int(record.time * 1000)
-        new = [Metric(k, v, at, record.step) for k, v in values.items() if (k, record.step) not in stored]
+    steps: dict[str, int] = {}
+    for record, values in unsent:
+        time_ms = int(record.time * 1000)
+        new = [Metric(k, v, time_ms, record.step) for k, v in values.items() if (k, record.step) not in stored]
         if batch and len(batch) + len(new) > MAX_METRICS:
-            yield batch, upto
-            batch, upto = [], {}
-        while len(new) > MAX_METRICS:  # a record beyond the limit: only its last part completes the step
+            yield batch, steps
+            batch, steps = [], {}
+        while len(new) > MAX_METRICS:  # the record is split, and only its last part completes the step
             yield new[:MAX_METRICS], {}
             new = new[MAX_METRICS:]
         batch.extend(new)
-        upto[record.kind] = record.step
-    if upto:
-        yield batch, upto
+        steps[record.kind] = record.step
+    if steps:
+        yield batch, steps
 
 
 def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped: dict[str, str]) -> bool:
@@ -190,7 +194,7 @@ def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped
             try:
                 config = yaml.safe_load(content)
             except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # half written: the next pass sends it
+                continue  # the file is half written: the next call sends it
             _ship_params(client, mlflow_run_id, flatten(config or {}))
         client.log_artifact(mlflow_run_id, str(run_dir / name))
         shipped[name] = digest
@@ -199,6 +203,7 @@ def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped
 
 
 def _ship_params(client: MlflowClient, mlflow_run_id: str, params: Mapping[str, str]) -> None:
+    """Send new parameters, and changed ones as tags, in requests within MLflow's limits."""
     from mlflow.entities import Param, RunTag
 
     known = client.get_run(mlflow_run_id).data.params

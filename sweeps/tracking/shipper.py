@@ -1,4 +1,4 @@
-"""Background thread of the controller that ships journals to MLflow and survives outages of the store."""
+"""Background thread of the controller that sends journals to MLflow, and survives outages of the store."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ from sweeps.tracking.ship import ship, shipped
 from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker
 
 # MLflow's error codes that concern one run and not the store: retrying does not help.
-_ABOUT_THE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "BAD_REQUEST")
+_RUN_ERRORS = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "BAD_REQUEST")
 
 _log = logging.getLogger(__name__)
 
 
 class Shipper:
-    """Thread that ships the journals of a sweep's members to their MLflow runs.
+    """Thread that sends the journals of a sweep's members to their MLflow runs.
 
-    If the store does not answer, this is logged once, and the thread retries with growing pauses. Nothing is raised
-    into the controller, nothing is lost, and the backlog is sent when the store answers again. A problem with one run
-    (deleted in MLflow, broken journal) is logged once and does not affect the others.
+    If the store does not answer, this is logged once, and the thread retries with growing pauses. No error reaches the
+    controller, and unsent records are sent when the store answers again. A problem with one run (deleted in MLflow,
+    broken journal) is logged once and does not affect other runs.
 
     Args:
         tracker: client of the store.
-        sweep: sweep to ship; members added later are included.
-        interval_s: pause between passes.
-        max_pause_s: longest pause during an outage.
+        sweep: sweep to send; members added later are included.
+        interval_s: seconds between passes over all members.
+        max_pause_s: longest pause during an outage, in seconds.
+
+    Attributes:
+        outage: error of the last pass if the store did not answer; else None.
+        troubles: problem of each run that has one, by identity.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Shipper:
         self.max_pause_s = max_pause_s
         self.outage: str | None = None
         self.troubles: dict[str, str] = {}
-        self._seen: dict[str, tuple[int, ...]] = {}
+        self._stamps: dict[str, tuple[int, ...]] = {}
         self._statuses: dict[str, tuple[str, int, dict[str, str | None]]] = {}
         self._axes: dict[str, str] = {}
         self._tails: dict[str, JournalTail] = {}
@@ -65,10 +69,10 @@ class Shipper:
             self._thread.start()
 
     def stop(self, final: bool = True, timeout_s: float = 120.0) -> bool:
-        """Stop the thread; with `final`, first send all durable records. Return whether MLflow has everything.
+        """Stop the thread; with `final`, then send all durable records. Return whether MLflow has everything.
 
-        An unavailable store is tried three times, within `timeout_s`. The remaining records stay in the journals; the
-        next start, or `scalerl publish`, sends them.
+        An unavailable store is tried up to three times within `timeout_s` seconds. Unsent records stay in the journals;
+        the next start, or `scalerl publish`, sends them.
         """
         deadline = time.monotonic() + timeout_s
         self._stopping = True
@@ -80,7 +84,7 @@ class Shipper:
                 return False
             self._thread = None
         complete = False
-        self._seen.clear()  # try runs with problems once more
+        self._stamps.clear()  # try runs with problems once more
         for attempt in range(3 if final else 0):
             complete = self.run_once()
             if self.outage is None or time.monotonic() + 2**attempt > deadline:
@@ -97,7 +101,7 @@ class Shipper:
         A tag with the value None is removed.
 
         Raises:
-            UserError: the status or run does not exist: a mistake of the caller, raised immediately.
+            UserError: the status or run does not exist.
         """
         if status not in STATUSES:
             raise UserError(f"run status {status!r} is not one of {', '.join(STATUSES)}")
@@ -111,7 +115,7 @@ class Shipper:
         """Run one pass over all members; return whether all durable records have been sent. Never raises."""
         with self._pass:
             try:
-                complete = all([self._feed(run) for run in list(self.sweep.members)])
+                complete = all([self._ship_member(run) for run in list(self.sweep.members)])
                 complete = all([self._apply_status(run) for run in list(self._statuses)]) and complete
             except Exception as error:  # an outage or an unforeseen error must not reach the controller
                 if self.outage is None:
@@ -129,7 +133,7 @@ class Shipper:
         while not self._stopping:
             self.run_once()
             pause = self.interval_s if self.outage is None else min(2 * pause, self.max_pause_s)
-            # During an outage a new status must not cut the pause short repeatedly.
+            # During an outage a new status must not shorten the pause.
             if self.outage is None:
                 self._wake.wait(pause)
                 self._wake.clear()
@@ -138,14 +142,18 @@ class Shipper:
                 while not self._stopping and time.monotonic() < until:
                     time.sleep(min(0.2, pause))
 
-    def _feed(self, run: str) -> bool:
-        """Ship one member; return False if this run has a problem. Raises if the store does not answer."""
+    def _ship_member(self, run: str) -> bool:
+        """Send the new records of one member; return False if the run has a problem.
+
+        Raises:
+            Exception: the store does not answer (any error of MLflow's client).
+        """
         tracked = self.sweep.members[run]
         run_dir = tracked.member.run_dir
         stamp = tuple(
             number for name in (JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE) for number in _stamp(run_dir / name)
         )
-        if stamp[0] < 0 or self._seen.get(run) == stamp:
+        if stamp[0] < 0 or self._stamps.get(run) == stamp:
             return run not in self.troubles
         try:
             self._send(run, tracked)
@@ -156,14 +164,14 @@ class Shipper:
         except UserError as error:
             trouble = str(error)
         except Exception as error:
-            if getattr(error, "error_code", None) not in _ABOUT_THE_RUN:
+            if getattr(error, "error_code", None) not in _RUN_ERRORS:
                 raise
             trouble = f"{run_dir}: {one_line(error)}"
         else:
             self.troubles.pop(run, None)
-            self._seen[run] = stamp
+            self._stamps[run] = stamp
             return True
-        self._seen[run] = stamp
+        self._stamps[run] = stamp
         if self.troubles.get(run) != trouble:
             _log.warning("MLflow: run skipped: %s", trouble)
         self.troubles[run] = trouble
@@ -179,15 +187,14 @@ class Shipper:
         view = tail.update()
         ship(run_dir, self.tracker.client, run_id, self._axis(tracked, view.header), view)
         if view.status == "finished":
-            del self._tails[run_id]  # saves memory: of thousands of members few are running
+            del self._tails[run_id]  # to save memory, because only few of thousands of members are running
         else:
             tail.forget(shipped(run_dir, run_id))
 
     def _axis(self, tracked: TrackedMember, header: Mapping[str, Any]) -> str:
-        """Return the compute axis of a run, by the device that it really trains on, which its journal's header records.
+        """Return the compute axis of a run by its device in the journal's header, and correct wrong tags.
 
-        The controller could only guess (a login node has no GPU, and a job may not use the one it has); wrong tags are
-        corrected.
+        The controller could only guess the device: a login node may have no GPU, and a job may not use its GPU.
         """
         known = self._axes.get(tracked.mlflow_run_id)
         if known is not None:
@@ -201,6 +208,7 @@ class Shipper:
         return axis
 
     def _apply_status(self, run: str) -> bool:
+        """Send the queued status and tags of a run or the sweep; return False if the run has a problem."""
         with self._lock:
             wanted = self._statuses[run]
         run_id = self.sweep.parent_id if run == self.sweep.key else self.sweep.members[run].mlflow_run_id
@@ -212,7 +220,7 @@ class Shipper:
             for name in wanted[2].keys() - tags.keys():
                 self.tracker.remove_tag(run_id, name)
         except UserError as error:
-            if getattr(error.__cause__, "error_code", None) not in _ABOUT_THE_RUN:
+            if getattr(error.__cause__, "error_code", None) not in _RUN_ERRORS:
                 raise
             _log.warning("MLflow: %s", error)
             done = False
@@ -223,6 +231,7 @@ class Shipper:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Return size and modification time (ns) of a file; (-1, -1) if it is missing."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Tracking store: one experiment per study, one parent run per sweep, one child run per member.
+"""Create runs in MLflow's store: one experiment per study, one parent run per sweep, one child run per member.
 
-The controller creates everything before any job starts. Otherwise jobs would race to create SQLite's schema and the
-experiment, and a run created by its own job would be created again at every requeue.
+The controller creates everything before any job starts. Otherwise several jobs could create SQLite's schema and the
+experiment at the same time, and each requeue of a job would create its run again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ STATUSES = ("SCHEDULED", "RUNNING", "FINISHED", "FAILED", "KILLED")
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep, as known to the controller.
+    """One member of a sweep.
 
-    `run` is the identity hash, `recipe` the curve's label, `run_dir` the folder with the journal, and `baseline` the
-    recipe that it is compared with, if known.
+    Attributes:
+        run: identity of the run.
+        recipe, seed: label of the curve, and seed.
+        run_dir: folder with the journal.
+        baseline: recipe with which the member's recipe is compared; None if unknown.
     """
 
     run: str
@@ -70,15 +73,15 @@ class TrackedSweep:
 
 
 class Tracker:
-    """Client of one experiment in one MLflow store. `prepare`, not the constructor, connects.
+    """Client of one experiment in one MLflow store. The constructor does not connect to the store; `prepare` does.
 
     Args:
-        uri: `sqlite:///path` (artifacts go next to the file, into `mlartifacts`), a server, or another database.
-        experiment: name of the study.
+        uri: `sqlite:///path` (artifacts go to `mlartifacts` next to the file), a server, or another database.
+        experiment: name of the experiment, the study's name.
         axis: compute axis of the journal for `eval/<set>/log10_compute`.
 
     Raises:
-        UserError: MLflow cannot open the URI; from the methods: the store cannot be reached.
+        UserError: MLflow cannot open the URI. From methods: the store cannot be reached.
     """
 
     def __init__(self, uri: str, experiment: str, axis: str = DEFAULT_AXIS) -> None:
@@ -92,7 +95,7 @@ class Tracker:
 
     @property
     def client(self) -> MlflowClient:
-        """MLflow's client, made at first use: this imports mlflow and creates a database's schema."""
+        """MLflow's client, made at first use, which imports mlflow and creates the schema of a database."""
         if self._client is None:
             quiet_environment()
             if self.uri != without_credentials(self.uri):
@@ -114,7 +117,7 @@ class Tracker:
 
     @contextmanager
     def reaching(self, doing: str) -> Iterator[None]:
-        """Context manager: convert any error of the client to a UserError with the store and the remedy."""
+        """In a `with` block, convert any error of MLflow's client to a UserError with the store and the remedy."""
         try:
             yield
         except UserError:
@@ -163,9 +166,9 @@ class Tracker:
     ) -> TrackedSweep:
         """Create the sweep's parent run and one child run per member, or find the existing ones.
 
-        Ids are stored in `<sweep_dir>/mlflow.json`. Runs are also found by their tags, so a controller killed while
-        creating them makes no second set. The parent of an existing sweep is set RUNNING again, unless `reopen` is
-        False (to publish a finished one). Members keep their status until `set_status`; new members are SCHEDULED.
+        Ids are stored in `<sweep_dir>/mlflow.json`. Runs are also found by their tags, so that runs which a killed
+        controller has created are not created again. With `reopen`, the parent run of an existing sweep gets the status
+        RUNNING. Existing members keep their status; new members are SCHEDULED.
 
         Raises:
             UserError: the store cannot be reached.
@@ -176,7 +179,7 @@ class Tracker:
         store = f"{without_credentials(self.uri)}#{self.experiment}"
         known = read_json(directory / IDS_FILE)
         entry = known.setdefault("stores", {}).setdefault(store, {})
-        if "sweep" not in entry:  # stored before any run is created with it
+        if "sweep" not in entry:  # store the key before any run is created with it
             entry["sweep"] = uuid.uuid4().hex[:12]
             write_json(directory / IDS_FILE, known)
         sweep = TrackedSweep(directory, entry["sweep"], name or directory.name, experiment_id, "")
@@ -195,7 +198,7 @@ class Tracker:
         return sweep
 
     def add_members(self, sweep: TrackedSweep, members: Iterable[Member]) -> None:
-        """Create runs for members added later (a search proposes them one by one)."""
+        """Create runs for members that were added to the study later, such as trials of a search."""
         with self.reaching("creating member runs"):
             self._add(sweep, members, self.sweep_runs(sweep))
 
@@ -270,7 +273,7 @@ class Tracker:
 
 
 def run_colours(runs: Sequence[Run]) -> dict[str, str]:
-    """Return each recipe's colour, that of its oldest member; `runs` are sorted newest first."""
+    """Return the colour of each recipe's oldest member, by recipe; `runs` must be sorted newest first."""
     tags = [run.data.tags for run in runs if run.data.tags.get("kind") == "member"]
     return {entry["recipe"]: entry[RUN_COLOUR_TAG] for entry in tags if {"recipe", RUN_COLOUR_TAG} <= entry.keys()}
 

@@ -1,7 +1,7 @@
-"""Saved views of MLflow's interface: a finished chart behind one link.
+"""Make saved views of MLflow's interface, which open a configured chart or table by a link.
 
 A view is an experiment tag `mlflow.sharedViewState.<id>` with the state of MLflow's run page. The state is internal to
-MLflow's interface and not an API; tests/sweeps/tracking/test_browser.py checks it with the pinned version.
+MLflow's interface and not an API. tests/sweeps/tracking/test_browser.py checks it with the pinned version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from sweeps.tracking.store import SWEEP_TAG
 
 VIEW_TAG = "mlflow.sharedViewState."
 RANK_KEY = "rank/place"
-BAND_KEY = "Fitted pass rate"  # of the fit run and both band runs: their mean is the fitted curve, their range the band
+# Metric of the fit run and both band runs: their mean is the fitted curve, and their range the band.
+BAND_KEY = "Fitted pass rate"
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,10 @@ def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[st
 def scaling_state(
     sweep_key: str, keys: ChartKeys, logarithmic: ChartRange, linear: ChartRange, lines: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the view state with points, curve and band of one sweep, grouped by `line`: over log10, then linear.
+    """Make the state of a view with points, curves and bands of one sweep, over log10 of compute and over compute.
 
-    `lines` are the values of that tag. Their groups are collapsed, so that the list next to the chart has one row per
-    line and no band runs. MLflow draws only the first hundred runs; sorted by rank, these are complete recipes.
+    Runs are grouped by the tag `line`, with the values `lines`. The groups are collapsed, so that the list next to the
+    chart has one row per line and no band runs. MLflow draws only the first hundred runs, so runs are sorted by rank.
     """
     return _state(
         # Runs without the metric (the parent, recipes with a refused fit) would only crowd the legend.
@@ -146,10 +147,12 @@ def scaling_state(
 
 
 def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """Make the view state of a sweep's members by their recipes' rank: a table, then parallel coordinates.
+    """Make the state of a view with a sweep's members, sorted by rank: a table and parallel coordinates.
 
-    `columns` are metrics and tags as MLflow's table names them; their widths fit a page of 1400 pixels. A run without
-    one of the metrics `charted` is not drawn; the last metric determines the colour.
+    Args:
+        sweep_key: value of the tag `scalerl.sweep`.
+        charted: metrics of the parallel coordinates; the last determines the colour. A run that lacks one is not drawn.
+        columns: columns of the table, by MLflow's names; their widths fit a page of 1400 pixels.
     """
     widths = {"attributes.`Run Name`": 240, "runDateAndNestInfo": 140}
     order = [*widths, *columns]
@@ -168,7 +171,7 @@ def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]
 
 
 def recipes_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """Make the view state of a sweep's recipes by rank, one row each: a table of their fits, see `ranking_state`."""
+    """Make the state of a view with a sweep's recipes, sorted by rank: a table of their fits, see `ranking_state`."""
     return ranking_state(sweep_key, charted, columns) | {
         "searchFilter": f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND tags.kind = 'fit'",
         "compareRunSections": [_section("ranking", "Recipes")],
@@ -176,13 +179,13 @@ def recipes_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]
 
 
 def encode_view(name: str, state: dict[str, Any], created_ms: int) -> str:
-    """Encode a view as the value of its tag, compressed (tags have up to 20,000 characters; on older servers 5,000)."""
+    """Encode a view as the value of its tag, compressed: tags have at most 20,000 characters, on old servers 5,000."""
     packed = base64.b64encode(zlib.compress(json.dumps(state, allow_nan=False).encode())).decode()
     return json.dumps({"name": name, "createdAt": created_ms, "state": f"deflate;{packed}"})
 
 
 def link(experiment_id: str, view_id: str, mode: str = "CHART") -> str:
-    """Return the URL fragment that opens a view as charts, or as a list of runs (mode TABLE)."""
+    """Return the URL fragment that opens a view as charts (mode CHART) or as a table of runs (mode TABLE)."""
     return (
         f"#/experiments/{experiment_id}/runs?viewStateShareKey={view_id}"
         f"&compareRunsMode={mode}&workflowType=machine_learning"
@@ -191,14 +194,14 @@ def link(experiment_id: str, view_id: str, mode: str = "CHART") -> str:
 
 @dataclass(frozen=True)
 class UiCommand:
-    """Shell command that opens a store's interface (None if a server already runs), and the full address."""
+    """Shell command that starts MLflow's interface (None if the store is a server), and the full address."""
 
     command: str | None
     url: str
 
 
 def ui_command(uri: str, link: str, port: int = 5000) -> UiCommand:
-    """Return the command that opens MLflow's interface on this store, only on loopback, and the link's full address.
+    """Return the command that starts MLflow's interface for a store, on loopback only, and the link's full address.
 
     Raises:
         UserError: MLflow cannot open the URI.

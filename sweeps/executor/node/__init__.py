@@ -1,5 +1,6 @@
-"""Protocol between a study and the nodes of a cluster of any kind. Both sides must see the study's directory.
+"""Run members on the nodes of a cluster of any kind, which share the study's directory with the controller.
 
-`manifest` is written before members are submitted. On a node the cluster's own folder calls `entry.run_task`, which
-runs one member and writes its `attempts` record. `ending` reads from that record and the logs why a job ended.
+`manifest` is written before members are submitted. On a node, the code for the kind of cluster calls `entry.run_task`,
+which runs one member and writes its `attempts` record. `ending` finds out from that record and the logs why a job
+ended.
 """

@@ -1,7 +1,7 @@
-"""Attempt records of a run: each job writes one small file about when it began and how it ended.
+"""Attempt records of a run: each start of a job writes one small file about when it began and how it ended.
 
-`runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` has a line when the attempt begins and one when it ends.
-Each file has one writer: two copies of a job on two nodes never append to the same file.
+`runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` gets a line when the attempt begins, and another when it
+ends. Each file has one writer: two copies of a job on two nodes never append to the same file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.executor.error_signatures import OF_A_PEER
+from sweeps.executor.error_signatures import PEER_FAILURES
 from sweeps.redact import redact
 from sweeps.run.files import append_lines, parse_lines, read_json, write_json
 
@@ -26,16 +26,18 @@ class Attempt:
     """One job's work on a run.
 
     Attributes:
-        submission, job, restart: name of the submission, the cluster's id of the job, and its restart count: a
-            requeued job keeps its id.
+        submission, job, restart: name of the submission, the cluster's id of the job, and the job's restart count,
+            because a requeued job keeps its id.
         node: name of the node, as the cluster knows it.
-        began, ended: seconds by the node's own clock, for display; `ended` is None while it runs, or if it was killed.
-        step: step of the checkpoint that it resumed from; -1 if it started from nothing.
-        outcome: `finished`, `failed`, `interrupted` (saved, and asked to be requeued), `stopped` (saved, no requeue),
-            or None.
-        kind, reason: why it failed or was interrupted.
-        culprit: the node of the rank that failed, if that is not the node of rank 0, which writes this record.
-        number: one more than the largest number among the run's attempts at its begin; 0 in files of earlier versions.
+        began, ended: seconds by the node's clock, for display. `ended` is None while the attempt runs, or if it was
+            killed.
+        step: step of the checkpoint from which the attempt resumed; -1 if it started without a checkpoint.
+        outcome: `finished`, `failed`, `interrupted` (saved, asked for a requeue), `stopped` (saved, no requeue); None
+            if the attempt has recorded no end.
+        kind, reason: kind of failure and message of an attempt that failed or was interrupted; None otherwise.
+        culprit: node of the rank that failed first, if it recorded this; None otherwise.
+        number: number of the attempt, from 1; attempts that began at the same time may have the same. 0 in files of
+            earlier versions.
     """
 
     submission: str
@@ -53,7 +55,7 @@ class Attempt:
 
     @property
     def failure(self) -> tuple[str | None, str | None] | None:
-        """Kind and reason of its failure, both None if it finished; None if it recorded no end."""
+        """Kind and reason of the failure; (None, None) if the attempt finished; None if it has recorded no end."""
         if self.outcome == "finished":
             return None, None
         if self.outcome == "interrupted":
@@ -64,12 +66,18 @@ class Attempt:
 
 
 def log_mark(submission: str, job: str, restart: int) -> str:
-    """Return the line that marks the begin of an attempt in its ranks' logs, to which all attempts append."""
+    """Return the line that marks the start of an attempt in the logs, to which all attempts of a run append."""
     return f"--- job {job}, start {restart} ({submission})"
 
 
 class AttemptLog:
-    """Writer of one attempt's file; `clock` is the node's own."""
+    """Writer of one attempt's file.
+
+    Args:
+        run_dir: the run's folder.
+        submission, job, restart, node: see `Attempt`.
+        clock: seconds of the node's clock, replaceable in tests.
+    """
 
     def __init__(
         self,
@@ -83,22 +91,22 @@ class AttemptLog:
         self._run_dir = run_dir
         self._clock = clock
         self._path = run_dir / ATTEMPTS_DIR / f"{job}-{restart}-{submission}.jsonl"
-        self._who = {"submission": submission, "job": job, "restart": restart, "node": node}
+        self._identity = {"submission": submission, "job": job, "restart": restart, "node": node}
 
     def begin(self, step: int) -> None:
         """Record that the member is about to run, from the checkpoint at `step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         number = 1 + max((each.number for each in attempts(self._run_dir)), default=0)
-        self._write({**self._who, "number": number, "began": self._clock(), "step": step})
+        self._write({**self._identity, "number": number, "began": self._clock(), "step": step})
 
     def end(self, outcome: str, kind: str | None = None, reason: str | None = None) -> None:
-        """Record how the attempt ended; secrets in the reason are redacted."""
+        """Record how the attempt ended, see `Attempt`; secrets in the reason are redacted."""
         self._write({"ended": self._clock(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
 
-    def follower_failed(self, rank: int, kind: str, reason: str) -> None:
+    def record_follower_failure(self, rank: int, kind: str, reason: str) -> None:
         """Record that a rank other than rank 0 failed, in a separate file because each file has one writer."""
         entry = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
-        entry["culprit"] = self._who["node"]
+        entry["culprit"] = self._identity["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._path.with_suffix(f".rank{rank}"), entry)
 
@@ -112,7 +120,7 @@ def attempts(run_dir: Path) -> list[Attempt]:
         paths = list((run_dir / ATTEMPTS_DIR).iterdir())
     except OSError:
         return []
-    found = []
+    results = []
     for path in paths:
         if path.suffix != ".jsonl":
             continue
@@ -122,26 +130,26 @@ def attempts(run_dir: Path) -> list[Attempt]:
         except OSError:
             continue
         for line in lines:
-            # A cluster may start a job again without counting the restart: the later attempt counts.
+            # A cluster may start a job again without counting the restart: use the later start.
             entry = dict(line) if "began" in line else {**entry, **line}
-        if entry.get("kind") in OF_A_PEER or "outcome" not in entry:
-            entry |= _of_followers(path)  # the rank that failed first has the cause
+        if entry.get("kind") in PEER_FAILURES or "outcome" not in entry:
+            entry |= _follower_failure(path)  # another rank failed first, and recorded the cause
         if "began" in entry:
             with suppress(TypeError, ValueError):
                 attempt = Attempt(**entry)
-                found.append(replace(attempt, number=int(attempt.number), restart=int(attempt.restart)))
-    return _in_order(found)
+                results.append(replace(attempt, number=int(attempt.number), restart=int(attempt.restart)))
+    return _sorted_attempts(results)
 
 
-def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
-    """Sort attempts by number, and the starts of one job by their restart count.
+def _sorted_attempts(unsorted: Sequence[Attempt]) -> list[Attempt]:
+    """Sort attempts by number, and the starts of one job by restart count.
 
-    The count is needed because a start may not have seen the file of the one before. Attempts without numbers are
-    sorted by job id, which grows, then by the count.
+    The restart count is needed because a start may not see the file of the previous start yet, and then gets the same
+    number. Attempts without numbers are sorted by job id, which grows, then by restart count.
     """
     newest: dict[tuple[str, str], int] = {}
     keyed = []
-    for attempt in sorted(found, key=lambda each: each.restart):
+    for attempt in sorted(unsorted, key=lambda each: each.restart):
         job = attempt.submission, attempt.job
         newest[job] = max(newest.get(job, 0), attempt.number)
         ids = tuple(int(part) for part in re.findall(r"\d+", str(attempt.job)))
@@ -149,7 +157,8 @@ def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
     return [attempt for _, attempt in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def _of_followers(path: Path) -> dict[str, Any]:
+def _follower_failure(path: Path) -> dict[str, Any]:
+    """Return the failure that a rank other than 0 recorded next to an attempt's file; empty without one."""
     for other in sorted(path.parent.glob(f"{path.stem}.rank*")):
         if entry := read_json(other):
             return entry

@@ -1,4 +1,4 @@
-"""Ends of jobs, from the records that they wrote and from their logs."""
+"""Determine how jobs ended, from their attempt records and logs."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ from pathlib import Path
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import KINDS
 from sweeps.executor.node.attempts import Attempt, attempts, log_mark
-from sweeps.run.interruption import stop_asked
+from sweeps.run.interruption import requested_stop
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.progress import is_done, trouble
 from sweeps.run.spec import budget_of
 
-# These failures are reported even for a member that was asked to stop.
-_OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
-# Bytes of a log's end to read: enough for a crash of native code, which prints a stack for each thread.
+# Failures that are reported even for a member that was asked to stop.
+_ALWAYS_REPORTED = frozenset({"error", "out_of_memory", "disk_full"})
+# Number of bytes to read at the end of a log: enough for a crash of native code, which prints every thread's stack.
 _LOG_TAIL = 1 << 16
 
 
 def newest_attempt(run_dir: Path, submission: str, job: str) -> Attempt | None:
-    """Return the record of a job's newest start; None without one."""
-    own = [attempt for attempt in attempts(run_dir) if (attempt.submission, attempt.job) == (submission, job)]
-    return own[-1] if own else None
+    """Return the attempt record of a job's newest start; None without a record."""
+    starts = [attempt for attempt in attempts(run_dir) if (attempt.submission, attempt.job) == (submission, job)]
+    return starts[-1] if starts else None
 
 
 def outcome_of(
     member: Launch, kind: str | None, reason: str | None, attempt: Attempt | None, node: str | None
 ) -> Outcome:
-    """Return the outcome of an ended job, whose failure counts only if the member's journal agrees.
+    """Return the outcome of an ended job, checked against the member's journal and stop file.
 
     Args:
         member: the job's member.
-        kind, reason: of the failure; None if the job finished.
-        attempt: the job's own record; None without one.
-        node: the node to blame for the failure.
+        kind, reason: kind and message of the failure; None if the job finished.
+        attempt: the job's attempt record; None without a record.
+        node: node to blame for the failure; None for no node.
     """
     run, run_dir = member.run, member.run_dir
     if kind is None:
-        # The job finished but the journal is not done: it is unreadable, or the budget was raised since the start.
+        # If the job finished but the journal is not done, the journal is damaged, or the budget was raised meanwhile.
         steps = budget_of(run_dir)
-        if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):
-            return Outcome(run, 1, "error", wrong)
+        if (steps is None or not is_done(run_dir, steps, run)) and (damage := trouble(run_dir, run)):
+            return Outcome(run, 1, "error", damage)
         return Outcome(run, 0, "outgrown", KINDS["outgrown"][0], attempt.node if attempt else None)
-    if kind not in _OWN_FAULT and (asked := stop_asked(run_dir)):
-        # a study's request to stop wins: the member must not be retried
-        return Outcome(run, 1, "stopped", asked)
+    if kind not in _ALWAYS_REPORTED and (stop_reason := requested_stop(run_dir)):
+        # The study's request to stop takes precedence, so that the member is not retried.
+        return Outcome(run, 1, "stopped", stop_reason)
     return Outcome(run, 1, kind, reason, node)
 
 
-def last_words(logs: Sequence[Path], lines: int = 5) -> str:
-    """Return the last lines of the batch logs, joined into one of at most 2000 characters."""
-    said_lines = [line.strip() for path in logs for line in _tail(path)[0].splitlines() if line.strip()]
-    return " / ".join(said_lines[-lines:])[-2000:]
+def last_log_lines(logs: Sequence[Path], lines: int = 5) -> str:
+    """Return the last lines of the batch logs, joined into one line of at most 2000 characters."""
+    nonempty_lines = [line.strip() for path in logs for line in _tail(path)[0].splitlines() if line.strip()]
+    return " / ".join(nonempty_lines[-lines:])[-2000:]
 
 
 def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
-    """Return the end of the logs of a job's last start: of the batch script and of every rank."""
+    """Return the end of the logs of a job's last start: the batch logs, and the part of every rank's log."""
     texts = [_tail(path)[0] for path in logs]
     starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
     for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
-        text, whole = _tail(path)
-        _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
-        # A log without this attempt's mark belongs to other attempts, unless the tail may have cut the mark off.
-        texts.append(own if found or not whole else "")
+        text, is_whole = _tail(path)
+        _, mark, after_mark = text.rpartition(log_mark(submission, job, max(starts)))
+        # Without the mark, the text belongs to earlier attempts, unless the mark is before the part that was read.
+        texts.append(after_mark if mark or not is_whole else "")
     return "\n".join(texts)
 
 

@@ -1,7 +1,8 @@
-"""Entry point on a node of a cluster: runs one member of a submission as one task of a job.
+"""Entry point on a node of a cluster: run one member of a submission as one task of a job.
 
-The warning before a time limit or a preemption (SIGUSR2) and SIGTERM set a flag. The run saves a checkpoint at the next
-step boundary, and this module asks for a requeue by a file, whose path the job's script exports.
+SIGUSR2, the cluster's warning before a time limit or a preemption, and SIGTERM set a flag. The run then saves a
+checkpoint at the next step boundary, and this module asks for a requeue by creating a file, whose path the job's script
+exports.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sweeps.executor.base import load_entry
-from sweeps.executor.error_signatures import OF_A_PEER
+from sweeps.executor.error_signatures import PEER_FAILURES
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
 from sweeps.executor.node.attempts import Attempt, AttemptLog, attempts, log_mark
 from sweeps.executor.node.manifest import wait_for_manifest
 from sweeps.redact import redact
 from sweeps.run.activity import activity
 from sweeps.run.gpu import REQUIRED, check_gpu
-from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
+from sweeps.run.interruption import RunInterruptedError, interruption, requested_stop
 from sweeps.run.job import Job, current, enter
 from sweeps.run.journal import LOG_FILE, covered_step
 
-# Variables of a job's script: the file that asks for a requeue, and the time at which the job began.
+# Variables that a job's script exports: path of the file that asks for a requeue, and time at which the job began.
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
 BEGAN_VARIABLE = "SCALERL_BEGAN"
 
-# Exit code of a member that ran out of disk space, and so may be unable to record the failure in a file.
+# Exit code of a member that ran out of disk space, because it may be unable to record the failure in a file.
 DISK_FULL_CODE = errno.ENOSPC
 
-# Seconds by which a cluster may send its warning earlier than requested.
+# A cluster may send its warning up to this many seconds earlier than requested.
 _EARLY_S = 75.0
 
 
@@ -55,7 +56,7 @@ def run_task(folder: Path, member: Path | int, job: Job) -> NoReturn:
 
 
 def _end_process(code: int) -> NoReturn:
-    """End by `os._exit`: library threads that hang at exit must not keep the allocation."""
+    """End this process by `os._exit`, because library threads that hang at exit would keep the allocation."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -84,7 +85,7 @@ def _run(folder: Path, member: Path | int) -> int:
 def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: AttemptLog) -> int:
     """Run the member as rank 0, which writes the attempt record, and return the exit code."""
     step = checkpoint_step(run_dir)
-    # Read before this attempt is recorded, or it would count as one that ended without a checkpoint.
+    # Read the earlier attempts before this attempt is recorded, or it would be counted as idle.
     earlier = attempts(run_dir)
     try:
         log.begin(step)
@@ -98,22 +99,22 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
             print(reason, flush=True)
             log.end("failed", "gave_up", reason)
             return 1
-        if asked := stop_asked(run_dir):  # asked while the job was queued
+        if asked := requested_stop(run_dir):  # asked while the job was queued
             log.end("stopped", "stopped", asked)
             return 0
         _check_gpu()
         load_entry(manifest["entry"])(run_dir)
     except RunInterruptedError as error:
-        if asked := stop_asked(run_dir):
+        if asked := requested_stop(run_dir):
             with suppress(OSError):
                 log.end("stopped", "stopped", asked)
             return 0
-        return _interrupted(manifest, log, earlier, began, str(error))
+        return _record_interruption(manifest, log, earlier, began, str(error))
     except BaseException as error:
         # Write the record and the traceback separately: either may fail, for example on a full disk.
         kind = kind_of(error)
         reason = first_line(error)
-        # a single task was not killed by a peer: it lost its command or its lease
+        # With a single task, `killed` means that it lost its command or its lease, not another rank.
         if kind == "killed" and current().step_tasks() > 1:
             reason = "another rank of the job died; its log is log.rank<number>.txt"
         with suppress(OSError):  # with a full disk the exit code is the only record
@@ -125,12 +126,16 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
     return 0
 
 
-def _interrupted(
+def _record_interruption(
     manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
 ) -> int:
     """Record an interruption of a saved run, ask the job's script for a requeue, and return the exit code."""
-    # The same signal comes before a time limit and before a preemption. The time tells them apart.
-    kind = "time_limit" if time.time() >= _end(manifest, began) - manifest["signal_delay_s"] - _EARLY_S else "preempted"
+    # The same signal warns of a time limit and of a preemption: distinguish them by the time.
+    kind = (
+        "time_limit"
+        if time.time() >= _time_limit_at(manifest, began) - manifest["signal_delay_s"] - _EARLY_S
+        else "preempted"
+    )
     limit = manifest["max_num_timeout"]
     reached = 1 + sum(attempt.job == current().job_id() and attempt.kind == "time_limit" for attempt in earlier)
     if kind == "time_limit" and limit is not None and reached > limit:
@@ -150,18 +155,21 @@ def _interrupted(
     return code
 
 
-def _end(manifest: Mapping[str, Any], began: float) -> float:
-    """Return the time at which the job's limit is reached, by this node's clock.
+def _time_limit_at(manifest: Mapping[str, Any], began: float) -> float:
+    """Return the time in seconds at which the job's limit is reached, by this node's clock.
 
-    A cluster gives start and end by its own clock, which may be minutes off; only their difference is used.
-    `began` is the start of this process, later than the start of the job by the set-up commands. It is used if the
-    job's script does not say when it began.
+    Of the cluster's start and end times only the difference is used, because the cluster's clock may be minutes off.
+
+    Args:
+        manifest: the submission's manifest.
+        began: start of this process, after the set-up commands of the job; used if the job's script has not exported
+            its own start.
     """
     return float(os.environ.get(BEGAN_VARIABLE) or began) + (current().length_s() or manifest["timeout_min"] * 60)
 
 
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptLog) -> int:
-    """Run the member as a rank other than 0. It only trains, and records nothing unless it fails first."""
+    """Run the member as a rank other than 0, which records nothing unless it fails first; return the exit code."""
     try:
         _check_gpu()
         load_entry(manifest["entry"])(run_dir)
@@ -169,16 +177,16 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
         return 0
     except BaseException as error:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-        # If rank 0 has failed or is gone, this rank is not to blame.
-        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in OF_A_PEER:
+        # If this rank failed because rank 0 has failed or is gone, rank 0 has the cause.
+        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in PEER_FAILURES:
             with suppress(OSError):
-                log.follower_failed(rank, kind, f"rank {rank}: {first_line(error)}")
+                log.record_follower_failure(rank, kind, f"rank {rank}: {first_line(error)}")
         return 1
     return 0
 
 
 def idle_attempts(earlier: list[Attempt], step: int) -> int:
-    """Count the most recent attempts in a row that began at this checkpoint and ended without a new one."""
+    """Count the latest attempts in a row that began at the checkpoint of `step` and ended without a newer one."""
     count = 0
     for attempt in reversed(earlier):
         if attempt.step != step or attempt.outcome not in (None, "interrupted"):
@@ -188,13 +196,13 @@ def idle_attempts(earlier: list[Attempt], step: int) -> int:
 
 
 def checkpoint_step(run_dir: Path) -> int:
-    """Return the step of the last checkpoint in the journal, -1 if there is none."""
+    """Return the step of the last checkpoint in the journal; -1 without a checkpoint or a journal."""
     step = covered_step(run_dir)
     return -1 if step is None else step
 
 
 def _check_gpu() -> None:
-    """Check for a GPU before a model is loaded, if the job asks for one. Training checks again through the driver."""
+    """Check for a GPU before a model is loaded, if the job requests one. Training checks again through the driver."""
     if REQUIRED in os.environ:
         check_gpu()
 

@@ -1,8 +1,8 @@
-"""Manifest of a submission, members that are submitted together under a name that is used once.
+"""Manifest of a submission: what a job needs to know about the members that are submitted together.
 
-Everything that a job needs is written to `<study>/jobs/<submission>/` before it is submitted:
+It is written to `<study>/jobs/<submission>/` before the jobs are submitted:
 
-    submission.json   members in the order of their jobs, the entry, limits, the code's commit
+    submission.json   members in the order of their jobs, the entry function, limits, the code's commit
     code.diff         uncommitted changes of the working tree
 """
 
@@ -23,7 +23,7 @@ from sweeps.run.provenance import checkout
 JOBS_DIR = "jobs"
 MANIFEST_FILE = "submission.json"
 DIFF_FILE = "code.diff"
-# Timeout for a file written before submission to become visible through a network file system.
+# Seconds within which a file becomes visible on a node through a network file system.
 _VISIBLE_S = 60.0
 
 
@@ -41,13 +41,13 @@ def write_manifest(
     """Write the files that the jobs of a submission need.
 
     Args:
-        folder: folder of the submission, with its name.
+        folder: folder of the submission; its last part is the submission's name.
         members: members in the order of their jobs.
         entry: `module:function`, called with a member's directory.
-        limits: `timeout_min`, a job's time limit; `signal_delay_s`, the seconds before it at which the job is warned;
-            `max_num_timeout`, the number of times that it may be reached, or None; `gpus`, whether a job that sees no
-            GPU must fail.
-        settings: all settings of the jobs, for readers.
+        limits: `timeout_min`, a job's time limit; `signal_delay_s`, how many seconds before the limit a job is warned;
+            `max_num_timeout`, how often a member may reach the limit, None for any number; `gpus`, whether a job must
+            fail if it sees no GPU.
+        settings: all settings of the jobs, for people who read the file.
     """
     manifest = {
         "submission": folder.name,
@@ -76,7 +76,7 @@ def wait_for_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a submission on a node.
 
     Raises:
-        FileNotFoundError: it has not become visible within a minute.
+        FileNotFoundError: the manifest has not become visible within a minute.
     """
     path = folder / MANIFEST_FILE
     deadline = time.monotonic() + _VISIBLE_S

@@ -1,9 +1,9 @@
-"""SLURM executor: members run as jobs of a cluster.
+"""Run members as jobs of a SLURM cluster.
 
-`executor` has the entry of the registry, and on the login node it follows jobs. `submitter` lets `submission` freeze
-the members and asks `scheduler` to submit them, which `handover` does through submitit. `ending` finds out why a job
-ended. On a compute node submitit calls `job`, which runs one member by `node.entry`; `job_artifacts` lists the files
-that a job left.
+On the login node, `executor` follows the jobs. `submitter` submits members in batches: `submission` writes the files
+that the jobs need, and `scheduler` calls SLURM, through `handover` and submitit. `ending` finds out why a job ended,
+also from the files that it left (`job_artifacts`). On a compute node, submitit calls `job`, which runs one member by
+`node.entry`.
 
     executor -> submitter -> submission -> Request -> scheduler -> handover -> submitit -> sbatch
         ^                                                 |                                   |

@@ -1,4 +1,4 @@
-"""Why a job ended: from SLURM's view of it, the job's own record, and its logs."""
+"""Find out why a job ended: from SLURM's description of the job, the job's attempt record, and its logs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sweeps.executor.base import Launch, Outcome
-from sweeps.executor.error_signatures import shown_in
+from sweeps.executor.error_signatures import classify_log
 from sweeps.executor.failure import KINDS
 from sweeps.executor.node.attempts import Attempt, attempts
-from sweeps.executor.node.ending import end_of_logs, last_words, newest_attempt, outcome_of
+from sweeps.executor.node.ending import end_of_logs, last_log_lines, newest_attempt, outcome_of
 from sweeps.executor.node.entry import DISK_FULL_CODE
 from sweeps.executor.slurm.job_artifacts import JobArtifacts
 from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo
@@ -27,10 +27,11 @@ _KIND_OF_STATE = {
     "REVOKED": "cancelled",
 }
 
-# Messages of slurmd about a task that was killed for its memory, for when the job's state does not show it.
+# Messages of slurmd about a task that was killed for its memory, in case the job's state does not show it.
 _OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?kill|out of memory")
 
-# srun's message with the node of a task that was killed. Tasks that exited by themselves failed as a consequence.
+# srun's message with the node of a task that was killed. Tasks that exited by themselves are not matched, because they
+# failed as a consequence.
 _TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
 
 # slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it indefinitely.
@@ -43,9 +44,10 @@ class FollowedJob:
 
     Attributes:
         launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
-        info: the scheduler's newest view of the job; None if it has none.
+        info: the scheduler's newest description of the job; None without one.
         missing_since: time of the executor's clock when the queue first lacked the job; None while it is listed.
-        suspect: True if the job had ended at the last poll; SLURM may still requeue it.
+        had_ended: whether the job had ended at the last poll. SLURM may still requeue it.
+        seen_alive: whether the queue has listed the job as not ended since this process follows it.
     """
 
     launch: Launch
@@ -53,8 +55,8 @@ class FollowedJob:
     job: str
     info: JobInfo | None = None
     missing_since: float | None = None
-    suspect: bool = False
-    seen: bool = True  # the queue has listed it, not ended, since this process follows it
+    had_ended: bool = False
+    seen_alive: bool = True
 
 
 class JobEndings:
@@ -69,78 +71,84 @@ class JobEndings:
         self._artifacts: dict[str, JobArtifacts] = {}
 
     def forget(self) -> None:
-        """Drop the listings of submission folders, because running jobs add files."""
+        """Drop the listings of submission folders, because running jobs add files to them."""
         self._artifacts.clear()
 
-    def left_by(self, submission: str) -> JobArtifacts:
-        """Return the files of a submission's jobs, as of the first call since `forget`."""
+    def artifacts_of(self, submission: str) -> JobArtifacts:
+        """Return the files of a submission's jobs, as they were at the first call after `forget`."""
         if submission not in self._artifacts:
             self._artifacts[submission] = JobArtifacts(self._study, submission)
         return self._artifacts[submission]
 
     def was_refused(self, info: JobInfo | None, member: Launch) -> bool:
-        """Return whether SLURM lists a job that it did not accept: its record says ended, but it never started."""
+        """Return whether SLURM lists a job that it has refused: one that has ended but never started."""
         if info is None or info.state not in ENDED:
             return False
         began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
-        return not began and not self.left_by(member.submission or "").starts(info.job)
+        return not began and not self.artifacts_of(member.submission or "").starts(info.job)
 
-    def last_attempt(self, each: FollowedJob, outcome: bool = False) -> Attempt | None:
-        """Return the record of a job's newest start; None without one, or (with `outcome`) without its end."""
-        attempt = newest_attempt(each.launch.run_dir, each.submission, each.job)
+    def last_attempt(self, job: FollowedJob, outcome: bool = False) -> Attempt | None:
+        """Return the attempt record of a job's newest start.
+
+        None without a record, or, if `outcome` is true, if the record has no end.
+        """
+        attempt = newest_attempt(job.launch.run_dir, job.submission, job.job)
         if attempt is None or (outcome and attempt.outcome is None):
             return None
-        # A later start that never reached the member must not be judged by the record of an earlier start.
-        newest = max(self.left_by(each.submission).starts(each.job), default=0)
+        # If the newest start never reached the member, the record is of an earlier start.
+        newest = max(self.artifacts_of(job.submission).starts(job.job), default=0)
         return attempt if attempt.restart >= newest else None
 
-    def outcome(self, each: FollowedJob, nodes: int) -> Outcome:
+    def outcome(self, job: FollowedJob, nodes: int) -> Outcome:
         """Classify an ended job that had this many nodes, by scheduler, attempt record, logs and journal."""
-        logs = self.left_by(each.submission).logs(each.job)
-        attempt = self.last_attempt(each)
+        logs = self.artifacts_of(job.submission).logs(job.job)
+        attempt = self.last_attempt(job)
         kind, reason = why_ended(
-            each.info,
+            job.info,
             attempt,
-            lambda: last_words(logs),
-            lambda: end_of_logs(logs, each.launch.run_dir, each.submission, each.job),
-            self.left_by(each.submission).handed_over(each.job),
+            lambda: last_log_lines(logs),
+            lambda: end_of_logs(logs, job.launch.run_dir, job.submission, job.job),
+            self.artifacts_of(job.submission).has_pickle(job.job),
         )
-        return outcome_of(each.launch, kind, reason, attempt, _to_blame(each, attempt, nodes, logs))
+        return outcome_of(job.launch, kind, reason, attempt, _to_blame(job, attempt, nodes, logs))
 
 
-def _to_blame(each: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequence[Path]) -> str | None:
-    """Return the node to exclude from the next attempt. For a job of several nodes: the one named by a rank or srun."""
+def _to_blame(job: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequence[Path]) -> str | None:
+    """Return the node to blame for a failure; None if unknown.
+
+    For a job of several nodes, this is the node that a failed rank has recorded, or that srun names.
+    """
     if nodes > 1:
         if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
             return attempt.culprit or attempt.node  # the failed rank recorded its node
-        died = _TASK_DIED.search(last_words(logs, lines=100))
-        return died[1] if died else None
-    return attempt.node if attempt else (each.info.node or None if each.info else None)
+        killed_task = _TASK_DIED.search(last_log_lines(logs, lines=100))
+        return killed_task[1] if killed_task else None
+    return attempt.node if attempt else (job.info.node or None if job.info else None)
 
 
 def launch_failed(info: JobInfo) -> bool:
-    """Return True if SLURM failed to launch the job and now holds it in the queue indefinitely."""
+    """Return whether SLURM failed to launch the job and holds it in the queue indefinitely."""
     return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
 
 
 def why_ended(
     info: JobInfo | None,
     attempt: Attempt | None,
-    last_words: Callable[[], str],
+    last_log_lines: Callable[[], str],
     logs: Callable[[], str] = lambda: "",
-    handed_over: bool = True,
+    has_pickle: bool = True,
 ) -> tuple[str | None, str | None]:
-    """Return kind and reason of a job's failure, both None if its member finished.
+    """Return kind and reason of a job's failure; (None, None) if its member finished.
 
-    All three sources are needed: a Python error and a lost node look alike to SLURM, and a killed job writes no record
-    of its end.
+    All three sources are needed: SLURM does not distinguish a Python error from a lost node, and a killed job writes no
+    record of its end.
 
     Args:
-        info: the scheduler's view of the job; None if it does not know it.
-        attempt: the job's own record; None if the member never began.
-        last_words: reads the last lines of the batch log; like `logs`, it is called only if needed.
+        info: the scheduler's description of the job; None if the scheduler does not know the job.
+        attempt: the job's attempt record; None if the member never began.
+        last_log_lines: reads the last lines of the batch log; like `logs`, it is called only if needed.
         logs: reads the end of the logs of the batch script and of every rank.
-        handed_over: whether the job has the pickle that submitit starts from.
+        has_pickle: whether the job has the pickle that submitit starts from.
     """
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":
@@ -153,7 +161,7 @@ def why_ended(
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if recorded and attempt and attempt.outcome != "interrupted":
-        return recorded  # by itself; an interrupted job may have been ended by SLURM since
+        return recorded  # after an interruption, SLURM may have ended the job, so check its state first
     if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
         return "disk_full", KINDS["disk_full"][0]
     kind = _KIND_OF_STATE.get(state)
@@ -162,15 +170,15 @@ def why_ended(
         return kind, KINDS[kind][0] + node
     if recorded:
         return recorded
-    if attempt is None and not handed_over:
+    if attempt is None and not has_pickle:
         return "half_submitted", KINDS["half_submitted"][0]
     if info is None:
         return "lost", "the scheduler no longer knows the job, and it left no last word"
     detail = f"SLURM says {state}" + (f", exit code {info.exit_code}" if info.exit_code else "")
-    words = last_words()
+    words = last_log_lines()
     if _OUT_OF_MEMORY.search(words):
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
-    if shown := shown_in(f"{logs()}\n{words}"):
+    if shown := classify_log(f"{logs()}\n{words}"):
         kind, line = shown
         return kind, f"{line} ({detail}, on {attempt.node if attempt else info.node})"
     if attempt is None:

@@ -1,4 +1,4 @@
-"""Executor for SLURM clusters: members become jobs that outlive the process that submitted them."""
+"""Executor for SLURM clusters: run members as jobs, which continue when the process that submitted them ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sweeps.run.interruption import ask_to_stop
 
 _log = logging.getLogger(__name__)
 
-# Accounting lags behind the queue: wait this long for its record of a job that left the queue.
+# Accounting lags behind the queue: seconds to wait for its record of a job that has left the queue.
 _ACCOUNTING_S = 15.0
 
 # Reasons for which a job never starts unless it is changed.
@@ -28,15 +28,13 @@ _NEVER_RUNS = (
     *("MaxWall", "MaxNodePerJob", "MaxCpuPerJob", "MaxMemPerLimit", "MaxGRESPerJob"),
 )
 
-# A job in one of these states may be requeued by SLURM itself, and be pending again a little later.
-_MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
+# SLURM itself may requeue a job in one of these states, so that it is pending again a little later.
+_MAY_BE_REQUEUED = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
 
 @dataclass
 class ClusterExecutor:
-    """Submits members as job arrays and follows them by the scheduler's queue.
-
-    Holds the jobs that it follows, a `Submitter`, which submits members, and `JobEndings`, which classifies ended jobs.
+    """Submit members as job arrays, and follow them by the scheduler's queue.
 
     Args:
         study: the study's folder, on a file system that all nodes see.
@@ -58,24 +56,27 @@ class ClusterExecutor:
     sleep: Callable[[float], None] = time.sleep
     outlives: bool = field(default=True, init=False)
     _followed: dict[str, FollowedJob] = field(default_factory=dict, init=False)
-    _last_look: float = field(default=float("-inf"), init=False)
-    _silent: bool = field(default=False, init=False)
+    _last_query: float = field(default=float("-inf"), init=False)
+    _no_answer: bool = field(default=False, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
     _submitter: Submitter = field(init=False)
     _endings: JobEndings = field(init=False)
 
     def __post_init__(self) -> None:
-        given = (self.study, self.scheduler, self.settings, self.entry, self.threads, self.title, self.clock)
-        self._submitter, self._endings = Submitter(*given), JobEndings(self.study)
+        arguments = (self.study, self.scheduler, self.settings, self.entry, self.threads, self.title, self.clock)
+        self._submitter, self._endings = Submitter(*arguments), JobEndings(self.study)
 
     # --- submitting --------------------------------------------------------------------------------------
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """Return how many members fit one array and ask for the same resources; 0 during a backoff."""
+        """Return how many waiting members fit into one array and need the same resources; 0 during a backoff."""
         return self._submitter.next_batch(waiting)
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Submit members as one job, or one array; empty if the scheduler cannot accept them now.
+        """Submit members as one job, or one array.
+
+        Returns:
+            The job of each member, by identity; empty if the scheduler cannot accept them now.
 
         Raises:
             UserError: the scheduler will never accept them; nothing of this batch was submitted.
@@ -95,6 +96,9 @@ class ClusterExecutor:
         A job whose id was recorded is followed, even if the scheduler no longer lists it. If the id was not recorded,
         because the controller died while submitting, the job is searched by the name of its submission.
 
+        Returns:
+            The job of each member that was found, by identity.
+
         Raises:
             UserError: the scheduler does not answer, so it is unknown whether it accepted the interrupted submission.
         """
@@ -110,27 +114,29 @@ class ClusterExecutor:
             )
         for member in members:
             if member.job is not None and member.submission:
-                self._followed[member.run] = FollowedJob(member, member.submission, member.job, seen=False)
+                self._followed[member.run] = FollowedJob(member, member.submission, member.job, seen_alive=False)
                 found[member.run] = member.job
         self._endings.forget()
         ids = ids_in(queue)
         for member in unclear:
             assert member.submission is not None
-            left = self._endings.left_by(member.submission)
-            place = left.place(member.run)
+            artifacts = self._endings.artifacts_of(member.submission)
+            position = artifacts.position(member.run)
             # A job that ended before its id was recorded is identified by its log file.
-            job = ids.get(member.submission) or left.id()
-            if job is None or place is None:
+            job = ids.get(member.submission) or artifacts.id()
+            if job is None or position is None:
                 self._submitter.abandoned.add(member.submission)
                 continue
-            number, size = place
+            number, size = position
             name = names_of(job, size)[number]
             if self._endings.was_refused(queue.get(name), member):
                 continue
             if (info := queue.get(name)) is not None and info.state in QUEUED:
-                complete(left.folder, {name: member.run_dir})  # the controller may have died before it wrote the pickle
+                complete(
+                    artifacts.folder, {name: member.run_dir}
+                )  # the controller may have died before it wrote the pickle
             found[member.run] = name
-            self._followed[member.run] = FollowedJob(member, member.submission, name, seen=False)
+            self._followed[member.run] = FollowedJob(member, member.submission, name, seen_alive=False)
         return found
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
@@ -151,31 +157,31 @@ class ClusterExecutor:
         return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
 
     def settled(self) -> bool:
-        """Return True if the last query of the queue was answered and the state of every job is known."""
-        looked = self._last_look > float("-inf") and not self._silent
-        return looked and not any(each.missing_since is not None or each.suspect for each in self._followed.values())
+        """Return whether the last query of the queue was answered and the state of every job is known."""
+        looked = self._last_query > float("-inf") and not self._no_answer
+        return looked and not any(each.missing_since is not None or each.had_ended for each in self._followed.values())
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Return outcomes of jobs that have ended for good; the queue is queried every `poll_s` seconds at most."""
-        pause = self._last_look + self.settings.poll_s - self.clock()
+        """Return outcomes of jobs that have ended and will not be requeued; query the queue every `poll_s` seconds."""
+        pause = self._last_query + self.settings.poll_s - self.clock()
         if pause > 0:
             self.sleep(min(pause, timeout_s))
             if pause > timeout_s:
                 return []
-        self._last_look = self.clock()
-        return self.look()
+        self._last_query = self.clock()
+        return self.query()
 
-    def look(self) -> list[Outcome]:
+    def query(self) -> list[Outcome]:
         """Query the scheduler now, update the followed jobs, and return the outcomes of those that have ended."""
         queue = self.scheduler.queue()
         if queue is None:
-            if not self._silent:
+            if not self._no_answer:
                 _log.warning("cluster: the scheduler does not answer; jobs that run go on, and are asked for again")
-            self._silent = True
+            self._no_answer = True
             for each in self._followed.values():
-                each.missing_since = None  # no answer does not mean that a job is gone
+                each.missing_since = None  # without an answer it is unknown whether the job has gone
             return []
-        self._silent = False
+        self._no_answer = False
         self._endings.forget()
         self._cancel_abandoned(queue)
         gone: list[FollowedJob] = []
@@ -183,7 +189,7 @@ class ClusterExecutor:
         held: list[str] = []
         for each in self._followed.values():
             info = queue.get(each.job)
-            if info is None or not info.name.endswith(each.submission):  # another job that got the same id
+            if info is None or not info.name.endswith(each.submission):  # not listed, or another job with the same id
                 gone.append(each)
             else:
                 each.missing_since, each.info = None, info
@@ -191,17 +197,17 @@ class ClusterExecutor:
                     held.append(info.job)
                     ended.append(each)
                     continue
-                each.seen = each.seen or info.state not in ENDED
+                each.seen_alive = each.seen_alive or info.state not in ENDED
                 self._warn_if_it_waits_for_ever(info)
-                if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
+                if info.state in ENDED and (each.had_ended or info.state not in _MAY_BE_REQUEUED):
                     ended.append(each)
-                each.suspect = info.state in ENDED
+                each.had_ended = info.state in ENDED
         if held:
             self.scheduler.cancel(held)
         self._add_exit_codes([each for each in ended if each.info and each.info.state == "FAILED"])
-        ended += self._left_the_queue(gone)
+        ended += self._ended_outside_queue(gone)
         outcomes = [
-            replace(self._endings.outcome(each, self._submitter.nodes(each.launch)), earlier=not each.seen)
+            replace(self._endings.outcome(each, self._submitter.nodes(each.launch)), ended_before=not each.seen_alive)
             for each in ended
         ]
         for outcome in outcomes:
@@ -209,7 +215,7 @@ class ClusterExecutor:
         return outcomes
 
     def _add_exit_codes(self, failed: Sequence[FollowedJob]) -> None:
-        """Add the exit codes of failed jobs, for jobs that left no other record of why they ended."""
+        """Query the exit codes of failed jobs, because some have left no other record of why they ended."""
         known = self.scheduler.exit_codes([each.job for each in failed]) if failed else {}
         for each in failed:
             if each.info is not None:
@@ -223,8 +229,8 @@ class ClusterExecutor:
                 "cluster: job %s cannot start (%s); scancel it, and ask for what the cluster has", info.job, info.reason
             )
 
-    def _left_the_queue(self, gone: Sequence[FollowedJob]) -> list[FollowedJob]:
-        """Return the jobs missing from the queue that have ended, or that are lost after `lost_after_s`."""
+    def _ended_outside_queue(self, gone: Sequence[FollowedJob]) -> list[FollowedJob]:
+        """Return the jobs missing from the queue that have ended, or have been missing for `lost_after_s`."""
         if not gone:
             return []
         now = self.clock()
@@ -245,7 +251,7 @@ class ClusterExecutor:
         return ended
 
     def _cancel_abandoned(self, queue: Mapping[str, JobInfo]) -> None:
-        """Cancel jobs of submissions that were given up as lost but appear in the queue later."""
+        """Cancel jobs of submissions that were given up as lost but have appeared in the queue."""
         late = {
             info.job.split("_")[0]
             for info in queue.values()
@@ -255,17 +261,17 @@ class ClusterExecutor:
             self.scheduler.cancel(sorted(late))
 
     def close(self) -> None:
-        """Do nothing: submitted jobs outlive this process."""
+        """Do nothing: submitted jobs continue."""
 
 
 class SlurmCluster(JobSettings):
-    """SLURM as a kind of cluster (`sweeps.executor.clusters.Cluster`): settings of its jobs, and access to it."""
+    """SLURM as a kind of cluster (`sweeps.executor.clusters.Cluster`): settings of its jobs, and access to SLURM."""
 
     def scheduler(self) -> Slurm:
         """Return access to SLURM by its commands.
 
         Raises:
-            UserError: they are not in PATH.
+            UserError: the commands are not in PATH.
         """
         return Slurm(self.clusters)
 

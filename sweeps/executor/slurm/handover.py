@@ -1,12 +1,12 @@
-"""Hand a submission over to SLURM by submitit: one job, or one array, that runs `job.run_member` for each member.
+"""Submit members to SLURM through submitit: as one job or array, which runs `job.run_member` for each member.
 
-`python -m sweeps.executor.slurm.handover` does so in a separate process, which reads a `Request` and prints the result,
-both as JSON. There sbatch gets an environment without SLURM's options and a timeout, and a submission that has begun is
-completed even if the controller is killed.
+`python -m sweeps.executor.slurm.handover` does this in a separate process, which reads a `Request` and prints the
+result, both as JSON. There sbatch gets a timeout and an environment without SLURM's options, and a submission that has
+begun is completed even if the controller is killed.
 
-submitit calls sbatch first and writes the job's pickle under its final name afterwards. The pickle is missing if the
-submission dies in between, or if sbatch's answer is lost. `complete` writes it while the job is queued. A job that
-starts without a pickle waits for a minute and fails as `half_submitted`, which does not use up a retry.
+submitit calls sbatch first, and writes the job's pickle under its final name afterwards. The pickle is missing if the
+process dies in between, or if sbatch's answer is lost. `complete` writes it while the job is queued. A job that starts
+without a pickle waits for a minute and fails as `half_submitted`, which does not count as a retry.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Request:
     Attributes:
         folder: folder of the submission, to which submitit and SLURM write.
         members: folders of the members, in the order of the array's tasks.
-        parameters: of `submitit.SlurmExecutor.update_parameters`.
+        parameters: arguments of `submitit.SlurmExecutor.update_parameters`.
         python: command by which a job starts Python; None for this interpreter.
     """
 
@@ -52,7 +52,7 @@ class Request:
 
 
 def executor_of(request: Request) -> SlurmExecutor:
-    """Return submitit's executor; an invalid request raises here, before sbatch is called."""
+    """Make submitit's executor for a request; invalid parameters raise here, before sbatch is called."""
     from submitit import SlurmExecutor  # imported late: only the login node needs it, and it looks for srun
 
     executor = SlurmExecutor(request.folder, python=request.python)
@@ -75,11 +75,11 @@ def submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
 
 
 def complete(folder: Path, jobs: Mapping[str, Path]) -> None:
-    """Write the pickles that jobs still lack, as submitit would have. Errors of the disk are ignored.
+    """Write the pickles that jobs still lack, as submitit would have done. Errors of the disk are ignored.
 
     Args:
         folder: folder of the submission.
-        jobs: members' folders by the ids of their jobs.
+        jobs: folder of the member, by the id of its job.
     """
     from submitit import SlurmJob
     from submitit.helpers import DelayedSubmission
@@ -99,7 +99,7 @@ def pickle_of(job: str) -> str:
 
 
 def main() -> int:
-    """Submit the request on stdin. Print `{"job": id}`, or sbatch's refusal, or that the result is unknown."""
+    """Submit the request from stdin. Print `{"job": id}`, `{"refused": message}`, or `{"unclear": message}`."""
     request = Request(**json.load(sys.stdin))
     executor = executor_of(request)
     try:
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def _answer(error: Exception) -> dict[str, str]:
-    """Return sbatch's message if it exited with an error; after any other exception the result is unknown."""
+    """Return sbatch's message as `refused` if it exited with an error; else `unclear`, for an unknown result."""
     cause = error.__cause__
     if isinstance(cause, subprocess.CalledProcessError):
         return {"refused": cause.stderr or cause.output or f"exit code {cause.returncode}"}

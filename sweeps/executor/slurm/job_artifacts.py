@@ -1,4 +1,4 @@
-"""Files in the folder of a submission: its manifest, and the start markers and logs of its jobs."""
+"""Find files in the folder of a submission: its manifest, and the start markers and logs of its jobs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sweeps.executor.slurm.handover import pickle_of
 from sweeps.executor.slurm.submission import STARTED
 from sweeps.run.files import parse_json
 
-# <job>_<rank>_log.out; a task of an array has an underscore of its own.
+# <job>_<rank>_log.out; the id of an array's task also has an underscore.
 _LOG = re.compile(r"(.+)_[^_]+_log\..*")
 
 
 class JobArtifacts:
-    """Index of a submission's folder, listed once at first use: an array of a thousand leaves thousands of files."""
+    """Index of a submission's folder, which is listed once, at first use, because it may have thousands of files."""
 
     def __init__(self, study: Path, submission: str) -> None:
         self.folder = study / JOBS_DIR / submission
@@ -47,7 +47,7 @@ class JobArtifacts:
         return found
 
     @cached_property
-    def _places(self) -> dict[str, int]:
+    def _positions(self) -> dict[str, int]:
         try:
             members = parse_json((self.folder / MANIFEST_FILE).read_text())["members"]
         except (OSError, ValueError, KeyError):
@@ -62,14 +62,14 @@ class JobArtifacts:
         """Return the paths of the batch logs of a job, written by SLURM, the set-up commands and srun."""
         return self._logs.get(job, [])
 
-    def handed_over(self, job: str) -> bool:
-        """Return True if a job has its pickle. Batch scripts of earlier versions (submit.sh) do not need one."""
+    def has_pickle(self, job: str) -> bool:
+        """Return whether a job has its pickle, or, as in earlier versions (submit.sh), does not need it."""
         return not self._names or pickle_of(job) in self._names or "submit.sh" in self._names
 
     def id(self) -> str | None:
-        """Return the id of the job or array by the names of its logs; None if there are none."""
+        """Return the id of the job or array from the names of its logs; None without a log."""
         return next((match[0] for job in self._logs if (match := re.match(r"\d+", job))), None)
 
-    def place(self, run: str) -> tuple[int, int] | None:
+    def position(self, run: str) -> tuple[int, int] | None:
         """Return a member's index in the submission and the submission's size; None if it is not in the manifest."""
-        return (self._places[run], len(self._places)) if run in self._places else None
+        return (self._positions[run], len(self._positions)) if run in self._positions else None

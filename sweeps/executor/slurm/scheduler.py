@@ -1,4 +1,4 @@
-"""Access to SLURM: submit, query and cancel jobs. A missing answer is never interpreted as a state."""
+"""Submit, query and cancel SLURM jobs. If SLURM does not answer, the state of jobs counts as unknown."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ ENDED = frozenset(
 
 _COMMAND_TIMEOUT_S = 60
 # Additional time per member of a submission, to write two files on a slow file system.
-_FILES_OF_A_MEMBER_S = 0.1
-# Number of ids in one argument: Linux allows 128 KiB.
-_AT_A_TIME = 2000
-# Variables with defaults of SLURM's commands. They override options in the batch script, and sbatch passes them all to
-# the job, where srun, squeue and scontrol read theirs again. submitit's variables choose the signal for its jobs.
-_FOREIGN = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
-# Exceptions, which are not defaults: the location and the credentials of SLURM.
+_TIMEOUT_PER_MEMBER_S = 0.1
+# Number of job ids in one argument, which may have at most 128 KiB on Linux.
+_IDS_PER_COMMAND = 2000
+# Prefixes of variables that are removed for SLURM's commands. SLURM's variables are defaults of options: they override
+# options in the batch script, and sbatch passes them to the job, where srun, squeue and scontrol read them again.
+# submitit's variables choose the signal for its jobs.
+_REMOVED_PREFIXES = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
+# Variables that are kept nevertheless: the location and the credentials of SLURM.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-# Variables whose launcher key is not the rest of the name (SBATCH_<KEY>); None if the launcher itself sets the option.
+# Keys of the launcher for variables that are not named SBATCH_<KEY>; None if the launcher itself sets the option.
 _KEY_OF: Mapping[str, str | None] = {
     "SBATCH_JOB_NAME": "name",
     "SBATCH_TIMELIMIT": "timeout_min",
@@ -47,9 +48,9 @@ _KEY_OF: Mapping[str, str | None] = {
     **dict.fromkeys(("SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_WAIT")),
     "SLURM_CLUSTERS": "clusters",
 }
-# Set by SLURM itself inside a job.
-_OF_A_JOB = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
-# Messages of sbatch after which the same submission may succeed later. With `_NO_ANSWER` it may have been accepted.
+# Variables that SLURM itself sets inside a job.
+_SET_BY_SLURM = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
+# Messages of sbatch after which the same submission may succeed later. After `_NO_ANSWER`, it may have been accepted.
 _NO_ANSWER = re.compile(
     r"(?i)unable to contact slurm|connection refused|connection reset|timed out|zero bytes|communications? (error|fail)"
     r"|transport endpoint|slurmctld.*(down|not respond)|controller.*not respond"
@@ -58,14 +59,21 @@ _NOT_NOW = re.compile(
     r"(?i)job submit limit|submitjob|temporarily unable to accept|resource temporarily unavailable|max.*job.*limit"
     r"|standby mode|partition not available|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
 )
-# Limits that waiting does not lift, although their messages match `_NOT_NOW`.
+# Messages about limits that stay, although the messages match `_NOT_NOW`.
 _NEVER = re.compile(r"(?i)(qos|assoc)\w*(maxwall|(max|min)\w*perjob|maxnode\w*|min\w+)")
 _ARRAY_TOO_LARGE = re.compile(r"(?i)invalid job array specification")
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job as SLURM describes it: `job` is `123` or `123_4`, `reason` why it waits, `exit_code` as `0:9`."""
+    """A job as SLURM describes it.
+
+    Attributes:
+        job: id, `123`, or `123_4` in an array.
+        state, node, name: state, list of nodes and name of the job, as SLURM writes them.
+        reason: why the job waits.
+        exit_code: exit code and signal, such as `0:9`; "" if unknown.
+    """
 
     job: str
     state: str
@@ -76,7 +84,7 @@ class JobInfo:
 
     @property
     def shown(self) -> tuple[str, str | None]:
-        """Return `queued` with the reason if the job does not just wait for its turn, `running`, or `ended`."""
+        """State for display, with a detail or None: `queued` (an unusual reason), `running`, or `ended` (the state)."""
         if self.state in QUEUED:
             return "queued", None if self.reason in ("", "None", "Priority", "Resources") else self.reason
         return ("ended", self.state) if self.state in ENDED else ("running", None)
@@ -86,27 +94,31 @@ class RefusedError(Exception):
     """Error: the scheduler did not accept a submission.
 
     Attributes:
-        later: the same submission may succeed later.
-        uncertain: there was no answer; the submission may have been accepted.
-        too_large: the array has more tasks than the cluster allows.
+        retryable: whether the same submission may succeed later.
+        uncertain: whether the submission may have been accepted, because there was no answer.
+        too_large: whether the array has more tasks than the cluster allows.
     """
 
-    def __init__(self, message: str, later: bool = False, uncertain: bool = False, too_large: bool = False) -> None:
+    def __init__(self, message: str, retryable: bool = False, uncertain: bool = False, too_large: bool = False) -> None:
         super().__init__(message)
-        self.later = later
+        self.retryable = retryable
         self.uncertain = uncertain
         self.too_large = too_large
 
 
 class Scheduler(Protocol):
-    """Protocol of a cluster's scheduler, as far as the executor needs it."""
+    """Protocol of access to SLURM, as far as the executor needs it."""
 
     def submit(self, request: Request) -> str:
-        """Submit members as one job or one array and return its id. Raises RefusedError."""
+        """Submit members as one job or one array, and return its id.
+
+        Raises:
+            RefusedError: the scheduler did not accept the submission, or did not answer.
+        """
         ...
 
     def queue(self) -> dict[str, JobInfo] | None:
-        """Return this user's jobs by id, recently ended ones included; None if there is no answer."""
+        """Return this user's jobs by id, including recently ended jobs; None if there is no answer."""
         ...
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
@@ -122,7 +134,7 @@ class Scheduler(Protocol):
         ...
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Cancel jobs; with `waiting_only` only those that have not begun."""
+        """Cancel jobs; with `waiting_only`, only jobs that have not begun."""
         ...
 
 
@@ -151,30 +163,30 @@ class Slurm:
             )
 
     def submit(self, request: Request) -> str:
-        """Submit through submitit (`handover`); classify a refusal by sbatch's text, see `Scheduler.submit`."""
-        ignored = [] if self._warned else _ignored(os.environ, RESOURCES, request.options)
+        """Submit through submitit (`handover`), and classify a refusal by sbatch's message; see `Scheduler.submit`."""
+        ignored = [] if self._warned else _ignored_variables(os.environ, RESOURCES, request.options)
         self._warned = True
         if ignored:
             _log.warning("cluster: not passed on to sbatch; say it by key instead: %s", ", ".join(ignored))
-        answer = _handed_over(request)
+        answer = _run_handover(request)
         if "job" in answer:
             return answer["job"]
         refusal = " ".join("".join(answer.values()).split())
         if "unclear" in answer:
-            raise RefusedError(refusal, later=True, uncertain=True)
+            raise RefusedError(refusal, retryable=True, uncertain=True)
         if _ARRAY_TOO_LARGE.search(refusal):
-            raise RefusedError(refusal, later=True, too_large=True)
+            raise RefusedError(refusal, retryable=True, too_large=True)
         if _NEVER.search(refusal):
             raise RefusedError(refusal)
         if _NOT_NOW.search(refusal):
-            raise RefusedError(refusal, later=True)
+            raise RefusedError(refusal, retryable=True)
         if _NO_ANSWER.search(refusal):
-            raise RefusedError(refusal, later=True, uncertain=True)
+            raise RefusedError(refusal, retryable=True, uncertain=True)
         raise RefusedError(refusal)
 
     def queue(self) -> dict[str, JobInfo] | None:
         """Query squeue for this user's jobs in all states; None on a timeout or error."""
-        # The name comes last: names of other programs' jobs may contain the separator.
+        # The name is the last field, because names of other programs' jobs may contain the separator.
         own = ["-u", str(os.getuid())]
         command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", *own, "-o", "%i|%T|%N|%r|%j"]
         done = _run(command)
@@ -187,8 +199,8 @@ class Slurm:
         found = {}
         fields = ["-O", "JobArrayID:40,exit_code:20"]
         output = ""
-        for first in range(0, len(jobs), _AT_A_TIME):
-            ids = ",".join(jobs[first : first + _AT_A_TIME])
+        for first in range(0, len(jobs), _IDS_PER_COMMAND):
+            ids = ",".join(jobs[first : first + _IDS_PER_COMMAND])
             command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", "-j", ids, *fields]
             output += _run(command).stdout
         # squeue prints a wait status: the exit code in the high byte, the signal in the low 7 bits.
@@ -218,23 +230,24 @@ class Slurm:
         return max(1, int(match[1]) if match else 1001)
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Cancel jobs with scancel; an error or timeout is ignored, because callers retry."""
+        """Cancel jobs with scancel; errors and timeouts are ignored, because callers retry at the next poll."""
         if jobs:
-            # errors are ignored; a job that is still there is cancelled at the next poll
             _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
-def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for SLURM's commands: this process's, without SLURM's own option variables.
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for SLURM's commands: a process's environment without variables that are SLURM's options.
 
-    Inside another job, its variables would be read as options; defaults of a site or user would hide jobs.
+    Inside a job, the job's variables would be read as options, and defaults of a site or user could hide jobs.
     """
-    return {name: value for name, value in environment.items() if not name.startswith(_FOREIGN) or name in _KEPT}
+    return {
+        name: value for name, value in environment.items() if not name.startswith(_REMOVED_PREFIXES) or name in _KEPT
+    }
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command of SLURM. If it is missing or does not answer in time, the result has exit code 1 and no output."""
-    own, limit_s = passed_on(os.environ), _COMMAND_TIMEOUT_S
+    own, limit_s = slurm_environment(os.environ), _COMMAND_TIMEOUT_S
     try:
         return subprocess.run(
             command, env=own, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
@@ -243,13 +256,15 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, stdout="", stderr="")
 
 
-def _handed_over(request: Request) -> dict[str, str]:
-    """Run `handover` and return its answer: the job's id, or a message as `refused` or `unclear` (result unknown).
-    It runs in its own session and finishes even if this process is interrupted; it does not take long.
+def _run_handover(request: Request) -> dict[str, str]:
+    """Run `handover` in a separate session, so that it finishes even if this process is interrupted.
+
+    Returns:
+        The key `job` with the job's id, or a message under the key `refused` or `unclear` (result unknown).
     """
     with subprocess.Popen(
         [sys.executable, "-m", handover.__name__],
-        env=passed_on(os.environ),
+        env=slurm_environment(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -258,7 +273,7 @@ def _handed_over(request: Request) -> dict[str, str]:
         start_new_session=True,
     ) as process:
         try:
-            limit_s = _COMMAND_TIMEOUT_S + _FILES_OF_A_MEMBER_S * len(request.members)
+            limit_s = _COMMAND_TIMEOUT_S + _TIMEOUT_PER_MEMBER_S * len(request.members)
             out, err = process.communicate(json.dumps(asdict(request)), timeout=limit_s)
         except subprocess.TimeoutExpired:
             kill_group(process.pid)  # sbatch is in this group
@@ -272,8 +287,8 @@ def _handed_over(request: Request) -> dict[str, str]:
     return answer
 
 
-def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Collection[str]) -> list[str]:
-    """Return variables that set options of sbatch but are not passed on, each with the key to use instead.
+def _ignored_variables(environment: Mapping[str, str], keys: Collection[str], options: Collection[str]) -> list[str]:
+    """Return variables that set options of sbatch but are removed, each with the launcher's key to use instead.
 
     Args:
         environment: environment variables of this process.
@@ -282,7 +297,7 @@ def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Col
     """
     ignored = []
     for name in sorted(environment):
-        if name not in _KEY_OF and (not name.startswith("SBATCH_") or name.startswith(_OF_A_JOB)):
+        if name not in _KEY_OF and (not name.startswith("SBATCH_") or name.startswith(_SET_BY_SLURM)):
             continue
         option = name.removeprefix("SBATCH_").lower()
         if option.replace("_", "-") in options and name not in _KEY_OF:
@@ -293,11 +308,13 @@ def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Col
 
 
 def _queue_line(line: str) -> JobInfo | None:
+    """Parse a line of squeue; None if it has too few fields."""
     parts = line.split("|", 4)
     return JobInfo(parts[0], parts[1], parts[2], parts[3], parts[4]) if len(parts) == 5 else None
 
 
 def _account_line(line: str) -> list[JobInfo]:
+    """Parse a line of sacct, which may stand for several tasks of an array; empty if it has too few fields."""
     parts = line.split("|", 4)
     if len(parts) < 5:
         return []
@@ -307,7 +324,7 @@ def _account_line(line: str) -> list[JobInfo]:
 
 
 def _tasks(job: str) -> list[str]:
-    """Expand the accounting line of tasks that have not started, such as `12_[1-3,5%2]`, into their ids."""
+    """Expand the id that sacct prints for tasks that have not started, such as `12_[1-3,5%2]`, to the tasks' ids."""
     match = re.fullmatch(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]", job)
     if match is None:
         return [job]

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from sweeps.errors import UserError
 
-# Options for sbatch, under the keys of Hydra's standard launcher, hydra-submitit-launcher.
+# Options of sbatch, under the keys of Hydra's standard launcher, hydra-submitit-launcher.
 RESOURCES = (
     *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
     # the following are for SLURM only
@@ -30,10 +30,10 @@ class JobSettings:
     Attributes:
         resources: options of the jobs under the keys of hydra-submitit-launcher, see `RESOURCES`.
         setup, teardown: shell commands of the batch script before and after the member.
-        python: command by which a job starts Python: a path, or a container's command that ends in one; None for this
-            interpreter.
-        require_gpu: if True, a job that asks for GPUs and sees none fails, and its node is excluded.
-        max_num_timeout: number of times that a member's job may reach its time limit; None for no limit.
+        python: command by which a job starts Python: a path, or a container's command that ends in a path; None for
+            this interpreter.
+        require_gpu: whether a job that requests GPUs but sees none fails, so that its node is excluded.
+        max_num_timeout: how often a member's job may reach its time limit; None for any number.
         array_size: largest number of members in one array; None for the cluster's own limit.
         poll_s: seconds between two queries of the queue.
         lost_after_s: seconds after which a job that the scheduler does not know counts as lost.
@@ -56,19 +56,21 @@ class JobSettings:
 
     @property
     def asks_for_gpus(self) -> bool:
-        """True if a job asks sbatch for GPUs, by any of its options."""
-        given = {**self.resources, **(self.resources.get("additional_parameters") or {})}
-        asked = {str(key).replace("-", "_"): value for key, value in given.items() if value}
-        return bool(_ASK_FOR_GPUS & asked.keys()) or any("gpu" in str(asked.get(key, "")) for key in _ASK_FOR_ANYTHING)
+        """Whether a job requests GPUs from sbatch, by any of its options."""
+        options = {**self.resources, **(self.resources.get("additional_parameters") or {})}
+        set_options = {str(key).replace("-", "_"): value for key, value in options.items() if value}
+        return bool(_GPU_OPTIONS & set_options.keys()) or any(
+            "gpu" in str(set_options.get(key, "")) for key in _GENERAL_OPTIONS
+        )
 
     @property
     def needs_gpu(self) -> bool:
-        """True if a job that sees no GPU must fail: it asks for one, and `require_gpu` is set."""
+        """Whether a job that sees no GPU must fail: it requests GPUs, and `require_gpu` is set."""
         return self.require_gpu and self.asks_for_gpus
 
     @property
     def clusters(self) -> str:
-        """Names of the federation's clusters to submit to, comma-separated; empty for the local one."""
+        """Names of the federation's clusters to submit to, comma-separated; "" for the local cluster."""
         return str(self.resources.get("clusters") or "")
 
     @property
@@ -78,10 +80,10 @@ class JobSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Make checked settings from the launcher's keys: those of hydra-submitit-launcher and our own.
+        """Make settings from the launcher's keys, those of hydra-submitit-launcher and our own, and check them.
 
         Raises:
-            UserError: a value that cannot work; the message has one that would.
+            UserError: a value that cannot work; the message says which values do.
         """
         rest = {key: value for key, value in given.items() if value is not None and key not in _UNUSED}
         try:
@@ -103,20 +105,20 @@ class JobSettings:
         settings.check()
         return settings
 
-    def given(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, Any]:
         """Return the settings as a flat mapping of keys, the inverse of `of`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "resources"}
         return {**self.resources, **{key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}}
 
     def commands(self) -> dict[str, Any]:
-        """Return the settings that the batch script runs, and options that can contain a command."""
-        return {key: value for key, value in self.given().items() if key in _COMMANDS}
+        """Return the settings that are, or can contain, commands which the batch script runs."""
+        return {key: value for key, value in self.to_mapping().items() if key in _COMMANDS}
 
     def check(self) -> None:
         """Check that the settings can work, before anything is submitted.
 
         Raises:
-            UserError: the first setting that cannot work; the message has a value that would.
+            UserError: a setting cannot work; the message says which values do.
         """
         unknown = sorted(set(self.resources) - set(RESOURCES))
         if unknown:
@@ -131,10 +133,12 @@ class JobSettings:
         for name, value in self.resources.items():
             if isinstance(value, str) and not value.isprintable():
                 raise UserError(f"cluster: {name} is {value!r}; a line break has no place in an option of sbatch")
-        taken = {str(key).replace("_", "-") for key in self.resources.get("additional_parameters") or {}} & _OURS
+        taken = {
+            str(key).replace("_", "-") for key in self.resources.get("additional_parameters") or {}
+        } & _RESERVED_OPTIONS
         if taken:
             raise UserError(f"cluster: additional_parameters.{min(taken)} is set by the launcher itself; leave it out")
-        for name, kind, what in _KINDS_OF_SETTING:
+        for name, kind, what in _TYPES:
             value = self.resources.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
                 raise UserError(f"cluster: {name} is {value!r}; it must be {what}")
@@ -158,12 +162,14 @@ class JobSettings:
                 raise UserError(f"cluster: {name} is {value!r}; it must be a whole number from {least} on, or null")
 
 
-# Options that the executor sets itself to find its jobs and their logs again.
-_OURS = frozenset({"array", "clusters", "cluster", "M", "output", "error", "job-name", "open-mode", "signal"})
+# Options that the executor sets itself, to find its jobs and their logs again.
+_RESERVED_OPTIONS = frozenset(
+    {"array", "clusters", "cluster", "M", "output", "error", "job-name", "open-mode", "signal"}
+)
 
 
-# Settings that sbatch would misinterpret, or reject later than now.
-_KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
+# Settings that sbatch would misinterpret, or reject only at submission: key, type, description of valid values.
+_TYPES: tuple[tuple[str, Any, str], ...] = (
     ("signal_delay_s", int, "a whole number of seconds"),
     ("array_parallelism", int, "a whole number"),
     ("mem_gb", int | float, "a number of gigabytes"),
@@ -175,19 +181,20 @@ _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-# Fields that are commands of a job, or options that can contain one.
+# Settings that are commands of a job, or options that can contain a command.
 _COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
 
 
-# Options of sbatch that always ask for GPUs. Options in `_ASK_FOR_ANYTHING` do so with some values, such as gres=gpu:2.
-_ASK_FOR_GPUS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
-_ASK_FOR_ANYTHING = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
+# Options of sbatch that always request GPUs, and options that do so with some values, such as gres=gpu:2.
+_GPU_OPTIONS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
+_GENERAL_OPTIONS = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
 
 
 def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) -> dict[str, Any]:
     """Return the resources of a job with this layout: one task per rank, and a GPU per rank if GPUs are requested.
 
-    If a node has more GPUs than ranks, their number is kept: the generators of a live driver run on the others.
+    If more GPUs per node than ranks are requested, their number is kept, because the generators of a live driver run on
+    the other GPUs.
 
     Args:
         resources: options of the jobs, see `RESOURCES`.

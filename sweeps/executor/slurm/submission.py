@@ -1,12 +1,13 @@
-"""A submission to SLURM: members frozen together under a name that is used once, and the request to submitit.
+"""Prepare a submission to SLURM: write the files that its jobs need, and make the request to submitit.
 
-Everything that a job needs is written to the submission's folder before it is submitted (`node.manifest`), except the
-pickle, which submitit names after the job's id. `handover` describes what happens to a job without a pickle.
+All files are in the submission's folder, which has a name that is used only once. They are written before the jobs are
+submitted (`node.manifest`), except the pickle, which submitit names after the job's id. `handover` describes what
+happens to a job without a pickle.
 
-    <job>_submission.sh   the batch script, written by submitit
-    <job>_submitted.pkl   a name, `sweeps.executor.slurm.job.run_member`, and the folder of the member
+    <job>_submission.sh       the batch script, written by submitit
+    <job>_submitted.pkl       the name `sweeps.executor.slurm.job.run_member`, and the folder of the member
     started-<job>-<restart>   written by the batch script each time it starts
-    <job>_<rank>_log.out   output of SLURM, the set-up commands and srun; members have logs of their own
+    <job>_<rank>_log.out      output of SLURM, the set-up commands and srun; members have separate logs
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sweeps.executor.slurm.settings import JobSettings
 
 STARTED = "started-"
 
-# Keys with other names in SLURM, and therefore in submitit's executor; all other keys are the same.
+# Names in SLURM, and therefore in submitit's executor, of keys that have other names there.
 _NAME_OF = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_per_node"}
 
 
@@ -53,12 +54,12 @@ def freeze(
     """Write the files that a submission's jobs need and return the request for submitit.
 
     Args:
-        folder: folder of the submission, with its name.
+        folder: folder of the submission; its last part is the submission's name.
         members: members in the order of the array's tasks.
         settings: resources and limits.
         entry: `module:function`, called with a member's directory.
         threads: CPU threads of a member's process.
-        title: first part of the job's name, for display; see `harmless`.
+        title: first part of the job's name, for display; see `sanitize_name`.
     """
     limits = {
         "timeout_min": settings.timeout_min,
@@ -66,10 +67,12 @@ def freeze(
         "max_num_timeout": settings.max_num_timeout,
         "gpus": settings.needs_gpu,
     }
-    write_manifest(folder, members, entry, limits, settings.given())
-    # The name ends with the submission's, by which its jobs are found in the queue (`executor`).
-    asked = parameters(folder, settings, threads, f"{harmless(title)}-{folder.name}")
-    return Request(str(folder), tuple(str(member.run_dir.resolve()) for member in members), asked, settings.python)
+    write_manifest(folder, members, entry, limits, settings.to_mapping())
+    # The job's name ends with the submission's name, by which the executor finds the job in the queue.
+    job_parameters = parameters(folder, settings, threads, f"{sanitize_name(title)}-{folder.name}")
+    return Request(
+        str(folder), tuple(str(member.run_dir.resolve()) for member in members), job_parameters, settings.python
+    )
 
 
 def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str) -> dict[str, Any]:
@@ -77,18 +80,20 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
 
     Args:
         folder: folder of the submission.
-        settings: resources, limits, the user's own commands.
+        settings: resources, limits, and the user's commands.
         threads: CPU threads of a member's process.
-        job_name: name of the jobs, only with characters that SLURM accepts.
+        job_name: name of the jobs, with only characters that SLURM accepts.
     """
-    given = {key: value for key, value in settings.resources.items() if value is not None}
-    several = int(given.get("nodes", 1)) * int(given.get("tasks_per_node", 1)) > 1
-    of_submitit = {_NAME_OF.get(key, key): value for key, value in given.items() if key not in ("name", "clusters")}
+    resources = {key: value for key, value in settings.resources.items() if value is not None}
+    has_several_tasks = int(resources.get("nodes", 1)) * int(resources.get("tasks_per_node", 1)) > 1
+    submitit_parameters = {
+        _NAME_OF.get(key, key): value for key, value in resources.items() if key not in ("name", "clusters")
+    }
     return {
-        "wckey": None,  # submitit's default is refused where such keys are registered
+        "wckey": None,  # submitit's default is refused by clusters where such keys are registered
         "stderr_to_stdout": True,
-        **of_submitit,
-        **({"mem": _memory(given["mem_gb"])} if "mem_gb" in given else {}),
+        **submitit_parameters,
+        **({"mem": _memory(resources["mem_gb"])} if "mem_gb" in resources else {}),
         "job_name": job_name,
         "time": settings.timeout_min,
         "signal_delay_s": settings.signal_delay_s,
@@ -98,17 +103,17 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
             # Some sites allow a requeue only if the job asks for it.
             "requeue": True,
             **({"clusters": settings.clusters} if settings.clusters else {}),
-            **(given.get("additional_parameters") or {}),
+            **(resources.get("additional_parameters") or {}),
         },
         "srun_args": [
-            # If one of several processes dies, the others would wait for it.
-            *(["--kill-on-bad-exit=1"] if several else []),
+            # If one of several processes dies, the others would wait for it, so end them too.
+            *(["--kill-on-bad-exit=1"] if has_several_tasks else []),
             # A job step does not inherit this from its job.
-            *([f"--cpus-per-task={given['cpus_per_task']}"] if given.get("cpus_per_task") else []),
-            *map(str, given.get("srun_args") or []),
+            *([f"--cpus-per-task={resources['cpus_per_task']}"] if resources.get("cpus_per_task") else []),
+            *map(str, resources.get("srun_args") or []),
         ],
-        "setup": _before(folder, threads, settings.setup),
-        "teardown": _after(settings.teardown),
+        "setup": _setup_commands(folder, threads, settings.setup),
+        "teardown": _teardown_commands(settings.teardown),
     }
 
 
@@ -117,7 +122,7 @@ def _memory(gigabytes: float) -> str:
     return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
 
 
-def _before(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
+def _setup_commands(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
     """Return the commands of a batch script before the member starts, including the user's."""
     where = shlex.quote(str(folder))
     return [
@@ -136,7 +141,7 @@ def _before(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
     ]
 
 
-def _after(commands: Sequence[str]) -> list[str]:
+def _teardown_commands(commands: Sequence[str]) -> list[str]:
     """Return the commands of a batch script after the member has ended: the user's, then a requeue if it was requested.
 
     The commands run on the node, outside of any container. A requeue ends the script. A job that was cancelled
@@ -159,6 +164,6 @@ def _after(commands: Sequence[str]) -> list[str]:
     ]
 
 
-def harmless(name: str) -> str:
-    """Sanitize a job name to letters, digits and `_.+=-`, 1 to 60 characters."""
+def sanitize_name(name: str) -> str:
+    """Return a name with only letters, digits and `_.+=-`, of 1 to 60 characters."""
     return re.sub(r"[^A-Za-z0-9_.+=-]+", "_", name).strip("._-")[:60] or "scalerl"

@@ -1,4 +1,4 @@
-"""Submission of members to SLURM in arrays of an accepted size, and the handling of refusals."""
+"""Submit members to SLURM in arrays of an accepted size, and handle refusals."""
 
 from __future__ import annotations
 
@@ -21,34 +21,42 @@ from sweeps.executor.slurm.submission import freeze, new_folder
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 300.0
-# Minutes until the retry of a member of which another copy was running. They double each time, up to the second value.
-_FIRST_LOOK_MIN, _LAST_LOOK_MIN = 10, 240
+_MAX_PAUSE_S = 300.0
+# Minutes until a member is retried of which another copy was running: at first, and at most. They double each time.
+_FIRST_DELAY_MIN, _MAX_DELAY_MIN = 10, 240
 
 
 @dataclass
 class _Pause:
-    """Backoff after a refusal: time of the next attempt to submit."""
+    """Backoff after a refusal.
+
+    Attributes:
+        until: time of the next attempt to submit, in seconds of the submitter's clock.
+        length_s: length of the pause.
+    """
 
     until: float = 0.0
     length_s: float = 0.0
 
-    def longer(self, now: float) -> None:
-        """Double the pause after a refusal, from 5 s up to `_LONGEST_PAUSE_S`."""
-        self.length_s = min(_LONGEST_PAUSE_S, max(5.0, 2 * self.length_s))
+    def extend(self, now: float) -> None:
+        """Double the pause after a refusal, from 5 s up to `_MAX_PAUSE_S`."""
+        self.length_s = min(_MAX_PAUSE_S, max(5.0, 2 * self.length_s))
         self.until = now + self.length_s
 
-    def over(self) -> None:
+    def reset(self) -> None:
         """Reset the pause after a success."""
         self.length_s = self.until = 0.0
 
 
 @dataclass
 class Submitter:
-    """Submits members as jobs or arrays: chooses how many at a time, and how long to wait after a refusal.
+    """Submit members as jobs or arrays: choose how many at a time, and how long to wait after a refusal.
 
     Args:
-        study, scheduler, settings, entry, threads, title, clock: as of `ClusterExecutor`.
+        study, scheduler, settings, entry, threads, title, clock: see `ClusterExecutor`.
+
+    Attributes:
+        abandoned: names of submissions that were given up as lost, but that the scheduler may have accepted.
     """
 
     study: Path
@@ -58,21 +66,22 @@ class Submitter:
     threads: int
     title: str
     clock: Callable[[], float]
-    # Names of submissions that were given up as lost, but that the scheduler may have accepted.
     abandoned: set[str] = field(default_factory=set, init=False)
     _pause: _Pause = field(default_factory=_Pause, init=False)
-    _chunk: int | None = field(default=None, init=False)
-    _most: int = field(default=1, init=False)
+    _batch_size: int | None = field(default=None, init=False)
+    _max_batch_size: int = field(default=1, init=False)
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """Return how many members fit one array and ask for the same resources; 0 during a backoff."""
+        """Return how many waiting members fit into one array and need the same resources; 0 during a backoff."""
         if not waiting or self.clock() < self._pause.until:
             return 0
-        if self._chunk is None:
-            self._most = self._chunk = min(self.scheduler.array_limit(), self.settings.array_size or 10**6)
+        if self._batch_size is None:
+            self._max_batch_size = self._batch_size = min(
+                self.scheduler.array_limit(), self.settings.array_size or 10**6
+            )
         first = self._resources(waiting[0])
         size = 0
-        while size < min(len(waiting), self._chunk) and self._resources(waiting[size]) == first:
+        while size < min(len(waiting), self._batch_size) and self._resources(waiting[size]) == first:
             size += 1
         return size
 
@@ -89,14 +98,14 @@ class Submitter:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._pause.longer(self.clock())
+            self._pause.extend(self.clock())
             _log.warning(
                 "cluster: no space left for what is to be submitted; trying again in %.0f s", self._pause.length_s
             )
             return None
         except RefusedError as refusal:
             try:
-                found = self._refused(refusal, submission, len(members))
+                found = self._handle_refusal(refusal, submission, len(members))
             except UserError:
                 _remove(folder)
                 raise
@@ -105,43 +114,57 @@ class Submitter:
             job = found
             complete(folder, dict(zip(names_of(job, len(members)), (each.run_dir for each in members), strict=True)))
         else:
-            self._pause.over()
-            self._chunk = min(self._most, 2 * (self._chunk or 1))
+            self._pause.reset()
+            self._batch_size = min(self._max_batch_size, 2 * (self._batch_size or 1))
         return job
 
     def _submit(self, folder: Path, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
-        """Write the submission's files, submit it and return the job's id; raise RefusedError."""
+        """Write the submission's files, submit it and return the job's id.
+
+        Raises:
+            RefusedError: the scheduler did not accept the submission.
+        """
         settings = replace(self.settings, resources=resources)
         request = freeze(folder, members, settings, self.entry, self.threads, self.title)
         try:
             return self.scheduler.submit(request)
         except RefusedError as refusal:
-            # With failed nodes excluded or memory raised, no node may be left: retry with the original request.
-            if members[0].excluded and not refusal.later:
-                everywhere = self._resources(replace(members[0], excluded=()))
-            elif not refusal.later and resources != (plain := with_layout(self.settings.resources, members[0].layout)):
-                everywhere = plain
+            # Because failed nodes are excluded, or memory was raised, no node may be left: retry with the original
+            # resources.
+            if members[0].excluded and not refusal.retryable:
+                original = self._resources(replace(members[0], excluded=()))
+            elif not refusal.retryable and resources != (
+                base_resources := with_layout(self.settings.resources, members[0].layout)
+            ):
+                original = base_resources
             else:
                 raise
             members = [replace(member, excluded=()) for member in members]
-            return self._submit(folder, members, everywhere)
+            return self._submit(folder, members, original)
 
-    def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
-        """Handle a refusal: return the job's id if it was accepted after all, None to try later, or raise."""
+    def _handle_refusal(self, refusal: RefusedError, submission: str, size: int) -> str | None:
+        """Handle a refusal.
+
+        Returns:
+            The job's id if the submission was accepted after all; None to try again later.
+
+        Raises:
+            UserError: the scheduler will never accept the submission.
+        """
         if refusal.too_large and size > 1:
-            self._most = self._chunk = max(1, size // 2)
+            self._max_batch_size = self._batch_size = max(1, size // 2)
             return None
-        if not refusal.later:
+        if not refusal.retryable:
             raise UserError(f"cluster: {with_remedy(str(refusal))}")
         if refusal.uncertain:
-            # It may have been accepted although the answer was lost. Then the queue lists it by its name.
+            # The submission may have been accepted although the answer was lost. Then the queue has its name.
             queue = self.scheduler.queue()
             if queue is not None and (job := ids_in(queue).get(submission)):
                 return job
             self.abandoned.add(submission)
         elif size > 1:
-            self._chunk = max(1, size // 2)
-        self._pause.longer(self.clock())
+            self._batch_size = max(1, size // 2)
+        self._pause.extend(self.clock())
         _log.warning(
             "cluster: %d members wait to be submitted (%s); trying again in %.0f s",
             size,
@@ -151,18 +174,18 @@ class Submitter:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """Return a member's resources, with its layout, excluded nodes, and memory and delay grown by its failures."""
+        """Return a member's resources, with its layout and excluded nodes; failures raise its memory and its delay."""
         resources = with_layout(self.settings.resources, launch.layout)
-        grown = launch.spent.get("out_of_memory", 0)
-        if grown and resources.get("mem_gb"):
-            resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**grown
-        if waits := launch.spent.get("duplicate", 0):
+        memory_failures = launch.retries_used.get("out_of_memory", 0)
+        if memory_failures and resources.get("mem_gb"):
+            resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**memory_failures
+        if duplicates := launch.retries_used.get("duplicate", 0):
             # Another copy is running. Each retry costs an allocation for a while, so the delays grow.
-            begin = f"now+{min(_FIRST_LOOK_MIN * 2 ** (waits - 1), _LAST_LOOK_MIN)}minutes"
+            begin = f"now+{min(_FIRST_DELAY_MIN * 2 ** (duplicates - 1), _MAX_DELAY_MIN)}minutes"
             resources["additional_parameters"] = {**(resources.get("additional_parameters") or {}), "begin": begin}
         if launch.excluded:
-            given = [resources["exclude"]] if resources.get("exclude") else []
-            resources["exclude"] = ",".join([*given, *launch.excluded])
+            nodes = [resources["exclude"]] if resources.get("exclude") else []
+            resources["exclude"] = ",".join([*nodes, *launch.excluded])
         return resources
 
     def nodes(self, launch: Launch) -> int:
@@ -178,7 +201,7 @@ def _remove(folder: Path) -> None:
 
 
 def with_remedy(message: str) -> str:
-    """Return sbatch's refusal with a remedy, a specific one where the message is known."""
+    """Add a remedy to sbatch's refusal: a specific remedy if the message is known, else a general one."""
     low = message.lower()
     for words, remedy in _REMEDIES:
         if all(word in low for word in words):

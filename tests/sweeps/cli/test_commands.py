@@ -15,7 +15,7 @@ import pytest
 from sweeps.api import READING
 from sweeps.cli import main as cli
 from sweeps.cli import showing_commands
-from sweeps.cli.curves import reading_words
+from sweeps.cli.curves import source_arguments
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.names import FAMILY_NAMES
 from sweeps.run.rollouts import write_groups
@@ -453,7 +453,7 @@ def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(
         "--robust", "--margin", "0.05", r"--seed-from=-s(\d+)", "--size", "recipe", "--group", "step",
     ]  # fmt: skip
     given = cli.make_parser().parse_args(["rank", str(steps), *words])
-    parsed = vars(cli.make_parser().parse_args(["plan", *reading_words(given)]))
+    parsed = vars(cli.make_parser().parse_args(["plan", *source_arguments(given)]))
     assert parsed["group"] == ["recipe", "step"] and parsed["size"] is None
     for name in ("sources", "margin", *READING, "r0", "robust", "min_compute", "max_compute"):
         assert name in ("size", "group") or parsed[name] == getattr(given, name), name

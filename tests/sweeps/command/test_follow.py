@@ -53,7 +53,7 @@ class Member:
         earlier = read_journal(self.run_dir)
         source, journal = Source(self.command, self.run_dir, self.cuts), Journal(self.run_dir)
         follower = Follower(journal, earlier, self.command, source)
-        follower.again, self.begun = self.begun, True
+        follower.started_before, self.begun = self.begun, True
         follower.catch_up()
         self.cuts += [cut for cut in [source.seal()] if cut is not None]
         for write in writes:

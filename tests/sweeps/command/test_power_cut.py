@@ -52,8 +52,8 @@ class Disk:
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     interruption.clear()
-    monkeypatch.setattr(runner, "_LOOK_S", 0.02)
-    monkeypatch.setattr(runner, "_HEED_S", 0.02)
+    monkeypatch.setattr(runner, "_POLL_S", 0.02)
+    monkeypatch.setattr(runner, "_STOP_CHECK_S", 0.02)
 
 
 @pytest.mark.parametrize(

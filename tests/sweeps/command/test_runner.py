@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.command.metrics import Found, Source
+from sweeps.command.metrics import Source, SourceMetrics
 from sweeps.command.runner import CommandFailedError, CommandKilledError, run_member
 from sweeps.errors import UserError
 from sweeps.run.activity import HUNG_CODE
-from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption, let_go_on
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, clear_stop_request, interruption
 from sweeps.run.progress import is_done
 from tests.paths import ROOT
 from tests.sweeps.command.toy import (
@@ -178,7 +178,7 @@ def test_asked_to_stop_it_ends_and_goes_on_with_the_words_and_the_checkpoint_for
         run_member(run_dir)
     stopper.join()
     assert view(run_dir).status == "running" and view(run_dir).checkpoint_step == 10
-    let_go_on(run_dir)
+    clear_stop_request(run_dir)
     interruption.clear()
     (run_dir / "go").touch()
     run_member(run_dir)
@@ -403,7 +403,7 @@ def test_one_slow_look_does_not_keep_the_next_away(tmp_path: Path, monkeypatch: 
     _, run_dir = written(write_study(tmp_path, script))
     read, slow = Source.read, []
 
-    def slow_once(self: Source) -> Found:
+    def slow_once(self: Source) -> SourceMetrics:
         found = read(self)
         if found.rows and not slow:
             time.sleep(1.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.cli.launchers import StudyLauncher, _lost_by_pauses
+from sweeps.cli.launchers import StudyLauncher, _pause_warnings
 from sweeps.cli.main import main
 from sweeps.command.runner import run_member
 from sweeps.errors import UserError
@@ -148,10 +148,10 @@ def test_a_race_says_before_it_begins_what_its_pauses_lose(
     launcher = StudyLauncher("lightning_scalerl:plan_commands", "sweeps.command.runner:run_member")
     config = {**specs[0].config, "race": {**specs[0].config["race"], "mode": "live"}}
     config["launch"] = {**config["launch"], "max_parallel": places}
-    said = _lost_by_pauses(specs, launcher.plan(config))
+    said = _pause_warnings(specs, launcher.plan(config))
     assert bool(said) == warned
     assert not warned or ("command.resume.anew" in said[0] and "launch.max_parallel=4" in said[0])
-    assert _lost_by_pauses(specs, launcher.plan(specs[0].config)) == [], "without a race nobody is paused"
+    assert _pause_warnings(specs, launcher.plan(specs[0].config)) == [], "without a race nobody is paused"
     # Runs that were adopted take nobody's place.
     adopted = [replace(spec, config={**spec.config, "adopted": {}}) for spec in specs[1:]]
-    assert _lost_by_pauses([specs[0], *adopted], launcher.plan(config)) == []
+    assert _pause_warnings([specs[0], *adopted], launcher.plan(config)) == []

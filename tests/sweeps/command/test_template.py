@@ -7,38 +7,38 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sweeps.command.template import filled, flat, names_in
+from sweeps.command.template import fill, flatten, names_in
 from sweeps.errors import UserError
 
 
 def test_values_stand_as_configuration_files_and_command_lines_have_them() -> None:
-    values = flat(
+    values = flatten(
         {"loss": "dapo", "lr": 1e-6, "on": True, "none": None, "optim": {"name": "adam", "betas": [0.9, 0.99]}}
     )
     text = "{loss} {lr} {on} {none} {optim.name} {optim.betas} {optim}"
-    assert filled(text, values, "x") == 'dapo 1e-06 true null adam [0.9, 0.99] {"name": "adam", "betas": [0.9, 0.99]}'
+    assert fill(text, values, "x") == 'dapo 1e-06 true null adam [0.9, 0.99] {"name": "adam", "betas": [0.9, 0.99]}'
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_in_a_yaml_file_are_numbers_to_its_readers(value: float) -> None:
     """PyYAML, as transformers' parsers use it, reads 1e-05 as a text."""
-    assert yaml.safe_load(filled("lr: {lr}", {"lr": value}, "x", yaml=True)) == {"lr": value}
+    assert yaml.safe_load(fill("lr: {lr}", {"lr": value}, "x", yaml=True)) == {"lr": value}
 
 
 def test_a_small_learning_rate_is_a_number_in_yaml_and_as_before_elsewhere() -> None:
-    assert filled("{lr} {a}", {"lr": 1e-5, "a": "1e-05"}, "x", yaml=True) == "1.0e-05 1e-05"
-    assert filled("{lr}", {"lr": 1e-5}, "x") == "1e-05"
+    assert fill("{lr} {a}", {"lr": 1e-5, "a": "1e-05"}, "x", yaml=True) == "1.0e-05 1e-05"
+    assert fill("{lr}", {"lr": 1e-5}, "x") == "1e-05"
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "{ x = 1 }", "${HOME}", "{}", "{a: b}", "{{ jinja }}", "{1}"])
 def test_other_braces_are_left_alone(text: str) -> None:
-    assert filled(text, {}, "x") == text and names_in(text) == []
+    assert fill(text, {}, "x") == text and names_in(text) == []
 
 
 def test_doubled_braces_are_text() -> None:
-    assert filled("{{loss}} {loss}", {"loss": 1}, "x") == "{loss} 1" and names_in("{{a}} {b}") == ["b"]
+    assert fill("{{loss}} {loss}", {"loss": 1}, "x") == "{loss} 1" and names_in("{{a}} {b}") == ["b"]
 
 
 def test_a_placeholder_without_a_value_is_named_with_those_that_have_one() -> None:
     with pytest.raises(UserError, match=r"^command.line: \{los\} has no value; .* valid: loss, seed$"):
-        filled("{los}", {"seed": 1, "loss": 2}, "command.line")
+        fill("{los}", {"seed": 1, "loss": 2}, "command.line")

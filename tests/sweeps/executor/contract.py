@@ -29,7 +29,7 @@ def perform(run_dir: Path) -> None:
     if does == "fail":
         raise ValueError("no good")
     if does == "wait":
-        with interruption.heeding(run_dir):
+        with interruption.watching_stop_file(run_dir):
             while not interruption.requested:
                 (run_dir / "beat").write_text(str(time.monotonic()))
                 time.sleep(0.05)

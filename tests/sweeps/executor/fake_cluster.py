@@ -30,13 +30,13 @@ from sweeps.executor.node.entry import checkpoint_step
 from sweeps.executor.slurm import handover
 from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.handover import Request, pickle_of
-from sweeps.executor.slurm.scheduler import ENDED, JobInfo, RefusedError, passed_on
+from sweeps.executor.slurm.scheduler import ENDED, JobInfo, RefusedError, slurm_environment
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submission import STARTED
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.observer import Observer
 from sweeps.launch.study import Study
-from sweeps.run.interruption import stop_asked
+from sweeps.run.interruption import requested_stop
 from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.progress import is_done
@@ -346,14 +346,14 @@ class FakeCluster:
         if fault == "refused":
             raise RefusedError("sbatch: error: invalid partition specified: nowhere")
         if fault == "no_answer":
-            raise RefusedError("sbatch: no answer", later=True, uncertain=True)
+            raise RefusedError("sbatch: no answer", retryable=True, uncertain=True)
         if size > self.true_array_limit:
-            raise RefusedError("sbatch: error: Invalid job array specification", later=True, too_large=True)
+            raise RefusedError("sbatch: error: Invalid job array specification", retryable=True, too_large=True)
         if fault == "limit" or (self.submit_limit is not None and self._living() + size > self.submit_limit):
-            raise RefusedError("sbatch: error: AssocMaxSubmitJobLimit: job submit limit", later=True)
+            raise RefusedError("sbatch: error: AssocMaxSubmitJobLimit: job submit limit", retryable=True)
         number = self._accept(script, text, options, size, fault)
         if fault in ("reply_lost", "late"):
-            raise RefusedError("sbatch: error: Socket timed out on send/recv operation", later=True, uncertain=True)
+            raise RefusedError("sbatch: error: Socket timed out on send/recv operation", retryable=True, uncertain=True)
         if fault == "killed_between":
             die()
         self._dies_next = fault == "killed_after"
@@ -528,7 +528,7 @@ class FakeCluster:
 
     def _end(self, job: Job, fate: Fate) -> None:
         process = job.process
-        if fate.until_stopped and stop_asked(job.run_dir) is None:
+        if fate.until_stopped and requested_stop(job.run_dir) is None:
             self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
             return
         if process is not None and not self._take_turn(process) and fate.said is not None:
@@ -587,7 +587,7 @@ class FakeCluster:
 def _exported() -> dict[str, str]:
     """What sbatch finds in its environment: stronger than what the script says."""
     names = {"SBATCH_JOB_NAME": "job-name", "SBATCH_ARRAY_INX": "array", "SBATCH_EXCLUDE": "exclude"}
-    return {names[name]: value for name, value in passed_on(os.environ).items() if name in names}
+    return {names[name]: value for name, value in slurm_environment(os.environ).items() if name in names}
 
 
 def _begin_s(options: Mapping[str, str]) -> float:

@@ -43,7 +43,7 @@ class FolderCluster:
     def of(cls, given: Mapping[str, Any]) -> FolderCluster:
         return cls(**given)
 
-    def given(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, Any]:
         return {"root": self.root}
 
     def commands(self) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def test_what_a_warning_came_for_is_told_by_one_clock(
     manifest = {"timeout_min": 60, "signal_delay_s": 120, "max_num_timeout": None}
     log = AttemptLog(tmp_path, "a", "1", 0, "n")
     log.begin(0)
-    entry._interrupted(manifest, log, [], began + 600, "SIGUSR2")
+    entry._record_interruption(manifest, log, [], began + 600, "SIGUSR2")
     assert attempts(tmp_path)[0].kind == kind
 
 

@@ -8,7 +8,7 @@ import urllib.error
 
 import pytest
 
-from sweeps.executor.error_signatures import OF_A_PEER, SIGNATURES, shown_in
+from sweeps.executor.error_signatures import PEER_FAILURES, SIGNATURES, classify_log
 from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of, retries
 
 TEXTS = [(kind, text) for kind, signs in SIGNATURES.items() for text in signs.texts]
@@ -28,7 +28,7 @@ def test_each_kind_of_the_table_is_one_that_has_attempts() -> None:
         assert retries()[kind], "it may be otherwise elsewhere, or later"
     assert {"gpu", "storage", "collective"} <= BLAMES_NODE
     assert "network" not in BLAMES_NODE
-    assert SIGNATURES.keys() >= OF_A_PEER
+    assert SIGNATURES.keys() >= PEER_FAILURES
 
 
 def test_each_text_has_a_source() -> None:
@@ -56,7 +56,7 @@ def test_a_text_counts_in_a_log_where_the_table_says_so() -> None:
     for kind, text in TEXTS:
         log = f"step 3\n[rank0]: {text} (and more)\n  frame #0: c10::Error\n"
         expected = (kind, f"[rank0]: {text} (and more)") if SIGNATURES[kind].in_logs else None
-        assert shown_in(log) == expected, text
+        assert classify_log(log) == expected, text
 
 
 def test_a_type_is_known_by_its_name_and_its_heirs_by_it() -> None:
@@ -231,6 +231,8 @@ def test_the_first_failure_is_not_hidden_by_what_it_led_to_in_a_log() -> None:
         "terminate called after throwing an instance of 'c10::Error'\n"
         "  what():  CUDA error: uncorrectable ECC error encountered\n"
     )
-    assert shown_in(log) == ("gpu", "what():  CUDA error: uncorrectable ECC error encountered")
-    assert shown_in("Watchdog caught collective operation timeout\nan illegal memory access was encountered") is None
-    assert shown_in("all is well\nConnection reset by peer; trying again") is None
+    assert classify_log(log) == ("gpu", "what():  CUDA error: uncorrectable ECC error encountered")
+    assert (
+        classify_log("Watchdog caught collective operation timeout\nan illegal memory access was encountered") is None
+    )
+    assert classify_log("all is well\nConnection reset by peer; trying again") is None

@@ -118,7 +118,7 @@ def hang(run_dir: Path) -> None:
 def go_on(run_dir: Path) -> None:
     """Until the study wants it no longer."""
     (run_dir / "begun").touch()
-    with interruption.heeding(run_dir):
+    with interruption.watching_stop_file(run_dir):
         deadline = time.monotonic() + 60
         while not interruption.requested:
             assert time.monotonic() < deadline
@@ -688,7 +688,7 @@ def test_the_rank_that_failed_knows_better_than_the_one_that_waited_for_it(tmp_p
     assert not list(here.run_dir().glob("attempts/*.rank2")), "a wait in vain is not the first to know"
     assert here.run() == 1
     assert here.attempts()[0].kind == "collective"
-    AttemptLog(here.run_dir(), "abc", "77", 0, "node-5").follower_failed(3, "gpu", "rank 3: an ECC error")
+    AttemptLog(here.run_dir(), "abc", "77", 0, "node-5").record_follower_failure(3, "gpu", "rank 3: an ECC error")
     (attempt,) = here.attempts()
     assert (attempt.kind, attempt.reason, attempt.culprit) == ("gpu", "rank 3: an ECC error", "node-5")
 

@@ -181,7 +181,7 @@ def test_a_refusal_is_read_from_what_sbatch_said(
     with pytest.raises(RefusedError) as refusal:
         Slurm().submit(request(called))
     error = refusal.value
-    assert (str(error), error.later) == (f"sbatch: error: {said}", later)
+    assert (str(error), error.retryable) == (f"sbatch: error: {said}", later)
     assert (error.uncertain, error.too_large) == (uncertain, too_large)
 
 
@@ -193,7 +193,7 @@ def test_where_nobody_knows_whether_a_job_was_taken_it_may_have_been(
     monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 3)
     with pytest.raises(RefusedError) as refusal:
         Slurm().submit(request(called))
-    assert refusal.value.later and refusal.value.uncertain
+    assert refusal.value.retryable and refusal.value.uncertain
 
 
 def test_what_submitit_does_not_take_is_refused_before_sbatch_is_called(called: Path) -> None:
@@ -201,7 +201,7 @@ def test_what_submitit_does_not_take_is_refused_before_sbatch_is_called(called: 
     wrong = replace(request(called), parameters={"no_such_parameter": 1})
     with pytest.raises(RefusedError, match="submitit: ") as refusal:
         Slurm().submit(wrong)
-    assert not refusal.value.later and not (called / "asked").exists()
+    assert not refusal.value.retryable and not (called / "asked").exists()
 
 
 def test_sbatch_is_ended_when_it_does_not_answer(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.handover import pickle_of
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.node_blacklist import MOST_FREE, OUT_S
+from sweeps.launch.node_blacklist import EXCLUDED_S, MAX_EXCUSED
 from sweeps.launch.status import overview
 from sweeps.run.files import dump_line, parse_line
 from sweeps.run.journal import JOURNAL_FILE
@@ -1136,7 +1136,7 @@ def test_a_node_that_has_failed_one_member_is_kept_off_by_that_one(tmp_path: Pat
 
 def test_a_node_is_tried_again_after_an_hour_and_is_out_again_only_after_two_more(tmp_path: Path) -> None:
     here = on_two_nodes(tmp_path, members=4)
-    here.time.sleep(OUT_S - 600)
+    here.time.sleep(EXCLUDED_S - 600)
     assert next_keeps_off(here)
     here.time.sleep(600)
     assert not next_keeps_off(here)
@@ -1194,7 +1194,7 @@ def test_with_one_good_node_every_member_finishes(
         here.finished_once(spec.run)
         # Each job that was accepted is accounted for: it finished the member, or was tried again after.
         assert len(here.cluster.jobs_of(spec.run)) == 1 + here.count(spec.run, "retried")
-        assert len(blames(here, spec.run)) <= MOST_FREE + 2
+        assert len(blames(here, spec.run)) <= MAX_EXCUSED + 2
     assert here.cluster.living() == []
 
 
@@ -1211,7 +1211,7 @@ def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempt
     here = place(tmp_path_factory.mktemp("study"), members=members, given={"array_size": array_size})
     here.cluster.bad = dict(zip(NODES, fates, strict=True))
     states = here.run()
-    most = MOST_FREE + 1 + sum(POLICY[kind] or 0 for kind in ("launch", "gpu", "storage", "killed"))
+    most = MAX_EXCUSED + 1 + sum(POLICY[kind] or 0 for kind in ("launch", "gpu", "storage", "killed"))
     for spec in here.specs:
         found, kind = state(states, spec)
         assert found == "failed" and kind in BLAMES_NODE

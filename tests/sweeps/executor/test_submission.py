@@ -29,7 +29,7 @@ from sweeps.executor.node import manifest
 from sweeps.executor.node.manifest import freeze_code
 from sweeps.executor.slurm.handover import executor_of, submit
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.executor.slurm.submission import freeze, harmless, new_folder
+from sweeps.executor.slurm.submission import freeze, new_folder, sanitize_name
 from sweeps.run import provenance
 from tests.paths import ROOT
 
@@ -308,7 +308,7 @@ def test_sbatch_is_asked_for_what_was_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "...", "☃☃", "x" * 300, "a/b c", "-rf", "$(x)"])
 def test_a_jobs_name_is_harmless_and_never_empty(name: str) -> None:
-    made = harmless(name)
+    made = sanitize_name(name)
     assert 0 < len(made) <= 60
     assert all(letter.isascii() and (letter.isalnum() or letter in "_.+=-") for letter in made)
     assert not made.startswith("-")
@@ -403,7 +403,7 @@ def defaults() -> dict[str, Any]:
 def test_every_key_of_the_launchers_configuration_is_a_setting(tmp_path: Path) -> None:
     given = {key: value for key, value in defaults().items() if key not in OF_THE_LAUNCHER}
     settings = JobSettings.of(given)
-    assert JobSettings.of(settings.given()) == settings
+    assert JobSettings.of(settings.to_mapping()) == settings
     assert settings.timeout_min == 60
     assert settings.signal_delay_s == 120
     script_of(tmp_path, given)
@@ -443,7 +443,7 @@ SENSIBLE: dict[str, Any] = {
 def test_every_key_of_the_launchers_configuration_can_be_set(tmp_path: Path, node: Node, key: str) -> None:
     given = {key: SENSIBLE.get(key, "some")}
     settings = JobSettings.of(given)
-    assert JobSettings.of(json.loads(json.dumps(settings.given()))) == settings
+    assert JobSettings.of(json.loads(json.dumps(settings.to_mapping()))) == settings
     assert node.run(script_of(tmp_path / "study", given)) == 0
 
 
@@ -652,7 +652,7 @@ def test_a_configuration_for_the_stock_launcher_works_as_it_is(tmp_path: Path) -
     assert launcher._target_ == defaults()["_target_"]
     given = {key: launcher[key] for key in defaults() if key not in OF_THE_LAUNCHER}
     settings = JobSettings.of(OmegaConf.to_container(OmegaConf.create(given | {"submitit_folder": None})))
-    asked = options(script_of(tmp_path / "study", settings.given()))
+    asked = options(script_of(tmp_path / "study", settings.to_mapping()))
     assert asked["time"] == "90" and asked["mem"] == "8GB" and asked["signal"] == "USR2@300"
     assert asked["gres"] == "gpu:1" and asked["account"] == "lab" and asked["reservation"] == "mine"
     assert asked["error"].endswith(".err") and settings.max_num_timeout == 2

@@ -25,7 +25,7 @@ from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
-from sweeps.run.interruption import ask_to_stop, stop_asked
+from sweeps.run.interruption import ask_to_stop, requested_stop
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
 from tests.sweeps.executor.fake_cluster import (
@@ -101,8 +101,8 @@ def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
         launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope", told=told)
     assert contents(tmp_path) == before
     assert told.closed == [(0, 3)], "all go on, or do not, as they did"
-    assert stop_asked(here.run_dir(here.specs[1].run)) == "no longer needed"
-    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
+    assert requested_stop(here.run_dir(here.specs[1].run)) == "no longer needed"
+    assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "gpu"
     launch(here, specs=[*here.specs, member(7)])
     assert {state.state for state in Ledger(here.directory).fold().values()} == {"finished"}
 
@@ -174,9 +174,9 @@ def test_what_needs_no_submission_is_accepted_too(tmp_path: Path) -> None:
     here = place(tmp_path / "mine")
     launch(here, detach=True)
     launch(here, partition="other")  # all are under way
-    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "other"
+    assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "other"
     launch(here, partition="third")  # all are done
-    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "third"
+    assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "third"
 
 
 def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Pat
     with pytest.raises(Killed):
         launch(here)
     MortalLease.holder_was_killed = False
-    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
+    assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "gpu"
     launch(here)
     for spec in here.specs:
         here.finished_once(spec.run)
@@ -200,7 +200,7 @@ def test_what_was_put_off_is_not_taken_back_when_it_is_refused_later(tmp_path: P
     with pytest.raises(UserError, match="partition"):
         launch(here, partition="nope")
     assert Ledger(here.directory).fold()[here.specs[1].run].state == "submitting"
-    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
+    assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "gpu"
     launch(here)
     here.finished_once(here.specs[1].run)
 

@@ -19,8 +19,7 @@ from sweeps.cli import main as cli
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.launch import adoption
-from sweeps.launch.adopted import agree
-from sweeps.launch.adopted import held as held_by_us
+from sweeps.launch.adopted import agree, hold_lease
 from sweeps.launch.adoption import Adoption, adopt, columns_of
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview
@@ -303,7 +302,7 @@ def test_several_processes_adopt_into_one_study(tmp_path: Path) -> None:
 def test_a_new_study_that_another_process_holds_is_one(tmp_path: Path) -> None:
     """As it lies there before its first run is taken: so somebody who was killed then leaves it."""
     source, study = table(tmp_path / "a.jsonl", rows_of("a", 0, 8, 0.3)), tmp_path / "study"
-    with held_by_us(study):
+    with hold_lease(study):
         assert list(study.iterdir())
         with pytest.raises(UserError, match="is being run by another process"):
             adopt(study, [str(source)], ["loss,seed"])

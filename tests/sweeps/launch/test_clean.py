@@ -130,14 +130,14 @@ def test_what_each_kind_is(study: Path) -> None:
     told = inventory(study)
     (undone,), done = of(study, False), of(study, True)
     assert (told.finished, told.others, told.at_work, told.linked) == (2, 1, 0, [])
-    names = {kind: {str(path.relative_to(study / "runs")) for path in files} for kind, files in told.found.items()}
+    names = {kind: {str(path.relative_to(study / "runs")) for path in files} for kind, files in told.removable.items()}
     assert names["checkpoints"] == {f"{run.name}/checkpoints/step-0000000{n}.ckpt" for run in done for n in (6, 8)}
-    assert set(told.found["leftovers"]) == set(left), "of the others too: nobody will go on with half a file"
+    assert set(told.removable["leftovers"]) == set(left), "of the others too: nobody will go on with half a file"
     assert names["logs"] == {f"{run.name}/{name}" for run in done for name in ("log.txt", "log.rank1.txt")}
     assert names["attempts"] == {f"{run.name}/attempts/1-0-abc.jsonl" for run in done}
     assert names["rollouts"] == {f"{run.name}/rollouts.jsonl" for run in done}
     assert told.size("leftovers") == len("half of") * len(left)
-    every = set().union(*map(set, told.found.values()))
+    every = set().union(*map(set, told.removable.values()))
     stays = {path.name for path in undone.rglob("*") if path.is_file() and path not in every}
     assert {"metrics.jsonl", "spec.json", "log.txt", "step-00000002.ckpt", "1-0-abc.jsonl"} <= stays
 
@@ -150,10 +150,10 @@ def test_what_was_shown_goes_and_nothing_else(study: Path, kinds: tuple[str, ...
     assert contents(study) == before, "a look changes nothing"
     gone = clean(study, kinds, keep)
     for kind in KINDS:
-        assert gone.found[kind] == (shown.found[kind] if kind in kinds else {})
-    named = {str(path.relative_to(study)) for kind in kinds for path in shown.found[kind]}
+        assert gone.removable[kind] == (shown.removable[kind] if kind in kinds else {})
+    named = {str(path.relative_to(study)) for kind in kinds for path in shown.removable[kind]}
     assert contents(study) == {name: text for name, text in before.items() if name not in named}
-    assert all(not files for kind, files in inventory(study, keep).found.items() if kind in kinds)
+    assert all(not files for kind, files in inventory(study, keep).removable.items() if kind in kinds)
 
 
 def test_as_many_checkpoints_as_asked_stay_the_newest(study: Path) -> None:

@@ -28,7 +28,7 @@ from sweeps.launch.decisions import (
     next_actions,
     wished_actions,
 )
-from sweeps.launch.ledger import EVENTS, MemberState, after
+from sweeps.launch.ledger import EVENTS, MemberState, state_after
 from tests.examples import examples
 
 RETRIES = retry_policy()
@@ -93,14 +93,18 @@ def test_done_is_done_and_its_node_is_written_down() -> None:
         (("error", {}), Policy(RETRIES), GiveUp("a", "failed", {"kind": "error", "reason": "why"}, "failed", "why")),
         (("cancelled", {}), Policy(NO_RETRIES), "cancelled"),
         # Over before this command was given, which wants it.
-        (("cancelled", {"earlier": True, "asked": True}), Policy(NO_RETRIES), "failed, then another chance"),
-        (("cancelled", {"earlier": True, "asked": True}), Policy(NO_RETRIES, again=False), "cancelled"),
+        (
+            ("cancelled", {"ended_before": True, "stop_requested": True}),
+            Policy(NO_RETRIES),
+            "failed, then another chance",
+        ),
+        (("cancelled", {"ended_before": True, "stop_requested": True}), Policy(NO_RETRIES, again=False), "cancelled"),
         # Stopped by itself, because it was asked to, and although its decider did not ask.
         (("stopped", {}), Policy(NO_RETRIES), "stopped"),
-        (("stopped", {"asked": True}), Policy(NO_RETRIES), "stopped, then another chance"),
-        (("stopped", {"asked": True}), Policy(NO_RETRIES, again=False), "stopped"),
-        (("stopped", {"asked": True}), Policy(NO_RETRIES, decided=True), "stopped, for the decider"),
-        (("stopped", {}), Policy(NO_RETRIES, decided=True), "cancelled"),
+        (("stopped", {"stop_requested": True}), Policy(NO_RETRIES), "stopped, then another chance"),
+        (("stopped", {"stop_requested": True}), Policy(NO_RETRIES, again=False), "stopped"),
+        (("stopped", {"stop_requested": True}), Policy(NO_RETRIES, has_decider=True), "stopped, for the decider"),
+        (("stopped", {}), Policy(NO_RETRIES, has_decider=True), "cancelled"),
     ],
 )
 def test_what_follows_an_end(ended: tuple[str, Mapping[str, bool]], policy: Policy, expected: Action | str) -> None:
@@ -134,7 +138,7 @@ def test_retries_never_exceed_the_policy(policy: Policy, failures: Sequence[str]
     for kind in failures:
         action = decided(Ended("a", False, kind, "why", "n1"), policy, now)
         assert action.event is not None
-        now = after(now, action.event, action.entry)
+        now = state_after(now, action.event, action.entry)
         if action.event != "retried":
             limit = policy.retries[kind]
             assert limit is not None and spent[kind] >= limit, "given up too early"
@@ -149,7 +153,7 @@ def test_retries_never_exceed_the_policy(policy: Policy, failures: Sequence[str]
 def test_attempts_that_a_node_has_spoilt_do_not_count(policy: Policy, kind: str, others: int, excused: int) -> None:
     """`excused` counts this attempt as well, which the ledger does not know of yet."""
     limit = policy.retries[kind]
-    now = state(spent={kind: others + excused})
+    now = state(retries_used={kind: others + excused})
     action = decided(Ended("a", False, kind, "why", "n1", excused=excused), policy, now)
     assert (action.event == "retried") == (limit is None or (limit > 0 and others < limit))
 
@@ -162,7 +166,9 @@ def test_a_wish_is_carried_out_in_the_deciders_order() -> None:
         run: state(run, event) for run, event in zip("abcdef", ["stopped"] * 4 + ["failed", "started"], strict=True)
     }
     wish = Wish(
-        go_on=["d", "f", "b"], later={"a": "paused: wait", "f": "paused: wait"}, over={"c": "stopped at compute 1"}
+        to_run=["d", "f", "b"],
+        to_pause={"a": "paused: wait", "f": "paused: wait"},
+        to_end={"c": "stopped at compute 1"},
     )
     actions = wished_actions(states, wish, ["f"], {}, waiting=["a", "b", "e"], held=["c", "d"])
     stopped = {"kind": "stopped", "reason": "stopped at compute 1"}
@@ -175,10 +181,10 @@ def test_a_wish_is_carried_out_in_the_deciders_order() -> None:
         Hold("a", reason="paused: wait"),
     ]
     # One that failed is held where the decider wants it later; it has not paused.
-    assert wished_actions(states, Wish(later={"e": "paused: wait"}), [], {}, ["e"], []) == [Hold("e")]
+    assert wished_actions(states, Wish(to_pause={"e": "paused: wait"}), [], {}, ["e"], []) == [Hold("e")]
     # Once more: what was asked is not asked again, and what is held is not told again.
-    states["c"] = after(states["c"], "stopped", {"run": "c", **stopped})
-    again = wished_actions(states, replace(wish, go_on=[]), ["f"], {"f": "paused: wait"}, [], ["a", "c"])
+    states["c"] = state_after(states["c"], "stopped", {"run": "c", **stopped})
+    again = wished_actions(states, replace(wish, to_run=[]), ["f"], {"f": "paused: wait"}, [], ["a", "c"])
     assert again == [GiveUp("c", state="stopped", reason="stopped at compute 1"), Hold("a")]
 
 
@@ -192,8 +198,8 @@ ends = st.builds(
     done=st.booleans(),
     kind=kinds,
     reason=st.just("why"),
-    asked=st.booleans(),
-    earlier=st.booleans(),
+    stop_requested=st.booleans(),
+    ended_before=st.booleans(),
     excused=st.integers(0, 2),
 )
 
@@ -222,7 +228,7 @@ def test_a_member_is_in_one_place_whatever_happens(
     def carry_out(actions: Sequence[Action]) -> None:
         for action in actions:
             if action.event is not None:
-                states[action.run] = after(states[action.run], action.event, action.entry)
+                states[action.run] = state_after(states[action.run], action.event, action.entry)
             match action:
                 case Submit(run):
                     waiting.append(run)
@@ -245,21 +251,21 @@ def test_a_member_is_in_one_place_whatever_happens(
             run = waiting.pop(0)
             assert run not in finished and run not in over
             at_work.append(run)
-            states[run] = after(states[run], "started", {"run": run})
+            states[run] = state_after(states[run], "started", {"run": run})
         ended = list({each.run: each for each in outcomes if each.run in at_work}.values())
         at_work = [run for run in at_work if run not in {each.run for each in ended}]
         actions = next_actions(states, ended, policy)
         assert [action.run for action in actions] == [each.run for each in ended], "one of each, in their order"
         assert all(isinstance(action, Finish) == each.done for action, each in zip(actions, ended, strict=True))
         carry_out(actions)
-        if policy.decided:
+        if policy.has_decider:
             asked = {run: "paused: one" for run in at_work[:1]}
             actions = wished_actions(states, wish, at_work, asked, waiting, held)
             assert actions == wished_actions(states, wish, at_work, asked, waiting, held), "of nothing else"
             submitted = [action.run for action in actions if isinstance(action, Submit)]
-            assert submitted == [run for run in dict.fromkeys(wish.go_on) if run in submitted]
+            assert submitted == [run for run in dict.fromkeys(wish.to_run) if run in submitted]
             stopped = {action.run: action.reason for action in actions if isinstance(action, Stop)}
-            unwanted = {**wish.later, **wish.over}
+            unwanted = {**wish.to_pause, **wish.to_end}
             assert stopped == {
                 run: unwanted[run] for run in at_work if unwanted.get(run, asked.get(run)) != asked.get(run)
             }

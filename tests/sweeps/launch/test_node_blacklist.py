@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sweeps.executor.slurm.executor import SlurmCluster
-from sweeps.launch.node_blacklist import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, NodeBlacklist
+from sweeps.launch.node_blacklist import EXCLUDED_S, MAX_EXCUSED, MIN_NODES, WINDOW_S, NodeBlacklist
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
@@ -17,57 +17,57 @@ ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 def failed(
     nodes: NodeBlacklist, node: str | None, run: str, time: float, reason: str = ECC, event: str = "retried"
 ) -> None:
-    nodes.note({"time": time, "run": run, "event": event, "kind": "gpu", "reason": reason, "node": node})
+    nodes.add_entry({"time": time, "run": run, "event": event, "kind": "gpu", "reason": reason, "node": node})
 
 
 def test_a_node_is_out_after_two_members_until_an_hour_after_the_last() -> None:
     nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, "n1", "a", 10.0)
-    assert nodes.out(20.0) == ()
+    assert nodes.excluded_nodes(20.0) == ()
     failed(nodes, "n1", "b", 600.0)
-    assert nodes.out(600.0) == nodes.out(600.0 + OUT_S - 1) == ("n1",)
-    assert nodes.out(600.0 + OUT_S) == ()
-    failed(nodes, "n1", "c", 601.0 + OUT_S)
-    assert nodes.out(602.0 + OUT_S) == (), "one since: it is tried again"
-    failed(nodes, "n1", "d", 603.0 + OUT_S)
-    assert nodes.out(604.0 + OUT_S) == ("n1",)
+    assert nodes.excluded_nodes(600.0) == nodes.excluded_nodes(600.0 + EXCLUDED_S - 1) == ("n1",)
+    assert nodes.excluded_nodes(600.0 + EXCLUDED_S) == ()
+    failed(nodes, "n1", "c", 601.0 + EXCLUDED_S)
+    assert nodes.excluded_nodes(602.0 + EXCLUDED_S) == (), "one since: it is tried again"
+    failed(nodes, "n1", "d", 603.0 + EXCLUDED_S)
+    assert nodes.excluded_nodes(604.0 + EXCLUDED_S) == ("n1",)
 
 
 def test_two_members_that_failed_far_apart_have_nothing_to_do_with_each_other() -> None:
     nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
-    failed(nodes, "n1", "b", TOGETHER_S + 1)
-    assert nodes.out(TOGETHER_S + 2) == ()
-    assert nodes.excused("b", TOGETHER_S + 2) == {}
+    failed(nodes, "n1", "b", WINDOW_S + 1)
+    assert nodes.excluded_nodes(WINDOW_S + 2) == ()
+    assert nodes.count_excused("b", WINDOW_S + 2) == {}
 
 
 def test_reasons_may_differ_and_lines_without_a_node_say_nothing() -> None:
     nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, None, "b", 1.0)
-    assert nodes.out(2.0) == ()
+    assert nodes.excluded_nodes(2.0) == ()
     failed(nodes, "n1", "b", 3.0, "OSError: [Errno 5] Input/output error", event="failed")
-    assert nodes.out(4.0) == ("n1",)
+    assert nodes.excluded_nodes(4.0) == ("n1",)
 
 
 def test_what_failed_on_a_bad_node_is_excused_once_a_node_also_of_before_it_was_known() -> None:
     nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
-    assert nodes.excused("a", 1.0) == {}
+    assert nodes.count_excused("a", 1.0) == {}
     failed(nodes, "n1", "b", 2.0)
     failed(nodes, "n1", "a", 3.0)
-    assert nodes.excused("a", 4.0) == nodes.excused("b", 4.0) == {"gpu": 1}
-    nodes.over("a")
-    assert nodes.excused("a", 5.0) == {}, "given up: another chance begins at nothing"
+    assert nodes.count_excused("a", 4.0) == nodes.count_excused("b", 4.0) == {"gpu": 1}
+    nodes.reset_failures("a")
+    assert nodes.count_excused("a", 5.0) == {}, "given up: another chance begins at nothing"
 
 
 def test_not_more_than_so_many_attempts_are_excused() -> None:
     nodes = NodeBlacklist(lambda: ["a good one"])
-    for number in range(3 * MOST_FREE):
+    for number in range(3 * MAX_EXCUSED):
         failed(nodes, f"n{number}", "a", float(number))
         failed(nodes, f"n{number}", "b", float(number))
-    assert nodes.excused("a", 100.0) == {"gpu": MOST_FREE}
+    assert nodes.count_excused("a", 100.0) == {"gpu": MAX_EXCUSED}
 
 
 REASONS = [
@@ -89,31 +89,31 @@ def everywhere(nodes: NodeBlacklist, reason: str, count: int) -> None:
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_fails_alike_on_every_node_is_not_the_nodes(reason: str) -> None:
     nodes = NodeBlacklist()
-    everywhere(nodes, reason, ALIKE - 1)
-    assert len(nodes.out(50.0)) == ALIKE - 1, "so few may be bad luck"
-    everywhere(nodes, reason, ALIKE)
-    assert nodes.out(50.0) == () and nodes.excused("af3290", 50.0) == {}
+    everywhere(nodes, reason, MIN_NODES - 1)
+    assert len(nodes.excluded_nodes(50.0)) == MIN_NODES - 1, "so few may be bad luck"
+    everywhere(nodes, reason, MIN_NODES)
+    assert nodes.excluded_nodes(50.0) == () and nodes.count_excused("af3290", 50.0) == {}
 
 
 @pytest.mark.parametrize("how", ["at work", "finished", "another reason"])
 def test_one_node_that_fares_otherwise_makes_it_the_nodes(how: str) -> None:
     nodes = NodeBlacklist(lambda: ["n-good"] if how == "at work" else [])
     if how == "finished":
-        nodes.note({"time": 1.0, "run": "c", "event": "finished", "node": "n-good"})
+        nodes.add_entry({"time": 1.0, "run": "c", "event": "finished", "node": "n-good"})
     elif how == "another reason":
         failed(nodes, "n-good", "c", 1.0, "killed from outside")
-    everywhere(nodes, ECC, ALIKE + 2)
-    assert len(nodes.out(50.0)) == ALIKE + 2
-    assert nodes.excused("af3290", 50.0) == {"gpu": ALIKE + 2}
+    everywhere(nodes, ECC, MIN_NODES + 2)
+    assert len(nodes.excluded_nodes(50.0)) == MIN_NODES + 2
+    assert nodes.count_excused("af3290", 50.0) == {"gpu": MIN_NODES + 2}
 
 
 def test_a_member_that_was_done_long_ago_says_nothing_of_today() -> None:
     nodes = NodeBlacklist()
-    nodes.note({"time": 0.0, "run": "c", "event": "finished", "node": "n-good"})
-    for number in range(ALIKE):
+    nodes.add_entry({"time": 0.0, "run": "c", "event": "finished", "node": "n-good"})
+    for number in range(MIN_NODES):
         for run in "ab":
-            failed(nodes, f"n{number}", run, TOGETHER_S + 10.0)
-    assert nodes.out(TOGETHER_S + 20.0) == ()
+            failed(nodes, f"n{number}", run, WINDOW_S + 10.0)
+    assert nodes.excluded_nodes(WINDOW_S + 20.0) == ()
 
 
 def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +121,7 @@ def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, "n1", "b", 1.0)
     for _ in range(3):
-        nodes.out(2.0)
+        nodes.excluded_nodes(2.0)
     (record,) = caplog.records
     assert record.getMessage().startswith("n1 is kept off for an hour") and "ECC" in record.getMessage()
 

@@ -96,7 +96,7 @@ def test_a_run_without_a_specification_tells_too_and_a_broken_one_nothing(tmp_pa
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     unknown = launch_of([spec()], tmp_path)
     assert unknown.price is None and "not known" in unknown.sentences()[1]
-    assert unknown.sentences(asked=False) == ["1 member (1 recipe, 1 seed), 100 steps"]
+    assert unknown.sentences(show_unknown=False) == ["1 member (1 recipe, 1 seed), 100 steps"]
     with pytest.raises(UserError, match=r"launch\.like: .*nowhere: no run with device hours"):
         launch_of([spec()], tmp_path, str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"launch\.rate: -1 must be the money"):

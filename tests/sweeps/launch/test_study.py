@@ -19,7 +19,7 @@ from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import NO_RETRIES
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME
-from sweeps.launch.observer import LOOKS, SHOWN, Observer, Progress
+from sweeps.launch.observer import JOURNALS_PER_UPDATE, SHOWN, Observer, Progress
 from sweeps.launch.price import launch_of
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
@@ -761,7 +761,7 @@ def test_progress_opens_few_journals_at_a_time_and_all_in_turn(
     monkeypatch.setattr("sweeps.launch.observer.last_metrics", lambda run_dir: looked.append(run_dir) or {"step": 10.0})
     for tick in range(1, 5):
         progress.tick(members, 0, 0, 0)
-        assert len(looked) == tick * LOOKS
+        assert len(looked) == tick * JOURNALS_PER_UPDATE
     assert {path.name for path in looked} == {spec.run for spec in members}
     assert said[-1].count("step 10/40") == SHOWN and "94 more running" in said[-1]
 

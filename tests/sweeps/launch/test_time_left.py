@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sweeps.launch.time_left import STEADY, TimeLeft
+from sweeps.launch.time_left import MAX_CHANGE, TimeLeft
 from tests.paths import ROOT
 
 
@@ -32,7 +32,7 @@ def replayed(name: str) -> Iterator[tuple[float, float | None, float]]:
                 left.ended(run, steps, end)
             if begin <= now < end:
                 step = looks[(now - 10 * (int(begin // 10) + 1)) // 10]
-                left.saw(run, step, now)
+                left.reached(run, step, now)
                 running[run] = steps - step
         waiting = [(row[0], row[1]) for number, row in enumerate(rows) if str(number) not in begun]
         yield now, left.left_s(running, waiting, now), over - now
@@ -45,7 +45,7 @@ def test_of_recorded_studies_it_never_jumps(name: str) -> None:
     for now, told, _ in replayed(name):
         if told is not None and before is not None:
             expected = before[1] - (now - before[0])
-            assert abs(told - expected) <= STEADY * max(expected, 10.0) + 1e-6
+            assert abs(told - expected) <= MAX_CHANGE * max(expected, 10.0) + 1e-6
         before = None if told is None else (now, told)
     assert before is not None
 
@@ -63,8 +63,8 @@ def test_the_longest_member_decides_and_not_the_mean() -> None:
     left.started("short", "a", 0, 100, 0.0)
     left.started("long", "b", 0, 1000, 0.0)
     for now in range(10, 60, 10):
-        left.saw("short", now, now)
-        left.saw("long", now, now)
+        left.reached("short", now, now)
+        left.reached("long", now, now)
     assert left.left_s({"short": 50, "long": 950}, [("a", 100)], 50.0) == pytest.approx(950)
 
 
@@ -73,7 +73,7 @@ def test_what_waits_takes_the_slot_that_is_free_first() -> None:
     for run, pace in (("slow", 2.0), ("fast", 1.0)):
         left.started(run, run, 0, 100, 0.0)
         for step in (10, 20, 30, 40, 50):
-            left.saw(run, step, step * pace)
+            left.reached(run, step, step * pace)
     # fast: 50 s, then one of its recipe, 100 s; slow: 100 s, then one of an unknown recipe, (200 + 100) / 2 s.
     assert left.left_s({"slow": 50, "fast": 50}, [("fast", 100), ("new", 70)], 100.0) == pytest.approx(250)
 
@@ -83,7 +83,7 @@ def test_a_slow_first_step_is_no_pace() -> None:
     left.started("one", "a", 0, 100, 0.0)
     assert left.left_s({"one": 100}, [], 10.0) is None
     for step in range(1, 6):
-        left.saw("one", step, 20.0 + 0.5 * step)
+        left.reached("one", step, 20.0 + 0.5 * step)
     assert left.left_s({"one": 95}, [], 22.5) == pytest.approx(47.5)
 
 
@@ -92,11 +92,11 @@ def test_one_slow_step_moves_it_little_and_a_member_given_up_at_once() -> None:
     left.started("one", "a", 0, 100, 0.0)
     left.started("two", "b", 0, 1000, 0.0)
     for step in range(1, 11):
-        left.saw("one", step, step)
-        left.saw("two", step, step)
+        left.reached("one", step, step)
+        left.reached("two", step, step)
     assert left.left_s({"one": 90, "two": 990}, [], 10.0) == pytest.approx(990)
-    left.saw("two", 11, 20.0)  # ten times as long
-    assert left.left_s({"one": 90, "two": 989}, [], 20.0) == pytest.approx(980 * (1 + STEADY))
+    left.reached("two", 11, 20.0)  # ten times as long
+    assert left.left_s({"one": 90, "two": 989}, [], 20.0) == pytest.approx(980 * (1 + MAX_CHANGE))
     left.ended("two", 11, 20.0)
     assert left.left_s({"one": 90}, [], 20.0) == pytest.approx(90)
 
@@ -105,7 +105,7 @@ def test_what_a_member_takes_beside_its_steps_is_counted_for_those_that_wait() -
     left = TimeLeft()
     left.started("one", "a", 0, 10, 0.0)
     for step in range(1, 11):
-        left.saw("one", step, 20.0 + step)  # it loads for 20 s
+        left.reached("one", step, 20.0 + step)  # it loads for 20 s
     left.ended("one", 10, 35.0)  # and is evaluated for 5 s
     left.started("two", "a", 0, 10, 35.0)
     assert left.left_s({"two": 10}, [("a", 10)], 35.0) == pytest.approx(10 + 25 + 10)

@@ -27,7 +27,7 @@ from sweeps.report.thinning import MANY_POINTS, MAX_HOVERED, even_indices, point
 from sweeps.report.write import write_report
 from sweeps.run.files import write_json
 from sweeps.run.journal import Journal, read_journal
-from sweeps.run.rollouts import kept_steps, write_groups
+from sweeps.run.rollouts import stored_steps, write_groups
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_points_are_joined_to_their_journals(tmp_path: Path) -> None:
     loss = replace(data, reward=-data.reward, metric=f"-{data.metric}", lower_is_better=True)
     negated = study_data([loss], fits, rank(fits), views, {"a": "a"}, [], rate=3.0)["points"]
     assert negated["run"] == points["run"] and negated["y"] == [-value for value in points["y"]]
-    assert [kept for _, kept in found["runs"]] == [[], [1, 2]] == [kept_steps(view.path.parent) for view in views]
+    assert [kept for _, kept in found["runs"]] == [[], [1, 2]] == [stored_steps(view.path.parent) for view in views]
     json.dumps(found, allow_nan=False)
 
 

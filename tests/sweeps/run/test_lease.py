@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held, held_leases
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held_leases, is_held
 from sweeps.run.slurm_job import node_name
 from tests.paths import ROOT
 
@@ -136,14 +136,14 @@ def test_of_two_processes_one_wins_and_the_other_is_told_who(tmp_path: Path) -> 
         with pytest.raises(LeaseHeldError, match=rf"job 41, process {pid} on .* is at work here"):
             lease(tmp_path).acquire()
         assert time.monotonic() - begin < EXPIRY_S, "nobody waits for a process on the same machine"
-        assert held(tmp_path, "writer")
+        assert is_held(tmp_path, "writer")
 
 
 def test_a_holder_that_is_killed_hands_over_at_once(tmp_path: Path) -> None:
     with process(holds(tmp_path)) as pid:
         until((tmp_path / "held").exists)
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not held(tmp_path, "writer"))
+        until(lambda: not is_held(tmp_path, "writer"))
         begin = time.monotonic()
         mine = lease(tmp_path)
         mine.acquire()
@@ -158,10 +158,10 @@ def test_a_lease_that_was_released_is_free_at_once(tmp_path: Path) -> None:
         with lease(tmp_path) as mine:
             mine.acquire()
             mine.check()
-            assert held(tmp_path, "writer")
+            assert is_held(tmp_path, "writer")
             assert alive(tmp_path)
         assert time.monotonic() - begin < EXPIRY_S
-        assert not held(tmp_path, "writer")
+        assert not is_held(tmp_path, "writer")
         assert alive(tmp_path) is None
 
 
@@ -226,7 +226,7 @@ def test_a_lease_needs_no_directory_beforehand(tmp_path: Path) -> None:
 
 
 def test_what_was_never_held_is_free(tmp_path: Path) -> None:
-    assert not held(tmp_path, "writer")
+    assert not is_held(tmp_path, "writer")
     assert alive(tmp_path) is None
     assert lease(tmp_path).holder() == "another process"
 
@@ -269,7 +269,7 @@ def test_a_holder_elsewhere_that_beats_keeps_it(tmp_path: Path) -> None:
         refused(tmp_path, "process 7 on another-machine")
         assert time.monotonic() - begin >= 2 * EXPIRY_S
         until(lambda: is_beating(tmp_path))
-        assert held(tmp_path, "writer") is None
+        assert is_held(tmp_path, "writer") is None
 
 
 def test_a_holder_elsewhere_that_fell_silent_is_followed_after_its_time_and_not_before(
@@ -307,7 +307,7 @@ def test_whether_a_holder_elsewhere_is_alive_is_told_by_its_beat_and_by_no_clock
         until(lambda: is_beating(tmp_path))
         refused(tmp_path, "process 7 on another-machine")
     assert not is_beating(tmp_path)
-    assert held(tmp_path, "writer") is None, "without watching nobody knows"
+    assert is_held(tmp_path, "writer") is None, "without watching nobody knows"
 
 
 def test_all_are_watched_at_once_and_no_longer_than_needed(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_a_holder_that_slept_finds_out_when_it_wakes(tmp_path: Path) -> None:
 def test_a_file_of_garbage_keeps_nobody_out_for_ever(tmp_path: Path, text: str) -> None:
     write(tmp_path, text)
     assert isinstance(lease(tmp_path).holder(), str)
-    held(tmp_path, "writer")
+    is_held(tmp_path, "writer")
     mine = lease(tmp_path)
     mine.acquire(wait_s=PATIENCE_S)
     mine.check()
@@ -515,10 +515,10 @@ def test_a_check_of_every_step_reads_the_file_now_and_then(tmp_path: Path, monke
         for _ in range(1000):
             mine.check()
         assert reads == 1
-        mine._checked -= 1.5  # as if that had been a second and a half ago
+        mine._last_check -= 1.5  # as if that had been a second and a half ago
         mine.check()
         assert reads == 2
-        mine._checked, mine._beaten = mine._checked, mine._beaten - 60  # its beats do not come through
+        mine._last_check, mine._last_beat = mine._last_check, mine._last_beat - 60  # its beats do not come through
         mine.check()
         assert reads == 3
         monkeypatch.undo()
@@ -567,11 +567,11 @@ def test_a_file_of_the_version_before_is_understood(tmp_path: Path) -> None:
     write(tmp_path, old)
     lock = os.open(tmp_path / ".writer.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert held(tmp_path, "writer")
+    assert is_held(tmp_path, "writer")
     with pytest.raises(LeaseHeldError, match="process 1 on"):
         lease(tmp_path).acquire()
     os.close(lock)
-    assert not held(tmp_path, "writer")
+    assert not is_held(tmp_path, "writer")
     begin = time.monotonic()
     with lease(tmp_path) as mine:
         mine.acquire()
@@ -593,7 +593,7 @@ def test_a_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -> None:
         until(lambda: child.exists() and bool(child.read_text()))
         os.kill(pid, signal.SIGKILL)
         try:
-            until(lambda: not held(tmp_path, "writer"))
+            until(lambda: not is_held(tmp_path, "writer"))
             begin = time.monotonic()
             with lease(tmp_path) as mine:
                 mine.acquire()
@@ -622,7 +622,7 @@ def test_without_locks_a_holder_keeps_it_and_who_is_killed_is_followed_at_once(t
         until(lambda: is_beating(tmp_path))
         refused(tmp_path, rf"job 41, process {pid} on .* is at work here")
         os.kill(pid, signal.SIGKILL)
-        until(lambda: held(tmp_path, "writer") is False)
+        until(lambda: is_held(tmp_path, "writer") is False)
         begin = time.monotonic()
         with lease(tmp_path) as mine:
             mine.acquire()

@@ -176,7 +176,7 @@ def test_a_home_directory_is_not_read_through(tmp_path: Path, checkout: Path, mo
     empty = code_facts([home], root=checkout)["folders"][str(home)]
     (home / "env" / "x.py").write_text("changed")
     assert code_facts([home], root=checkout)["folders"][str(home)] == empty
-    monkeypatch.setattr(provenance, "MOST_FILES", 3)
+    monkeypatch.setattr(provenance, "MAX_FILES", 3)
     for number in range(4):
         (home / f"{number}.py").write_text("")
     assert code_facts([home], root=checkout)["folders"][str(home)] == TOO_MANY

@@ -12,7 +12,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of
 from sweeps.run import writer
-from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption, stop_asked
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption, requested_stop
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.run.writer import DuplicateRunError, sole_writer
 
@@ -106,5 +106,5 @@ def test_a_request_that_cannot_be_looked_for_is_none_yet(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as away:
         away.setattr(Path, "stat", stat)
-        assert stop_asked(tmp_path) is None
-    assert stop_asked(tmp_path) == "no longer needed"
+        assert requested_stop(tmp_path) is None
+    assert requested_stop(tmp_path) == "no longer needed"

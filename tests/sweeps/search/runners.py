@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.executor.base import Launch, Outcome
-from sweeps.run.interruption import ask_to_stop, stop_asked
+from sweeps.run.interruption import ask_to_stop, requested_stop
 from sweeps.run.journal import Journal
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec, make_spec
@@ -108,7 +108,7 @@ class Runners:
 
     def _go_on(self, run: str) -> Outcome | None:
         run_dir, journal, spec, step = self._members[run]
-        if asked := stop_asked(run_dir):
+        if asked := requested_stop(run_dir):
             journal.close()
             del self._members[run]
             return Outcome(run, 87, "stopped", asked)
@@ -187,7 +187,7 @@ class Cluster(Runners):
         return super().poll(timeout_s)
 
     def _go_on(self, run: str) -> Outcome | None:
-        waits = run in self.queued() and stop_asked(self._members[run][0]) is None
+        waits = run in self.queued() and requested_stop(self._members[run][0]) is None
         return None if waits else super()._go_on(run)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from sweeps.run.journal import Journal, JournalError, read_journal
 from sweeps.run.progress import is_done, last_metrics
 from sweeps.run.spec import RunSpec
 from sweeps.search.race_log import RACE_FILE, RaceRecord
-from sweeps.search.trials import TRIALS_FILE, _opened
+from sweeps.search.trials import TRIALS_FILE, _open_study
 from sweeps.stopping import RacingRun
 from tests.sweeps.search.runners import member
 
@@ -177,7 +177,7 @@ def test_a_loop_that_reports_a_step_that_none_can_have_goes_on(tmp_path: Path) -
 
 def test_lines_of_ledger_race_and_trials_have_checksums_and_optuna_reads_its_own(tmp_path: Path) -> None:
     Ledger(tmp_path).append("planned", "a", recipe="b", seed=0)
-    study = _opened(tmp_path / TRIALS_FILE)
+    study = _open_study(tmp_path / TRIALS_FILE)
     for value in (0.25, 0.5):
         trial = study.ask()
         trial.suggest_float("x", 0, 1)
@@ -186,14 +186,14 @@ def test_lines_of_ledger_race_and_trials_have_checksums_and_optuna_reads_its_own
         assert all(b',"crc":"' in line for line in (tmp_path / name).read_bytes().splitlines())
     storage = JournalStorage(JournalFileBackend(str(tmp_path / TRIALS_FILE)))
     theirs = optuna.load_study(storage=storage, study_name="search")
-    assert [each.value for each in theirs.trials] == [each.value for each in _opened(tmp_path / TRIALS_FILE).trials]
+    assert [each.value for each in theirs.trials] == [each.value for each in _open_study(tmp_path / TRIALS_FILE).trials]
     theirs.tell(theirs.ask(), 0.75)  # without a checksum, as in a journal of an earlier version
     assert [each.value for each in study.trials] == [0.25, 0.5, 0.75]
 
 
 def test_a_damaged_journal_of_trials_is_refused_with_its_line(tmp_path: Path) -> None:
     luck, path = random.Random(2), tmp_path / TRIALS_FILE
-    study = _opened(path)
+    study = _open_study(path)
     for value in (0.25, 0.5):
         trial = study.ask()
         trial.suggest_float("x", 0, 1)
@@ -205,7 +205,7 @@ def test_a_damaged_journal_of_trials_is_refused_with_its_line(tmp_path: Path) ->
         changed[luck.randrange(len(changed))] ^= 1
         path.write_bytes(b"\n".join([*lines[:at], bytes(changed), *lines[at + 1 :]]))
         with pytest.raises(UserError, match=rf"^\S+optuna.jsonl, line {at + 1}: damaged; restore the file, or move it"):
-            _opened(path)
+            _open_study(path)
     path.write_text('{"op_code": 4, "study_id": 0}\n')
     with pytest.raises(UserError, match=r"^\S+optuna.jsonl: no journal of a search \(.*\); restore the file"):
-        _opened(path)
+        _open_study(path)

@@ -20,7 +20,7 @@ from sweeps.errors import UserError
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
-from sweeps.run.interruption import stop_asked
+from sweeps.run.interruption import requested_stop
 from sweeps.run.spec import RunSpec
 from sweeps.search.race import LiveRace
 from sweeps.search.race_log import RACE_FILE, RaceRecord
@@ -189,7 +189,7 @@ def killed(directory: Path, executor: Runners, rules: RaceSettings = LIVE) -> No
 
 def asked(directory: Path, executor: Runners) -> set[str]:
     """Members that were asked to stop, and have not yet."""
-    return {run for run in executor.running() if stop_asked(directory / "runs" / run) is not None}
+    return {run for run in executor.running() if requested_stop(directory / "runs" / run) is not None}
 
 
 @pytest.mark.slow
