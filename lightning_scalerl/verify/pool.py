@@ -26,7 +26,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Charge, Grader, Outcome, Sample
-from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
+from lightning_scalerl.sandbox.launch import SCRATCH, remove_leftovers
 from sweeps.process import ended_with, kill_group, start_worker
 from sweeps.run.activity import activity
 
@@ -395,5 +395,5 @@ def _kill(worker: _Worker) -> int:
     kill_group(worker.process.pid)
     worker.connection.close()
     status = worker.process.wait()
-    remove_left(worker.scratch)
+    remove_leftovers(worker.scratch)
     return status
