@@ -271,7 +271,7 @@ def _parse(expression: str) -> Any:
     return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
-@lru_cache(maxsize=1)  # `_form` parses the text that `_equal` has just parsed
+@lru_cache(maxsize=1)  # `_canonical_form` parses the text that `_equal` has just parsed
 def _parse_last(prose: str) -> Any:
     """Parse the expression that math-verify takes as a text's answer, usually the text's last expression."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

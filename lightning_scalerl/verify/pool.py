@@ -96,7 +96,7 @@ class VerifierPool:
         memory_gib: limit on a worker's data segment in GiB; None for no limit.
 
     Raises:
-        ConfigurationError: the grader cannot be pickled, or (from `wait` and `outcomes`) no worker can load it.
+        ConfigurationError: the grader cannot be pickled, or (from `wait` and `done`) no worker can load it.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 
-# The error rate is the number of errors among the last `WINDOW` outcomes divided by the number of these outcomes, which
-# counts as at least `MIN_OUTCOMES`.
+# The error rate is the fraction of errors among the last `WINDOW` outcomes. With fewer than `MIN_OUTCOMES` outcomes,
+# the number of errors is divided by `MIN_OUTCOMES`.
 WINDOW, MIN_OUTCOMES = 1000, 100
 ON_ERROR = ("stop", "drop", "zero")
 # The first `SHOWN` errors are logged, and then every `LOGGED_EVERY`-th one.
@@ -244,7 +244,7 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
             excerpt = " ".join(completion.sample.completion.split())[-120:]
             raise ConfigurationError(
                 f"task: its verifier is wrong before the first step: prompt {completion.sample.prompt.prompt_id!r}, a "
-                f"completion known to be {'right_count' if completion.right else 'wrong'} ({excerpt!r}): {result}"
+                f"completion known to be {'right' if completion.right else 'wrong'} ({excerpt!r}): {result}"
             )
     right_count = sum(completion.right for completion in known)
     wrong_count = len(known) - right_count

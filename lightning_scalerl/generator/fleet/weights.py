@@ -219,7 +219,10 @@ def _lock_folder(folder: Path) -> IO[bytes]:
 
 
 def _remove_orphans() -> None:
-    """Remove folders that killed trainers left in shared memory; a trainer's children do so only if it had any."""
+    """Remove weight folders that killed trainers left in shared memory.
+
+    A child process removes the folder of its trainer, but a trainer without local engines has no child.
+    """
     for path in SHARED_MEMORY.glob(f"scalerl-*/{LOCK}"):
         with suppress(OSError), path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -74,13 +74,13 @@ class _Pending:
     end: int
 
     def state(self) -> tuple[Any, ...]:
-        """Return plain values; `end` is left out if it is the number of completions."""
+        """Return the record as plain values for a checkpoint; `end` is left out if it is the number of completions."""
         end = [] if self.end == self.request.completions else [self.end]
         return (request_state(self.request), self.start, *end)
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> _Pending:
-        """Rebuild it from the values of `state`."""
+        """Rebuild the record from the values of `state`."""
         request = request_from(state[0])
         return cls(request, state[1], state[2] if len(state) > 2 else request.completions)
 

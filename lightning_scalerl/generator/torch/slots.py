@@ -99,7 +99,7 @@ class Slots:
         keys_values: list[tuple[Tensor, Tensor]],
         uniform: Tensor,
     ) -> None:
-        """Give the next `number` slots to rollouts `first`, `started + 1`, ... of a group with a prefilled prompt."""
+        """Give the next `number` slots to rollouts `first`, `first + 1`, ... of a group with a prefilled prompt."""
         rows = slice(self.active, self.active + number)
         occupants = [Insertions(request, index, self._sampling) for index in range(first, first + number)]
         self.occupants += occupants
