@@ -31,8 +31,8 @@ from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import Problem, verl
 from lightning_scalerl.task.rows import RowSource
-from lightning_scalerl.verify.answers import stated
-from lightning_scalerl.verify.mathematics import changed
+from lightning_scalerl.verify.answers import extract_answer
+from lightning_scalerl.verify.mathematics import change_first_digit
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import reward_sum
 
@@ -129,7 +129,7 @@ WAYS: dict[str, tuple[Callable[[str], str | None], float]] = {
         lambda answer: boxed(f"{answer} \\text{{ cm}}") if _INTEGER.fullmatch(answer) else None,
         1.0,
     ),
-    "first digit changed": (lambda answer: boxed(changed(answer)), 0.0),
+    "first digit changed": (lambda answer: boxed(change_first_digit(answer)), 0.0),
     "another sign": (other_sign, 0.0),
     "another unit or word behind": (other_unit, 0.0),
     "another power of the unit": (other_power, 0.0),
@@ -181,9 +181,11 @@ def reason(case: Case, outcome: Outcome) -> str:
         return outcome.why
     if "math_too_costly" in outcome.parts:
         return "takes more than its processor time"
-    from lightning_scalerl.verify.mathematics import _answer
+    from lightning_scalerl.verify.mathematics import _normalise
 
-    gold, said = (_answer(text) for text in (str(case.sample.prompt.answer), stated(case.sample.answer).text))
+    gold, said = (
+        _normalise(text) for text in (str(case.sample.prompt.answer), extract_answer(case.sample.answer).text)
+    )
     readings = [[str(found[0]) for _, found in each.readings] for each in (gold, said)]
     return f"read as {readings[0]} {' '.join(gold.parts.words)} and {readings[1]} {' '.join(said.parts.words)}"
 
@@ -240,7 +242,7 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
         "|---|---|---|---|---|---|",
     ]
     for case, outcome in failed[:SHOWN]:
-        said = stated(case.sample.answer).text
+        said = extract_answer(case.sample.answer).text
         got = f"{outcome.reward:g}" if outcome.kind == "score" else outcome.kind
         lines.append(
             f"| {case.file} {case.row} | {case.way} | {cell(str(case.sample.prompt.answer))} | {cell(said)} | {got} | "

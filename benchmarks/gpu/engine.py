@@ -113,7 +113,7 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
             token=token,
             slots=slots,
         )
-        found["way"], found["awake_gib"] = generator._sender.way, used_gib()
+        found["way"], found["awake_gib"] = generator._sender.method, used_gib()
         found["publish_s"], found["gaps"], found["other_gaps"] = [], [], []
         for version, (model, other) in enumerate([(two, one), (one, two), (two, one)], 1):
             found["publish_s"].append(timed(generator.publish, dict(model.state_dict()), version))

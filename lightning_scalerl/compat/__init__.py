@@ -1,5 +1,6 @@
-"""Private members of other libraries, one module per library; each function states why the public interface lacks it.
+"""Access to private members of other libraries, one module per library.
 
-An upgrade of a library that breaks one of them is repaired here. A private member that is wrapped here is used nowhere
-else (`tests/test_imports.py`). It imports no other room of the project.
+Each function states why the library's public interface is not enough. If an upgrade of a library breaks such access, it
+is repaired here: a private member that is wrapped here is used nowhere else (`tests/test_imports.py`). This package
+imports no other room of the project.
 """

@@ -14,18 +14,18 @@ def saves_by_time(checkpoint: Any) -> bool:
 
 
 def saves_every_n_steps(checkpoint: Any) -> int:
-    """Return after how many steps a ModelCheckpoint saves; 0 for other callbacks and for never. Private as above."""
+    """Return after how many steps a ModelCheckpoint saves, 0 for never or another callback. It has no public name."""
     return int(getattr(checkpoint, "_every_n_train_steps", 0))
 
 
 def stop_at_epoch_end(early_stopping: Any) -> None:
-    """Let EarlyStopping check at the end of an epoch if the user chose no time; no public name sets it later."""
+    """Make EarlyStopping check at the end of an epoch if the user chose no time; no public name sets it later."""
     if early_stopping._check_on_train_epoch_end is None:
         early_stopping._check_on_train_epoch_end = True
 
 
 def save_at_epoch_end(checkpoint: Any) -> None:
-    """Let ModelCheckpoint save at the end of an epoch if the user chose no time; no public name sets it later."""
+    """Make ModelCheckpoint save at the end of an epoch if the user chose no time; no public name sets it later."""
     if checkpoint._save_on_train_epoch_end is None:
         checkpoint._save_on_train_epoch_end = True
 
@@ -48,7 +48,10 @@ def set_batches_that_stepped(loop: Any, steps: int) -> None:
 
 @contextmanager
 def keep_first_iteration(trainer: Any) -> Iterator[None]:
-    """Restore state of the training loop's logging that a validation inside a step overwrites; nothing public does."""
+    """Restore logging state of the training loop after a validation inside a step, which overwrites it.
+
+    No public name restores it.
+    """
     connector = trainer._logger_connector
     first = connector._first_loop_iter
     try:
@@ -58,7 +61,7 @@ def keep_first_iteration(trainer: Any) -> Iterator[None]:
 
 
 def restore_modes(loop: Any, module: Any) -> None:
-    """Put modules back into training mode. A validation loop does so itself, but not when it ends by an exception."""
+    """Put modules back into training mode. A validation loop does so itself, unless an exception ends it."""
     loop._module_mode.restore(module)
 
 

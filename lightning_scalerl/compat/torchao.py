@@ -1,4 +1,4 @@
-"""torchao, which only `optimizer=adamw_8bit` uses.
+"""Hides torchao from transformers, because only `optimizer=adamw_8bit` uses it.
 
 transformers imports torchao wherever it is installed, for models that torchao has quantized. The import
 takes two seconds in every process, and prints a warning for each library of torchao that the machine cannot load.

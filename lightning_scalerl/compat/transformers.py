@@ -23,7 +23,7 @@ def converts_weights(model: Any) -> bool:
 
 
 def copy_weight_conversions(source: Any, target: Any) -> None:
-    """Give a model without weights the conversions with which another was loaded; only `from_pretrained` sets them."""
+    """Copy a model's weight conversions to a model without weights; only `from_pretrained` sets them publicly."""
     if hasattr(source, "_weight_conversions"):
         target._weight_conversions = source._weight_conversions
 

@@ -1,4 +1,4 @@
-"""Environments: conversations in which something other than the model speaks.
+"""Environments, such as tools or games, with which a model has a conversation of several turns.
 
 This room needs no torch, because environments run in separate processes:
 

@@ -19,7 +19,7 @@ from typing import Any
 from lightning_scalerl.environment.protocol import Call, Schema
 
 # Longest call in characters; a longer one is malformed. Without a limit its JSON could exhaust the trainer's memory.
-MOST_CHARACTERS = 65536
+MAX_CHARACTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Convention:
         name: "hermes", "llama" or "plain".
         role: role of a message with a tool's answer.
         example: a call, shown to a model that has written a malformed one.
-        parse: (text, schemas of the tools) -> the calls in the text, in order.
-        write: (call, schema of its tool) -> the call as the model should write it.
+        parse: returns the calls in a text, in order, given the schemas of the tools.
+        write: returns the text of a call as the model should write it, given the schema of its tool.
     """
 
     name: str
@@ -66,7 +66,7 @@ def description(tools: Sequence[Schema]) -> str:
 
 
 def _parse_hermes(text: str, tools: Sequence[Schema]) -> list[Call]:
-    return [_json_call(body, "arguments", tools, HERMES) for body in _tagged(text, "tool_call")]
+    return [_json_call(body, "arguments", tools, HERMES) for body in _tag_contents(text, "tool_call")]
 
 
 def _write_hermes(call: Call, tool: Schema) -> str:
@@ -82,10 +82,10 @@ def _parse_llama(text: str, tools: Sequence[Schema]) -> list[Call]:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return []
-    value = _json(body)
+    value = _parse_json(body)
     if isinstance(value, dict) and "name" not in value:
         return []  # an answer in JSON
-    if isinstance(value, str) and '"name"' not in body[:MOST_CHARACTERS]:
+    if isinstance(value, str) and '"name"' not in body[:MAX_CHARACTERS]:
         return []
     return [_json_call(body, "parameters", tools, LLAMA)]
 
@@ -100,32 +100,36 @@ _NAME = re.compile(r"\s*([A-Za-z_]\w{0,99})\s*\(")
 
 
 def _parse_plain(text: str, tools: Sequence[Schema]) -> list[Call]:
-    return [_plain_call(body, tools) for body in _tagged(text, "call")]
+    return [_plain_call(body, tools) for body in _tag_contents(text, "call")]
 
 
 def _plain_call(body: str | None, tools: Sequence[Schema]) -> Call:
     if body is None:
-        return _malformed("", "it has no </call>", PLAIN)
-    if len(body) > MOST_CHARACTERS:
-        return _malformed("", f"it is longer than {MOST_CHARACTERS} characters", PLAIN)
+        return _malformed_call("", "it has no </call>", PLAIN)
+    if len(body) > MAX_CHARACTERS:
+        return _malformed_call("", f"it is longer than {MAX_CHARACTERS} characters", PLAIN)
     begin = _NAME.match(body)
     if begin is None or not body.rstrip().endswith(")"):
-        return _malformed("", "it is not name(arguments)", PLAIN)
-    name, inside = begin[1], body.rstrip()[begin.end() : -1].strip()
+        return _malformed_call("", "it is not name(arguments)", PLAIN)
+    name, arguments_text = begin[1], body.rstrip()[begin.end() : -1].strip()
     tool = _tool(name, tools)
     if tool is None:
-        return _unknown(name, tools)
+        return _unknown_tool_call(name, tools)
     parameters = _parameters(tool)
     # The only argument of a tool may be a text without quotes, for small models: calculate(3 + 4).
-    if len(parameters) == 1 and next(iter(parameters.values())).get("type") == "string" and not inside.startswith('"'):
-        values: Any = [inside] if inside else []
+    if (
+        len(parameters) == 1
+        and next(iter(parameters.values())).get("type") == "string"
+        and not arguments_text.startswith('"')
+    ):
+        values: Any = [arguments_text] if arguments_text else []
     else:
-        values = _json(f"[{inside}]")
+        values = _parse_json(f"[{arguments_text}]")
     if isinstance(values, str):
-        return _malformed(name, f"its arguments are not values in JSON ({values})", PLAIN)
+        return _malformed_call(name, f"its arguments are not values in JSON ({values})", PLAIN)
     if len(values) > len(parameters):
-        return _malformed(name, f"it has {len(values)} arguments, and {name} takes {len(parameters)}", PLAIN)
-    return _checked(name, dict(zip(parameters, values, strict=False)), tool, PLAIN)
+        return _malformed_call(name, f"it has {len(values)} arguments, and {name} takes {len(parameters)}", PLAIN)
+    return _checked_call(name, dict(zip(parameters, values, strict=False)), tool, PLAIN)
 
 
 def _write_plain(call: Call, tool: Schema) -> str:
@@ -136,46 +140,46 @@ def _write_plain(call: Call, tool: Schema) -> str:
 # --- shared --------------------------------------------------------------------------------------------------------
 
 
-def _tagged(text: str, tag: str) -> list[str | None]:
-    """Return the texts between the tags; None for the last one if it is not closed."""
+def _tag_contents(text: str, tag: str) -> list[str | None]:
+    """Return the texts between opening and closing tags; None for the last text if its tag is not closed."""
     begin, end = f"<{tag}>", f"</{tag}>"
     bodies: list[str | None] = []
-    place = text.find(begin)
-    while place >= 0:
-        place += len(begin)
-        close = text.find(end, place)
+    position = text.find(begin)
+    while position >= 0:
+        position += len(begin)
+        close = text.find(end, position)
         if close < 0:
             return [*bodies, None]
-        bodies.append(text[place:close])
-        place = text.find(begin, close)
+        bodies.append(text[position:close])
+        position = text.find(begin, close)
     return bodies
 
 
 def _json_call(body: str | None, key: str, tools: Sequence[Schema], convention: Convention) -> Call:
     """Read a call that is a JSON object with a name and, under `key`, its arguments."""
     if body is None:
-        return _malformed("", "it has no </tool_call>", convention)
-    value = _json(body)
+        return _malformed_call("", "it has no </tool_call>", convention)
+    value = _parse_json(body)
     if isinstance(value, str):
-        return _malformed("", f"it is not JSON ({value})", convention)
+        return _malformed_call("", f"it is not JSON ({value})", convention)
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
-        return _malformed("", "it has no name", convention)
+        return _malformed_call("", "it has no name", convention)
     tool = _tool(name, tools)
     if tool is None:
-        return _unknown(name, tools)
+        return _unknown_tool_call(name, tools)
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
-        return _malformed(name, f"its {key} are not an object", convention)
-    return _checked(name, arguments, tool, convention)
+        return _malformed_call(name, f"its {key} are not an object", convention)
+    return _checked_call(name, arguments, tool, convention)
 
 
-def _json(text: str) -> Any:
-    """Parse a JSON object or list; return the error as one line if the text is neither."""
-    if len(text) > MOST_CHARACTERS:
-        return f"it is longer than {MOST_CHARACTERS} characters"
+def _parse_json(text: str) -> Any:
+    """Parse a JSON object or list; for any other text, return the error as a one-line string."""
+    if len(text) > MAX_CHARACTERS:
+        return f"it is longer than {MAX_CHARACTERS} characters"
     try:
-        value = json.loads(text, parse_constant=_refuse, strict=False)
+        value = json.loads(text, parse_constant=_refuse_constant, strict=False)
     except json.JSONDecodeError as error:
         return f"{error.msg} at character {error.pos + 1}"
     except (ValueError, RecursionError) as error:  # integers of thousands of digits; deep nesting
@@ -183,18 +187,20 @@ def _json(text: str) -> Any:
     return value if isinstance(value, dict | list) else "no object"
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _checked(name: str, arguments: Mapping[str, Any], tool: Schema, convention: Convention) -> Call:
-    """Return a call whose arguments have the names that the tool takes, or a malformed one."""
+def _checked_call(name: str, arguments: Mapping[str, Any], tool: Schema, convention: Convention) -> Call:
+    """Return a call, malformed if an argument is unknown to the tool or a required one is missing."""
     parameters = _parameters(tool)
     if unknown := [argument for argument in arguments if argument not in parameters]:
         names = ", ".join(parameters) or "no arguments"
-        return _malformed(name, f"{name} has no argument {_shown(unknown[0])}; it takes {names}", convention)
-    if missing := [each for each in tool["function"]["parameters"].get("required", ()) if each not in arguments]:
-        return _malformed(name, f"{name} needs the argument {missing[0]}", convention)
+        return _malformed_call(name, f"{name} has no argument {_excerpt(unknown[0])}; it takes {names}", convention)
+    if missing := [
+        argument for argument in tool["function"]["parameters"].get("required", ()) if argument not in arguments
+    ]:
+        return _malformed_call(name, f"{name} needs the argument {missing[0]}", convention)
     return Call(name, dict(arguments))
 
 
@@ -207,16 +213,16 @@ def _parameters(tool: Schema) -> Mapping[str, Mapping[str, Any]]:
     return parameters
 
 
-def _unknown(name: str, tools: Sequence[Schema]) -> Call:
+def _unknown_tool_call(name: str, tools: Sequence[Schema]) -> Call:
     names = ", ".join(tool["function"]["name"] for tool in tools)
-    return Call(name, error=f"error: there is no tool {_shown(name)}; there are {names or 'none'}")
+    return Call(name, error=f"error: there is no tool {_excerpt(name)}; there are {names or 'none'}")
 
 
-def _malformed(name: str, why: str, convention: Convention) -> Call:
-    return Call(name, error=f"error: this call cannot be read, {why}; write {convention.example}")
+def _malformed_call(name: str, reason: str, convention: Convention) -> Call:
+    return Call(name, error=f"error: this call cannot be read, {reason}; write {convention.example}")
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return repr(text[:60])
 
 

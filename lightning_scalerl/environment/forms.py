@@ -20,11 +20,11 @@ Factory = Callable[[], Any]
 # Methods of TRL's form that are not tools.
 _NOT_TOOLS = {"reset", "get_reward"}
 # Limits on `info`: number of entries, and characters of an entry's text.
-_MOST_INFO, _INFO_CHARACTERS = 32, 200
+_MAX_INFO, _INFO_CHARACTERS = 32, 200
 
 
 class AnswerError(Exception):
-    """Unusable answer of an environment; the message is one line."""
+    """Raised for an unusable answer of an environment; the message is one line."""
 
 
 class ToolEnvironment:
@@ -43,14 +43,18 @@ class ToolEnvironment:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Pass the row to `reset`; TRL's form has no seed (the worker seeds `random` and numpy)."""
-        start = _awaited(self._user.reset(**row))
+        start = _await_result(self._user.reset(**row))
         if start is None:
             return Observation()
         if isinstance(start, str):
             return Observation(texts=(start,))
         if isinstance(start, list) and all(map(_is_message, start)):
-            return Observation(messages=tuple({"role": each["role"], "content": each["content"]} for each in start))
-        raise AnswerError(f"reset returned {_short(start)}; it must be a text, a list of messages with texts, or None")
+            return Observation(
+                messages=tuple({"role": message["role"], "content": message["content"]} for message in start)
+            )
+        raise AnswerError(
+            f"reset returned {_excerpt(start)}; it must be a text, a list of messages with texts, or None"
+        )
 
     def step(self, turn: Turn) -> Observation:
         """Call the turn's tools in their order."""
@@ -63,7 +67,7 @@ class ToolEnvironment:
                 texts.append(call.error or f"error: there is no tool {call.name!r}")
                 continue
             try:
-                texts.append(str(_awaited(self._tools[call.name](**call.arguments))))
+                texts.append(str(_await_result(self._tools[call.name](**call.arguments))))
             except MemoryError:  # the whole process ran out of memory; its state is unknown
                 raise
             except Exception as error:
@@ -72,10 +76,10 @@ class ToolEnvironment:
         return Observation(texts=tuple(texts), malformed=malformed, raised=raised)
 
     def finish(self) -> Observation:
-        """Return `get_reward()`; without that method, return no reward: reward functions grade the conversation."""
+        """Return the reward of `get_reward()`; without that method no reward: reward functions grade instead."""
         reward = None
         if hasattr(self._user, "get_reward"):
-            reward = _reward("get_reward", _awaited(self._user.get_reward()))
+            reward = _reward("get_reward", _await_result(self._user.get_reward()))
         return Observation(reward=reward, terminated=True)
 
 
@@ -93,33 +97,35 @@ class TextEnvironment:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Pass the seed to `reset`; the text form has no row."""
-        start = _awaited(self._user.reset(seed=seed))
+        start = _await_result(self._user.reset(seed=seed))
         text, info = start if isinstance(start, tuple) and len(start) == 2 else (start, {})
         if text is not None and not isinstance(text, str):
-            raise AnswerError(f"reset returned {_short(text)}; it must be a text")
-        return Observation(texts=() if text is None else (text,), info=_info(info))
+            raise AnswerError(f"reset returned {_excerpt(text)}; it must be a text")
+        return Observation(texts=() if text is None else (text,), info=_filter_info(info))
 
     def step(self, turn: Turn) -> Observation:
         """Pass the turn's text to `step`."""
-        answer = _awaited(self._user.step(turn.text))
+        answer = _await_result(self._user.step(turn.text))
         if not isinstance(answer, tuple) or len(answer) != 5 or not isinstance(answer[0], str):
-            raise AnswerError(f"step returned {_short(answer)}; it must be (text, reward, terminated, truncated, info)")
+            raise AnswerError(
+                f"step returned {_excerpt(answer)}; it must be (text, reward, terminated, truncated, info)"
+            )
         text, reward, terminated, truncated, info = answer
         return Observation(
             texts=(text,),
             reward=_reward("step", reward),
             terminated=bool(terminated),
             truncated=bool(truncated),
-            info=_info(info),
+            info=_filter_info(info),
         )
 
     def finish(self) -> Observation:
-        """Return no reward: every step has given its own."""
+        """Return no further reward, because every step has returned one."""
         return Observation(truncated=True)
 
 
-def wrapped(user: Any) -> Environment:
-    """Return a user's instance behind our protocol.
+def wrap(user: Any) -> Environment:
+    """Wrap a user's instance in an adapter to our protocol.
 
     Raises:
         ConfigurationError: it has neither form.
@@ -136,9 +142,9 @@ def form_of(user: Any) -> Literal["tools", "text"]:
     name = type(user).__name__
     if not callable(getattr(user, "reset", None)):
         raise ConfigurationError(f"environment: {name} has no method reset")
-    taken = inspect.signature(user.reset).parameters
-    any_column = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    if callable(getattr(user, "step", None)) and "seed" in taken and not any_column:
+    parameters = inspect.signature(user.reset).parameters
+    any_column = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if callable(getattr(user, "step", None)) and "seed" in parameters and not any_column:
         return "text"
     if not any_column and not dict(tools_of(user)):
         raise ConfigurationError(
@@ -156,8 +162,8 @@ def tools_of(user: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
             yield name, getattr(user, name)
 
 
-def declared(user: Any) -> Declared:
-    """Return the properties of an environment that are known before a conversation.
+def properties_of(user: Any) -> Declared:
+    """Return the properties of a user's instance that are known before a conversation.
 
     Raises:
         ConfigurationError: it has neither form, or a tool lacks a type hint or docstring.
@@ -191,14 +197,14 @@ def _schema(name: str, method: Callable[..., Any]) -> Schema:
     return schema
 
 
-def _awaited(value: Any) -> Any:
+def _await_result(value: Any) -> Any:
     """Return a value, or the result of a coroutine."""
     return _loop().run_until_complete(_result(value)) if inspect.isawaitable(value) else value
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return one event loop for all calls: an environment may keep objects of its loop, such as a connection."""
+    """Return one event loop for all calls, because an environment may keep objects of it, such as a connection."""
     return asyncio.new_event_loop()
 
 
@@ -214,27 +220,27 @@ def _reward(method: str, value: Any) -> float | None:
     """Return a reward as a float; scalars of numpy and torch are taken.
 
     Raises:
-        AnswerError: it is not a finite number, nor None.
+        AnswerError: it is neither a finite number nor None.
     """
     if value is None:
         return None
     if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
-        raise AnswerError(f"{method} returned the reward {_short(value)}; it must be a finite number, or None")
+        raise AnswerError(f"{method} returned the reward {_excerpt(value)}; it must be a finite number, or None")
     return float(value)
 
 
-def _info(info: Any) -> dict[str, float | str]:
+def _filter_info(info: Any) -> dict[str, float | str]:
     """Keep the numbers and short texts of `info`."""
     if not isinstance(info, Mapping):
         return {}
-    kept: dict[str, float | str] = {}
-    for name, value in list(info.items())[:_MOST_INFO]:
+    entries: dict[str, float | str] = {}
+    for name, value in list(info.items())[:_MAX_INFO]:
         if isinstance(value, str):
-            kept[str(name)[:_INFO_CHARACTERS]] = value[:_INFO_CHARACTERS]
+            entries[str(name)[:_INFO_CHARACTERS]] = value[:_INFO_CHARACTERS]
         elif hasattr(value, "__float__") and math.isfinite(float(value)):
-            kept[str(name)[:_INFO_CHARACTERS]] = float(value)
-    return kept
+            entries[str(name)[:_INFO_CHARACTERS]] = float(value)
+    return entries
 
 
-def _short(value: object) -> str:
+def _excerpt(value: object) -> str:
     return " ".join(repr(value)[:80].split())

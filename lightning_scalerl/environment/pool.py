@@ -29,15 +29,15 @@ from sweeps.run.activity import activity
 # Start timeout of a process: imports of the user's modules may be slow on a busy machine.
 START_S = 120.0
 # Default of `most_characters`.
-MOST_CHARACTERS = 16384
+MAX_CHARACTERS = 16384
 # Limits in bytes on an answer (an observation that was cut is far smaller), and on the output kept for error messages.
-_MOST_BYTES, _LAST_BYTES = 2**26, 2048
+_MAX_ANSWER_BYTES, _OUTPUT_BYTES = 2**26, 2048
 
 Answer = Observation | Failure
 
 
 class _LostError(Exception):
-    """A process that cannot answer any more."""
+    """Raised when a process cannot answer any more."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.why)
@@ -58,16 +58,16 @@ class _Episode:
 
 
 class EnvironmentPool:
-    """Conversations with environments, each in a process of its own.
+    """Pool of processes for conversations with environments, one conversation per process at a time.
 
     A conversation has a number, from `open` to `close`, and at most one request at a time: `open` itself, `act` or
-    `finish`. Its answer is fetched once, by `wait` or `done`. After a `Failure` the conversation is over, and closed.
+    `finish`. The answer to a request is fetched once, by `wait` or `done`. A `Failure` closes the conversation.
 
     Args:
-        factory: makes an instance: a class in TRL's form or in text form, or a function; or the location of one. A
-            mapping has several by name; the row's column `environment` then selects one, and is not passed on, as in
+        factory: class or function that makes an instance, in TRL's form or in text form, or its location. A mapping
+            has several factories by name; the row's column `environment` then selects one, and is not passed on, as in
             TRL.
-        most: number of processes, and so of conversations that are open at the same time; others wait.
+        most: number of processes, which is the number of conversations that are open at the same time; others wait.
         timeout_s: wall-clock timeout of one call; a turn with several tool calls gets it once per call.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
         most_characters: characters of an observation's texts that are kept.
@@ -86,7 +86,7 @@ class EnvironmentPool:
         most: int,
         timeout_s: float,
         memory_gib: float | None = None,
-        most_characters: int = MOST_CHARACTERS,
+        most_characters: int = MAX_CHARACTERS,
     ) -> None:
         import cloudpickle
 
@@ -115,10 +115,10 @@ class EnvironmentPool:
         self._closing = False
 
     def declare(self) -> Mapping[str, Declared]:
-        """Start a process and return each environment's properties by name; one without a name has "".
+        """Start a process and return each environment's properties by its name; "" if it has no name.
 
         Raises:
-            ConfigurationError: it cannot be loaded or made, or has neither form.
+            ConfigurationError: an environment cannot be loaded or made, or has neither form.
         """
         process = None
         try:
@@ -142,8 +142,9 @@ class EnvironmentPool:
         Args:
             row: row of the data set.
             seed: seed of the conversation.
-            history: earlier part of the conversation to replay. The answer is then its last observation, or a failure
-                of kind "replay" if the environment cannot be replayed or answers differently.
+            history: earlier part of the conversation to replay; None for a new conversation. The answer is the replay's
+                last observation, or a failure of kind "replay" if the environment cannot be replayed or answers
+                differently.
 
         Raises:
             ConfigurationError: the row names an unknown environment.
@@ -210,7 +211,7 @@ class EnvironmentPool:
             return fetched
 
     def close(self, number: int) -> None:
-        """Forget a conversation. A call in progress still ends, or is killed at its timeout, without any effect."""
+        """Forget a conversation. A call in progress runs on until its end or timeout; its answer is dropped."""
         with self._changed:
             self._answers.pop(number, None)
             episode = self._open.pop(number, None)
@@ -222,10 +223,10 @@ class EnvironmentPool:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            open_ones = list(self._open)
+            open_numbers = list(self._open)
             for process in self._processes:
                 kill_group(process.pid)
-        for number in open_ones:
+        for number in open_numbers:
             self.close(number)
         for _ in self._threads:
             self._waiting.put(None)
@@ -308,63 +309,63 @@ class EnvironmentPool:
 
 
 class _Process:
-    """Worker process. It is used by one thread, and killed after a failure: a late answer is never read."""
+    """Worker process, used by one thread. It is killed after a failure, so that a late answer is never read."""
 
     def __init__(self, content: bytes, memory_gib: float | None) -> None:
-        self._output, theirs = os.pipe()
+        self._output, child_end = os.pipe()
         try:
             self._process, self._connection = start_worker(
-                "lightning_scalerl.environment.worker", content, memory_gib, {}, stderr=theirs
+                "lightning_scalerl.environment.worker", content, memory_gib, {}, stderr=child_end
             )
         except BaseException:
             os.close(self._output)
             raise
         finally:
-            os.close(theirs)
+            os.close(child_end)
         self.pid = self._process.pid
-        self._last = b""  # end of its output
+        self._output_end = b""  # end of its output
 
     def ask(self, method: str | None, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """Send a request and return its result; without a method, wait for the first message.
 
         Raises:
-            _LostError: it has not answered in time, has died, or its answer cannot be read.
+            _LostError: the process has not answered in time, has died, or its answer cannot be read.
         """
         deadline = time.monotonic() + timeout_s
         if method is not None:
             # A dead process is noticed below, by its closed pipe.
             with suppress(OSError):
                 self._connection.send((method, arguments))
-        listened: list[Connection[Any, Any] | int] = [self._connection, self._output]
+        sources: list[Connection[Any, Any] | int] = [self._connection, self._output]
         while True:
             left_s = deadline - time.monotonic()
-            ready = wait(listened, left_s) if left_s > 0 else []
+            ready = wait(sources, left_s) if left_s > 0 else []
             if not ready:
-                raise self._lost("timeout", f"timed out after {timeout_s:g} s")
+                raise self._lost_error("timeout", f"timed out after {timeout_s:g} s")
             # Read the process's output, so that it never blocks on a full pipe; keep only the end.
             if self._output in ready:
                 block = os.read(self._output, 65536)
-                self._last = (self._last + block)[-_LAST_BYTES:]
+                self._output_end = (self._output_end + block)[-_OUTPUT_BYTES:]
                 if not block:
-                    listened.remove(self._output)
+                    sources.remove(self._output)
             if self._connection in ready:
                 try:
-                    return pickle.loads(self._connection.recv_bytes(_MOST_BYTES))
+                    return pickle.loads(self._connection.recv_bytes(_MAX_ANSWER_BYTES))
                 except (EOFError, OSError):
-                    raise self._lost("died", f"its process died ({ended_with(self._ended())})") from None
+                    raise self._lost_error("died", f"its process died ({ended_with(self._exit_status())})") from None
                 except Exception as error:
-                    raise self._lost("answer", f"its answer cannot be read ({type(error).__name__})") from error
+                    raise self._lost_error("answer", f"its answer cannot be read ({type(error).__name__})") from error
 
-    def _ended(self) -> int:
+    def _exit_status(self) -> int:
         """Wait for the process to end, else kill its process group; return the exit code."""
         with suppress(Exception):
             return self._process.wait(1.0)
         kill_group(self.pid)
         return self._process.wait()
 
-    def _lost(self, kind: Any, why: str) -> _LostError:
-        last = self._last.decode(errors="replace").strip().rpartition("\n")[2][:200]
-        return _LostError(Failure(kind, f"{why}; its last output: {last}" if last else why))
+    def _lost_error(self, kind: Any, reason: str) -> _LostError:
+        last = self._output_end.decode(errors="replace").strip().rpartition("\n")[2][:200]
+        return _LostError(Failure(kind, f"{reason}; its last output: {last}" if last else reason))
 
     def kill(self) -> None:
         """Kill the process with all that it has started."""

@@ -15,7 +15,7 @@ class Call:
 
     Attributes:
         name: name of the tool; empty if it cannot be read.
-        arguments: by name.
+        arguments: values by argument name.
         error: error in a malformed call, as one line for the model; empty for a valid call.
     """
 
@@ -37,10 +37,12 @@ class Observation:
     """Answer of an environment to a turn.
 
     Attributes:
-        texts: texts for the model: at most one from `reset`; after a turn one per call, in order, or a single one.
+        texts: texts for the model: at most one text from `reset`; after a turn one text per call, in order, or a single
+            text.
         messages: messages that `reset` returned in place of a text.
         reward: reward of this turn, which adds to those of earlier turns; None for none.
-        terminated, truncated: the conversation is over, by itself or by a limit of the environment (Gymnasium's words).
+        terminated, truncated: whether the conversation is over by itself, or by a limit of the environment (Gymnasium's
+            terms).
         info: numbers and texts to report.
         malformed: number of malformed calls among those of the turn.
         raised: number of calls whose tool raised an exception.
@@ -65,7 +67,7 @@ Trouble = Literal["raised", "answer", "timeout", "died", "replay"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of an environment. Its rollout abstains: it has no reward, which is not a reward of 0.
+    """Failure of an environment. Its rollout has no reward (it abstains), which differs from a reward of 0.
 
     Attributes:
         kind: see `Trouble`.
@@ -91,8 +93,8 @@ class Declared:
     Attributes:
         form: "tools" for TRL's form, "text" for text in, text out.
         tools: schemas of its tools, as chat templates take them (`tools=`).
-        owns_reward: it computes a reward itself.
-        replayable: the same seed, row and turns give the same observations.
+        owns_reward: whether the environment computes a reward itself.
+        replayable: whether the same seed, row and turns give the same observations.
         seconds: declared seconds per call, for virtual clocks.
     """
 
@@ -115,5 +117,5 @@ class Environment(Protocol):
         ...
 
     def finish(self) -> Observation:
-        """End a conversation that a limit has ended; the observation has the reward, if there is one."""
+        """End a conversation that has reached a limit; the observation has the reward, if there is one."""
         ...

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.environment.calls import CONVENTIONS
-from lightning_scalerl.environment.pool import MOST_CHARACTERS, EnvironmentPool
+from lightning_scalerl.environment.pool import MAX_CHARACTERS, EnvironmentPool
 from lightning_scalerl.user_code import Given, Source
 
 Location = str | Callable[[], Any]
@@ -29,15 +29,15 @@ class EnvironmentSettings:
 
     Args:
         factory: class or function that makes an environment, in TRL's form or in text form: "file.py:Class",
-            "module:Class" or an object (docs/guide/environments.md). A mapping has several by name, and the data's
-            column `environment` selects one. None for completions of one turn.
-        convention: convention by which the model writes tool calls: "hermes", "llama", "plain", or "auto" for the one
+            "module:Class" or an object (docs/guide/environments.md). A mapping has several factories by name, and the
+            data's column `environment` selects one. None for completions of one turn.
+        convention: format in which the model writes tool calls: "hermes", "llama", "plain", or "auto" for the format
             that the chat template describes.
-        describe_tools: with the convention "plain", append a description of the tools to the prompt.
+        describe_tools: whether a description of the tools is appended to the prompt, with the convention "plain".
         reward: reward of a rollout: "environment" for the sum of the environment's rewards, "task" for the reward that
             the task's verifier gives to the last turn.
         at_max_turns: treatment of a conversation that is not over after `context.max_turns`: "truncated", as at the
-            token limit; or "answer": the last turn counts as the answer, and the message before it ends with
+            token limit; or "answer", which takes the last turn as the answer and ends the message before it with
             `last_turn`.
         last_turn: text that announces the last turn, for "answer".
         at_max_turn_tokens: treatment of a turn of `context.max_turn_tokens` tokens: "truncated" ends the rollout;
@@ -52,7 +52,7 @@ class EnvironmentSettings:
     neutral: ClassVar[Mapping[str, Any] | None] = {
         "choice": "EnvironmentSettings", "factory": None, "convention": "auto", "describe_tools": True,
         "reward": "environment", "at_max_turns": "truncated", "last_turn": "",
-        "at_max_turn_tokens": "truncated", "timeout_s": 10.0, "max_characters": MOST_CHARACTERS,
+        "at_max_turn_tokens": "truncated", "timeout_s": 10.0, "max_characters": MAX_CHARACTERS,
     }  # fmt: skip
     remarks: ClassVar[tuple[str, ...]] = ("processes", "memory_gib")
 
@@ -65,7 +65,7 @@ class EnvironmentSettings:
     at_max_turn_tokens: Literal["truncated", "go_on"] = "truncated"
     timeout_s: float = 10.0
     memory_gib: float | None = 4.0
-    max_characters: int = MOST_CHARACTERS
+    max_characters: int = MAX_CHARACTERS
     processes: int = 8
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class EnvironmentSettings:
 
     @property
     def acts(self) -> bool:
-        """Return whether rollouts have conversations with an environment."""
+        """Whether rollouts have conversations with an environment."""
         return self.factory is not None
 
     def pool(self) -> EnvironmentPool:
@@ -110,20 +110,20 @@ class EnvironmentSettings:
                     f"({type(error).__name__}: {error})"
                 ) from error
             factories[name] = source if isinstance(source, Source) else loaded
-        given = factories if isinstance(self.factory, Mapping) else factories[""]
-        return EnvironmentPool(given, self.processes, self.timeout_s, self.memory_gib, self.max_characters)
+        factory = factories if isinstance(self.factory, Mapping) else factories[""]
+        return EnvironmentPool(factory, self.processes, self.timeout_s, self.memory_gib, self.max_characters)
 
     def _sources(self) -> dict[str, Source | Given]:
-        """Return the factories by name; a single one has "".
+        """Return the factories by name; a single factory has the name "".
 
         Raises:
             ConfigurationError: a location is invalid.
         """
-        named = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
-        if not named:
+        by_name = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
+        if not by_name:
             raise ConfigurationError("environment.factory: an empty mapping; give at least one, or null for none")
         sources: dict[str, Source | Given] = {}
-        for name, factory in named.items():
+        for name, factory in by_name.items():
             field = f"environment.factory{f'.{name}' if name else ''}"
             if not isinstance(factory, str) and not callable(factory):
                 raise ConfigurationError(

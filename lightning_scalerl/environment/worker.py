@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from lightning_scalerl.checks import ConfigurationError, error_line
-from lightning_scalerl.environment.forms import AnswerError, Factory, declared, wrapped
+from lightning_scalerl.environment.forms import AnswerError, Factory, properties_of, wrap
 from lightning_scalerl.environment.protocol import Declared, Environment, Failure, History, Observation, Turn
 from lightning_scalerl.user_code import Source
 from sweeps.process import begin_worker
@@ -33,16 +33,21 @@ class Worker:
         self._environment: Environment | None = None
 
     def declare(self) -> dict[str, Declared] | str:
-        """Return the properties of each environment, or one line if one cannot be used."""
+        """Return the properties of each environment by name, or a one-line error if one cannot be used."""
         try:
-            return {name: declared(factory()) for name, factory in self._factories.items()}
+            return {name: properties_of(factory()) for name, factory in self._factories.items()}
         except ConfigurationError as error:
             return str(error)
         except Exception as error:
             return f"environment: it cannot be made ({error_line(error)})"
 
     def open(self, name: str, row: Mapping[str, Any], seed: int, history: History | None) -> Observation | Failure:
-        """Make an instance and begin its conversation; with `history`, replay that and return its last observation."""
+        """Make an instance and begin its conversation.
+
+        Returns:
+            The first observation; with `history`, the last observation of the replayed conversation, or a failure if
+            an observation differs from the recorded one.
+        """
         # Environments of TRL's form have no seed: they draw from the global generators.
         random.seed(seed)
         if "numpy" in sys.modules:
@@ -50,50 +55,50 @@ class Worker:
         user = self._factories[name]()
         if history is not None and history.exchanges and not getattr(user, "replayable", True):
             return Failure("replay", f"{type(user).__name__} cannot be replayed (replayable = False)")
-        self._environment = wrapped(user)
-        last = self._sanitized(self._environment.reset(row, seed))
+        self._environment = wrap(user)
+        last = self._sanitize(self._environment.reset(row, seed))
         if history is None:
             return last
         expected = history.start
-        for number, (turn, following) in enumerate(history.exchanges):
+        for number, (turn, recorded) in enumerate(history.exchanges):
             if last != expected:
-                return _differs(number, expected, last)
-            last, expected = self.step(turn), following
-        return last if last == expected else _differs(len(history.exchanges), expected, last)
+                return _replay_failure(number, expected, last)
+            last, expected = self.step(turn), recorded
+        return last if last == expected else _replay_failure(len(history.exchanges), expected, last)
 
     def step(self, turn: Turn) -> Observation:
         """Answer a turn of the model."""
         assert self._environment is not None
-        return self._sanitized(self._environment.step(turn))
+        return self._sanitize(self._environment.step(turn))
 
     def finish(self) -> Observation:
         """End the conversation."""
         assert self._environment is not None
-        return self._sanitized(self._environment.finish())
+        return self._sanitize(self._environment.finish())
 
     def close(self) -> None:
         """Drop the instance."""
         self._environment = None
 
-    def _sanitized(self, observation: Observation) -> Observation:
+    def _sanitize(self, observation: Observation) -> Observation:
         """Cut an observation's texts to `most_characters` in all, and replace characters that are not Unicode."""
-        left, cut = self._most_characters, 0
+        remaining, cut = self._most_characters, 0
 
-        def kept(text: str) -> str:
-            nonlocal left, cut
-            head, beyond = text[:left], max(0, len(text) - left)
-            left -= len(head)
+        def shorten(text: str) -> str:
+            nonlocal remaining, cut
+            head, beyond = text[:remaining], max(0, len(text) - remaining)
+            remaining -= len(head)
             cut += beyond
             head = head.encode("utf-8", "replace").decode()
             return f"{head} [{beyond} characters cut]" if beyond else head
 
-        texts = tuple(map(kept, observation.texts))
-        messages = tuple({**message, "content": kept(message["content"])} for message in observation.messages)
+        texts = tuple(map(shorten, observation.texts))
+        messages = tuple({**message, "content": shorten(message["content"])} for message in observation.messages)
         return replace(observation, texts=texts, messages=messages, cut=cut)
 
 
-def _differs(number: int, expected: Observation, observed: Observation) -> Failure:
-    """Return the failure of a replay whose answer to turn `number` (0: `reset`) differs from the recorded one."""
+def _replay_failure(number: int, expected: Observation, observed: Observation) -> Failure:
+    """Return the failure of a replay whose answer to turn `number` (0 for `reset`) differs from the recorded answer."""
     where = f"its answer to turn {number}" if number else "what reset returned"
     return Failure(
         "replay",
@@ -102,9 +107,9 @@ def _differs(number: int, expected: Observation, observed: Observation) -> Failu
     )
 
 
-def _loaded(factories: Mapping[str, Any]) -> dict[str, Factory]:
+def _load_factories(factories: Mapping[str, Any]) -> dict[str, Factory]:
     """Load the factories that are given by their location."""
-    loaded = {name: one.load() if isinstance(one, Source) else one for name, one in factories.items()}
+    loaded = {name: factory.load() if isinstance(factory, Source) else factory for name, factory in factories.items()}
     return cast(dict[str, Factory], loaded)
 
 
@@ -115,7 +120,7 @@ def main() -> None:
     try:
         import cloudpickle
 
-        worker = Worker(_loaded(cloudpickle.loads(pickled)), most_characters)
+        worker = Worker(_load_factories(cloudpickle.loads(pickled)), most_characters)
     except BaseException as error:
         connection.send(error_line(error))
         return

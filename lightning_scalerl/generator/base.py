@@ -32,7 +32,7 @@ class GroupRequest:
         temperature: sampling temperature of this request, 0 for the most likely token; None for the generator's.
         waits: whether a rollout waits for `insert` or `end` after each turn, also at its token limit. It then never
             ends by itself.
-        turn_tokens: largest number of tokens of a turn; 0 for no limit of its own.
+        turn_tokens: token limit of each turn; 0 for none.
     """
 
     key: int
@@ -45,9 +45,9 @@ class GroupRequest:
     waits: bool = False
     turn_tokens: int = 0
 
-    def limit(self, most: int) -> int:
-        """Return the request's token limit; `most` is the generator's limit."""
-        return min(self.max_new_tokens or most, most)
+    def limit(self, generator_limit: int) -> int:
+        """Return the token limit of the request's completions; never more than the generator's limit."""
+        return min(self.max_new_tokens or generator_limit, generator_limit)
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class WaitingRollout:
     """Rollout `index` of group `key` that has ended a turn and waits for `insert` or `end`.
 
     Attributes:
-        key, index: place of the rollout.
-        rollout: copy of it so far. Its finish_reason is that of the turn: "stop", or "length" at the turn's limit or
-            the completion's.
+        key, index: the group's key and the rollout's index in the group.
+        rollout: copy of the rollout so far. Its finish_reason is that of the turn: "stop", or "length" at the token
+            limit of the turn or of the completion.
         room: number of tokens that the completion may still get. An answer must be shorter, so that at least one token
             is sampled after it; at 0 only `end` and `restart` are possible.
         answers: number of answers inserted so far. It falls to 0 if the rollout's engine was lost or it was restarted.
@@ -152,7 +152,10 @@ class Generator(Protocol):
         """
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the generator for other work: rollouts in flight pause, then resume with the earlier weights."""
+        """Pause the rollouts in flight while the context is open, for other work such as an evaluation.
+
+        At the end of the context they resume with the weights they had before.
+        """
 
     def close(self) -> None:
         """Release resources outside this process's memory, such as child processes."""
@@ -172,9 +175,9 @@ class TurnGenerator(Generator, Protocol):
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do or to report until a waiting rollout is continued or ended.
+        """Whether `step` has nothing to do or report until a waiting rollout is continued or ended.
 
-        Further rollouts may be queued: waiting ones may keep all slots.
+        This can hold while other rollouts are queued, because waiting rollouts may keep all slots.
         """
 
     @property
@@ -182,12 +185,12 @@ class TurnGenerator(Generator, Protocol):
         """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens.
+        """Insert an answer's tokens into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
-            ValueError: a token is not in the vocabulary, or `WaitingRollout.room` does not exceed their number. The
-                rollout still waits.
+            ValueError: a token is not in the vocabulary, or there are `WaitingRollout.room` tokens or more. The rollout
+                still waits.
         """
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
@@ -209,7 +212,7 @@ class TurnGenerator(Generator, Protocol):
 
 @contextmanager
 def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
-    """Implement `Generator.aside` by saving and restoring `state_dict`; `clear` empties the generator in between."""
+    """Implement `Generator.aside`: save `state_dict`, call `clear` to empty the generator, and restore at the end."""
     state = generator.state_dict()
     clear()
     try:
@@ -241,8 +244,8 @@ class StopText(Protocol):
         """Return whether these completion tokens (all so far, or the last ones) contain a stop text."""
 
 
-def thinks_on(tokens: list[int]) -> bool:
-    """Return False. Without an end marker a completion never ends its thinking by itself."""
+def never_ends_thinking(tokens: list[int]) -> bool:
+    """Return False: the default of `SamplingSettings.thinking_ended`, for models without an end-of-thinking marker."""
     return False
 
 
@@ -252,7 +255,7 @@ class SamplingSettings:
 
     Attributes:
         max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
-        stop_tokens: token ids that end a completion; the one sampled is kept as its last token.
+        stop_tokens: token ids that end a completion; the sampled stop token stays in it as the last token.
         temperature: sampling temperature.
         phrase: token ids that are forced when a request's thinking is interrupted.
         thinking_ended: tests whether a completion has already ended its thinking; if so it is not interrupted.
@@ -264,7 +267,7 @@ class SamplingSettings:
     stop_tokens: Sequence[int] = ()
     temperature: float = 1.0
     phrase: Sequence[int] = ()
-    thinking_ended: Callable[[list[int]], bool] = thinks_on
+    thinking_ended: Callable[[list[int]], bool] = never_ends_thinking
     stop_text: StopText | None = None
 
     @property

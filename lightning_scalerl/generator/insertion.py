@@ -1,14 +1,14 @@
 """Insertion rules: which tokens that the model did not sample enter a rollout, where, and why.
 
-Every generator keeps one `Insertions` per rollout and asks it. There are two rules:
+Every generator keeps one `Insertions` per rollout, which decides what to insert. There are two rules:
 
-- `forced`: at the rollout's point of interruption, a phrase that ends its thinking. It comes once, and only if the
-  rollout is still thinking. It never ends a rollout or a turn.
-- `environment`: behind a turn, the tokens of an environment's answer. They come later and from outside. Until then the
-  rollout waits. It never ends by itself: the caller inserts an answer or ends it.
+- `forced`: a phrase that ends the rollout's thinking. It is inserted once, at the rollout's interruption point, if the
+  rollout is still thinking then. It never ends a rollout or a turn.
+- `environment`: the tokens of an environment's answer, inserted after a turn. The rollout waits until the caller
+  inserts the answer or ends the rollout.
 
 Generators differ only in how they write the tokens. Our sampler forces a phrase token by token and prefills an answer
-onto the cache. vLLM continues behind either one with a new request.
+onto the cache. vLLM continues after a phrase or an answer with a new request.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Insertions:
     answers: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Key of the group and index of the rollout: its name among everything in flight."""
+    def rollout_id(self) -> tuple[int, int]:
+        """Key of the group and index of the rollout; unique among all rollouts in flight."""
         return self.request.key, self.index
 
     @property
@@ -63,47 +63,50 @@ class Insertions:
 
     @property
     def turn_limit(self) -> int:
-        """Number of tokens at which the current turn ends at the latest."""
+        """Completion length, in tokens, at which the current turn ends at the latest."""
         start = self.answers[-1][1] if self.answers else 0
         return min(self.limit, start + self.request.turn_tokens) if self.request.turn_tokens else self.limit
 
     @property
-    def point(self) -> int:
-        """Number of tokens at which the end of thinking may be due; an environment's tokens do not count."""
+    def interruption_point(self) -> int:
+        """Completion length, in tokens, at which the phrase is due; `NEVER` without an interruption.
+
+        `interrupt_at` counts the model's tokens only, so the lengths of inserted answers are added.
+        """
         if not self.request.interrupt_at:
             return NEVER
         return self.request.interrupt_at[self.index] + sum(end - start for start, end in self.answers)
 
     def phrase(self, tokens: list[int]) -> Sequence[int]:
-        """Return the phrase to force behind these tokens, at the point; empty if the thinking has ended."""
-        own = list(tokens)
+        """Return the phrase to force after `tokens` (the completion so far); empty if its thinking has ended."""
+        model_tokens = list(tokens)
         # An environment may quote the marker that ends thinking: only the model's own tokens count.
         for start, end in reversed(self.answers):
-            del own[start:end]
-        return () if self.sampling.thinking_ended(own) else self.sampling.phrase
+            del model_tokens[start:end]
+        return () if self.sampling.thinking_ended(model_tokens) else self.sampling.phrase
 
-    def after(self, length: int, stopped: bool) -> Next:
-        """Decide what follows `length` tokens.
+    def decide_next(self, length: int, stopped: bool) -> Next:
+        """Decide whether the rollout continues, waits for an insertion, or ends.
 
         Args:
-            length: number of tokens of the completion.
+            length: number of tokens of the completion so far.
             stopped: whether the last token is sampled and ends a turn (a stop token, or the end of a stop text).
         """
         if not stopped and length < self.turn_limit:
             return Next.GO_ON
         return Next.WAIT if self.request.waits else Next.END
 
-    def waiting(self, rollout: Rollout) -> WaitingRollout:
-        """Return a copy of the rollout for a report that it waits."""
-        return WaitingRollout(*self.place, deepcopy(rollout), self.limit - len(rollout.tokens), len(self.answers))
+    def waiting_report(self, rollout: Rollout) -> WaitingRollout:
+        """Return the report that `rollout` waits for an insertion, with a copy of the rollout."""
+        return WaitingRollout(*self.rollout_id, deepcopy(rollout), self.limit - len(rollout.tokens), len(self.answers))
 
-    def answer(self, length: int, tokens: Sequence[int]) -> None:
-        """Record an answer behind `length` tokens.
+    def record_answer(self, length: int, tokens: Sequence[int]) -> None:
+        """Record that an answer (`tokens`) is inserted after the first `length` tokens of the completion.
 
         Raises:
-            ValueError: no sampled token would fit after it. An answer is not inserted in part.
+            ValueError: no sampled token would fit after the answer. An answer is never inserted in part.
         """
-        check_room(*self.place, self.limit - length, tokens)
+        check_room(*self.rollout_id, self.limit - length, tokens)
         self.answers.append((length, length + len(tokens)))
 
     def sources(self, forced: Sequence[bool]) -> list[int]:
@@ -114,8 +117,8 @@ class Insertions:
         return sources
 
     def state(self) -> tuple[Any, ...]:
-        """Return the rollout's request, index and answers as plain values; without answers, the first two alone."""
-        answers = [[list(answer) for answer in self.answers]] if self.answers else []
+        """Return the request, the index and, if there are any, the answers as plain values, for a checkpoint."""
+        answers = [[list(record_answer) for record_answer in self.answers]] if self.answers else []
         return (request_state(self.request), self.index, *answers)
 
     @classmethod
@@ -126,10 +129,10 @@ class Insertions:
 
 
 def check_room(key: int, index: int, room: int, tokens: Sequence[int]) -> None:
-    """Check that an answer fits into a completion that may still get `room` tokens, with a sampled token after it.
+    """Check that an answer and one sampled token after it fit into a completion that may still get `room` tokens.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: they do not fit.
     """
     if len(tokens) >= room:
         raise ValueError(

@@ -27,8 +27,8 @@ def free_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0]) / GIB
     # MemAvailable, not MemFree: the kernel releases the page cache on demand.
-    known = Path("/proc/meminfo")
-    for line in known.read_text().splitlines() if known.exists() else ():
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 / GIB
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB

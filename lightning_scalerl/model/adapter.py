@@ -28,20 +28,20 @@ _MERGE = "or merge it and train all weights: model.merge_and_unload()"
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers of a model that have low-rank weights, by name."""
-    return {name: module for name, module in model.named_modules() if _adapted(module)}
+    return {name: module for name, module in model.named_modules() if _has_low_rank(module)}
 
 
 def has_adapter(model: nn.Module) -> bool:
     """Return whether any layer of the model has low-rank weights."""
-    return any(map(_adapted, model.modules()))
+    return any(map(_has_low_rank, model.modules()))
 
 
-def _adapted(module: nn.Module) -> bool:
+def _has_low_rank(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "lora_B")
 
 
 def of_adapter(name: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter with this name belongs to an adapter."""
     return any(part in f".{name}" for part in _LORA)
 
 
@@ -68,7 +68,7 @@ def add_lora(
     peft = _peft()
     # Name the layers one by one: peft's own "all-linear" also takes the weight tables of experts in a mixture model,
     # which are not linear layers.
-    target_names = _linear_layers(model) if isinstance(targets, str) else _checked(model, targets)
+    target_names = _linear_layers(model) if isinstance(targets, str) else _check_targets(model, targets)
     saved_modules = _modules_to_save(model, modules_to_save)
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=target_names, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
@@ -81,14 +81,14 @@ def add_lora(
     except ValueError as error:
         raise ConfigurationError(
             f"adapter.targets: {targets!r} cannot be adapted in {type(model).__name__} ({error_line(error)}); linear "
-            f"layers there: {_listed(model)}"
+            f"layers there: {_list_linear_layers(model)}"
         ) from error
-    tables = sorted(name for name, layer in adapted_layers(model).items() if not _linear(layer.base_layer))
+    tables = sorted(name for name, layer in adapted_layers(model).items() if not _is_linear(layer.base_layer))
     if tables:
         raise ConfigurationError(
             f"adapter.targets: {targets!r} takes the experts of {type(model).__name__} too ({tables[0]}), which are no "
             "linear layers; name those of the attention, such as adapter.targets=[q_proj,v_proj], of: "
-            f"{_listed(model)}"
+            f"{_list_linear_layers(model)}"
         )
     check_adapter(model)
     # peft's wrapper is not used: it keeps a second copy of each module and hides an output head from other code.
@@ -98,29 +98,29 @@ def add_lora(
 
 
 def _modules_to_save(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules with weights of their own whose names end in one of `names`.
+    """Return the modules whose names end in one of `names` and that contain weights directly.
 
     Raises:
         ConfigurationError: a name matches no module, or a linear layer, which belongs in `targets`.
     """
-    linear, kind = {*_linear_layers(model)}, type(model).__name__
-    others = {
+    linear, model_name = {*_linear_layers(model)}, type(model).__name__
+    candidates = {
         name: module
         for name, module in model.named_modules()
         if name not in linear and next(module.parameters(recurse=False), None) is not None
     }
     modules: list[nn.Module] = []
     for end in names:
-        matches = [module for name, module in others.items() if _ends_in(name, end)]
+        matches = [module for name, module in candidates.items() if _ends_in(name, end)]
         if layer := next((name for name in linear if _ends_in(name, end)), None):
             raise ConfigurationError(
-                f"adapter.modules_to_save: {end!r} matches {layer}, a linear layer of {kind}'s body; give it "
+                f"adapter.modules_to_save: {end!r} matches {layer}, a linear layer of {model_name}'s body; give it "
                 "as one of adapter.targets"
             )
         if not matches:
-            valid = ", ".join(sorted({name.rpartition(".")[2] for name in others}))
+            valid = ", ".join(sorted({name.rpartition(".")[2] for name in candidates}))
             raise ConfigurationError(
-                f"adapter.modules_to_save: {end!r} matches no module of {kind} with weights of its own; those "
+                f"adapter.modules_to_save: {end!r} matches no module of {model_name} with weights of its own; those "
                 f"there: {valid}"
             )
         modules += matches
@@ -132,8 +132,8 @@ def _ends_in(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _checked(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the targets as a list.
+def _check_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Check the targets and return them as a list.
 
     Raises:
         ConfigurationError: a target matches no module, or a module that is not a linear layer of the model's body.
@@ -144,32 +144,32 @@ def _checked(model: nn.Module, targets: Sequence[str]) -> list[str]:
         if not matches:
             raise ConfigurationError(
                 f"adapter.targets: {target!r} matches no module of {type(model).__name__}; linear layers there: "
-                f"{_listed(model)}; or adapter.targets={ALL_LINEAR}"
+                f"{_list_linear_layers(model)}; or adapter.targets={ALL_LINEAR}"
             )
         for name, module in matches.items():
-            if module is head or not _linear(module):
-                what = "the output head" if module is head else f"a {type(module).__name__}"
+            if module is head or not _is_linear(module):
+                module_description = "the output head" if module is head else f"a {type(module).__name__}"
                 raise ConfigurationError(
-                    f"adapter.targets: {target!r} matches {name}, {what} of {type(model).__name__}, and LoRA is for "
-                    f"the linear layers of its body: {_listed(model)}"
+                    f"adapter.targets: {target!r} matches {name}, {module_description} of {type(model).__name__}, and "
+                    f"LoRA is for the linear layers of its body: {_list_linear_layers(model)}"
                 )
     return list(targets)
 
 
-def _linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is `nn.Linear` or GPT-2's `Conv1D`, with floating-point (not quantized) weights."""
     weight = getattr(module, "weight", None)
-    known = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    return known and isinstance(weight, Tensor) and weight.is_floating_point()
+    linear_type = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return linear_type and isinstance(weight, Tensor) and weight.is_floating_point()
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
     """Return the names of a model's linear layers except the output head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return [name for name, module in model.named_modules() if _linear(module) and module is not head]
+    return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
 
 
-def _listed(model: nn.Module) -> str:
+def _list_linear_layers(model: nn.Module) -> str:
     """Return the last parts of the names of a model's linear layers, as text for an error."""
     return ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(model)})) or "none"
 
@@ -202,22 +202,22 @@ def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
     """
     modules = dict(model.named_modules())
     linear = {name: modules[name] for name in _linear_layers(model)}
-    names = linear if isinstance(choice.targets, str) else _checked(model, choice.targets)
+    names = linear if isinstance(choice.targets, str) else _check_targets(model, choice.targets)
     targets = [name for name in linear if any(_ends_in(name, end) for end in names)]
     frozen = sum(parameter.numel() for module in linear.values() for parameter in module.parameters(recurse=False))
     # A set, because a tied weight is in several modules but is trained once.
-    saved = {
+    saved_parameters = {
         parameter for module in _modules_to_save(model, choice.modules_to_save) for parameter in module.parameters()
     }
     # A (rank, in) and B (out, rank).
     low_rank = sum(choice.rank * sum(linear[name].weight.shape) for name in targets)
-    return frozen, low_rank + sum(parameter.numel() for parameter in saved)
+    return frozen, low_rank + sum(parameter.numel() for parameter in saved_parameters)
 
 
 def modules_saved(model: nn.Module) -> list[str]:
-    """Return the names of the modules of an adapted model whose own weights are trained as well.
+    """Return the names of the modules of an adapted model whose weights are trained in addition to the adapter.
 
-    If a weight is tied, all modules that have it are named.
+    If such a weight is tied, the names of all modules that share it are returned.
     """
     parameters = model.named_parameters(remove_duplicate=False)
     trained = (name for name, parameter in parameters if parameter.requires_grad)
@@ -227,9 +227,9 @@ def modules_saved(model: nn.Module) -> list[str]:
 # --- a model that comes with an adapter --------------------------------------------------------------------------
 
 
-def _of_peft(model: nn.Module) -> bool:
+def _is_from_peft(model: nn.Module) -> bool:
     """Return whether a model's class comes from peft, such as `PeftModel`."""
-    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__)
+    return any(base_class.__module__.partition(".")[0] == "peft" for base_class in type(model).__mro__)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -239,27 +239,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
         ConfigurationError: the adapter is of a kind that cannot be trained here.
     """
     configs = getattr(model, "peft_config", None)
-    if not _of_peft(model):
+    if not _is_from_peft(model):
         if configs or has_adapter(model):
             check_adapter(model)
         return model
-    kinds = {_kind(config) for config in (configs or {}).values()}
+    kinds = {_method_name(config) for config in (configs or {}).values()}
     if kinds - {"LORA"} or not hasattr(model, "get_base_model"):
-        raise _refused(type(model).__name__, f"is an adapter of kind {', '.join(sorted(kinds)) or 'unknown'}")
+        raise _refusal(type(model).__name__, f"is an adapter of kind {', '.join(sorted(kinds)) or 'unknown'}")
     base: nn.Module = model.get_base_model()  # type: ignore[operator]
     check_adapter(base)
     return base
 
 
-def _kind(config: Any) -> str:
+def _method_name(config: Any) -> str:
     """Return the name of the peft method of an adapter configuration, such as "LORA"."""
     return str(getattr(config.peft_type, "value", config.peft_type)).upper()
 
 
-def _refused(what: str, why: str) -> ConfigurationError:
+def _refusal(subject: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"model: {what} {why}; one LoRA adapter on linear layers, without dropout, can be trained here: make it so, "
-        f"{_MERGE}"
+        f"model: {subject} {reason}; one LoRA adapter on linear layers, without dropout, can be trained here: make it "
+        f"so, {_MERGE}"
     )
 
 
@@ -269,44 +269,46 @@ def check_adapter(model: nn.Module) -> None:
     Raises:
         ConfigurationError: the adapter cannot be trained here; the message names the reason and the remedy.
     """
-    kind = type(model).__name__
+    model_name = type(model).__name__
     configs = dict(getattr(model, "peft_config", None) or {})
     if len(configs) > 1:
-        raise _refused(kind, f"has several adapters ({', '.join(configs)}; see model.delete_adapter)")
+        raise _refusal(model_name, f"has several adapters ({', '.join(configs)}; see model.delete_adapter)")
     for name, config in configs.items():
-        if _kind(config) != "LORA":
-            raise _refused(kind, f"has an adapter of kind {_kind(config)}")
+        if _method_name(config) != "LORA":
+            raise _refusal(model_name, f"has an adapter of kind {_method_name(config)}")
         if getattr(config, "modules_to_save", None):
-            raise _refused(kind, f"has an adapter ({name}) with modules_to_save={config.modules_to_save}")
+            raise _refusal(model_name, f"has an adapter ({name}) with modules_to_save={config.modules_to_save}")
         if getattr(config, "use_dora", False):
-            raise _refused(kind, f"has an adapter ({name}) with use_dora=True (DoRA)")
+            raise _refusal(model_name, f"has an adapter ({name}) with use_dora=True (DoRA)")
     layers = adapted_layers(model)
     if not layers:
-        raise _refused(kind, "has a configuration of LoRA and no layer with low-rank weights")
+        raise _refusal(model_name, "has a configuration of LoRA and no layer with low-rank weights")
     head = model.get_output_embeddings()  # type: ignore[operator]
     for name, layer in layers.items():
-        if not _linear(layer.base_layer) or layer is head:
+        if not _is_linear(layer.base_layer) or layer is head:
             what = "output head" if layer is head else type(layer.base_layer).__name__
-            raise _refused(kind, f"has low-rank weights on {name}, which is its {what}")
+            raise _refusal(model_name, f"has low-rank weights on {name}, which is its {what}")
         active = list(layer.active_adapters)
         if len(active) != 1 or set(layer.lora_A) != set(active):
-            raise _refused(kind, f"has several adapters at {name} ({', '.join(layer.lora_A)}; active: {active})")
+            raise _refusal(model_name, f"has several adapters at {name} ({', '.join(layer.lora_A)}; active: {active})")
         (adapter,) = active
         if getattr(layer, "lora_variant", None) or layer.use_dora.get(adapter, False):
-            raise _refused(kind, f"has a variant of LoRA at {name} (DoRA or another)")
+            raise _refusal(model_name, f"has a variant of LoRA at {name} (DoRA or another)")
         if layer.lora_bias.get(adapter, False):
-            raise _refused(kind, f"has low-rank weights with a bias at {name} (lora_bias=True)")
+            raise _refusal(model_name, f"has low-rank weights with a bias at {name} (lora_bias=True)")
         if getattr(layer.lora_dropout[adapter], "p", 0.0) > 0:
-            raise _refused(kind, f"has dropout before the low-rank weights at {name} (lora_dropout > 0)")
+            raise _refusal(model_name, f"has dropout before the low-rank weights at {name} (lora_dropout > 0)")
         if layer.merged or layer.disable_adapters:
-            raise _refused(kind, f"has its adapter merged or disabled at {name}")
+            raise _refusal(model_name, f"has its adapter merged or disabled at {name}")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [name for name, _ in model.named_parameters() if of_adapter(name) and name not in trained]
     if frozen:
-        raise _refused(kind, f"has low-rank weights that are frozen ({frozen[0]}; load it with is_trainable=True)")
-    others = sorted(name for name in trained if not of_adapter(name))
-    if others:
-        raise _refused(kind, f"trains other weights beside its adapter ({', '.join(others[:3])})")
+        raise _refusal(
+            model_name, f"has low-rank weights that are frozen ({frozen[0]}; load it with is_trainable=True)"
+        )
+    other_weights = sorted(name for name in trained if not of_adapter(name))
+    if other_weights:
+        raise _refusal(model_name, f"trains other weights beside its adapter ({', '.join(other_weights[:3])})")
 
 
 def described(model: nn.Module) -> dict[str, Any]:
@@ -332,8 +334,8 @@ def _active(layer: Any) -> str:
 # --- types of the weights ----------------------------------------------------------------------------------------
 
 
-class _Kept(nn.Linear):
-    """Linear layer whose weights are stored in a smaller type than its input may have."""
+class _LowPrecisionLinear(nn.Linear):
+    """Linear layer whose weights may be stored in a smaller type than that of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return W x + b in autocast's type, or in the input's type without autocast."""
@@ -355,7 +357,7 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype if body else torch.float32)
         if body and dtype != torch.float32 and type(module) is nn.Linear:
-            module.__class__ = _Kept
+            module.__class__ = _LowPrecisionLinear
 
 
 # --- the plain model ---------------------------------------------------------------------------------------------
@@ -363,27 +365,27 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def merge(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the plain model: W + s B A in FP32 under the layer's own name, without the adapter.
+    """Merge the adapter: return the state dict of the plain model, with W + s B A in FP32 for each adapted layer.
 
     Args:
-        state: whole tensors of the adapted model, by name; empty on a rank that does not need the result.
-        model: the adapted model, for the places and scales of its adapter. Its weights are not read, so they may be
+        state: unsharded tensors of the adapted model, by name; empty on a rank that does not need the result.
+        model: the adapted model, for the layers and scales of its adapter. Its weights are not read, so they may be
             sharded.
     """
     if not state:
         return {}
-    plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if not of_adapter(name)}
+    merged = {name.replace(".base_layer.", "."): value for name, value in state.items() if not of_adapter(name)}
     for name, layer in adapted_layers(model).items():
         adapter = _active(layer)
         a, b = (state[f"{name}.lora_{part}.{adapter}.weight"].float() for part in "AB")
         change = b @ a * layer.scaling[adapter]
         base = state[f"{name}.base_layer.weight"].float()
-        plain[f"{name}.weight"] = base + (change.T if layer.fan_in_fan_out else change)
-    return plain
+        merged[f"{name}.weight"] = base + (change.T if layer.fan_in_fan_out else change)
+    return merged
 
 
 def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Return a new model of the same class and configuration with merged weights, on the host.
+    """Return a new model of the same class and configuration with merged weights, in host memory.
 
     Args:
         model: an adapted model.
@@ -396,5 +398,5 @@ def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) ->
     copied.load_state_dict(merge(model.state_dict(), model) if weights is None else weights)
     copied.generation_config = adapted.generation_config
     recompute_like(copied, adapted)
-    plain: nn.Module = copied.train(model.training)
-    return plain
+    result: nn.Module = copied.train(model.training)
+    return result

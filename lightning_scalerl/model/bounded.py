@@ -23,21 +23,21 @@ from sweeps.process import die_with_parent, end
 
 T = TypeVar("T")
 
-# Limits for one item: wall-clock seconds (generous, since the machine may be busy) and characters of output.
+# Limits for one item: wall-clock seconds (generous, because the machine may be busy) and characters of output.
 LIMIT_S = 20.0
-MOST_CHARACTERS = 2**24
+MAX_CHARACTERS = 2**24
 # Limit for all items together, on top of the memory that the process has when it is forked.
 MEMORY_BYTES = 2**30
 
-_TOKENIZERS = "TOKENIZERS_PARALLELISM"
+_TOKENIZERS_VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
 class BoundedError(Exception):
-    """Failure of the work on one item.
+    """Raised when the work on one item fails.
 
     Attributes:
         number: index of the item.
-        limit: whether a limit was exceeded. If not, the work raised an exception, whose text is the message.
+        limit: whether a limit was exceeded. Otherwise the work raised an exception, whose text is the message.
     """
 
     def __init__(self, message: str, number: int, limit: bool) -> None:
@@ -49,16 +49,16 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
     """Yield the text `work(item)` for each item, computed in a fork of this process.
 
     Raises:
-        BoundedError: `work` raised, or exceeded `LIMIT_S`, `MEMORY_BYTES` or `MOST_CHARACTERS`.
+        BoundedError: `work` raised, or exceeded `LIMIT_S`, `MEMORY_BYTES` or `MAX_CHARACTERS`.
     """
     if not items:
         return
     context = multiprocessing.get_context("fork")
-    answers, writing = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(os.getpid(), writing, work, items))
+    answers, child_end = context.Pipe(duplex=False)
+    child = context.Process(target=_work, args=(os.getpid(), child_end, work, items))
     with _quiet_fork():
         child.start()
-    writing.close()
+    child_end.close()
     try:
         for number in range(len(items)):
             if not answers.poll(LIMIT_S):
@@ -66,7 +66,7 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
             try:
                 answer = json.loads(answers.recv_bytes())
             except EOFError:  # the child ended without an answer, because it had no memory to send one
-                raise BoundedError(_MEMORY, number, True) from None
+                raise BoundedError(_MEMORY_MESSAGE, number, True) from None
             if isinstance(answer, dict):
                 raise BoundedError(answer["error"], number, answer["limit"])
             yield answer
@@ -79,7 +79,7 @@ class BoundedWorker(Generic[T]):
     """Does the same as `bounded` in one child process for all calls, because a fork takes time.
 
     Args:
-        work: the work on an item; items must be picklable.
+        work: function that turns an item into a text; items must be picklable.
     """
 
     def __init__(self, work: Callable[[T], str]) -> None:
@@ -103,7 +103,7 @@ class BoundedWorker(Generic[T]):
                 answer = json.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 self.close()
-                raise BoundedError(_MEMORY, number, True) from None
+                raise BoundedError(_MEMORY_MESSAGE, number, True) from None
             except BoundedError:
                 self.close()
                 raise
@@ -121,11 +121,11 @@ class BoundedWorker(Generic[T]):
 
     def _start(self) -> Connection[Any, Any]:
         context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe()
-        self._child = context.Process(target=_serve, args=(os.getpid(), theirs, self._work), daemon=True)
+        self._connection, child_end = context.Pipe()
+        self._child = context.Process(target=_serve, args=(os.getpid(), child_end, self._work), daemon=True)
         with _quiet_fork():
             self._child.start()
-        theirs.close()
+        child_end.close()
         return self._connection
 
 
@@ -152,7 +152,7 @@ def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], st
         os._exit(0)
 
 
-_MEMORY = f"it takes more than {MEMORY_BYTES // 2**20} MiB"
+_MEMORY_MESSAGE = f"it takes more than {MEMORY_BYTES // 2**20} MiB"
 
 
 def _work(parent: int, answers: Connection[Any, Any], work: Callable[[T], str], items: Sequence[T]) -> NoReturn:
@@ -175,11 +175,11 @@ def _answer(work: Callable[[T], str], item: T) -> str | dict[str, Any]:
     try:
         text = work(item)
     except MemoryError:
-        return {"error": _MEMORY, "limit": True}
+        return {"error": _MEMORY_MESSAGE, "limit": True}
     except Exception as error:
         return {"error": (str(error) or type(error).__name__)[:1000], "limit": False}
-    if len(text) > MOST_CHARACTERS:
-        return {"error": f"it writes {len(text)} characters, and {MOST_CHARACTERS} are allowed", "limit": True}
+    if len(text) > MAX_CHARACTERS:
+        return {"error": f"it writes {len(text)} characters, and {MAX_CHARACTERS} are allowed", "limit": True}
     return text
 
 
@@ -187,20 +187,23 @@ def _limit_memory() -> None:
     """Limit the address space to its current size plus `MEMORY_BYTES`, on systems that support it."""
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEMORY_BYTES
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        new_limit = pages * resource.getpagesize() + MEMORY_BYTES
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(
+            resource.RLIMIT_AS,
+            (new_limit if hard_limit == resource.RLIM_INFINITY else min(new_limit, hard_limit), hard_limit),
+        )
 
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
     """Suppress fork warnings of Python and tokenizers: the child has one thread and does not tokenize."""
-    before = os.environ.get(_TOKENIZERS)
-    os.environ.setdefault(_TOKENIZERS, "true")
+    previous = os.environ.get(_TOKENIZERS_VARIABLE)
+    os.environ.setdefault(_TOKENIZERS_VARIABLE, "true")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        if before is None:
-            os.environ.pop(_TOKENIZERS, None)
+        if previous is None:
+            os.environ.pop(_TOKENIZERS_VARIABLE, None)

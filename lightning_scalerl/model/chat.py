@@ -31,11 +31,11 @@ END_OF_THINKING = "</think>"
 # The default date of Llama's templates. With today's date, prompts would change every day.
 DATE = datetime(2024, 7, 26)
 # Largest number of special tokens to list at the start; a model may have hundreds of reserved ones.
-NAMED = 24
+MAX_LISTED_TOKENS = 24
 # Version of the tokenisation rules; cached tokens of other versions are not read.
 RULES = 2
 # Tokenisation that takes longer than this is cached on disk.
-WORTH_KEEPING_S = 0.5
+CACHE_AFTER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Chat:
         system: system prompt for every conversation without one.
         thinking: value of the template's `enable_thinking`; None for the template's default.
         stop: texts that end a completion, in addition to the model's end-of-sequence tokens.
-        end_of_thinking: text that ends the thinking; None for the one of axis `length_control`, or `</think>`.
+        end_of_thinking: text that ends the thinking; None for the text of axis `length_control`, or else `</think>`.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {
@@ -80,13 +80,13 @@ class Chat:
 
 
 class Rendering:
-    """Tokenizer with chat settings: prompt -> text -> tokens, and completion -> sample to grade.
+    """Renders prompts as texts and tokens, and completions as samples to grade, by a tokenizer and chat settings.
 
     Args:
         tokenizer: the model's tokenizer.
         chat: the chat settings.
         stop_tokens: token ids that end a completion.
-        end_of_thinking: marker of axis `length_control`; empty if it has none.
+        end_of_thinking: end-of-thinking marker of axis `length_control`; empty if that axis has none.
 
     Raises:
         ConfigurationError: the model's template does not support a setting.
@@ -100,13 +100,13 @@ class Rendering:
         marker_id = tokenizer.convert_tokens_to_ids(self.marker)
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
-        self._template = self._chosen_template()
+        self._template = self._choose_template()
         # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer after it.
         self._opening: dict[bytes, bool] = {}
         # Maps a prompt to the schemas of the tools that its template shows.
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools
 
-    def _chosen_template(self) -> str | None:
+    def _choose_template(self) -> str | None:
         """Return the Jinja template for prompts; None for plain text."""
         chat = self.chat
         template: str | None = None
@@ -126,12 +126,12 @@ class Rendering:
         return template
 
     def to_save(self) -> Any:
-        """Return the tokenizer to save. It includes a template file, so that the model is served as it was trained."""
+        """Return the tokenizer to save with the model, which includes the chat template of training."""
         if self._template is None or self.chat.template == "auto":
             return self.tokenizer
-        saved = copy.copy(self.tokenizer)
-        saved.chat_template = self._template
-        return saved
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.chat_template = self._template
+        return tokenizer
 
     @property
     def template(self) -> str | None:
@@ -148,9 +148,11 @@ class Rendering:
         """Description of how prompts are rendered, in one line."""
         if self._template is None:
             return "plain text, no chat template"
-        whose = "the model's chat template" if self.chat.template == "auto" else f"the template of {self.chat.template}"
+        template_name = (
+            "the model's chat template" if self.chat.template == "auto" else f"the template of {self.chat.template}"
+        )
         thinking = "" if self.chat.thinking is None else f", enable_thinking={self.chat.thinking}"
-        return f"{whose}{', with a system prompt' if self.chat.system else ''}{thinking}"
+        return f"{template_name}{', with a system prompt' if self.chat.system else ''}{thinking}"
 
     def text(self, prompt: Prompt) -> str:
         """Return the text that the model reads, including the template's special tokens; see `texts`."""
@@ -160,12 +162,13 @@ class Rendering:
         """Return the texts that the model reads. The template is untrusted, so it runs in a limited process.
 
         Raises:
-            ConfigurationError: the template refuses a conversation or exceeds a limit, or a conversation has none.
+            ConfigurationError: the template refuses a conversation or exceeds a limit, or there is a conversation and
+                no template.
         """
         if self._template is None:
-            return [self._plain(prompt) for prompt in prompts]
+            return [self._plain_text(prompt) for prompt in prompts]
         try:
-            return list(bounded(self._rendered, prompts))
+            return list(bounded(self._render, prompts))
         except BoundedError as error:
             reason = " ".join(str(error).split())[:200]
             prompt = prompts[error.number]
@@ -179,7 +182,7 @@ class Rendering:
                 "prompt, leave out chat.system if it knows none, or give chat.template a file of yours"
             ) from error
 
-    def _rendered(self, prompt: Prompt) -> str:
+    def _render(self, prompt: Prompt) -> str:
         """Run the template on one prompt."""
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         return self.conversation(messages, self.tools_of(prompt))
@@ -207,17 +210,17 @@ class Rendering:
         )
         return rendered
 
-    def _plain(self, prompt: Prompt) -> str:
+    def _plain_text(self, prompt: Prompt) -> str:
         """Return a prompt as plain text; a conversation must be a single message of the user."""
         if not prompt.messages:
             return prompt.text
-        (first, *rest) = prompt.messages
-        if rest or first.get("role") != "user" or not isinstance(first.get("content"), str):
+        (message, *others) = prompt.messages
+        if others or message.get("role") != "user" or not isinstance(message.get("content"), str):
             raise ConfigurationError(
                 f"chat.template: prompt {prompt.prompt_id!r} is a conversation of {len(prompt.messages)} messages, and "
                 "the model has no chat template (or chat.template=none); give chat.template a file"
             )
-        return str(first["content"])
+        return str(message["content"])
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the tokens of one prompt."""
@@ -228,13 +231,13 @@ class Rendering:
         prompts = [prompt for pool in sets.values() for prompt in pool]
         digests = [_digest(prompt) for prompt in prompts]
         path = cache_dir() / "prompts" / f"{self._key(prompts)}.npz"
-        tokens, opening = _read(path)
+        tokens, opening = _read_cache(path)
         if not len(tokens) == len(opening) == len(prompts):
             began = time.perf_counter()
             texts = self.texts(prompts)
             tokens, opening = self._tokens(texts), [self._opens(text) for text in texts]
-            if time.perf_counter() - began > WORTH_KEEPING_S:
-                _write(path, tokens, opening)
+            if time.perf_counter() - began > CACHE_AFTER_S:
+                _write_cache(path, tokens, opening)
         self._opening |= zip(digests, opening, strict=True)
         tokens_of, start = {}, 0
         for name, pool in sets.items():
@@ -251,12 +254,12 @@ class Rendering:
         """Return a digest of everything that determines the tokens, as the key of the disk cache."""
         digest = hashlib.sha256()
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        tokenizer_text = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         settings = {**asdict(self.chat), "template": self._template, "marker": self.marker, "rules": RULES}
         tools = [list(self.tools_of(prompt)) for prompt in prompts] if self.tools_of is not _no_tools else []
         settings |= {"tools": tools} if any(tools) else {}
-        for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
+        for part in (type(self.tokenizer).__name__, tokenizer_text, json.dumps([special, settings], default=str)):
             digest.update(part.encode() + b"\0")  # a separator, so that different parts cannot join to the same bytes
         for prompt in prompts:
             digest.update(_digest(prompt))
@@ -288,23 +291,24 @@ class Rendering:
         return encoded
 
     def notes(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return notes on tokens of a completion that rewards do not see; `prompts` must have gone to `encode_all`."""
+        """Return notes for the user on tokens that rewards do not see; call `encode_all` on `prompts` before."""
         lines = []
-        if dropped := self._dropped():
-            more = f" and {len(dropped) - NAMED} more" if len(dropped) > NAMED else ""
+        if dropped := self._dropped_tokens():
+            remainder = f" and {len(dropped) - MAX_LISTED_TOKENS} more" if len(dropped) > MAX_LISTED_TOKENS else ""
             lines.append(
                 "special tokens that decoding drops before rewards see a completion: "
-                f"{', '.join(dropped[:NAMED])}{more}; a reward that looks for one finds it among completion_ids only"
+                f"{', '.join(dropped[:MAX_LISTED_TOKENS])}{remainder}; a reward that looks for one finds it among "
+                "completion_ids only"
             )
         if opened := sum(self._opening[_digest(prompt)] for prompt in prompts):
-            why = "" if self._template is None else ", for the chat template opens the thinking"
+            reason = "" if self._template is None else ", for the chat template opens the thinking"
             lines.append(
-                f"prompts that end in {self.marker.replace('</', '<', 1)}: {opened} of {len(prompts)}{why}; a "
+                f"prompts that end in {self.marker.replace('</', '<', 1)}: {opened} of {len(prompts)}{reason}; a "
                 f"completion of theirs begins inside the thinking, and holds {self.marker} at most"
             )
         return lines
 
-    def _dropped(self) -> list[str]:
+    def _dropped_tokens(self) -> list[str]:
         """Return the special tokens that `decode` drops, except stop tokens; reserved ones come last."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         ids = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
@@ -319,7 +323,7 @@ class Rendering:
     # --- completions -------------------------------------------------------------------------------------
 
     def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
-        """Return a completion in the form that a grader takes."""
+        """Decode a rollout and return it as a sample for graders."""
         tokens = rollout.tokens
         completion = self.decode(tokens)
         answer = self._answer(prompt, tokens, completion)
@@ -334,7 +338,7 @@ class Rendering:
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        ends = [place for place in map(text.find, self.chat.stop) if place >= 0]
+        ends = [position for position in map(text.find, self.chat.stop) if position >= 0]
         return text[: min(ends)] if ends else text
 
     def _answer(self, prompt: Prompt, tokens: Sequence[int], completion: str) -> str:
@@ -356,7 +360,7 @@ class Rendering:
 
 
 def _no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-    """Return no tools: without environments there are none."""
+    """Return no tools: the default of `Rendering.tools_of`, without environments."""
     return ()
 
 
@@ -369,7 +373,7 @@ class StopTexts:
 
     @property
     def window(self) -> int:
-        """Number of last tokens to decode: one per character, plus a margin for characters of several tokens."""
+        """Number of trailing tokens to decode: one per character of a stop text, plus a margin."""
         return max(map(len, self.texts)) + 8
 
     def __call__(self, tokens: Sequence[int]) -> bool:
@@ -384,7 +388,7 @@ def _digest(prompt: Prompt) -> bytes:
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
-def _read(path: Path) -> tuple[list[list[int]], list[bool]]:
+def _read_cache(path: Path) -> tuple[list[list[int]], list[bool]]:
     """Read cached tokens and flags of prompts that open the thinking; both are empty if the file cannot be read."""
     try:
         with np.load(path) as cached:
@@ -394,8 +398,8 @@ def _read(path: Path) -> tuple[list[list[int]], list[bool]]:
         return [], []
 
 
-def _write(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool]) -> None:
-    """Write tokens to the cache; errors of the disk are ignored."""
+def _write_cache(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool]) -> None:
+    """Write tokens to the cache, ignoring disk errors."""
     # Written to another name and renamed, because several runs share the cache. `savez` appends .npz to other names.
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
     try:

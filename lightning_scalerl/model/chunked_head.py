@@ -29,7 +29,7 @@ class Scaling:
     cap: float | None = None
     temperature: float = 1.0
 
-    def over(self, product: Tensor) -> Tensor:
+    def apply(self, product: Tensor) -> Tensor:
         """Overwrite the head's product with the logits and return them."""
         if self.factor != 1:
             product.mul_(self.factor)
@@ -37,8 +37,13 @@ class Scaling:
             product.div_(self.cap).tanh_().mul_(self.cap)
         return product if self.temperature == 1 else product.div_(self.temperature)
 
-    def back(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """Turn the gradient of the logits into that of the product, in place; with a cap the logits are needed."""
+    def backward(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
+        """Convert the gradient of the logits to the gradient of the product, in place.
+
+        Args:
+            gradient: gradient of the logits; it is overwritten.
+            logits: the logits; needed only with a cap, else None.
+        """
         if self.cap is not None:
             assert logits is not None
             # d tanh(u) / du = 1 - tanh(u)^2, and tanh(u) = logits * temperature / cap.
@@ -94,7 +99,7 @@ class _Scores(torch.autograd.Function):
             head = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(hidden), chunk):
                 part = slice(start, start + chunk)
-                logits = scaling.over(F.linear(hidden[part].to(dtype), *head).float())
+                logits = scaling.apply(F.linear(hidden[part].to(dtype), *head).float())
                 norm = norms[part] = logits.logsumexp(-1)
                 logprobs[part] = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - norm
                 # H = log sum exp y - sum p y
@@ -120,7 +125,7 @@ class _Scores(torch.autograd.Function):
             for start in range(0, len(hidden), chunk):
                 part = slice(start, start + chunk)
                 states, grad_part = hidden[part].to(dtype), grad_logprobs[part].unsqueeze(-1)
-                logits = scaling.over(F.linear(states, *head).float())
+                logits = scaling.apply(F.linear(states, *head).float())
                 capped = None if scaling.cap is None else logits.clone()
                 # All operations below are in place: `log_p` (and `logits`) become probabilities, then the gradient.
                 log_p = logits.sub_(norms[part].unsqueeze(-1))
@@ -130,7 +135,7 @@ class _Scores(torch.autograd.Function):
                 else:
                     gradient = log_p.exp_().mul_(-grad_part)
                 gradient.scatter_add_(-1, targets[part].unsqueeze(-1), grad_part)
-                gradient = scaling.back(gradient, capped).to(dtype)
+                gradient = scaling.backward(gradient, capped).to(dtype)
                 grad_hidden[part] = gradient @ head[0]
                 if grad_weight is not None and grad_weight.dtype == dtype:
                     grad_weight.addmm_(gradient.T, states)

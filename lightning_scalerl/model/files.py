@@ -15,7 +15,7 @@ from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.load import blank_copy, load_model
 from lightning_scalerl.model.place import model_path
 
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class WeightFiles:
     """Weights of a model in its folder.
 
     Attributes:
-        file_of: the file of each tensor in the folder, by the tensor's name.
-        names: the name of the tensor for each weight of the model; tied weights share one tensor.
-        in_bf16: round weights to BF16 values when they are read, for a run that stores BF16 values.
+        file_of: for each tensor in the folder, by name, its file.
+        names: for each weight of the model, the name of its tensor in the folder; tied weights share one tensor.
+        in_bf16: whether weights are rounded to BF16 values when they are read, for a run that stores BF16 values.
     """
 
     file_of: Mapping[str, Path]
@@ -33,7 +33,7 @@ class WeightFiles:
     in_bf16: bool = False
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """Return a weight of the model, or only a part of it, on the host in FP32; nothing else is read."""
+        """Read one weight of the model, or only the slices `part` of it, into host memory in FP32."""
         from safetensors import safe_open
 
         stored = self.names[name]
@@ -56,7 +56,7 @@ def load_blank(path: str) -> tuple[nn.Module, WeightFiles] | str:
         path: folder or hub id of the model.
 
     Returns:
-        The model and its weight files, or a short reason why the model must be loaded whole.
+        The model and its weight files, or a short reason why the model cannot be loaded this way.
     """
     model: Any = load_model(path, blank=True)
     file_of = _files(_folder(path))
@@ -70,7 +70,7 @@ def load_blank(path: str) -> tuple[nn.Module, WeightFiles] | str:
     if isinstance(names, str):
         return names
     files = WeightFiles(file_of, names)
-    return _make_buffers(model) or (model, files)
+    return _compute_buffers(model) or (model, files)
 
 
 def _folder(path: str) -> Path:
@@ -85,26 +85,26 @@ def _folder(path: str) -> Path:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in a folder of safetensors."""
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text())["weight_map"]
+    if (folder / _INDEX_FILE).is_file():
+        index = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
         return {str(name): folder / str(file) for name, file in index.items()}
-    if not (folder / _ONE).is_file():
+    if not (folder / _SINGLE_FILE).is_file():
         return {}
     from safetensors import safe_open
 
-    with safe_open(folder / _ONE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / _ONE)
+    with safe_open(folder / _SINGLE_FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / _SINGLE_FILE)
 
 
 def _names(model: nn.Module, file_of: Mapping[str, Path]) -> dict[str, str] | str:
-    """Return the tensor in the folder for each weight of a model, or the reason why there is no simple mapping."""
+    """Map each weight of a model to its tensor's name in the folder; return the reason if there is no such mapping."""
     weights: Mapping[str, Tensor] = model.state_dict()
-    tied = _tied(model)
+    tied_groups = _tied_names(model)
     # transformers unties weights that the folder has twice with different values; we would have to read both to know.
-    if tied != _tied(blank_copy(model)):
+    if tied_groups != _tied_names(blank_copy(model)):
         return "its folder has tied weights twice"
     names: dict[str, str] = {}
-    for tied_names in tied:
+    for tied_names in tied_groups:
         stored = [name for name in tied_names if name in file_of]
         if len(stored) != 1:
             return f"its folder has {tied_names[0]} {'twice' if stored else 'under another name'}"
@@ -112,7 +112,7 @@ def _names(model: nn.Module, file_of: Mapping[str, Path]) -> dict[str, str] | st
     return {name: names[name] for name in weights}
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
+def _tied_names(model: nn.Module) -> list[list[str]]:
     """Return the names of a model's weights, grouped by weight: tied names are in one list."""
     groups: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -120,9 +120,9 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-def _make_buffers(model: Any) -> str | None:
-    """Compute buffers that no file has (rotary tables), as transformers does; return the reason if that fails."""
-    made: list[list[Tensor]] = []
+def _compute_buffers(model: Any) -> str | None:
+    """Compute buffers that are not in files (rotary tables), as transformers does; return the reason if that fails."""
+    results: list[list[Tensor]] = []
     owners = _owners(model)
     # Fill the buffers twice with different values: one that `_init_weights` does not compute keeps its fill value.
     for value in (0, 1):
@@ -137,8 +137,8 @@ def _make_buffers(model: Any) -> str | None:
                 with torch.random.fork_rng(devices=[]):
                     compat.initialize(owner, module)
             filled += [module._buffers[name] for name in names]
-        made.append(filled)
-    all_computed = all(torch.equal(first, second) for first, second in zip(*made, strict=True))
+        results.append(filled)
+    all_computed = all(torch.equal(first, second) for first, second in zip(*results, strict=True))
     return None if all_computed else "its family computes tables in a way of its own"
 
 

@@ -1,4 +1,4 @@
-"""Models in GGUF, the format of llama.cpp: their weights are dequantised once into a folder of the cache.
+"""Converts models in GGUF, the format of llama.cpp: dequantises their weights once into a folder of the cache.
 
 The folder is in the format of `save_pretrained`, with weights in FP32, and is named by the digest of the GGUF file.
 Dequantising does not restore precision: the weights are as coarse as the quantised ones.
@@ -22,27 +22,27 @@ SUFFIX = ".gguf"
 # Version of the conversion: folders of other versions are not read.
 RULES = 1
 # File in the folder that describes its source. Written last, so a folder without it is incomplete.
-MADE_OF = "made_of.json"
+SOURCE_FILE = "made_of.json"
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that a model path names, or the one in the folder that it names; None for other models.
+    """Return the GGUF file at a model path, or the only GGUF file in the folder there; None for other models.
 
     Raises:
         ConfigurationError: the file does not exist, or the folder has several GGUF files.
     """
-    place = Path(path).expanduser()
-    if path.endswith(SUFFIX) and not place.is_dir():
-        if not place.is_file():
+    location = Path(path).expanduser()
+    if path.endswith(SUFFIX) and not location.is_dir():
+        if not location.is_file():
             raise ConfigurationError(f"model.path: there is no file {path!r}; give a GGUF file, or a folder with one")
-        return place
-    if not place.is_dir() or (place / "config.json").is_file():
+        return location
+    if not location.is_dir() or (location / "config.json").is_file():
         return None
-    files = sorted(place.glob(f"*{SUFFIX}"))
+    files = sorted(location.glob(f"*{SUFFIX}"))
     if len(files) > 1:
-        named = ", ".join(file.name for file in files[:4])
+        names = ", ".join(file.name for file in files[:4])
         raise ConfigurationError(
-            f"model.path: {path!r} holds {len(files)} GGUF files ({named}); give one of them. A model in several "
+            f"model.path: {path!r} holds {len(files)} GGUF files ({names}); give one of them. A model in several "
             "files has to be merged first (llama-gguf-split --merge)"
         )
     return files[0] if files else None
@@ -70,11 +70,11 @@ def converted(file: Path) -> Path:
     from filelock import FileLock
 
     folder = cache_dir() / "gguf" / f"{digest(file)[:24]}-{RULES}"
-    if (folder / MADE_OF).is_file():
+    if (folder / SOURCE_FILE).is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not (folder / MADE_OF).is_file():
+        if not (folder / SOURCE_FILE).is_file():
             unfinished = folder.with_name(f"{folder.name}.part")
             shutil.rmtree(unfinished, ignore_errors=True)
             _convert(file, unfinished)
@@ -93,9 +93,9 @@ def _convert(file: Path, folder: Path) -> None:
             f"model.path: {str(file)!r} is read by the package gguf, which is not installed; pip install gguf"
         )
     progress = Bar(f"converting {file.name} (once)", 3)
-    about: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     try:
-        about = _about(file)
+        description = _describe_file(file)
         progress.update(1)
         _write_model(file, folder)
         progress.update(2)
@@ -109,18 +109,20 @@ def _convert(file: Path, folder: Path) -> None:
         import transformers
 
         shutil.rmtree(folder, ignore_errors=True)
-        kind = f"architecture {about['architecture']}, tensors {about['tensors']}; " if about else ""
+        contents = (
+            f"architecture {description['architecture']}, tensors {description['tensors']}; " if description else ""
+        )
         raise ConfigurationError(
             f"model.path: transformers {transformers.__version__} cannot convert {str(file)!r} "
-            f"({kind}{error_line(error)}); give a file of another architecture or quantisation, or the model's own "
+            f"({contents}{error_line(error)}); give a file of another architecture or quantisation, or the model's own "
             "folder of safetensors"
         ) from error
     finally:
         progress.close()
-    (folder / MADE_OF).write_text(json.dumps({"file": file.name, "sha256": digest(file), **about}, indent=1))
+    (folder / SOURCE_FILE).write_text(json.dumps({"file": file.name, "sha256": digest(file), **description}, indent=1))
 
 
-def _about(file: Path) -> dict[str, Any]:
+def _describe_file(file: Path) -> dict[str, Any]:
     """Return a file's architecture, and the number of its tensors by type."""
     from gguf import GGUFReader
 
@@ -144,18 +146,18 @@ def _write_model(file: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        quantised: Any = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=torch.float32, **options
         )
-        config = read.config
+        config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # otherwise saving and loading refuse the model as quantised
         with torch.device("meta"):
-            plain = type(read)(config)
-        plain.load_state_dict(read.state_dict(), assign=True)
-        plain.tie_weights()
-        plain.generation_config = read.generation_config
-        plain.save_pretrained(folder)
+            model = type(quantised)(config)
+        model.load_state_dict(quantised.state_dict(), assign=True)
+        model.tie_weights()
+        model.generation_config = quantised.generation_config
+        model.save_pretrained(folder)
     finally:
         logging.set_verbosity(level)
         if bars:

@@ -55,7 +55,7 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 
 def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return FP32 logits from hidden states, multiplied in `dtype`, with the scaling of some architectures."""
+    """Return FP32 logits (..., V) from hidden states, with the architecture's scaling; the product is in `dtype`."""
     # Autocast would override `dtype` with the policy's type.
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
@@ -71,14 +71,14 @@ def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor |
 
 
 def scaling_of(model: nn.Module, temperature: float) -> Scaling:
-    """Return the scaling that `head_logits` and the temperature apply to the head's product."""
+    """Return the scaling of the head's product by the architecture (as in `head_logits`) and the temperature."""
     config = text_config(model)
     factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return Scaling(factor, getattr(config, "final_logit_softcapping", None) or None, temperature)
 
 
 def head_weights(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Return weights and bias of the output head; None if they are split over the vocabulary."""
+    """Return weights and bias of the output head; None if they are split over the vocabulary between ranks."""
     head: Any = output_head(model)
     if not isinstance(head.weight, DTensor):
         return head.weight, head.bias
@@ -88,26 +88,26 @@ def head_weights(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def token_scores(
-    model: nn.Module, hidden: Tensor, wanted: Tensor, dtype: torch.dtype, temperature: float, entropy_gradient: bool
+    model: nn.Module, hidden: Tensor, targets: Tensor, dtype: torch.dtype, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of tokens (N,) and entropies (N,) from hidden states (N, width), in FP32.
 
     Args:
-        model: the model, whose head is whole or split over the vocabulary (`model.tensor_parallel`).
+        model: the model. Its head may be split over the vocabulary between ranks (`model.tensor_parallel`).
         hidden: states before the head; the same on all ranks that share the head.
-        wanted: token ids (N,).
+        targets: token ids (N,).
         dtype: type of the head's product.
         temperature: divisor of the logits.
         entropy_gradient: whether the entropies have a gradient as well.
     """
-    whole = head_weights(model)
-    if whole is None:
-        return scores_in_parts(model, *local_weights(model), hidden, wanted, dtype, temperature, entropy_gradient)
-    logits = head_logits(model, hidden, *whole, dtype) / temperature
+    weights = head_weights(model)
+    if weights is None:
+        return scores_in_parts(model, *local_weights(model), hidden, targets, dtype, temperature, entropy_gradient)
+    logits = head_logits(model, hidden, *weights, dtype) / temperature
     logprobs = F.log_softmax(logits, dim=-1)
     scored = logprobs if entropy_gradient else logprobs.detach()
     entropies = -(scored.exp() * scored).sum(-1)
-    return logprobs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropies
+    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
 
 
 def local_weights(model: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -121,14 +121,14 @@ def scores_in_parts(
     weight: Tensor,
     bias: Tensor | None,
     hidden: Tensor,
-    wanted: Tensor,
+    targets: Tensor,
     dtype: torch.dtype,
     temperature: float,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_scores` if each rank has a part of the vocabulary; no rank computes all logits.
 
-    The ranks reduce the largest logit, the sum of exponentials, the wanted logit, and for the entropy the sum of
+    The ranks reduce the largest logit, the sum of exponentials, the target's logit, and for the entropy the sum of
     exponentials times logits. `weight` and `bias` come from `local_weights`. A caller that works in chunks should call
     that once, because each call creates another gradient tensor.
     """
@@ -144,16 +144,20 @@ def scores_in_parts(
     shifted = logits - largest
     exponentials = shifted.exp()
     # All parts have the same size: a vocabulary that the number of ranks does not divide is not split.
-    local = wanted - mesh.get_local_rank() * weight.shape[0]
-    elsewhere = (local < 0) | (local >= weight.shape[0])
-    logit = shifted.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+    local_targets = targets - mesh.get_local_rank() * weight.shape[0]
+    not_local = (local_targets < 0) | (local_targets >= weight.shape[0])
+    logit = (
+        shifted.gather(-1, local_targets.masked_fill(not_local, 0).unsqueeze(-1))
+        .squeeze(-1)
+        .masked_fill(not_local, 0.0)
+    )
     weighted = exponentials * shifted if entropy_gradient else exponentials.detach() * shifted.detach()
     parts = torch.stack([exponentials.sum(-1), logit, weighted.sum(-1)])
     summed = DTensor.from_local(parts, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
-    total, target, moment = summed.to_local().unbind()
+    total, target_logit, moment = summed.to_local().unbind()
     # H = log sum exp y - sum p y, with y shifted by the largest logit.
     entropies = total.log() - moment / total
-    return target - total.log(), entropies if entropy_gradient else entropies.detach()
+    return target_logit - total.log(), entropies if entropy_gradient else entropies.detach()
 
 
 @contextmanager
@@ -175,7 +179,7 @@ def computes_in_16_bit_only(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_head(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Compare our head with the model's own on one short input.
+    """Check on one short input that our head computes the same logits as the model.
 
     Args:
         model: a causal language model in any mode.
@@ -194,17 +198,17 @@ def check_head(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
             weight, bias = (
                 value.full_tensor() if isinstance(value, DTensor) else value for value in (head.weight, head.bias)
             )
-            ours = head_logits(model, hidden, weight, bias, weight.dtype if dtype == torch.float32 else dtype)
+            actual = head_logits(model, hidden, weight, bias, weight.dtype if dtype == torch.float32 else dtype)
     except Exception as error:
         raise ConfigurationError(
             f"model: {type(model).__name__} cannot be run on a few tokens ({error_line(error)}); it is not a "
             "causal language model that this project can train"
         ) from error
-    close = torch.allclose(ours, expected, atol=1e-3, rtol=1e-3)
+    close = torch.allclose(actual, expected, atol=1e-3, rtol=1e-3)
     if dtype != torch.float32:  # the model scales its logits in 16 bit, which rounds them again
-        close = bool((ours - expected).abs().max() <= 2e-2 * expected.abs().max())
+        close = bool((actual - expected).abs().max() <= 2e-2 * expected.abs().max())
     if not close:
         raise ConfigurationError(
             f"model: {type(model).__name__} post-processes its logits in an unknown way "
-            f"(largest difference {(ours - expected).abs().max():.3g}); it is not supported"
+            f"(largest difference {(actual - expected).abs().max():.3g}); it is not supported"
         )

@@ -24,7 +24,7 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
 
     Args:
         path: a local directory in the transformers format, or a hub id.
-        blank: leave the model's tensors on the meta device, without data.
+        blank: whether to leave the model's tensors on the meta device, without data.
 
     Raises:
         ConfigurationError: there is no loadable model at `path`.
@@ -106,7 +106,7 @@ def blank_copy(model: Any) -> Any:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Check that the master weights are FP32, independent of the type that the policy computes in.
+    """Check that the master weights are FP32, whatever type the policy computes in.
 
     The frozen weights under an adapter are not master weights, so they may have another floating-point type.
 
@@ -116,24 +116,24 @@ def check_weights(model: nn.Module) -> None:
     adapted = has_adapter(model)
     floating = [weight for weight in model.parameters() if weight.is_floating_point()]
     masters = [weight for weight in floating if weight.requires_grad or not adapted]
-    others = sorted({str(weight.dtype) for weight in masters if weight.dtype != torch.float32})
-    if others:
+    other_dtypes = sorted({str(weight.dtype) for weight in masters if weight.dtype != torch.float32})
+    if other_dtypes:
         raise ConfigurationError(
-            f"model: weights in {', '.join(others)}; master weights are FP32: load it with dtype=torch.float32 (the "
-            "precision axis says what it computes in)"
+            f"model: weights in {', '.join(other_dtypes)}; master weights are FP32: load it with dtype=torch.float32 "
+            "(the precision axis says what it computes in)"
         )
 
 
-def fingerprint(model: nn.Module, read: Callable[[str], Tensor] | None = None) -> str:
+def fingerprint(model: nn.Module, weight_by_name: Callable[[str], Tensor] | None = None) -> str:
     """Return a digest of the bytes of all weights, the same on any device. It takes about a second per gigabyte.
 
     Args:
         model: the model to digest.
-        read: returns a weight by name, for a model on the meta device; it is called for one weight after the other.
+        weight_by_name: returns a weight by its name, for a model on the meta device; None to use the model's tensors.
     """
     digest = hashlib.sha256()
-    for name, held in model.state_dict().items():
-        weights: Any = held if read is None else read(name)
+    for name, value in model.state_dict().items():
+        weights: Any = value if weight_by_name is None else weight_by_name(name)
         digest.update(f"{name} {tuple(weights.shape)} {weights.dtype};".encode())
         # Viewed as bytes because numpy has no bfloat16.
         digest.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -165,12 +165,12 @@ def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
     A chat model ends a turn and a text with different tokens. Both are in `generation_config.json`.
     """
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = configured if isinstance(configured, list | tuple) else [configured]
-    return sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None})
+    configured_tokens = configured if isinstance(configured, list | tuple) else [configured]
+    return sorted({int(token) for token in [tokenizer.eos_token_id, *configured_tokens] if token is not None})
 
 
-def _unusable(what: str, path: str, error: Exception) -> str:
+def _unusable(object_name: str, path: str, error: Exception) -> str:
     """Return the message for a path without a loadable model or tokenizer, with the first line of the error."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    place = "a folder without a" if Path(path).is_dir() else "neither a folder nor a reachable hub id of a"
-    return f"model.path: {path!r} is {place} loadable {what} ({first})"
+    location = "a folder without a" if Path(path).is_dir() else "neither a folder nor a reachable hub id of a"
+    return f"model.path: {path!r} is {location} loadable {object_name} ({first})"

@@ -24,8 +24,8 @@ from lightning_scalerl.model.shared_prompt import SAME, sequences
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollouts.rollout import TrainBatch
 
-# The tolerance `SAME` for models that compute in 16 bit: a few roundings of BF16, 2^-8 each. If rows attend to each
-# other, their states differ by more.
+# Like `SAME`, for models that compute in 16 bit: a few roundings of BF16, 2^-8 each. If rows attend to each other,
+# their states differ by more.
 SAME_IN_16_BIT = 3e-2
 
 
@@ -69,7 +69,7 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
     """Return hidden states (N, width) of the tokens at `position` (N,) of the rows `row` (N,).
 
     The last token of a row is not run through the model, because it predicts nothing. Rows are packed if
-    `batch.packed`, else padded to the longest. Without `by_row`, packed rows always use transformers' mask.
+    `batch.packed`, else padded to the longest row. With `by_row=False`, packed rows always use transformers' mask.
     """
     tokens = batch.tokens[:, :-1]
     if not batch.packed:
@@ -78,11 +78,11 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
         return padded[row, position]
     lengths = batch.lengths - 1
     column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    real = column < lengths.unsqueeze(1)
+    is_token = column < lengths.unsqueeze(1)
     # Disable the cache: with one, transformers does not derive a mask from the position ids.
     states: Tensor = inner(
-        input_ids=tokens[real].unsqueeze(0),
-        position_ids=column[real].unsqueeze(0),
+        input_ids=tokens[is_token].unsqueeze(0),
+        position_ids=column[is_token].unsqueeze(0),
         attention_mask=row_mask(inner, lengths.tolist(), tokens.device) if by_row else None,
         use_cache=False,
     ).last_hidden_state
@@ -94,9 +94,9 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
 def packs_rows(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     """Return whether a model computes the same states for a row in a packed sequence as for the row alone.
 
-    The model is tried on three short rows. The result is also False for models that would pass this but fail on long
-    rows: chunked attention (Llama 4) cuts chunks by the position in the packed sequence, and a mask stored as a table
-    (GPT-Neo) is too short for it.
+    The model is tried on three short rows. The result is also False for models that would pass this test but fail on
+    long rows: chunked attention (Llama 4) cuts chunks by the position in the packed sequence, and a mask stored as a
+    table (GPT-Neo) is too short for the packed sequence.
 
     Args:
         model: a causal language model.

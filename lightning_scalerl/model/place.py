@@ -19,9 +19,9 @@ HUB_TRIES = 2
 
 
 def model_path(path: str) -> str:
-    """Return the path that a model is loaded from; `conf/model/path.yaml` has this function as its target.
+    """Return the path to load a model from: `path`, or for a GGUF model the cache folder with its conversion.
 
-    It is the given path, or for a GGUF model the cache folder that the model is converted into.
+    `conf/model/path.yaml` has this function as its target.
 
     Raises:
         ConfigurationError: a local path has no model, or a GGUF model cannot be converted.
@@ -45,7 +45,7 @@ def model_path(path: str) -> str:
 
 
 def load_options(path: str) -> dict[str, Any]:
-    """Return options for `from_pretrained` that keep it from waiting for a hub that does not answer.
+    """Return options for `from_pretrained`, so that it does not wait for a hub that does not answer.
 
     Args:
         path: a folder or a hub id.
@@ -66,29 +66,29 @@ def load_options(path: str) -> dict[str, Any]:
         raise ConfigurationError(f"model.path: {path!r} is neither a folder nor a hub id ({error})") from error
     if constants.HF_HUB_OFFLINE:
         return {"local_files_only": True}
-    status, why = _ask(address)
+    status, reason = _ask_hub(address)
     if status is None and not downloaded:
         raise ConfigurationError(
             f"model.path: {path!r} is no folder here, has not been downloaded, and {constants.ENDPOINT} does not "
-            f"answer ({why}); give a folder, or a hub id where there is a network"
+            f"answer ({reason}); give a folder, or a hub id where there is a network"
         )
     if status == 404:
         raise ConfigurationError(f"model.path: {path!r} is neither a folder here nor a model on {constants.ENDPOINT}")
     return {"local_files_only": True} if status is None else {}
 
 
-def _ask(address: str) -> tuple[int | None, str]:
+def _ask_hub(address: str) -> tuple[int | None, str]:
     """Return the status of the hub's answer; None and the reason if it does not answer."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    why = ""
+    reason = ""
     for _ in range(HUB_TRIES):
         try:
             return get_session().head(address, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S).status_code, ""
         except Exception as error:  # depends on the HTTP library that huggingface_hub uses
-            why = error_line(error)
-    return None, why
+            reason = error_line(error)
+    return None, reason
 
 
 def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def content(path: str, setting: str = "model.path") -> Any:
     """Return a model's entry in a run's identity: digests of its files, or its hub id.
 
     Raises:
-        ConfigurationError: a local path has no model; `setting` is named.
+        ConfigurationError: a local path has no model. The message names the configuration key `setting`.
     """
     try:
         return _content({"path": path}).get("path", path)
@@ -119,7 +119,7 @@ def content(path: str, setting: str = "model.path") -> Any:
 
 
 def digest_of(path: str) -> str:
-    """Return one digest of `content`."""
+    """Return one digest of a model's identity (`content`)."""
     return hashlib.sha256(json.dumps(content(path), sort_keys=True).encode()).hexdigest()
 
 
@@ -131,10 +131,10 @@ _SAMPLES, _SAMPLE = 256, 2**16
 @lru_cache(maxsize=256)
 def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
     """Return a digest of a file's size and bytes; for a large file, of evenly spaced samples of its bytes."""
-    whole = size <= _SAMPLES * _SAMPLE
+    read_whole = size <= _SAMPLES * _SAMPLE
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as handle:
-        for number in range(1 if whole else _SAMPLES):
-            handle.seek(0 if whole else (size - _SAMPLE) * number // (_SAMPLES - 1))
-            digest.update(handle.read(size if whole else _SAMPLE))
+        for number in range(1 if read_whole else _SAMPLES):
+            handle.seek(0 if read_whole else (size - _SAMPLE) * number // (_SAMPLES - 1))
+            digest.update(handle.read(size if read_whole else _SAMPLE))
     return digest.hexdigest()

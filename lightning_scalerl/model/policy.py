@@ -41,7 +41,7 @@ class Policy(nn.Module):
     Args:
         model: a causal language model of transformers; its weights stay FP32.
         precision: types of the forward pass (autocast) and of the head.
-        temperature: the sampling temperature. With another one the importance ratio would not start at 1.
+        temperature: the sampling temperature. With a different temperature the importance ratio would not start at 1.
     """
 
     def __init__(self, model: nn.Module, precision: Precision, temperature: float = 1.0) -> None:
@@ -69,14 +69,14 @@ class Policy(nn.Module):
         # Autocast's cache keeps 16-bit copies of all weights until the end of the pass. With sharding or gradient
         # checkpointing, where layers or activations exist only briefly, the copies would take most of the memory. The
         # cache would not help either, since each layer is used once.
-        momentary = self.agree is not None or any(
+        short_lived = self.agree is not None or any(
             getattr(part, "gradient_checkpointing", False) for part in self.modules()
         )
-        return torch.autocast(device, dtype=dtype, cache_enabled=not momentary)
+        return torch.autocast(device, dtype=dtype, cache_enabled=not short_lived)
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether a prompt goes through the model once for all of its completions.
+        """Whether a prompt goes through the model once for all of its completions.
 
         False in training mode, in which dropout is active or layers recompute states that a cache would have to keep.
         """
@@ -102,60 +102,65 @@ class Policy(nn.Module):
             batch: the sequences to score.
             precision: types to compute in; None for the policy's own.
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities do.
-            teacher: a frozen policy over the same tokens. Neither of the two may be sharded.
+            teacher: a frozen policy with the same vocabulary; None for none. With a teacher, neither policy may be
+                sharded.
         """
         activity.note("train")
         precision = precision or self.precision
-        hidden, targets, real = self._states(batch, precision)
+        hidden, targets, is_token = self._states(batch, precision)
         scores = list(self._score(hidden, targets, precision, entropy_gradient))
         if teacher is not None:
             with torch.no_grad():
-                theirs = replace(batch, packed=batch.packed and teacher.packs)
-                taught = teacher._states(theirs, precision)[0]
-            scores.append(self._divergences(hidden, teacher, taught, precision))
+                teacher_batch = replace(batch, packed=batch.packed and teacher.packs)
+                teacher_states = teacher._states(teacher_batch, precision)[0]
+            scores.append(self._divergences(hidden, teacher, teacher_states, precision))
         # masked_scatter fills in row-major order, like the indexing with `[real]`.
-        return tuple(torch.zeros_like(batch.generator_logprobs).masked_scatter(real, each) for each in scores)
+        return tuple(torch.zeros_like(batch.generator_logprobs).masked_scatter(is_token, score) for score in scores)
 
     def _states(self, batch: TrainBatch, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
-        """Return states before the head (N, width) and ids (N,) of the completion tokens, and where they are (R, T)."""
+        """Return the inputs of the head for the N completion tokens.
+
+        Returns:
+            States before the head (N, width), token ids (N,), and the mask (R, T) of the completion tokens.
+        """
         rollouts, width = batch.generator_logprobs.shape
         column = torch.arange(width, device=batch.tokens.device)
-        real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
-        row = torch.arange(rollouts, device=real.device).unsqueeze(1).expand(-1, width)[real]
+        is_token = column < (batch.lengths - batch.completion_start).unsqueeze(1)
+        row = torch.arange(rollouts, device=is_token.device).unsqueeze(1).expand(-1, width)[is_token]
         # The state at a token predicts the next token. No logits are computed for prompts and padding.
-        position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
-        share = self.shares_prompts and worthwhile(batch)
+        position = (batch.completion_start.unsqueeze(1) - 1 + column)[is_token]
+        share_prompts = self.shares_prompts and worthwhile(batch)
         if self.agree is not None:
             # With a shared prompt, completions of one token take one forward call and longer ones two. All ranks must
             # make the same number.
-            share = self.agree(share and width > 1)
+            share_prompts = self.agree(share_prompts and width > 1)
         with self.autocast(precision):
-            if share:
-                hidden = completion_states(self.model, batch)[real]
+            if share_prompts:
+                hidden = completion_states(self.model, batch)[is_token]
             else:
                 hidden = token_states(backbone(self.model), batch, row, position)
-        return hidden, batch.tokens[row, position + 1], real
+        return hidden, batch.tokens[row, position + 1], is_token
 
-    def _divergences(self, hidden: Tensor, teacher: Policy, taught: Tensor, precision: Precision) -> Tensor:
+    def _divergences(self, hidden: Tensor, teacher: Policy, teacher_states: Tensor, precision: Precision) -> Tensor:
         """Return KL(this policy, teacher) over the vocabulary (N,) from the states of both before their heads."""
         dtype = precision.head_dtype(precision.fp32_head_trainer)
         sizes = [output_head(policy.model).weight.shape[0] for policy in (self, teacher)]
 
-        def part(states: Tensor, their_states: Tensor) -> Tensor:
+        def divergence(states: Tensor, other_states: Tensor) -> Tensor:
             # A model may have more logits than its tokenizer has tokens: the common ones are compared.
-            ours, theirs = (
-                F.log_softmax(policy.logits(each, dtype)[:, : min(sizes)], dim=-1)
-                for policy, each in ((self, states), (teacher, their_states))
+            own_logprobs, teacher_logprobs = (
+                F.log_softmax(policy.logits(policy_states, dtype)[:, : min(sizes)], dim=-1)
+                for policy, policy_states in ((self, states), (teacher, other_states))
             )
-            return (ours.exp() * (ours - theirs)).sum(-1)
+            return (own_logprobs.exp() * (own_logprobs - teacher_logprobs)).sum(-1)
 
         # The logits of both models exist at the same time, so chunks are smaller. They are recomputed in the backward
         # pass.
         chunk = max(1, MAX_LOGITS // sum(sizes))
         if hidden.shape[0] <= chunk:
-            return part(hidden, taught)
-        pieces = zip(torch.split(hidden, chunk), torch.split(taught, chunk), strict=True)
-        return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])
+            return divergence(hidden, teacher_states)
+        pieces = zip(torch.split(hidden, chunk), torch.split(teacher_states, chunk), strict=True)
+        return torch.cat([checkpoint(divergence, *piece, use_reentrant=False) for piece in pieces])
 
     def logits(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """Return logits (N, V) at the policy's temperature from states before the head, multiplied in `dtype`."""
@@ -169,15 +174,15 @@ class Policy(nn.Module):
         """Return log-probabilities of `targets` (N,) and entropies (N,) from hidden states (N, width)."""
         dtype = precision.head_dtype(precision.fp32_head_trainer)
 
-        def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-            return token_scores(self.model, states, wanted, dtype, self.temperature, entropy_gradient)
+        def score(states: Tensor, part_targets: Tensor) -> tuple[Tensor, Tensor]:
+            return token_scores(self.model, states, part_targets, dtype, self.temperature, entropy_gradient)
 
         chunk = max(1, MAX_LOGITS // output_head(self.model).weight.shape[0])
         if hidden.shape[0] <= chunk:
             return score(hidden, targets)
-        if (whole := head_weights(self.model)) is not None:
+        if (weights := head_weights(self.model)) is not None:
             scaling = scaling_of(self.model, self.temperature)
-            return chunked_scores(hidden, *whole, targets, scaling, dtype, chunk, entropy_gradient)
+            return chunked_scores(hidden, *weights, targets, scaling, dtype, chunk, entropy_gradient)
         # A head that is split over the vocabulary: checkpoint each chunk. Its reductions over ranks are repeated when
         # the chunk is recomputed.
         head, types = local_weights(self.model), (dtype, self.temperature, entropy_gradient)

@@ -32,24 +32,30 @@ def recompute(model: nn.Module, hooks: Hooks | None = None) -> None:
 
     Args:
         model: a transformers model.
-        hooks: where to keep the inputs of the layers; None for the device.
+        hooks: context manager that decides where the layers' inputs are kept; None to keep them on the device.
     """
     checkpointed: Any = model
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     if hooks is not None:
         for part in model.modules():
-            compat.set_checkpoint_function(part, partial(_kept_elsewhere, hooks))
+            compat.set_checkpoint_function(part, partial(_checkpoint_with_hooks, hooks))
 
 
-def recompute_like(model: nn.Module, other: nn.Module) -> None:
+def recompute_like(model: nn.Module, reference: nn.Module) -> None:
     """Set up gradient checkpointing as in another model of the same class, if that model has it."""
-    if not getattr(other, "is_gradient_checkpointing", False):
+    if not getattr(reference, "is_gradient_checkpointing", False):
         return
-    ways: list[Any] = [compat.checkpoint_function(part) for part in other.modules()]
-    recompute(model, next((way.args[0] for way in ways if getattr(way, "func", None) is _kept_elsewhere), None))
+    functions: list[Any] = [compat.checkpoint_function(part) for part in reference.modules()]
+    recompute(
+        model,
+        next(
+            (function.args[0] for function in functions if getattr(function, "func", None) is _checkpoint_with_hooks),
+            None,
+        ),
+    )
 
 
-def _kept_elsewhere(hooks: Hooks, function: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_with_hooks(hooks: Hooks, function: Callable[..., Any], *args: Any) -> Any:
     """Checkpoint a layer, with its inputs saved by `hooks`."""
     # The hooks see only the checkpoint's inputs: `checkpoint` has hooks of its own for tensors inside its function.
     with hooks():
@@ -57,12 +63,12 @@ def _kept_elsewhere(hooks: Hooks, function: Callable[..., Any], *args: Any) -> A
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Return hooks that keep tensors on the host; with a GPU in pinned memory, so that copies overlap with compute."""
+    """Return hooks that keep tensors in host memory, pinned if there is a GPU, so that copies overlap with compute."""
     return save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 def set_mode(model: nn.Module, dropout: bool) -> None:
-    """Set a model's mode for training: dropout on or off, with gradient checkpointing active if it is turned on."""
+    """Set a model's mode for training: dropout on or off. Gradient checkpointing works in either mode."""
     model.train(dropout)
     for part in model.modules():
         # Layers recompute only in training mode. Their submodules, such as dropout, keep the mode set above.

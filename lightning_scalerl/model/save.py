@@ -28,14 +28,14 @@ FILE_BYTES = 4 * 10**9
 def save_model(
     model: Any, tokenizer: Any, directory: str | Path, dtype: str = "fp32", card: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write model, generation configuration, tokenizer (with chat template) and README.md; all of it or nothing.
+    """Write model, generation configuration, tokenizer (with chat template) and README.md, or nothing if that fails.
 
     Args:
         model: a transformers model; it is not changed.
         tokenizer: the model's tokenizer.
         directory: folder to create. If it exists it must be empty, and files are then moved into it one by one.
         dtype: type of the saved weights: "fp32" as trained, "bf16" or "fp16" for serving.
-        card: lines of the model card, by name; None for only the type of the weights.
+        card: lines of the model card, by name, in addition to the type of the weights; None for none.
 
     Returns:
         The directory.
@@ -44,9 +44,9 @@ def save_model(
         ConfigurationError: the directory is not empty, the type is unknown, or the model cannot be saved.
     """
     with _model_folder(model, tokenizer, directory, dtype, card) as (unfinished, target):
-        saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
-        with _consistent(saved):
-            saved.save_pretrained(unfinished)
+        model_to_save = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
+        with _valid_generation_config(model_to_save):
+            model_to_save.save_pretrained(unfinished)
     return target
 
 
@@ -57,7 +57,7 @@ def save_in_parts(
     directory: str | Path,
     dtype: str = "fp32",
     card: Mapping[str, Any] | None = None,
-    most_bytes: int = FILE_BYTES,
+    max_file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Write the same files as `save_model` for a sharded model, one weight file after the other.
 
@@ -65,9 +65,9 @@ def save_in_parts(
 
     Args:
         blank: the model on the meta device; it is changed.
-        weight: returns a whole weight of the model by name, on the host.
+        weight: returns an unsharded weight of the model by its name, in host memory.
         tokenizer, directory, dtype, card: as in `save_model`.
-        most_bytes: largest size of a weight file, unless a single weight is larger.
+        max_file_bytes: largest size of a weight file, unless a single weight is larger.
 
     Returns:
         The directory.
@@ -77,11 +77,11 @@ def save_in_parts(
     """
     with _model_folder(blank, tokenizer, directory, dtype, card) as (unfinished, target):
         blank = blank.to(DTYPES[dtype])
-        with _consistent(blank):
+        with _valid_generation_config(blank):
             blank.save_pretrained(unfinished, state_dict={})  # everything except the weights
         for empty in unfinished.glob("*.safetensors"):
             empty.unlink()
-        _stream(blank, weight, unfinished, most_bytes)
+        _write_weights(blank, weight, unfinished, max_file_bytes)
     return target
 
 
@@ -93,13 +93,13 @@ def _model_folder(
     check_dtype(dtype)
     if not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
-    with _whole(free(directory)) as (unfinished, target):
+    with _atomic_folder(free(directory)) as (unfinished, target):
         yield unfinished, target
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
 
 
-def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_bytes: int) -> None:
+def _write_weights(blank: Any, weight: Callable[[str], Tensor], folder: Path, max_file_bytes: int) -> None:
     """Write a model's weights in transformers' layout: without tied duplicates, under the names used in files."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
@@ -114,16 +114,16 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     for name in weights:
         numbered = re.match(r"(.*?\.\d+)\.", name)
         layers.setdefault(numbered[1] if numbered else name, []).append(name)
-    saved: dict[str, Tensor] = {}
+    shapes: dict[str, Tensor] = {}
     layer_of: dict[str, list[str]] = {}
     for names in layers.values():
         parts = revert_weight_conversion(blank, {name: weights[name] for name in names})
         # `empty_like` has the size of the tensor itself, even if `part` is a view of a larger one.
-        saved |= {name: torch.empty_like(part) for name, part in parts.items()}
-        alone = parts.keys() == {*names}
-        layer_of |= {name: [name] if alone else names for name in parts}
+        shapes |= {name: torch.empty_like(part) for name, part in parts.items()}
+        separate = parts.keys() == {*names}
+        layer_of |= {name: [name] if separate else names for name in parts}
     split = split_torch_state_dict_into_shards(
-        saved, filename_pattern="model{suffix}.safetensors", max_shard_size=most_bytes
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
     )
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
@@ -142,8 +142,8 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
             content[name] = fetched.pop(name).contiguous()
         save_file(content, folder / file, {"format": "pt"})
     if split.is_sharded:
-        about = {"total_parameters": blank.num_parameters(), **split.metadata}
-        index = {"metadata": about, "weight_map": split.tensor_to_filename}
+        metadata = {"total_parameters": blank.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -155,7 +155,7 @@ def save_adapter(
     card: Mapping[str, Any] | None = None,
     modules_to_save: Sequence[str] = (),
 ) -> Path:
-    """Write an adapter in the format of `PeftModel.from_pretrained`; all of it or nothing.
+    """Write an adapter in the format of `PeftModel.from_pretrained`, or nothing if that fails.
 
     Args:
         config: a peft configuration.
@@ -177,16 +177,18 @@ def save_adapter(
     base = (card or {}).get("trained from")
     config.base_model_name_or_path = str(base) if base else config.base_model_name_or_path
     # Names of weights contain the adapter's name in a model, but not in a file.
-    named = {re.sub(r"(\.lora_[AB])\.[^.]+\.weight$", r"\1.weight", name): value for name, value in weights.items()}
-    with _whole(free(directory)) as (unfinished, target):
+    weights_in_file = {
+        re.sub(r"(\.lora_[AB])\.[^.]+\.weight$", r"\1.weight", name): value for name, value in weights.items()
+    }
+    with _atomic_folder(free(directory)) as (unfinished, target):
         unfinished.mkdir()
         config.save_pretrained(unfinished)
-        saved = {
+        content = {
             # Copy each weight, because peft saves a weight that is tied here once per module.
             f"base_model.model.{name}": value.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
-            for name, value in named.items()
+            for name, value in weights_in_file.items()
         }
-        save_file(saved, unfinished / "adapter_model.safetensors", {"format": "pt"})
+        save_file(content, unfinished / "adapter_model.safetensors", {"format": "pt"})
         (unfinished / "README.md").write_text(_card({"weights": f"a LoRA adapter, {dtype}", **(card or {})}, "peft"))
     return target
 
@@ -198,8 +200,8 @@ def check_dtype(dtype: str) -> None:
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder to fill and the target that it becomes if the `with` block ends without an error."""
+def _atomic_folder(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a temporary folder to fill and the target, which it becomes if the `with` block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     # Next to the target, so on the same file system, where renaming is atomic.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
@@ -219,8 +221,11 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 
 
 @contextmanager
-def _consistent(model: Any) -> Iterator[None]:
-    """Make the generation configuration valid for saving in the `with` block; many have an unused temperature."""
+def _valid_generation_config(model: Any) -> Iterator[None]:
+    """Make the generation configuration valid for saving in the `with` block.
+
+    Many configurations have a temperature that greedy sampling does not use, and transformers refuses to save them.
+    """
     original = getattr(model, "generation_config", None)
     if original is not None and original.do_sample is not True:
         model.generation_config = copy.deepcopy(original)
@@ -234,7 +239,7 @@ def _consistent(model: Any) -> Iterator[None]:
 
 
 def free(directory: str | Path) -> Path:
-    """Return the absolute path of a folder that is new or empty.
+    """Check that a folder is new or empty, and return its absolute path.
 
     Raises:
         ConfigurationError: the path exists and is not an empty folder.

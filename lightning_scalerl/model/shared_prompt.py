@@ -1,4 +1,4 @@
-"""Forward pass over each prompt once for all of its completions, with exact gradients.
+"""Forward pass that computes each prompt once for all of its completions, with exact gradients.
 
 First the distinct prompts of a batch are computed. Their keys and values are then repeated for the rollouts that share
 them, and the completions are computed with this cache. The gradients of the rollouts add up in their prompt.
@@ -14,29 +14,29 @@ from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 
-# Two forward passes instead of one pay off if they save at least this share of all tokens.
-WORTH = 0.15
+# Two forward passes instead of one pay off if they save at least this fraction of all tokens.
+MIN_SAVED_FRACTION = 0.15
 # Relative tolerance in FP32 between two computations of the same states.
 SAME = 1e-4
 
 
 def worthwhile(batch: TrainBatch) -> bool:
-    """Return whether sharing prompts would save at least `WORTH` of a batch's tokens.
+    """Return whether sharing prompts would save at least the fraction `MIN_SAVED_FRACTION` of a batch's tokens.
 
     Shared prompts and their completions are padded. Compared with packed rows, this padding counts as tokens.
     """
     if batch.group is None or not batch.rollouts:
         return False
     first, _ = prompts_of(batch.group)
-    saved = batch.completion_start.sum() - batch.completion_start[first].sum()
+    saved_tokens = batch.completion_start.sum() - batch.completion_start[first].sum()
     if batch.packed:
         padded = len(first) * batch.completion_start.max() + batch.generator_logprobs[:, 1:].numel()
-        saved = (batch.lengths - 1).sum() - padded
-    return bool(saved >= WORTH * batch.lengths.sum())
+        saved_tokens = (batch.lengths - 1).sum() - padded
+    return bool(saved_tokens >= MIN_SAVED_FRACTION * batch.lengths.sum())
 
 
 def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first rollout of each of the U groups (U,), and for each rollout (R,) its index into them."""
+    """Return the index of each of U groups' first rollout (U,), and for each rollout the index of its group (R,)."""
     _, index = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
     # The smallest row of each group; `torch.unique` does not return first occurrences.
@@ -95,15 +95,15 @@ def shares_prompts(model: nn.Module) -> bool:
     batch = sequences(tokens, starts, lengths, torch.tensor([0, 0, 1], device=device))
     try:
         with eval_mode(model):
-            plain = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+            unshared = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
             shared = states(model, batch)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # for example because the model has another kind of cache
     column = torch.arange(shared.shape[1], device=device)
-    real = column < (lengths - starts).unsqueeze(1)
-    expected = plain.gather(1, (starts.unsqueeze(1) - 1 + column).clamp(max=4).unsqueeze(2).expand_as(shared))
-    gap = (shared - expected)[real].float().abs().max()
-    return bool(gap <= SAME * expected[real].float().abs().max().clamp(min=1.0))
+    is_token = column < (lengths - starts).unsqueeze(1)
+    expected = unshared.gather(1, (starts.unsqueeze(1) - 1 + column).clamp(max=4).unsqueeze(2).expand_as(shared))
+    gap = (shared - expected)[is_token].float().abs().max()
+    return bool(gap <= SAME * expected[is_token].float().abs().max().clamp(min=1.0))
 
 
 def sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:

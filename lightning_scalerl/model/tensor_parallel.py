@@ -28,19 +28,19 @@ from lightning_scalerl.model.head import text_config
 FIELD = "strategy.tensor_parallel"
 
 
-class _Whole(ParallelStyle):
-    """Style of a layer that every rank computes with whole weights, from the same activations."""
+class _Replicated(ParallelStyle):
+    """Style of a layer that is not split: every rank computes it with all weights, from the same activations."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
     @staticmethod
     def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        def replicated(value: Any) -> Any:
-            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            return DTensor.from_local(value, mesh, [Replicate()], run_check=False) if plain else value
+        def replicate(value: Any) -> Any:
+            is_local = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            return DTensor.from_local(value, mesh, [Replicate()], run_check=False) if is_local else value
 
-        return tuple(replicated(value) for value in inputs)
+        return tuple(replicate(value) for value in inputs)
 
     @staticmethod
     def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
@@ -64,7 +64,7 @@ def check_tensor_parallel(model: nn.Module, size: int) -> None:
     """Check that a causal language model can be split over `size` ranks, without changing it.
 
     Raises:
-        ConfigurationError: it cannot be split, or has an adapter.
+        ConfigurationError: the model cannot be split.
     """
     config = text_config(model)
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -93,17 +93,17 @@ def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
                 owners.setdefault(id(parameter), []).append((module, name))
     frozen = {id(parameter) for parameter in root.parameters() if not parameter.requires_grad}
     parallelize_module(root, mesh, _styles(root, mesh.size()), src_data_rank=None)
-    for place, parts in owners.items():
+    for original, uses in owners.items():
         # torch has made new parameters: restore tied weights and frozen flags.
-        made: list[Any] = [module._parameters[name] for module, name in parts]
-        assert all(parameter.placements == made[0].placements for parameter in made)
-        made[0].requires_grad_(place not in frozen)
-        for module, name in parts[1:]:
-            module._parameters[name] = made[0]
+        new_parameters: list[Any] = [module._parameters[name] for module, name in uses]
+        assert all(parameter.placements == new_parameters[0].placements for parameter in new_parameters)
+        new_parameters[0].requires_grad_(original not in frozen)
+        for module, name in uses[1:]:
+            module._parameters[name] = new_parameters[0]
 
 
 def narrow(model: nn.Module, size: int) -> None:
-    """Reduce a model on the meta device to the shapes that one of `size` ranks has, to measure that rank's pass.
+    """Reduce a model on the meta device to the shapes on one of `size` ranks, to measure that rank's forward pass.
 
     Tensors that ranks exchange get buffers of the same sizes as on a real rank.
 
@@ -111,7 +111,7 @@ def narrow(model: nn.Module, size: int) -> None:
         ConfigurationError: the model cannot be split over `size` ranks.
     """
     check_tensor_parallel(model, size)
-    made: dict[int, nn.Parameter] = {}  # by id of the original, so that tied weights stay tied
+    narrowed: dict[int, nn.Parameter] = {}  # by id of the original, so that tied weights stay tied
     for name, style in _styles(model, size).items():
         module = model.get_submodule(name)
         rows = isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear)
@@ -120,7 +120,7 @@ def narrow(model: nn.Module, size: int) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             if not (rows and key == "bias"):  # a bias is added after the sum over ranks, so it is not split
                 part = parameter.chunk(size, dim=int(rows))[0]
-                module._parameters[key] = made.setdefault(id(parameter), nn.Parameter(torch.empty_like(part)))
+                module._parameters[key] = narrowed.setdefault(id(parameter), nn.Parameter(torch.empty_like(part)))
         if style is STYLES["rowwise_split_input"]:
             module.register_forward_pre_hook(lambda _, inputs: (inputs[0].chunk(size, dim=-1)[0], *inputs[1:]))
         if style is STYLES["colwise_gather_output"] and module is not model.get_output_embeddings():  # type: ignore[operator]
@@ -138,29 +138,31 @@ def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:
     owner: tuple[str, Any] = next((name, module) for name, module in root.named_modules() if hasattr(module, "tp_plan"))
     prefix, model = f"{owner[0]}." if owner[0] else "", owner[1]
     plan: dict[str, str] = {f"{prefix}{name}": style for name, style in (model.tp_plan or {}).items()}
-    kind = type(model).__name__
+    model_name = type(model).__name__
     if not any(style.startswith(("colwise", "rowwise")) for name, style in plan.items() if ".*." in name):
-        raise _refused(size, f"{kind} has no plan of how its layers are split")
+        raise _refusal(size, f"{model_name} has no plan of how its layers are split")
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
-        raise _refused(size, f"the plan of {kind} splits layers in ways not supported here ({', '.join(unknown)})")
+        raise _refusal(
+            size, f"the plan of {model_name} splits layers in ways not supported here ({', '.join(unknown)})"
+        )
     styles: dict[str, ParallelStyle] = {}
     for name, module in root.named_modules():
         weights = [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
         if not weights:
             continue
         if next(module.children(), None) is not None or any(_wildcard(weight) in plan for weight in weights):
-            raise _refused(size, f"{kind} has weights outside of plain layers ({weights[0]})")
+            raise _refusal(size, f"{model_name} has weights outside of plain layers ({weights[0]})")
         if (vocabulary_style := _vocabulary_style(model, module)) is not None:
             divided = module.get_parameter("weight").shape[0] % size == 0
-            styles[name] = STYLES[vocabulary_style] if divided else _Whole()
+            styles[name] = STYLES[vocabulary_style] if divided else _Replicated()
         elif (style := plan.get(_wildcard(name))) is not None:
-            _check_layer(f"{kind}'s {name}", module, style, size)
+            _check_layer(f"{model_name}'s {name}", module, style, size)
             styles[name] = STYLES[style]
         elif any(style == "colwise" and _parent(layer) == _parent(_wildcard(name)) for layer, style in plan.items()):
             # The layer may see only this rank's features. Its gradient would silently be only a part of the whole.
-            raise _refused(size, f"the plan of {kind} splits layers beside {name}, of which it says nothing")
+            raise _refusal(size, f"the plan of {model_name} splits layers beside {name}, of which it says nothing")
         else:
-            styles[name] = _Whole()
+            styles[name] = _Replicated()
     return styles
 
 
@@ -179,14 +181,14 @@ def _check_layer(name: str, module: nn.Module, style: str, size: int) -> None:
     if style == "replicated_with_grad_allreduce":
         return
     if not isinstance(module, nn.Linear):
-        raise _refused(size, f"{name} is no linear layer that could be split")
-    what, features = ("input", module.in_features) if style.startswith("rowwise") else ("output", module.out_features)
+        raise _refusal(size, f"{name} is no linear layer that could be split")
+    side, features = ("input", module.in_features) if style.startswith("rowwise") else ("output", module.out_features)
     if features % size:
-        raise _refused(size, f"{name} has {features} {what} features, which that does not divide")
+        raise _refusal(size, f"{name} has {features} {side} features, which that does not divide")
 
 
-def _refused(size: int, why: str) -> ConfigurationError:
-    return ConfigurationError(f"{FIELD}: {size}, and {why}; give {FIELD}=1")
+def _refusal(size: int, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"{FIELD}: {size}, and {reason}; give {FIELD}=1")
 
 
 def _parent(name: str) -> str:

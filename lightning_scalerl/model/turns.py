@@ -1,4 +1,4 @@
-"""Chat templates over several turns: which ones can be used, and the text between two turns of the model.
+"""Checks whether a chat template can be used over several turns, and renders the text between two turns of the model.
 
 A rollout of several turns is never tokenised again: its sampled tokens stay as they are, and the tokens that the
 template writes after a turn are appended. That is the conversation which the template would render only if it leaves
@@ -24,7 +24,7 @@ _SHOWN = 60
 
 
 class Turns:
-    """Template of a rendering over several turns.
+    """Renders the texts between turns with the chat template of a rendering.
 
     Args:
         rendering: tokenizer and chat settings.
@@ -47,29 +47,29 @@ class Turns:
         opening = rendering.marker.replace("</", "<", 1)
         # If the template has no `<think>`, assume that its model does not think: a thought would be ordinary text.
         thinks = rendering.marker in template and rendering.chat.thinking is not False
-        begins = self._render([[_user(_QUESTION)]], "the first turn")[0]
-        unseen = [name for tool in tools if (name := tool["function"]["name"]) not in begins]
-        if unseen:
+        first_prompt = self._render([[_user(_QUESTION)]], "the first turn")[0]
+        hidden_tools = [name for tool in tools if (name := tool["function"]["name"]) not in first_prompt]
+        if hidden_tools:
             raise ConfigurationError(
-                f"chat.template: the template of {rendering.owner} does not show the tool {unseen[0]!r} to the model; "
-                "give chat.template a file that renders tools, or describe them in the prompt (convention plain)"
+                f"chat.template: the template of {rendering.owner} does not show the tool {hidden_tools[0]!r} to the "
+                "model; give chat.template a file that renders tools, or describe them in the prompt (convention plain)"
             )
         thought = ""
         if thinks:
-            opened = begins.rstrip().endswith(opening)
+            opened = first_prompt.rstrip().endswith(opening)
             thought = f"{'' if opened else opening + chr(10)}{_THOUGHT}\n{rendering.marker}\n\n"
         self._answer = f"{thought}{_ANSWERS[0]}{example}"
-        self._check([f"{thought}{answer}{example}" for answer in _ANSWERS], begins)
+        self._check([f"{thought}{answer}{example}" for answer in _ANSWERS], first_prompt)
 
     def following(self, replies: Sequence[Sequence[str]], names: Sequence[Sequence[str]] = ()) -> list[str]:
-        """Return the texts that follow the model's turns, up to the beginning of its next ones.
+        """Return, for each conversation, the text between the model's turn and the beginning of its next turn.
 
-        They begin with the end of the turn, such as `<|im_end|>`, if the template writes one.
+        The text begins with the end of the turn, such as `<|im_end|>`, if the template writes one.
 
         Args:
             replies: for each conversation, the texts of the messages that answer the model's turn.
-            names: the names of the tools that gave these answers; some templates need them (Hermes). Without names, the
-                first tool's name is used.
+            names: for each conversation, the names of the tools that gave these answers; some templates (Hermes) need
+                them. Without names, the first tool's name is used.
 
         Raises:
             ConfigurationError: the template refuses a message.
@@ -77,11 +77,11 @@ class Turns:
         if self._rendering.template is None:
             return ["".join(texts) for texts in replies]
         start = [_user(_QUESTION), _assistant(self._answer)]
-        named = names or [()] * len(replies)
-        answers = [self._messages(*answer) for answer in zip(replies, named, strict=True)]
+        tool_names = names or [()] * len(replies)
+        answers = [self._messages(*answer) for answer in zip(replies, tool_names, strict=True)]
         conversations = [[_user(_QUESTION)], *([*start, *messages] for messages in answers)]
-        before, *after = self._render(conversations, "an answer to the model's turn")
-        return [text[len(before) + len(self._answer) :] for text in after]
+        question_text, *renderings = self._render(conversations, "an answer to the model's turn")
+        return [text[len(question_text) + len(self._answer) :] for text in renderings]
 
     def following_tokens(
         self, replies: Sequence[Sequence[str]], sampled: Sequence[Sequence[int]], names: Sequence[Sequence[str]] = ()
@@ -104,11 +104,11 @@ class Turns:
         """End the process in which the template runs."""
         self._worker.close()
 
-    def _check(self, answers: Sequence[str], begins: str) -> None:
+    def _check(self, answers: Sequence[str], first_prompt: str) -> None:
         """Check on an example that each turn's rendering is the beginning of the next one's.
 
         Raises:
-            ConfigurationError: it is not, or the text after a turn depends on earlier turns.
+            ConfigurationError: the template rewrites earlier turns, or the text after a turn depends on earlier turns.
         """
         messages = [_user(_QUESTION)]
         conversations = []
@@ -116,44 +116,50 @@ class Turns:
             messages = [*messages, _assistant(answer), *self._messages(texts)]
             conversations.append(messages)
         following = self.following(_REPLIES)
-        before = begins
-        for number, after in enumerate(self._render(conversations, "several turns"), 1):
-            sampled = before + answers[number - 1]
-            if not after.startswith(sampled):
-                self._refuse(sampled, after, f"rewrites earlier turns: once turn {number} is answered")
-            if after[len(sampled) :] != following[number - 1]:
-                self._refuse(sampled + following[number - 1], after, f"does not write the same after turn {number}")
-            before = after
-        if any(text not in after for texts, after in zip(_REPLIES, following, strict=True) for text in texts):
+        rendered = first_prompt
+        for number, next_rendered in enumerate(self._render(conversations, "several turns"), 1):
+            sampled = rendered + answers[number - 1]
+            if not next_rendered.startswith(sampled):
+                self._refuse(sampled, next_rendered, f"rewrites earlier turns: once turn {number} is answered")
+            if next_rendered[len(sampled) :] != following[number - 1]:
+                self._refuse(
+                    sampled + following[number - 1], next_rendered, f"does not write the same after turn {number}"
+                )
+            rendered = next_rendered
+        if any(
+            text not in next_rendered
+            for texts, next_rendered in zip(_REPLIES, following, strict=True)
+            for text in texts
+        ):
             raise ConfigurationError(
                 f"chat.template: the template of {self._rendering.owner} leaves out messages of {self._role!r}; give "
                 "chat.template a file that writes them, or use an environment whose answers are messages of the user"
             )
 
-    def _refuse(self, expected: str, written: str, what: str) -> None:
-        """Raise the error with the first place at which two texts differ."""
-        place = next((at for at, (a, b) in enumerate(zip(expected, written, strict=False)) if a != b), len(written))
-        kept = expected[place : place + _SHOWN]
+    def _refuse(self, expected: str, actual: str, problem: str) -> None:
+        """Raise the error for two renderings that differ, with the first position at which they do."""
+        position = next((at for at, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), len(actual))
+        expected_excerpt = expected[position : position + _SHOWN]
         marker = self._rendering.marker
-        thinking = f" and keeps the thinking up to {marker}" if marker in expected[place:] else ""
+        thinking = f" and keeps the thinking up to {marker}" if marker in expected[position:] else ""
         raise ConfigurationError(
-            f"chat.template: the template of {self._rendering.owner} {what}, it has {written[place:][:_SHOWN]!r} where "
-            f"the rollout has {kept!r} (character {place + 1}); give chat.template a file that leaves earlier turns as "
-            f"they were{thinking}"
+            f"chat.template: the template of {self._rendering.owner} {problem}, it has "
+            f"{actual[position:][:_SHOWN]!r} where the rollout has {expected_excerpt!r} (character {position + 1}); "
+            f"give chat.template a file that leaves earlier turns as they were{thinking}"
         )
 
     def _messages(self, texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
-        """Return the messages that answer a turn. Only tools answer with several, since users and models alternate."""
+        """Return the messages that answer a turn: one per text from tools, or a single message of the user."""
         if self._role == "user":
             return [_user("\n".join(texts))]
         first = self._tools[0]["function"]["name"] if self._tools else "tool"
-        given = [*names, *(first for _ in texts)]
+        all_names = [*names, *(first for _ in texts)]
         return [
             {"role": self._role, "name": name or first, "content": text}
-            for name, text in zip(given, texts, strict=False)
+            for name, text in zip(all_names, texts, strict=False)
         ]
 
-    def _render(self, conversations: Sequence[Sequence[Message]], what: str) -> list[str]:
+    def _render(self, conversations: Sequence[Sequence[Message]], description: str) -> list[str]:
         """Run the template, which is untrusted, in a limited process."""
         try:
             return self._worker(conversations)
@@ -161,7 +167,7 @@ class Turns:
             reason = " ".join(str(error).split())[:200]
             remedy = "an environment whose answers are messages of the user" if self._role != "user" else "one turn"
             raise ConfigurationError(
-                f"chat.template: the template of {self._rendering.owner} does not take {what} with messages of "
+                f"chat.template: the template of {self._rendering.owner} does not take {description} with messages of "
                 f"{self._role!r} ({reason}); give chat.template a file that does, or use {remedy}"
             ) from error
 

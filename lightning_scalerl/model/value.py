@@ -40,9 +40,9 @@ class ValueModel(nn.Module):
             device.type, dtype=dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32
         ):
             column = torch.arange(width, device=device)
-            real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
-            row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[real]
+            is_token = column < (batch.lengths - batch.completion_start).unsqueeze(1)
+            row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[is_token]
             # The state one position before token t, since V(s_t) must not depend on token t.
-            position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
+            position = (batch.completion_start.unsqueeze(1) - 1 + column)[is_token]
             values = self.head(token_states(self.body, batch, row, position)).squeeze(-1).float()
-        return torch.zeros_like(batch.generator_logprobs).masked_scatter(real, values)
+        return torch.zeros_like(batch.generator_logprobs).masked_scatter(is_token, values)

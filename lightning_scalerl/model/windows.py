@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The configuration field with the window size, by the layer's kind in `layer_types` (GPT-Neo: `attention_layers`).
+# The configuration field with the window size, by the layer's type in `layer_types` (GPT-Neo: `attention_layers`).
 _FIELDS = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
@@ -21,9 +21,9 @@ class Window:
     """An attention window and the number of layers that have it.
 
     Attributes:
-        field: configuration field with its size, such as `sliding_window`.
+        field: configuration field with the window's size, such as `sliding_window`.
         size: length of the window in tokens.
-        layers: number of layers that have it.
+        layers: number of layers that have the window.
     """
 
     field: str
@@ -31,15 +31,15 @@ class Window:
     layers: int
 
     def seen(self, tokens: int) -> int:
-        """Return the number of (query, key) pairs of the first `tokens` tokens of a sequence in one layer.
+        """Return the number of (query, key) pairs that one layer computes for the first `tokens` tokens of a sequence.
 
         A token attends to itself. A sliding window covers the last `size` tokens; chunks do not overlap.
         """
         if self.field == "attention_chunk_size":
             chunks, remainder = divmod(tokens, self.size)
             return chunks * _triangle(self.size) + _triangle(remainder)
-        inside = min(tokens, self.size)
-        return _triangle(inside) + (tokens - inside) * self.size
+        growing = min(tokens, self.size)
+        return _triangle(growing) + (tokens - growing) * self.size
 
 
 def _triangle(tokens: int) -> int:
@@ -50,18 +50,20 @@ def _triangle(tokens: int) -> int:
 def attention_windows(config: Any) -> tuple[Window, ...]:
     """Return the attention windows of a language model's layers; empty if all layers attend to everything.
 
-    If a configuration does not list its layers (Mistral, Mixtral, Phi-3), all layers have the window that it names.
+    If a configuration does not list its layers (Mistral, Mixtral, Phi-3), all layers have the window in it.
 
     Args:
         config: configuration of the language model (`head.text_config`).
     """
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if kinds:
-        named = Counter(_FIELDS[str(kind)] for kind in kinds if str(kind) in _FIELDS)
+        layers_by_field = Counter(_FIELDS[str(kind)] for kind in kinds if str(kind) in _FIELDS)
     else:
-        everywhere = [field for field in dict.fromkeys(_FIELDS.values()) if _size(config, field)][:1]
-        named = Counter({field: int(config.num_hidden_layers) for field in everywhere})
-    return tuple(Window(field, _size(config, field), layers) for field, layers in named.items() if _size(config, field))
+        common_fields = [field for field in dict.fromkeys(_FIELDS.values()) if _size(config, field)][:1]
+        layers_by_field = Counter({field: int(config.num_hidden_layers) for field in common_fields})
+    return tuple(
+        Window(field, _size(config, field), layers) for field, layers in layers_by_field.items() if _size(config, field)
+    )
 
 
 def _size(config: Any, field: str) -> int:

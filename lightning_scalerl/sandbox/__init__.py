@@ -6,11 +6,11 @@ outputs for given inputs, and `run_program` runs it once. Each takes `Limits` on
 verdict on the program.
 
     judge.py   run.py            entry points; protections.py tests this machine, survey.py analyses tests
-        launch.py                starts processes behind walls.py, enforces limits.py, ends processes, removes folders
+        launch.py                starts and ends processes, isolated as walls.py says and within limits.py
     ---- a separate process, which applies the last protections to itself ----------------------------------------
         inside.py -> jail.py     limits, user, Landlock, seccomp
             serve.py             next to the program: answers calls    <- pipes: plain data (frames.py, plain.py)
-            examine.py           with the tests, in another sandbox: calls, compares, and knows the nonce
+            examine.py           with the tests, in another sandbox: calls, compares, and sends the nonce on success
                 conduct.py       runs the tests
 
 Modules below the line are sent to the process as compiled code and import only the standard library. The others also

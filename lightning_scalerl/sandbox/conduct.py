@@ -1,4 +1,4 @@
-"""Execution of a data set's tests: everything that they define is run once.
+"""Runs a data set's tests: everything that they define is run once.
 
 Runs inside the judge's sandbox (standard library only, and pytest if the tests import it). Tests that cannot be run
 were refused when the row was read (`survey.py`).
@@ -23,8 +23,13 @@ class FailedError(Exception):
     """Raised when the program has failed; the message is the reason."""
 
 
-class _Marked(ast.NodeTransformer):
-    """Adds calls to the tests that record each entered test function, each reached assert and each failed assert."""
+class _ProgressMarker(ast.NodeTransformer):
+    """Adds calls to the tests' source that record entered test functions, reached asserts and failed asserts.
+
+    Attributes:
+        asserts: whether the tests have an assert that can fail.
+        functions: name and line of each test function, by the key with which its call records it.
+    """
 
     def __init__(self, tree: ast.Module) -> None:
         self._catches = _catches_asserts(tree)
@@ -63,8 +68,8 @@ def _catches_asserts(tree: ast.Module) -> bool:
     """Return whether the tests catch failed asserts themselves, for instance to count them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
-            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-            if any(kind is None or getattr(kind, "id", "") in _CATCHES_ASSERTS for kind in kinds):
+            exceptions = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(exception is None or getattr(exception, "id", "") in _CATCHES_ASSERTS for exception in exceptions):
                 return True
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) != "suppress":
             arguments = [*node.args, *(k.value for k in node.keywords)]
@@ -73,10 +78,10 @@ def _catches_asserts(tree: ast.Module) -> bool:
     return False
 
 
-def _call(name: str, argument: str, at: ast.stmt) -> ast.Expr:
+def _call(name: str, argument: str, position: ast.stmt) -> ast.Expr:
     call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [ast.Constant(argument)], []))
     for node in ast.walk(call):
-        ast.copy_location(node, at)
+        ast.copy_location(node, position)
     return call
 
 
@@ -94,47 +99,47 @@ class TestRun:
         self._tree, self._names, self._candidate = tree, names, candidate
         self._has_doctests = ">>>" in source
         self._entered: set[str] = set()
-        self._reached = False
+        self._assert_reached = False
         self._failures: list[str] = []
         if "unittest" in source:
             self._prepare_unittest()
         if "pytest" in source:
             self._prepare_pytest()
 
-    def all(self) -> None:
+    def run_all(self) -> None:
         """Run all tests.
 
         Raises:
             FailedError: a test failed without an exception, a test function was never run, or no assert was reached.
-            BaseException: the exception of a test.
+            BaseException: a test raised this exception.
         """
         doctests = list(self._docstrings()) if self._has_doctests else []
-        marks = _Marked(self._tree)
+        marker = _ProgressMarker(self._tree)
         ended_at = max((node.lineno for node in self._tree.body), default=0)
-        tree = marks.visit(self._tree)
+        tree = marker.visit(self._tree)
         names_before = set(self._names)
-        self._names |= {_ENTERED: self._entered.add, _REACHED: self._note, _FAILED: self._note_failure}
+        self._names |= {_ENTERED: self._entered.add, _REACHED: self._note_assert, _FAILED: self._note_failure}
         try:
             exec(compile(tree, "tests.py", "exec", dont_inherit=True), self._names)
         except SystemExit as error:
             if error.code not in (None, 0) or self._line(error) < ended_at:
                 raise
         defined = {name: value for name, value in self._names.items() if name not in names_before}
-        self._run_check(defined, marks)
-        self._run_functions(defined, marks)
-        self._run_classes(defined, marks)
-        self._run_cases()
+        self._run_check(defined, marker)
+        self._run_functions(defined, marker)
+        self._run_classes(defined, marker)
+        self._run_unittest_cases()
         self._run_doctests(doctests)
         if self._failures:
             raise FailedError(self._failures[0])
-        for key, (name, line) in marks.functions.items():
+        for key, (name, line) in marker.functions.items():
             if key not in self._entered:
                 raise FailedError(f"{name} in line {line} of the tests was never run")
-        if marks.asserts and not self._reached:
+        if marker.asserts and not self._assert_reached:
             raise FailedError("no assert of the tests was reached")
 
-    def _note(self, _: str) -> None:
-        self._reached = True
+    def _note_assert(self, _: str) -> None:
+        self._assert_reached = True
 
     def _note_failure(self, line: str) -> None:
         self._failures.append(f"the assert in line {line} of the tests failed, and its error was caught")
@@ -149,51 +154,51 @@ class TestRun:
             trace = trace.tb_next
         return 0
 
-    def _was_run(self, function: Any, marks: _Marked) -> bool:
+    def _was_run(self, function: Any, marker: _ProgressMarker) -> bool:
         """Return whether the tests have called this function themselves."""
         while hasattr(function, "__wrapped__"):  # like `inspect.unwrap`, whose import takes 10 ms
             function = function.__wrapped__
         code = getattr(function, "__code__", None)
-        keys = [k for k, (name, _) in marks.functions.items() if code is not None and name == code.co_name]
-        # The code's first line is that of the first decorator, while the key has the line of `def`: compare all lines.
-        at = [k for k in keys if code is not None and marks.functions[k][1] in {n[2] for n in code.co_lines()}]
-        return any(key in self._entered for key in at or keys)
+        keys = [k for k, (name, _) in marker.functions.items() if code is not None and name == code.co_name]
+        # The code's first line is its first decorator's, but the key has the line of `def`: compare all lines.
+        same_line = [k for k in keys if code is not None and marker.functions[k][1] in {n[2] for n in code.co_lines()}]
+        return any(key in self._entered for key in same_line or keys)
 
-    def _run_check(self, defined: Mapping[str, Any], marks: _Marked) -> None:
+    def _run_check(self, defined: Mapping[str, Any], marker: _ProgressMarker) -> None:
         check = defined.get("check")
-        if self._candidate is not None and callable(check) and not self._was_run(check, marks):
-            _finish("check", check(self._candidate))
+        if self._candidate is not None and callable(check) and not self._was_run(check, marker):
+            _check_result("check", check(self._candidate))
 
-    def _run_functions(self, defined: Mapping[str, Any], marks: _Marked) -> None:
+    def _run_functions(self, defined: Mapping[str, Any], marker: _ProgressMarker) -> None:
         for name, value in defined.items():
             # A function that the tests define, not one from elsewhere under another name.
             of_tests = isinstance(value, FunctionType) and value.__module__ == "__main__"
-            if name.startswith("test") and of_tests and not self._was_run(value, marks):
+            if name.startswith("test") and of_tests and not self._was_run(value, marker):
                 _run_with_all_parameters(name, value, [])
 
-    def _run_classes(self, defined: Mapping[str, Any], marks: _Marked) -> None:
+    def _run_classes(self, defined: Mapping[str, Any], marker: _ProgressMarker) -> None:
         for name, value in defined.items():
             if name.startswith("Test") and isinstance(value, type) and value.__module__ == "__main__":
-                self._run_class(value, marks)
+                self._run_class(value, marker)
 
-    def _run_class(self, owner: type, marks: _Marked) -> None:
+    def _run_class(self, owner: type, marker: _ProgressMarker) -> None:
         unittest = sys.modules.get("unittest")
         if "__init__" in {n for c in owner.__mro__[:-1] for n in vars(c)} or (
             unittest and issubclass(owner, unittest.TestCase)
         ):
             return
         tests = [n for n in dir(owner) if n.startswith("test") and callable(getattr(owner, n))]
-        _call_if_there(owner, "setup_class")
+        _call_if_defined(owner, "setup_class")
         for name in tests:
             instance = owner()
             test = getattr(instance, name)
-            _call_if_there(instance, "setup_method", test)
+            _call_if_defined(instance, "setup_method", test)
             _run_with_all_parameters(name, test, getattr(owner, "pytestmark", []))
-            _call_if_there(instance, "teardown_method", test)
-        _call_if_there(owner, "teardown_class")
+            _call_if_defined(instance, "teardown_method", test)
+        _call_if_defined(owner, "teardown_class")
         for name, inner in list(vars(owner).items()):
             if name.startswith("Test") and isinstance(inner, type):
-                self._run_class(inner, marks)
+                self._run_class(inner, marker)
 
     def _prepare_unittest(self) -> None:
         """Make unittest's results record failures here, because tests may drop them, and disable `unittest.main`."""
@@ -201,7 +206,7 @@ class TestRun:
 
         failures = self._failures
 
-        def noting(method: Callable[..., None]) -> Callable[..., None]:
+        def recording(method: Callable[..., None]) -> Callable[..., None]:
             def note(result: Any, test: Any, *details: Any) -> None:
                 if details[-1:] != (None,):  # unittest also reports subtests that succeed
                     failures.append(f"a unittest case failed: {test}")
@@ -210,27 +215,27 @@ class TestRun:
             return note
 
         for name in ("addFailure", "addError", "addUnexpectedSuccess", "addSubTest"):
-            setattr(unittest.TestResult, name, noting(getattr(unittest.TestResult, name)))
+            setattr(unittest.TestResult, name, recording(getattr(unittest.TestResult, name)))
         unittest.main = lambda *_, **__: SimpleNamespace(result=unittest.TestResult())  # type: ignore[assignment]
 
     def _prepare_pytest(self) -> None:
-        """Disable `pytest.main`: the tests that it would collect are run here."""
+        """Disable `pytest.main`, because this class runs the tests that it would collect."""
         try:
             pytest: Any = import_module("pytest")
         except ImportError:
             return  # the tests only contain its name
         pytest.main = lambda *_, **__: 0
 
-    def _run_cases(self) -> None:
+    def _run_unittest_cases(self) -> None:
         # If the tests did not import unittest, they have no cases.
         unittest = sys.modules.get("unittest")
         if unittest is None:
             return
         result = unittest.TestResult()
-        todo = [unittest.TestCase]
-        while todo:
-            case = todo.pop(0)
-            todo += case.__subclasses__()
+        pending = [unittest.TestCase]
+        while pending:
+            case = pending.pop(0)
+            pending += case.__subclasses__()
             if case.__module__ == "__main__":
                 unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
 
@@ -242,8 +247,8 @@ class TestRun:
                     yield text
 
     def _run_doctests(self, docstrings: list[str]) -> None:
-        more = self._names.get("__test__")
-        docstrings += [text for text in more.values() if isinstance(text, str)] if isinstance(more, dict) else []
+        extra = self._names.get("__test__")
+        docstrings += [text for text in extra.values() if isinstance(text, str)] if isinstance(extra, dict) else []
         if not docstrings:
             return
         import doctest
@@ -253,14 +258,14 @@ class TestRun:
             examples = doctest.DocTestParser().get_doctest(text, self._names, "doctest", "tests.py", 0)
             if runner.run(examples, out=lambda _: None).failed:
                 raise FailedError("a doctest failed")
-            self._reached = True
+            self._assert_reached = True
 
 
-def _call_if_there(owner: Any, name: str, *arguments: Any) -> None:
+def _call_if_defined(owner: Any, name: str, *arguments: Any) -> None:
     method = getattr(owner, name, None)
     if method is not None:
-        taken = method.__code__.co_argcount - (1 if hasattr(method, "__self__") else 0)
-        _finish(name, method(*arguments[:taken]))
+        argument_count = method.__code__.co_argcount - (1 if hasattr(method, "__self__") else 0)
+        _check_result(name, method(*arguments[:argument_count]))
 
 
 def _run_with_all_parameters(name: str, test: Callable[..., Any], marks: Any) -> None:
@@ -268,7 +273,7 @@ def _run_with_all_parameters(name: str, test: Callable[..., Any], marks: Any) ->
     all_marks = [*marks, *getattr(test, "pytestmark", [])]
     axes = [_cases(*mark.args, **mark.kwargs) for mark in all_marks if mark.name == "parametrize"]
     for chosen in product(*axes):
-        _finish(name, test(**{key: value for case in chosen for key, value in case.items()}))
+        _check_result(name, test(**{key: value for case in chosen for key, value in case.items()}))
 
 
 def _cases(argnames: Any, argvalues: Any, **_: Any) -> list[dict[str, Any]]:
@@ -282,11 +287,11 @@ def _cases(argnames: Any, argvalues: Any, **_: Any) -> list[dict[str, Any]]:
     return cases
 
 
-def _finish(name: str, returned: Any) -> None:
-    """Run a coroutine returned by a test. A test that returns False has failed."""
-    if isinstance(returned, CoroutineType):
+def _check_result(name: str, result: Any) -> None:
+    """Check a test's return value: run it if it is a coroutine, and raise `FailedError` if it is False."""
+    if isinstance(result, CoroutineType):
         import asyncio
 
-        returned = asyncio.run(returned)
-    if type(returned).__name__ in ("bool", "bool_") and not returned:
+        result = asyncio.run(result)
+    if type(result).__name__ in ("bool", "bool_") and not result:
         raise FailedError(f"{name} returned false")

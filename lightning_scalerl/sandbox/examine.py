@@ -1,4 +1,4 @@
-"""Judge's side of a judgement: it runs a data set's tests against a program in another process.
+"""Judge's process: it runs a data set's tests against a program in another process.
 
 Runs inside the judge's sandbox (standard library only). Names that the tests take from the program are bound to values
 that the program sends: plain data, or `Remote` proxies, whose calls go to the program and which are equal only to
@@ -22,13 +22,13 @@ from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, enco
 _LONGEST_REASON = 300
 # Exceptions that would silently end a loop over `map` or `iter` in the tests, so that its asserts never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-# Built-ins that turn an exception into a default value. In tests that use them, this exception of the program would be
-# hidden from the judge.
-_HIDES = {"getattr": AttributeError, "hasattr": AttributeError}
+# Built-ins that turn an exception into a default value, with that exception. In tests that use them, the program's
+# exception would be hidden from the judge.
+_HIDDEN_BY = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
 class ProgramError(Exception):
-    """Raised in the tests in place of a program's exception that is not an ordinary built-in, or would be hidden."""
+    """Raised in the tests instead of a program's exception that is no built-in one, or that the tests would hide."""
 
 
 class ProgramGoneError(BaseException):
@@ -58,72 +58,78 @@ class Remote:
 
 
 class Program:
-    """Connection to the program's process, over two pipes."""
+    """Connection to the program's process, over two pipes.
+
+    Attributes:
+        calls: number of calls so far.
+        failure: reason why the program is unusable; empty while it works.
+        hidden: exception types that the tests would hide, so that they are replaced by `ProgramError`.
+    """
 
     def __init__(self, requests: int, answers: int) -> None:
         self._requests, self._answers = requests, answers
-        self.calls, self.broken = 0, ""
-        self.hides: set[type[Exception]] = set()
+        self.calls, self.failure = 0, ""
+        self.hidden: set[type[Exception]] = set()
 
-    def loaded(self) -> str | None:
-        """Wait until the program is loaded. Returns None, or the type of the exception that loading raised."""
-        status, kind = self._receive()
-        return None if status == "loaded" else str(kind)
+    def wait_until_loaded(self) -> str | None:
+        """Wait until the program is loaded; return None, or the type name of the exception that loading raised."""
+        status, exception_name = self._receive()
+        return None if status == "loaded" else str(exception_name)
 
     def names(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the values of these names, as far as the program defines them."""
+        """Return the values of those names that the program defines."""
         values = self.ask("names", sorted(names))
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-            raise self._gone("an answer of another kind")
+            raise self._gone_error("an answer of another kind")
         return values
 
-    def ask(self, what: str, *operands: Any) -> Any:
+    def ask(self, request: str, *operands: Any) -> Any:
         """Send a request and return its answer, or raise the program's exception."""
-        return self._answer([what, *operands])[0]
+        return self._exchange([request, *operands])[0]
 
     def call(self, target: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an object of the program. Arguments that the call changed in place are changed here too."""
         self.calls += 1
-        value, changed = self._answer(["call", target, encode((args, kwargs), _handle_of)], (args, kwargs))
+        value, changed = self._exchange(["call", target, encode((args, kwargs), _handle_of)], (args, kwargs))
         if changed is not None:
-            _change((args, kwargs), changed)
+            _apply_changes((args, kwargs), changed)
         return value
 
-    def _answer(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
+    def _exchange(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
         """Send a request and return its value and changed arguments (None: unchanged), or raise the exception."""
         try:
             send(self._requests, encode(request, _handle_of))
         except OSError:
-            raise self._gone("the program ended") from None
-        status, *rest = self._receive()
-        if status == "gave" and len(rest) == 2:
-            return self._decoded(rest[0]), rest[1]
-        if status == "raised" and len(rest) == 3 and isinstance(rest[0], str) and isinstance(rest[1], tuple):
-            if rest[2] is not None:
-                _change(arguments, rest[2])
-            raise _as_raised(rest[0], rest[1], (*_ENDS_A_LOOP, *self.hides))
+            raise self._gone_error("the program ended") from None
+        status, *fields = self._receive()
+        if status == "gave" and len(fields) == 2:
+            return self._decode(fields[0]), fields[1]
+        if status == "raised" and len(fields) == 3 and isinstance(fields[0], str) and isinstance(fields[1], tuple):
+            if fields[2] is not None:
+                _apply_changes(arguments, fields[2])
+            raise _rebuild_exception(fields[0], fields[1], (*_ENDS_A_LOOP, *self.hidden))
         if status == "unplain":
-            raise ProgramError(f"what the program gives cannot be sent: {str(rest)[:200]}")
-        raise self._gone("an answer of another kind")
+            raise ProgramError(f"what the program gives cannot be sent: {str(fields)[:200]}")
+        raise self._gone_error("an answer of another kind")
 
     def _receive(self) -> list[Any]:
         message = receive(self._answers)
         if message is None:
-            raise self._gone("the program ended")
-        answer = self._decoded(message)
+            raise self._gone_error("the program ended")
+        answer = self._decode(message)
         if not isinstance(answer, list) or len(answer) < 2 or not isinstance(answer[0], str):
-            raise self._gone("an answer of another kind")
+            raise self._gone_error("an answer of another kind")
         return answer
 
-    def _decoded(self, message: Any) -> Any:
+    def _decode(self, message: Any) -> Any:
         if not isinstance(message, bytes):
-            raise self._gone("an answer of another kind")
+            raise self._gone_error("an answer of another kind")
         try:
-            return decode(message, self._stand_in)
+            return decode(message, self._proxy)
         except MalformedError as error:
-            raise self._gone(f"a malformed answer, {error}") from None
+            raise self._gone_error(f"a malformed answer, {error}") from None
 
-    def _stand_in(self, handle: Handle) -> Any:
+    def _proxy(self, handle: Handle) -> Any:
         if handle.kind != "coroutine":
             return Remote(self, handle)
 
@@ -132,9 +138,9 @@ class Program:
 
         return awaited()
 
-    def _gone(self, why: str) -> ProgramGoneError:
-        self.broken = self.broken or why
-        return ProgramGoneError(why)
+    def _gone_error(self, reason: str) -> ProgramGoneError:
+        self.failure = self.failure or reason
+        return ProgramGoneError(reason)
 
 
 def _handle_of(value: Any) -> Handle | None:
@@ -143,43 +149,53 @@ def _handle_of(value: Any) -> Handle | None:
     return value._Remote__handle if type(value) is Remote else None
 
 
-def _as_raised(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exception], ...]) -> Exception:
-    """Return the same built-in exception if it is an ordinary one and not in `hidden`, else a `ProgramError`."""
-    known = getattr(builtins, kind, None)
-    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, hidden):
+def _rebuild_exception(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exception], ...]) -> Exception:
+    """Rebuild a program's exception in this process.
+
+    Args:
+        kind: name of the exception's type.
+        args: the exception's arguments.
+        hidden: exception types to replace by `ProgramError`, as are all types that are no built-in `Exception`.
+    """
+    exception_type = getattr(builtins, kind, None)
+    if (
+        isinstance(exception_type, type)
+        and issubclass(exception_type, Exception)
+        and not issubclass(exception_type, hidden)
+    ):
         try:
-            return known(*args)
+            return exception_type(*args)
         except Exception:
             # Some, such as UnicodeDecodeError, need other arguments than `args`: create it without arguments.
-            return known.__new__(known)
+            return exception_type.__new__(exception_type)
     return ProgramError(f"{kind}: {args}"[:200])
 
 
-def _change(mine: Any, theirs: Any) -> None:
-    """Copy the program's changes into the tests' mutable arguments, which keep their identity."""
-    if isinstance(mine, list) and isinstance(theirs, list):
-        if len(mine) != len(theirs):
-            mine[:] = theirs
+def _apply_changes(target: Any, source: Any) -> None:
+    """Copy the program's changes (`source`) into the tests' mutable arguments (`target`), which keep their identity."""
+    if isinstance(target, list) and isinstance(source, list):
+        if len(target) != len(source):
+            target[:] = source
             return
-        for at, (old, new) in enumerate(zip(mine, theirs, strict=True)):
-            mine[at] = _changed(old, new)
-    elif isinstance(mine, tuple) and isinstance(theirs, tuple):
-        for old, new in zip(mine, theirs, strict=False):
+        for index, (old, new) in enumerate(zip(target, source, strict=True)):
+            target[index] = _changed(old, new)
+    elif isinstance(target, tuple) and isinstance(source, tuple):
+        for old, new in zip(target, source, strict=False):
             _changed(old, new)
-    elif isinstance(mine, dict) and isinstance(theirs, dict):
-        kept = {key: _changed(mine[key], new) if key in mine else new for key, new in theirs.items()}
-        mine.clear()
-        mine.update(kept)
-    elif isinstance(mine, set) and isinstance(theirs, set):
-        mine.clear()
-        mine.update(theirs)
-    elif isinstance(mine, bytearray) and isinstance(theirs, bytearray):
-        mine[:] = theirs
+    elif isinstance(target, dict) and isinstance(source, dict):
+        updated = {key: _changed(target[key], new) if key in target else new for key, new in source.items()}
+        target.clear()
+        target.update(updated)
+    elif isinstance(target, set) and isinstance(source, set):
+        target.clear()
+        target.update(source)
+    elif isinstance(target, bytearray) and isinstance(source, bytearray):
+        target[:] = source
 
 
 def _changed(old: Any, new: Any) -> Any:
     if isinstance(old, list | dict | set | bytearray | tuple) and isinstance(new, type(old)):
-        _change(old, new)
+        _apply_changes(old, new)
         return new if isinstance(old, tuple) else old
     # Each message creates a new proxy; keep the one that the tests have, which refers to the same object.
     return old if type(old) is Remote else new
@@ -191,26 +207,26 @@ def examine(config: dict[str, Any], requests: int, answers: int, report: int) ->
     try:
         _examine(config, program)
         # A bare `except` in the tests may have swallowed the program's death, but the program has failed.
-        if program.broken:
-            raise FailedError(program.broken)
+        if program.failure:
+            raise FailedError(program.failure)
         result = config["nonce"]
     except FailedError as error:
         result = str(error)
     except ProgramGoneError as error:
         result = f"the program: {error}"
     except BaseException as error:
-        result = f"{type(error).__name__}{_where(error)}: {_text(error)}"
+        result = f"{type(error).__name__}{_place_in_tests(error)}: {_message(error)}"
     os.write(report, result.replace("\n", " ")[:_LONGEST_REASON].encode("utf-8", "replace"))
 
 
-def _text(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
         return "?"
 
 
-def _where(error: BaseException) -> str:
+def _place_in_tests(error: BaseException) -> str:
     """Return the line of the tests in which an error was raised, as text for a message."""
     line, trace = 0, error.__traceback__
     while trace is not None:
@@ -232,41 +248,45 @@ def _examine(config: dict[str, Any], program: Program) -> None:
         # dont_inherit: otherwise this file's `from __future__ import annotations` would apply to the prelude too.
         exec(compile(config["prelude"], "prelude.py", "exec", dont_inherit=True), names)
     except Exception as error:
-        raise FailedError(f"the data set's own code: {type(error).__name__}: {_text(error)}") from None
-    failed = program.loaded()
+        raise FailedError(f"the data set's own code: {type(error).__name__}: {_message(error)}") from None
+    failed = program.wait_until_loaded()
     if failed is not None:
         raise FailedError(f"the program does not load: {failed}")
     candidate = _bind(config, names, program)
-    program.hides = {_HIDES[n.id] for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in _HIDES}
-    program.hides |= {IndexError for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getitem__"}
+    program.hidden = {_HIDDEN_BY[n.id] for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in _HIDDEN_BY}
+    program.hidden |= {IndexError for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getitem__"}
     run = TestRun(tree, names, candidate, config["tests"])
-    run.all()
+    run.run_all()
     # Tests that never call the program prove nothing.
     if not program.calls:
         raise FailedError("the tests never called the program")
 
 
 def _bind(config: dict[str, Any], names: dict[str, Any], program: Program) -> Any:
-    """Bind the names that the tests lack, as found by `survey.py`; returns the entry point as a callable, or None."""
+    """Bind the names that the tests use but do not define (`survey.py`); return the entry point as a callable, or None.
+
+    Raises:
+        FailedError: the program does not define the entry point.
+    """
     entry_point = config["entry_point"]
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
     for name, module in config["modules"].items():
         names.setdefault(name, import_module(module))
-    for name, module in config["lent"].items():
+    for name, module in config["standard_library"].items():
         names.setdefault(name, getattr(import_module(module), name))
-    values = program.names(config["asked"])
+    values = program.names(config["program_names"])
     if root is not None and root not in values:
         raise FailedError(f"the program does not define {root}")
-    for name in config["asked"]:
+    for name in config["program_names"]:
         if name in values and (name == root or name not in names):
             names[name] = values[name]
     if entry_point is None or root is None:
         return None
     candidate = _candidate(entry_point, values[root])
-    last = entry_point.rpartition(".")[2].removesuffix("()")
+    last_name = entry_point.rpartition(".")[2].removesuffix("()")
     if "." not in entry_point:
-        names[last] = candidate
-    for name in (last, "candidate"):
+        names[last_name] = candidate
+    for name in (last_name, "candidate"):
         if not hasattr(builtins, name):
             names.setdefault(name, candidate)
     return candidate
@@ -278,13 +298,13 @@ def _candidate(entry_point: str, root: Any) -> Callable[..., Any]:
 
     def candidate(*args: Any, **kwargs: Any) -> Any:
         target = root
-        for at, step in enumerate(path):
+        for index, step in enumerate(path):
             name = step.removesuffix("()")
-            if at:
+            if index:
                 target = getattr(target, name)
             # A class before the last step is instantiated: `Solution.method` is a method of a new instance.
             handle = _handle_of(target)
-            if step.endswith("()") or (at < len(path) - 1 and handle is not None and handle.kind == "type"):
+            if step.endswith("()") or (index < len(path) - 1 and handle is not None and handle.kind == "type"):
                 target = target()
         return target(*args, **kwargs)
 

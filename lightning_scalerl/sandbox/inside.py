@@ -1,4 +1,4 @@
-"""Entry point of a sandboxed process: it enters the jail, reports to the parent, then performs its role.
+"""Entry point of a sandboxed process: it confines itself (`jail.py`), reports to the parent, then performs its role.
 
 Runs inside the child only (standard library only).
 """
@@ -20,7 +20,7 @@ READY = b"ready\n"
 
 
 def main(config: dict[str, Any]) -> None:
-    """Enter the jail and perform `config["role"]`: `script`, `program` or `judge`."""
+    """Confine this process, then perform `config["role"]`: `script`, `program` or `judge`."""
     status = config["status"]
     try:
         if config["watched"]:

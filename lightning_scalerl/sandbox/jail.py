@@ -106,15 +106,15 @@ class JailError(RuntimeError):
     """Raised when a step of the confinement fails; untrusted code must not run then."""
 
 
-def _checked(what: str, result: int) -> int:
+def _check(step: str, result: int) -> int:
     if result < 0:
-        raise JailError(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise JailError(f"{step}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def _prctl(what: str, option: int, *arguments: int) -> None:
+def _prctl(step: str, option: int, *arguments: int) -> None:
     padded = [ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0, 0)[:4]]
-    _checked(what, int(_libc.prctl(ctypes.c_int(option), *padded)))
+    _check(step, int(_libc.prctl(ctypes.c_int(option), *padded)))
 
 
 def _syscall(number: int, *arguments: Any) -> int:
@@ -154,21 +154,21 @@ def enter(config: Mapping[str, Any]) -> int | None:
     os.umask(0o077)
     # Set the limits before a user namespace is created, so that they apply to the user outside of it.
     _set_limits(config["limits"])
-    scratch = _bound_scratch(config) if config["bounded"] else None
+    scratch = _mount_scratch(config) if config["bounded"] else None
     # Open the paths before the user changes, because they may be below a folder that only root can enter.
     ruleset = _ruleset(config) if config["landlock"] else -1
     _drop(config["user"], config["keeps_read"])
     os.chdir(config["scratch"])
     # Landlock and seccomp require this of a process without CAP_SYS_ADMIN.
     _prctl("no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
-    # A change of user would undo both, hence only now.
+    # A change of user would undo both settings, so they are made after it.
     _prctl("dumpable", _PR_SET_DUMPABLE, 0)
     _prctl("parent's death signal", _PR_SET_PDEATHSIG, 9)
     if os.getppid() != config["parent"]:
         raise JailError("the parent has gone")
     if ruleset >= 0:
         flags = 1 if config["landlock"] >= 7 else 0  # do not fill the audit log with denials
-        _checked("landlock", _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(flags)))
+        _check("landlock", _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(flags)))
         os.close(ruleset)
     if config["seccomp"]:
         _filter_calls(os.uname().machine, os.getpid(), scratch is not None)
@@ -195,26 +195,26 @@ def watch_over_a_child() -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _bound_scratch(config: Mapping[str, Any]) -> int:
-    """Mount a file system in memory on the scratch directory, visible to this process only; returns its descriptor.
+def _mount_scratch(config: Mapping[str, Any]) -> int:
+    """Mount a file system in memory on the scratch directory, visible to this process only; return a descriptor of it.
 
-    Its size limits everything that is written, even to deleted files that are still open.
+    The size of the file system limits everything that is written, even to deleted files that are still open.
     """
     uid, gid = os.geteuid(), os.getegid()
     if not config["own_mounts"]:
         own_rights = uid == 0
-        _checked("unshare", int(_libc.unshare(_NEW_MOUNTS if own_rights else _NEW_MOUNTS | _NEW_USER)))
+        _check("unshare", int(_libc.unshare(_NEW_MOUNTS if own_rights else _NEW_MOUNTS | _NEW_USER)))
         if not own_rights:
             for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 (pathlib takes time to load)
                     file.write(line)
         # Make the root private, because otherwise the mount below would also appear outside.
-        _checked("mount", int(_libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None)))
+        _check("mount", int(_libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None)))
     size, entries = config["bounded"]
     owner = (uid, gid) if config["user"] is None else (config["user"],) * 2
     options = f"size={size},nr_inodes={entries},mode=0700,uid={owner[0]},gid={owner[1]}".encode()
     path = os.fsencode(config["scratch"])
-    _checked("tmpfs", int(_libc.mount(b"tmpfs", path, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)))
+    _check("tmpfs", int(_libc.mount(b"tmpfs", path, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)))
     return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -222,7 +222,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
     """Set this process's resource limits, never above its present hard limits."""
     # RLIMIT_CPU counts whole seconds, hence rounded up. SIGXCPU comes at the soft limit, SIGKILL a second later.
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
-    wanted = {
+    new_limits = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
         resource.RLIMIT_AS: (limits["memory_mib"] * _MEBIBYTE,) * 2,
         resource.RLIMIT_FSIZE: (limits["file_mib"] * _MEBIBYTE,) * 2,
@@ -235,11 +235,11 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
         # The stack is large, because correct programs may recurse deeply.
         resource.RLIMIT_STACK: (64 * _MEBIBYTE,) * 2,
     }
-    for kind, (soft, hard) in wanted.items():
-        ceiling = resource.getrlimit(kind)[1]
+    for limit, (soft, hard) in new_limits.items():
+        ceiling = resource.getrlimit(limit)[1]
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(kind, (soft, hard))
+        resource.setrlimit(limit, (soft, hard))
 
 
 def _drop(user: int | None, keeps_read: bool) -> None:
@@ -254,17 +254,17 @@ def _drop(user: int | None, keeps_read: bool) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    kept = 1 << _CAP_DAC_READ_SEARCH if keeps_read else 0
+    capabilities = 1 << _CAP_DAC_READ_SEARCH if keeps_read else 0
     # _LINUX_CAPABILITY_VERSION_3: two sets of three words, effective, permitted and inheritable.
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
-    sets = ctypes.create_string_buffer(struct.pack("=6I", kept, kept, 0, 0, 0, 0))
-    _checked("capset", int(_libc.capset(header, sets)))
+    sets = ctypes.create_string_buffer(struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
+    _check("capset", int(_libc.capset(header, sets)))
 
 
 def _ruleset(config: Mapping[str, Any]) -> int:
     """Build a Landlock ruleset: read below `readable`, write below `scratch`, no network, no signals to the outside."""
     abi = config["landlock"]
-    # The thirteen rights of version 1, and those that later versions added. Rights that are not listed are allowed.
+    # The 13 rights of version 1, and the rights that later versions added. Rights that are not listed are allowed.
     handled = (1 << 13) - 1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= right if abi >= since else 0
@@ -272,7 +272,7 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     fields = [handled] + ([3] if abi >= 4 else []) + ([3] if abi >= 6 else [])
     attribute = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
     ruleset = _syscall(_LANDLOCK_CREATE, attribute, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint32(0))
-    _checked("landlock_create_ruleset", ruleset)
+    _check("landlock_create_ruleset", ruleset)
     # There is no right to execute: nothing is started from here, and mapping a library does not need it.
     read = _READ_FILE | _READ_DIR
     write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
@@ -295,7 +295,7 @@ def _allow(ruleset: int, paths: Sequence[str], rights: int) -> None:
             granted = rights if os.path.isdir(path) else rights & _OF_FILES  # noqa: PTH112 (pathlib takes time to load)
             rule = ctypes.create_string_buffer(struct.pack("=Qi", granted, descriptor), 12)
             result = _syscall(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
-            _checked(f"landlock_add_rule: {path}", result)
+            _check(f"landlock_add_rule: {path}", result)
         finally:
             os.close(descriptor)
 
@@ -309,7 +309,7 @@ def _filter_calls(machine: str, own_pid: int, bounded: bool) -> None:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     argument = Program(len(program), code)
     result = _libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(2), ctypes.byref(argument), 0, 0)
-    _checked("seccomp", int(result))
+    _check("seccomp", int(result))
 
 
 Instruction = tuple[int, int, int, int]
@@ -326,7 +326,7 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
     """
     column = 1 if machine == "x86_64" else 2
     number = _NUMBERS[machine]
-    refused = [int(n) for row in _REFUSED.split(",") if (n := row.split()[column]) != "-"]
+    refused_calls = [int(n) for row in _REFUSED.split(",") if (n := row.split()[column]) != "-"]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH_AT),
         # Check the architecture first: call numbers differ between architectures, and int 0x80 enters as i386.
@@ -339,16 +339,16 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
         (_ABOVE, 0, 1, _LAST_KNOWN),
         (_RETURN, 0, 0, _ERRNO | _ENOSYS),
     ]
-    for call, body in _by_argument(own_pid, bounded).items():
+    for call, body in _argument_rules(own_pid, bounded).items():
         if call in number:
             program += [(_EQUAL, 0, len(body), number[call]), *body]
-    for call_number in refused:
+    for call_number in refused_calls:
         program += [(_EQUAL, 0, 1, call_number), _refuse()]
     return [*program, _permit()]
 
 
 def _argument(index: int) -> Instruction:
-    """Return the instruction that loads the low half of an argument; all checked arguments are ints to the kernel."""
+    """Return the instruction that loads an argument's low 32 bits; the kernel takes all checked arguments as ints."""
     return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
 
 
@@ -360,22 +360,22 @@ def _permit() -> Instruction:
     return (_RETURN, 0, 0, _ALLOW)
 
 
-def _only(index: int, *values: int) -> list[Instruction]:
+def _allow_values(index: int, *values: int) -> list[Instruction]:
     """Return instructions that allow the call if the argument is one of `values`, and refuse it otherwise."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [_argument(index), *tests, _refuse(), _permit()]
 
 
-def _none_of(index: int, *values: int) -> list[Instruction]:
+def _refuse_values(index: int, *values: int) -> list[Instruction]:
     """Return instructions that refuse the call if the argument is one of `values`, and allow it otherwise."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [_argument(index), *tests, _permit(), _refuse()]
 
 
-def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
+def _argument_rules(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
     """Return the parts of the filter for calls that depend on their arguments, by name of the call."""
     # Opening for reading with O_TRUNC truncates the file, but early versions of Landlock check only for reading.
-    truncates = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _permit()]
+    refuse_truncation = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _permit()]
     # Private mappings are allowed, because libraries need them.
     unbounded: dict[str, list[Instruction]] = {
         "fallocate": [_refuse(_EOPNOTSUPP)],
@@ -389,8 +389,8 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
             _permit(),
         ],
     }
-    unnamed: list[Instruction] = [(_AND, 0, 0, _TMPFILE), (_EQUAL, 0, 1, _TMPFILE), _refuse(_EOPNOTSUPP)]
-    signals = _only(0, own_pid)
+    refuse_unnamed: list[Instruction] = [(_AND, 0, 0, _TMPFILE), (_EQUAL, 0, 1, _TMPFILE), _refuse(_EOPNOTSUPP)]
+    signals = _allow_values(0, own_pid)
     thread = [
         _argument(0),
         (_AND, 0, 0, _CLONE_THREAD | _CLONE_NEW),
@@ -415,18 +415,18 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
         "clone3": [_refuse(_ENOSYS)],
         "openat2": [_refuse(_ENOSYS)],
         **({} if bounded else unbounded),
-        "open": [*([] if bounded else [_argument(1), *unnamed]), _argument(1), *truncates],
-        "openat": [*([] if bounded else [_argument(2), *unnamed]), _argument(2), *truncates],
+        "open": [*([] if bounded else [_argument(1), *refuse_unnamed]), _argument(1), *refuse_truncation],
+        "openat": [*([] if bounded else [_argument(2), *refuse_unnamed]), _argument(2), *refuse_truncation],
         "kill": signals,
         "tkill": signals,
         "tgkill": signals,
         "rt_sigqueueinfo": signals,
         "rt_tgsigqueueinfo": signals,
         "socketpair": pair,
-        "fcntl": _none_of(1, *_FCNTL_REFUSED),
-        "ioctl": _none_of(1, *_IOCTL_REFUSED),
-        "prctl": _only(0, *_PRCTL_GIVEN),
+        "fcntl": _refuse_values(1, *_FCNTL_REFUSED),
+        "ioctl": _refuse_values(1, *_IOCTL_REFUSED),
+        "prctl": _allow_values(0, *_PRCTL_GIVEN),
         # Allow the call only for this process: otherwise limits of the user's other processes could be changed.
-        "prlimit64": _only(0, 0, own_pid),
-        "sched_setaffinity": _only(0, 0, own_pid),
+        "prlimit64": _allow_values(0, 0, own_pid),
+        "sched_setaffinity": _allow_values(0, 0, own_pid),
     }

@@ -57,8 +57,9 @@ def judge(
 ) -> JudgeResult:
     """Run tests that call functions of a program.
 
-    Program and tests run in separate processes, each in its own sandbox. Calls and results are exchanged as plain data
-    (`plain.py`). Objects of the program's own classes stay in its process: the tests can call but not compare them.
+    Program and tests run in separate processes, each in a separate sandbox. Calls and results are exchanged as plain
+    data (`plain.py`). Objects of the program's own classes stay in its process: the tests can call
+    but not compare them.
 
     The tests are the main module of their process. Everything in them is run: statements, `check` with the entry point,
     functions `test...` (including coroutines and functions parametrised by pytest), methods of pytest classes and
@@ -67,18 +68,18 @@ def judge(
     Args:
         program: untrusted source.
         tests: source of the data set's tests.
-        entry_point: the function under test, `f` or `Solution.method` (with a new instance for each call); None for the
-            only name that the tests use and that is defined nowhere else.
+        entry_point: the function under test, `f` or `Solution.method` (with a new instance for each call); None if it
+            is the only name that the tests use without a definition.
         prelude: source from the data set that runs before the tests; a definition of the entry point in it is replaced.
         names: other names that the tests may take from the program, because correct programs define them.
         limits: limits on each of the two processes; `wall_s` is for both together.
-        protections: protections around each of them (`check_protections`).
+        protections: protections around each process (`check_protections`).
 
     Raises:
         ConfigurationError: the entry point is not a valid name, or the tests cannot be judged (`unjudgeable`).
         SandboxError: the sandbox itself failed, for a reason unrelated to the program.
     """
-    sources = _surveyed(tests, entry_point, prelude, names)
+    sources = _survey_tests(tests, entry_point, prelude, names)
     began = time.monotonic()
     # The nonce is from the system's random source, so that untrusted code cannot guess it.
     nonce = secrets.token_hex(32)
@@ -87,31 +88,34 @@ def judge(
         report = Capture(reports[0], _REPORT_BYTES, ends_at_limit=False)
         closing.callback(report.close)
         try:
-            served = Sandboxed(
+            program_process = Sandboxed(
                 protections.walls, limits, {"role": "program", "source": program}, (requests[0], answers[1])
             )
-            closing.enter_context(served)
+            closing.enter_context(program_process)
             role: dict[str, Any] = {"role": "judge", "tests": tests, "prelude": prelude}
             role |= {
                 "entry_point": entry_point,
                 "nonce": nonce,
                 "modules": sources.modules,
-                "lent": sources.lent,
-                "asked": list(sources.asked),
+                "standard_library": sources.standard_library,
+                "program_names": list(sources.program),
             }
-            judging = Sandboxed(protections.walls, limits, role, (requests[1], answers[0], reports[1]))
-            closing.enter_context(judging)
+            judge_process = Sandboxed(protections.walls, limits, role, (requests[1], answers[0], reports[1]))
+            closing.enter_context(judge_process)
         finally:
-            # The children have their own copies. If these stayed open, no reader would ever see the end of a pipe.
+            # The children have copies. If the ends stayed open here, no reader would ever see the end of a pipe.
             for end in (*requests, *answers, reports[1]):
                 os.close(end)
-        why, _ = attend(
-            [served, judging], [report], limits.wall_s, lambda: not report.open or judging.returncode is not None
+        ending, _ = attend(
+            [program_process, judge_process],
+            [report],
+            limits.wall_s,
+            lambda: not report.open or judge_process.returncode is not None,
         )
         report.drain()
         message = report.text
-    passed = why == "done" and secrets.compare_digest(message.encode(), nonce.encode())
-    reason = why if why != "done" else "passed" if passed else message or "the tests ended without a verdict"
+    passed = ending == "done" and secrets.compare_digest(message.encode(), nonce.encode())
+    reason = ending if ending != "done" else "passed" if passed else message or "the tests ended without a verdict"
     return JudgeResult(passed, reason, time.monotonic() - began)
 
 
@@ -122,13 +126,13 @@ def unjudgeable(tests: str, *, entry_point: str | None, prelude: str = "", names
     they are read. The arguments are those of `judge`.
     """
     try:
-        _surveyed(tests, entry_point, prelude, names)
+        _survey_tests(tests, entry_point, prelude, names)
     except ConfigurationError as error:
         return str(error)
     return None
 
 
-def _surveyed(tests: str, entry_point: str | None, prelude: str, names: Collection[str]) -> Sources:
+def _survey_tests(tests: str, entry_point: str | None, prelude: str, names: Collection[str]) -> Sources:
     if entry_point is not None and not _ENTRY_POINT.fullmatch(entry_point):
         raise ConfigurationError(f"entry_point: {entry_point!r} must name a function, such as f or Solution.method")
     try:
@@ -157,7 +161,7 @@ def judge_stdio(
         program: untrusted source.
         cases: pairs of standard input and expected output.
         limits: limits on each run; `output_kib` is raised if the expected output is larger.
-        protections: protections around it (`check_protections`).
+        protections: protections around the program (`check_protections`).
         total_s: limit in wall-clock seconds on all runs together, including start and end of the sandboxes; a program
             that exceeds it fails.
 
@@ -189,23 +193,23 @@ def judge_stdio(
 
 def same_output(printed: str, expected: str) -> bool:
     """Return whether two outputs are equal by the rules of `judge_stdio`."""
-    mine, theirs = printed.split(), expected.split()
-    return len(mine) == len(theirs) and all(a == b or _close(a, b) for a, b in zip(mine, theirs, strict=True))
+    actual, gold = printed.split(), expected.split()
+    return len(actual) == len(gold) and all(a == b or _close(a, b) for a, b in zip(actual, gold, strict=True))
 
 
-def _close(one: str, other: str) -> bool:
+def _close(printed: str, expected: str) -> bool:
     """Return whether two tokens are equal as numbers."""
     # Decimal, because as floats large whole numbers would be equal to their neighbours.
-    written = [bool(_FRACTION.search(token)) for token in (one, other)]
-    if not any(written) or not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)):
+    have_fraction = [bool(_FRACTION.search(token)) for token in (printed, expected)]
+    if not any(have_fraction) or not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
         return False
     try:
-        mine, theirs = Decimal(one), Decimal(other)
-        difference = abs(mine - theirs)
+        printed_number, expected_number = Decimal(printed), Decimal(expected)
+        difference = abs(printed_number - expected_number)
         if difference <= _TOLERANCE:
             return True
         # Whole numbers that floats represent exactly are treated as counts, which must be exactly right.
-        counts = all(abs(number) < _EXACT and number == int(number) for number in (mine, theirs))
-        return all(written) and not counts and difference <= _RELATIVE_TOLERANCE * abs(theirs)
+        counts = all(abs(number) < _EXACT and number == int(number) for number in (printed_number, expected_number))
+        return all(have_fraction) and not counts and difference <= _RELATIVE_TOLERANCE * abs(expected_number)
     except ArithmeticError:
         return False

@@ -1,4 +1,4 @@
-"""Sandboxed processes from the outside: starting, reading, ending and cleaning up.
+"""Starts sandboxed processes, reads from them, ends them and cleans up, from outside of the sandbox.
 
 The code inside (`inside.py` and its imports) is sent as compiled code in an anonymous file. The sandbox therefore needs
 no access to this package's folder, and starts faster.
@@ -56,15 +56,15 @@ _SYSTEM = (
 )  # fmt: skip
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
-# Start timeout. It does not count as the program's time.
+# Start timeout, in seconds. It does not count as the program's time.
 _START_S = 60.0
 _END_S = 10.0
 _TICK_S = 0.02
-_MOST_ENTRIES = 4096
-# Margin for threads that the user's other processes start after the count; without it a correct program could fail.
-_STARTED_MEANWHILE = 200
+_MAX_ENTRIES = 4096
+# Spare threads for the user's other processes, which may start some after the count and make a correct program fail.
+_SPARE_THREADS = 200
 # Limit on nesting in the scratch directory, because each check resolves all paths.
-_LONGEST_PATH = 1024
+_MAX_PATH = 1024
 _MEBIBYTE = 1 << 20
 _PREFIX = "scalerl-sandbox-"
 # Environment variable of the process that starts sandboxes. Its value is part of the names of their folders, so that
@@ -74,7 +74,7 @@ SCRATCH = "SCALERL_SANDBOX_SCRATCH"
 _USERS = (1_900_000_000, 2_100_000_000)
 
 
-# Why `attend` has ended: `done` returned True, or a limit was reached.
+# Reason why `attend` returned: its condition was met, or a limit was reached.
 Ending = Literal["done", "timeout", "output_limit", "disk_limit"]
 
 
@@ -90,13 +90,18 @@ class Capture:
         pipe: descriptor of the reading end; it is closed when the pipe ends.
         limit: number of bytes to keep.
         ends_at_limit: whether more bytes end the run; otherwise they are dropped.
+
+    Attributes:
+        content: bytes kept so far.
+        overflowed: whether there were more bytes than the limit.
+        open: whether the pipe is open.
     """
 
     pipe: int
     limit: int
     ends_at_limit: bool = True
-    taken: bytearray = field(default_factory=bytearray)
-    full: bool = False
+    content: bytearray = field(default_factory=bytearray)
+    overflowed: bool = False
     open: bool = True
 
     def read(self) -> None:
@@ -104,13 +109,13 @@ class Capture:
         part = os.read(self.pipe, 1 << 16)
         if not part:
             self.close()
-        room = self.limit - len(self.taken)
-        self.taken += part[:room]
-        self.full |= len(part) > room
+        room = self.limit - len(self.content)
+        self.content += part[:room]
+        self.overflowed |= len(part) > room
 
     def drain(self) -> None:
         """Read all available bytes without waiting."""
-        while self.open and not self.full and select.select([self.pipe], [], [], 0)[0]:
+        while self.open and not self.overflowed and select.select([self.pipe], [], [], 0)[0]:
             self.read()
 
     def close(self) -> None:
@@ -122,24 +127,30 @@ class Capture:
     @property
     def text(self) -> str:
         """Captured bytes as text; invalid UTF-8 is replaced."""
-        return self.taken.decode("utf-8", "replace")
+        return self.content.decode("utf-8", "replace")
 
 
 class Sandboxed:
     """Sandboxed process and its scratch directory; the context manager removes both at its end.
 
     Args:
-        walls: walls around the process.
+        walls: isolation of the process.
         limits: limits on its resources.
         role: configuration for `inside.main`, as plain data that `marshal` can write.
         pipes: descriptors that it inherits with the same numbers.
-        stdin: descriptor of its standard input; None for an empty one.
+        stdin: descriptor of its standard input; None for empty input.
         stdout: descriptor of its standard output; None to discard it.
-        stderr: descriptor of its standard error; None for that of standard output. Output before the start becomes part
-            of an error message instead.
+        stderr: descriptor of its standard error; None to join it with standard output. Output before the start becomes
+            part of an error message instead.
+
+    Attributes:
+        ready: whether the process has confined itself, so that its code runs.
+        returncode: exit code, or minus the number of the signal that ended the process; None until `wait` has seen it.
+        ended: pidfd of the process, readable when it has ended; None if the system has none.
+        status: descriptor of the socket on which the process reports that it is ready.
 
     Raises:
-        SandboxError: it cannot be started.
+        SandboxError: the process cannot be started.
     """
 
     def __init__(
@@ -157,7 +168,7 @@ class Sandboxed:
         self.returncode: int | None = None
         self.ended: int | None = None
         self._user = _new_user() if walls.own_user else None
-        self._status = bytearray()  # bytes from the status line until the process is ready
+        self._status = bytearray()  # bytes from the status socket until the process is ready
         self._bounded: int | None = None  # descriptor of the scratch file system, if it is a bounded one
         self._closing = contextlib.ExitStack()
         try:
@@ -180,15 +191,15 @@ class Sandboxed:
         stderr: int | None,
     ) -> None:
         """Start the process, with code and configuration in an anonymous file and a socket for its status."""
-        self._line, theirs = socket.socketpair()
-        self._closing.callback(self._line.close)
-        self.status, status_in = self._line.fileno(), theirs.detach()
-        self._about, about_in = os.pipe()
-        self._closing.callback(os.close, self._about)
-        with os.fdopen(status_in, "wb"), os.fdopen(about_in, "wb"):
+        self._status_socket, child_socket = socket.socketpair()
+        self._closing.callback(self._status_socket.close)
+        self.status, status_in = self._status_socket.fileno(), child_socket.detach()
+        self._info, info_in = os.pipe()
+        self._closing.callback(os.close, self._info)
+        with os.fdopen(status_in, "wb"), os.fdopen(info_in, "wb"):
             jail = {
                 "scratch": self._scratch,
-                "readable": _readable(),
+                "readable": _readable_paths(),
                 "devices": list(_DEVICES),
                 "limits": {
                     "cpu_s": self._limits.cpu_s,
@@ -197,23 +208,23 @@ class Sandboxed:
                     "processes": self._limits.processes + (0 if self._walls.own_user else _threads_of_others()),
                 },
                 "user": self._user,
-                "keeps_read": self._walls.own_user and not self._walls.bubblewrap and not _open_to_all(),
+                "keeps_read": self._walls.own_user and not self._walls.bubblewrap and not _readable_by_all(),
                 "landlock": self._walls.landlock,
                 "seccomp": self._walls.seccomp,
                 # In bubblewrap's PID namespace, the parent is the first process (`jail.watch_over_a_child`).
                 "parent": 1 if self._walls.bubblewrap else os.getpid(),
                 # Slightly above the quota, so that `over_quota` can see an excess.
-                "bounded": (self._most_bytes + _MEBIBYTE, _MOST_ENTRIES + 64) if self._walls.bounded else None,
+                "bounded": (self._quota_bytes + _MEBIBYTE, _MAX_ENTRIES + 64) if self._walls.bounded else None,
                 "own_mounts": bool(self._walls.bubblewrap),
             }
             passed = [*pipes] if stderr is None else [*pipes, stderr]
             config = {"jail": jail, "status": status_in, "sys_path": _sys_path(), "pipes": list(pipes), **role}
             config |= {"stderr": stderr, "watched": bool(self._walls.bubblewrap)}
-            payload = anonymous(marshal.dumps((_modules(), config)))
+            payload = anonymous_file(marshal.dumps((_modules(), config)))
             try:
                 python = [_python(), "-s", "-S", "-P", "-B", "-c", _BOOT, str(payload)]
                 command = (
-                    _bubblewrap(self._walls, self._scratch, about_in) + python if self._walls.bubblewrap else python
+                    _bubblewrap(self._walls, self._scratch, info_in) + python if self._walls.bubblewrap else python
                 )
                 self._process = subprocess.Popen(
                     command,
@@ -221,7 +232,7 @@ class Sandboxed:
                     stdout=subprocess.DEVNULL if stdout is None else stdout,
                     # Messages of bubblewrap or Python before the start explain why the start failed.
                     stderr=status_in,
-                    pass_fds=(payload, status_in, about_in, *passed),
+                    pass_fds=(payload, status_in, info_in, *passed),
                     env=_environment(self._scratch),
                     cwd="/",
                     start_new_session=True,
@@ -241,18 +252,18 @@ class Sandboxed:
         self.end()
 
     def end(self) -> None:
-        """Kill all its processes and delete its files, and wait for that. A second call does nothing."""
+        """Kill all processes of the sandbox, wait for their end, and delete its files. A second call does nothing."""
         self._closing.close()
 
-    def hear(self) -> None:
-        """Read available bytes from the status line.
+    def read_status(self) -> None:
+        """Read available bytes from the status socket.
 
         Do not call it after the process is ready, because the untrusted code could write there too.
 
         Raises:
             SandboxError: the process ended before it was ready.
         """
-        part, sent, _, _ = socket.recv_fds(self._line, 1 << 12, 1, socket.MSG_CMSG_CLOEXEC)
+        part, sent, _, _ = socket.recv_fds(self._status_socket, 1 << 12, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in sent:
             self._bounded = descriptor
             self._closing.callback(os.close, descriptor)
@@ -265,19 +276,19 @@ class Sandboxed:
     def over_quota(self) -> bool:
         """Return whether the scratch directory is too large, has too many entries or, on disk, is nested too deep."""
         if self._bounded is None:
-            return _exceeds(self._scratch, self._most_bytes)
+            return _exceeds_quota(self._scratch, self._quota_bytes)
         usage = os.fstatvfs(self._bounded)  # this includes unnamed files
-        used, entries = (usage.f_blocks - usage.f_bfree) * usage.f_frsize, usage.f_files - usage.f_ffree
-        return used > self._most_bytes or entries > _MOST_ENTRIES
+        used_bytes, entries = (usage.f_blocks - usage.f_bfree) * usage.f_frsize, usage.f_files - usage.f_ffree
+        return used_bytes > self._quota_bytes or entries > _MAX_ENTRIES
 
     @property
-    def _most_bytes(self) -> int:
+    def _quota_bytes(self) -> int:
         return (self._limits.file_mib + 1) * _MEBIBYTE
 
     def wait(self, options: int = 0) -> int | None:
-        """Wait for its end and return its exit code, or minus the number of the signal that ended it.
+        """Wait for the end of the process; return its exit code, or minus the number of the signal that ended it.
 
-        With `os.WNOHANG`, do not wait, and return None while it runs.
+        With `os.WNOHANG` as `options`, do not wait, and return None while the process runs.
         """
         if self.returncode is not None:
             return self.returncode
@@ -294,11 +305,11 @@ class Sandboxed:
         return self.returncode
 
     def _kill(self) -> None:
-        """Kill the process and wait until nothing of it is left, not even a zombie."""
-        until = time.monotonic() + _END_S
-        if self._walls.bubblewrap and (inner := self._inside()) is not None:
+        """Kill the process and its children, and wait until none is left, not even as a zombie."""
+        deadline = time.monotonic() + _END_S
+        if self._walls.bubblewrap and (inner := self._inner_pid()) is not None:
             # Killing bubblewrap itself would orphan the processes that it has started.
-            while self.wait(os.WNOHANG) is None and time.monotonic() < until:
+            while self.wait(os.WNOHANG) is None and time.monotonic() < deadline:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(inner, signal.SIGKILL)
                 select.select([] if self.ended is None else [self.ended], [], [], _TICK_S)
@@ -308,66 +319,66 @@ class Sandboxed:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self.wait()
         if self._user is not None and not self._walls.isolated:
-            _sweep(self._user)
+            _kill_processes_of(self._user)
 
-    def _inside(self) -> int | None:
+    def _inner_pid(self) -> int | None:
         """Return the pid of the process inside bubblewrap, or None if it is not known yet."""
-        if not select.select([self._about], [], [], 0)[0]:
+        if not select.select([self._info], [], [], 0)[0]:
             return None
-        match = re.search(rb'"child-pid":\s*(\d+)', os.read(self._about, 1 << 12))
+        match = re.search(rb'"child-pid":\s*(\d+)', os.read(self._info, 1 << 12))
         return int(match[1]) if match else None
 
 
 def attend(
-    children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, done: Callable[[], bool]
+    children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, is_done: Callable[[], bool]
 ) -> tuple[Ending, float]:
-    """Read from the children until `done` returns True or a limit is reached.
+    """Read from sandboxed processes until `is_done` returns True or a limit is reached.
 
     Args:
         children: the processes; time counts from the moment when all of them are ready.
         captures: pipes to read meanwhile.
         wall_s: limit in wall-clock seconds.
-        done: called after each event, when everything available has been read.
+        is_done: condition, checked after each event, when everything available has been read.
 
     Returns:
-        `done`, `timeout`, `output_limit` or `disk_limit`, and the wall-clock seconds since all were ready.
+        The reason, "done" or the limit that was reached, and the wall-clock seconds since all processes were ready.
 
     Raises:
         SandboxError: a process did not become ready.
     """
-    started = time.monotonic()
-    began: float | None = None
-    looked = started
+    start = time.monotonic()
+    ready_at: float | None = None
+    last_check = start
     while True:
         now = time.monotonic()
-        if began is None and all(child.ready for child in children):
-            began = looked = now
-        if began is None and now - started > _START_S:
+        if ready_at is None and all(child.ready for child in children):
+            ready_at = last_check = now
+        if ready_at is None and now - start > _START_S:
             raise SandboxError(f"the sandbox does not start: not within {_START_S:g} s")
-        if began is not None and now - began >= wall_s:
-            return "timeout", now - began
+        if ready_at is not None and now - ready_at >= wall_s:
+            return "timeout", now - ready_at
         _listen(children, captures, _TICK_S)
         for child in children:
             # The process has ended. Either it had reported that it was ready, or the sandbox failed; then this raises.
             while child.returncode is not None and not child.ready:
-                child.hear()
+                child.read_status()
         now = time.monotonic()
-        since = now - (began if began is not None else now)
-        if any(capture.full and capture.ends_at_limit for capture in captures):
-            return "output_limit", since
-        if done():
-            return ("disk_limit" if any(child.over_quota() for child in children) else "done"), since
-        if now - looked >= _TICK_S:
-            looked = now
+        elapsed_s = now - (ready_at if ready_at is not None else now)
+        if any(capture.overflowed and capture.ends_at_limit for capture in captures):
+            return "output_limit", elapsed_s
+        if is_done():
+            return ("disk_limit" if any(child.over_quota() for child in children) else "done"), elapsed_s
+        if now - last_check >= _TICK_S:
+            last_check = now
             if any(child.over_quota() for child in children):
-                return "disk_limit", since
+                return "disk_limit", elapsed_s
 
 
 def _listen(children: Sequence[Sandboxed], captures: Sequence[Capture], timeout_s: float) -> None:
-    """Read from captures and status lines, waiting at most `timeout_s` for bytes, and reap children that have ended."""
+    """Read from captures and status sockets, waiting at most `timeout_s` seconds, and reap children that have ended."""
     poller = select.poll()
     readers: dict[int, Callable[[], None]] = {c.pipe: c.read for c in captures if c.open}
-    readers |= {child.status: child.hear for child in children if not child.ready}
+    readers |= {child.status: child.read_status for child in children if not child.ready}
     for pipe in readers:
         poller.register(pipe, select.POLLIN)
     for child in children:
@@ -380,21 +391,21 @@ def _listen(children: Sequence[Sandboxed], captures: Sequence[Capture], timeout_
         child.wait(os.WNOHANG)
 
 
-def anonymous(content: bytes) -> int:
+def anonymous_file(content: bytes) -> int:
     """Return a descriptor of an unnamed, immutable file with this content; the caller closes it."""
-    sealed = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(sealed, "wb", closefd=False) as file:
+    descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
-    os.lseek(sealed, 0, os.SEEK_SET)
+    os.lseek(descriptor, 0, os.SEEK_SET)
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, seals)
-    return sealed
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
 
 
 @cache
 def _modules() -> list[tuple[str, CodeType]]:
     modules = []
-    for name in (f"{_PACKAGE}.{short}" for short in _INSIDE):
+    for name in (f"{_PACKAGE}.{module}" for module in _INSIDE):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         code: CodeType = spec.loader.get_code(name)  # type: ignore[attr-defined]
@@ -404,7 +415,7 @@ def _modules() -> list[tuple[str, CodeType]]:
 
 @cache
 def _python() -> str:
-    """Return the path of the real interpreter, not that of a virtual environment's link."""
+    """Return the path of the real interpreter, with a virtual environment's link resolved."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -417,19 +428,19 @@ def _sys_path() -> list[str]:
 
 
 @cache
-def _readable() -> list[str]:
+def _readable_paths() -> list[str]:
     """Return all paths that are readable inside, without the scratch directory: libraries and Python."""
     libraries = [str(Path(sys.base_prefix) / name) for name in ("lib", "lib64")]
     libraries.append(str(sysconfig.get_config_var("LIBDIR") or ""))
     libraries.append(str(Path(os.__file__).parent))
-    wanted = [*_SYSTEM, _python(), *(os.path.realpath(p) for p in [*libraries, *_sys_path()] if p)]
-    return [p for p in dict.fromkeys(wanted) if Path(p).exists() and p != "/"]
+    paths = [*_SYSTEM, _python(), *(os.path.realpath(p) for p in [*libraries, *_sys_path()] if p)]
+    return [p for p in dict.fromkeys(paths) if Path(p).exists() and p != "/"]
 
 
 @cache
-def _open_to_all() -> bool:
-    """Return whether a user without any special rights can read this Python."""
-    for path in (Path(p) for p in _readable()):
+def _readable_by_all() -> bool:
+    """Return whether every user of this machine can read all readable paths, which contain this Python."""
+    for path in (Path(p) for p in _readable_paths()):
         for folder in path.parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
                 return False
@@ -457,7 +468,7 @@ def _environment(scratch: str) -> dict[str, str]:
     return environment
 
 
-def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
+def _bubblewrap(walls: Walls, scratch: str, info: int) -> list[str]:
     """Return bubblewrap's part of the command line, with options that its early versions support too.
 
     Python is the first process in the PID namespace (and `inside.py` watches its child from there). With a process of
@@ -467,25 +478,25 @@ def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
     if walls.user_namespace:
         command += ["--unshare-all", "--cap-drop", "ALL"]
     else:
-        # All namespaces but that of users: in a user namespace with a single user, root could not switch to another.
+        # All namespaces except a user namespace: with a single user in it, root could not switch to another user.
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if walls.bounded:
         command += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount the scratch directory; `jail.py` drops it again
-    command += ["--die-with-parent", "--new-session", "--as-pid-1", "--info-fd", str(about)]
-    made: set[str] = set()
-    for path in _topmost(_readable()):
-        # By default, bubblewrap creates parent folders with the original modes, and root's are closed to the new user.
+    command += ["--die-with-parent", "--new-session", "--as-pid-1", "--info-fd", str(info)]
+    created: set[str] = set()
+    for path in _topmost(_readable_paths()):
+        # By default, bubblewrap creates parent folders with their original modes; the new user may not enter root's.
         for folder in [str(p) for p in reversed(Path(path).parents)][1:]:
-            if folder not in made:
-                made.add(folder)
+            if folder not in created:
+                created.add(folder)
                 command += ["--dir", folder]
         if Path(path).is_symlink():
             command += ["--symlink", str(Path(path).readlink()), path]
         else:
             command += ["--ro-bind", path, path]
     for folder in [str(p) for p in reversed(Path(scratch).parents)][1:]:
-        command += [] if folder in made else ["--dir", folder]
+        command += [] if folder in created else ["--dir", folder]
     command += ["--dir", "/dev"]
     for device in _DEVICES:
         command += ["--dev-bind", device, device]
@@ -494,11 +505,11 @@ def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
 
 
 def _topmost(paths: Sequence[str]) -> list[str]:
-    """Return the paths that are not below another one of them."""
+    """Return the paths without those that are below another path of the list."""
     return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
 
 
-def remove_left(name: str) -> None:
+def remove_leftovers(name: str) -> None:
     """Delete the scratch folders of a process that was killed; `name` was the value of its variable `SCRATCH`."""
     for folder in _temporary_folders():
         for scratch in Path(folder).glob(f"{_PREFIX}{name}-*"):
@@ -512,7 +523,7 @@ def _temporary_folders() -> list[str]:
 def _new_scratch(user: int | None) -> str:
     """Create a scratch directory and return its path. If `user` is given, it owns the directory and can enter it."""
     candidates = _temporary_folders()
-    folder = next((c for c in candidates if user is None or _passable(c)), candidates[0])
+    folder = next((c for c in candidates if user is None or _enterable_by_all(c)), candidates[0])
     scratch = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.environ.get(SCRATCH, '')}-", dir=folder))
     try:
         if user is not None:
@@ -523,7 +534,7 @@ def _new_scratch(user: int | None) -> str:
     return scratch
 
 
-def _passable(folder: str) -> bool:
+def _enterable_by_all(folder: str) -> bool:
     """Return whether every user can enter a folder."""
     path = Path(os.path.realpath(folder))
     return path.is_dir() and all(p.stat().st_mode & stat.S_IXOTH for p in (path, *path.parents))
@@ -557,13 +568,13 @@ def _new_user() -> int:
 
 
 def _threads_of_others() -> int:
-    """Return the number of threads to allow for the user's other processes, which share the limit of a sandbox."""
-    return _count_threads(os.geteuid(), int(time.monotonic())) + _STARTED_MEANWHILE
+    """Return how many threads to allow for the user's other processes, which count in a sandbox's limit on threads."""
+    return _count_threads(os.geteuid(), int(time.monotonic())) + _SPARE_THREADS
 
 
 @lru_cache(maxsize=1)
 def _count_threads(user: int, second: int) -> int:
-    """Return the number of threads of a user on this machine; `second` limits counting to once per second."""
+    """Count the threads of a user on this machine; the cache key `second` limits counting to once per second."""
     total = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -573,8 +584,8 @@ def _count_threads(user: int, second: int) -> int:
     return total
 
 
-def _sweep(user: int) -> None:
-    """Kill all processes of a user that only this sandbox has. Without a PID namespace nothing else kills them."""
+def _kill_processes_of(user: int) -> None:
+    """Kill all processes of a sandbox's own user, because without a PID namespace nothing else kills them."""
     for _ in itertools.repeat(None, 100):
         killed = False
         for process in Path("/proc").iterdir():
@@ -592,24 +603,24 @@ def _sweep(user: int) -> None:
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     """Yield all entries below a folder, in any order, without recursion and without following links."""
-    waiting = [folder]
-    while waiting:
-        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(waiting.pop()) as entries:
+    pending = [folder]
+    while pending:
+        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(pending.pop()) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     yield entry, entry.stat(follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        pending.append(entry.path)
 
 
-def _exceeds(folder: str, limit: int) -> bool:
+def _exceeds_quota(folder: str, limit: int) -> bool:
     """Return whether a folder has more than `limit` bytes, too many entries, or too deep nesting."""
     total = 0
     try:
         for count, (entry, entry_stat) in enumerate(_entries(folder), start=1):
             total += entry_stat.st_blocks * 512
-            deep = len(entry.path) > len(folder) + _LONGEST_PATH
-            if total > limit or count > _MOST_ENTRIES or deep:
+            too_deep = len(entry.path) > len(folder) + _MAX_PATH
+            if total > limit or count > _MAX_ENTRIES or too_deep:
                 return True
     except OSError:  # nested deeper than the longest possible path
         return True

@@ -15,14 +15,14 @@ class Limits:
     """Limits per process, unless a field says otherwise.
 
     Args:
-        wall_s: wall-clock seconds from the start of the untrusted code; for a judgement, of all its calls together.
+        wall_s: wall-clock seconds from the start of the untrusted code; for `judge`, for all calls together.
         cpu_s: seconds of processor time, rounded up to a whole second.
         memory_mib: address space in MiB.
         output_kib: limit on standard output and on standard error in KiB; exceeding it ends the program.
         file_mib: limit in MiB on the largest file and on the whole scratch directory, which is checked about 50 times
             per second.
-        processes: number of threads, if the sandbox has its own user. Otherwise the limit is this number beyond the
-            user's present threads, plus 200 for threads that the user starts elsewhere meanwhile. New processes are
+        processes: number of threads, if the sandbox has its own user. Otherwise the number of threads in addition to
+            the user's present threads and 200 threads that the user may start elsewhere meanwhile. New processes are
             never allowed.
     """
 

@@ -1,4 +1,4 @@
-"""Encoding of plain data: the judge rebuilds values from a program under test from built-in types alone.
+"""Encodes plain data, so that the judge rebuilds a program's values from built-in types alone.
 
 Unlike a pickle, a message cannot name a class or a function. An object with a false `__eq__` therefore arrives as a
 plain value, or as a handle that is equal to nothing else. Runs inside the sandbox (standard library only).
@@ -27,7 +27,12 @@ class MalformedError(Exception):
 
 
 class Handle:
-    """Reference in a message to an object that stays in its process."""
+    """Reference in a message to an object that stays in the program's process.
+
+    Attributes:
+        number: number by which the program's process finds the object.
+        kind: name of the object's type; "type" for a class.
+    """
 
     __slots__ = ("kind", "number")
 
@@ -48,14 +53,14 @@ def encode(value: Any, handle: ToHandle = lambda _: None) -> bytes:
     Args:
         value: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, an
             iterator, or an object that `handle` accepts.
-        handle: any other object -> a handle for it, or None to refuse it.
+        handle: returns the handle for any other object, or None to refuse the object.
 
     Raises:
         NotPlainError: something in the value cannot be sent.
     """
-    out = bytearray()
-    _write(out, value, MAX_DEPTH, handle)
-    return bytes(out)
+    message = bytearray()
+    _write(message, value, MAX_DEPTH, handle)
+    return bytes(message)
 
 
 def decode(message: bytes, handle: FromHandle | None = None) -> Any:
@@ -63,48 +68,48 @@ def decode(message: bytes, handle: FromHandle | None = None) -> Any:
 
     Args:
         message: bytes from any sender, including untrusted code.
-        handle: handle -> its object; without it, a message with handles is malformed.
+        handle: returns the object of a handle; None if a message with handles is malformed.
 
     Raises:
-        MalformedError: the bytes are not exactly one message, or it is nested too deep or too large.
+        MalformedError: the bytes are not exactly one message, or the message is nested too deep or too large.
     """
     if len(message) > MAX_BYTES:
         raise MalformedError(f"more than {MAX_BYTES} bytes")
     reader = _Reader(message, handle)
     try:
         value = reader.value(MAX_DEPTH)
-    # Errors from rebuilding malformed values, such as a TypeError for a key that cannot be hashed.
+    # Malformed values raise these when they are rebuilt, such as a TypeError for a key that cannot be hashed.
     except (struct.error, UnicodeDecodeError, TypeError, OverflowError, IndexError) as error:
         raise MalformedError(type(error).__name__) from None
-    if reader.at != len(message):
+    if reader.position != len(message):
         raise MalformedError("bytes left over")
     return value
 
 
-def _sized(out: bytearray, tag: bytes, size: int) -> None:
+def _write_size(out: bytearray, tag: bytes, size: int) -> None:
     if len(out) + size > MAX_BYTES:
         raise NotPlainError(f"more than {MAX_BYTES} bytes")
     out += tag
     out += struct.pack("<I", size)
 
 
-def _many(out: bytearray, tag: bytes, items: Iterable[Any], count: int, depth: int, handle: ToHandle) -> None:
-    _sized(out, tag, count)
+def _write_items(out: bytearray, tag: bytes, items: Iterable[Any], count: int, depth: int, handle: ToHandle) -> None:
+    _write_size(out, tag, count)
     for item in items:
         _write(out, item, depth - 1, handle)
         if len(out) > MAX_BYTES:
             raise NotPlainError(f"more than {MAX_BYTES} bytes")
 
 
-def _number(out: bytearray, tag: bytes, value: int) -> None:
+def _write_integer(out: bytearray, tag: bytes, value: int) -> None:
     # Add space for the sign, which bit_length() does not count.
     size = value.bit_length() // 8 + 1
-    _sized(out, tag, size)
+    _write_size(out, tag, size)
     out += value.to_bytes(size, "little", signed=True)
 
 
 def _write_integers(out: bytearray, value: list[Any]) -> bool:
-    """Write a long list of small integers, the bulk of messages, in one C call; False if the value is not one."""
+    """Append a long list of 64-bit integers, the bulk of messages, in one C call; return False for any other list."""
     # Exactly int: bools have their own tag, and subclasses are converted one by one.
     if list.__len__(value) < 16 or set(map(type, list.__iter__(value))) != {int}:
         return False
@@ -112,7 +117,7 @@ def _write_integers(out: bytearray, value: list[Any]) -> bool:
         numbers = array("q", list.__iter__(value)).tobytes()
     except OverflowError:
         return False
-    _sized(out, b"q", len(numbers))
+    _write_size(out, b"q", len(numbers))
     out += numbers
     return True
 
@@ -129,26 +134,26 @@ def _write(out: bytearray, value: Any, depth: int, handle: ToHandle) -> None:
         out += b"F"
     # Call the methods of the built-in class, because a subclass may override them with anything.
     elif isinstance(value, int):
-        _number(out, b"i", int.__pos__(value))
+        _write_integer(out, b"i", int.__pos__(value))
     elif isinstance(value, float):
         out += b"f" + struct.pack("<d", value)
     elif isinstance(value, str):
         text = str.__str__(value).encode("utf-8", "surrogatepass")
-        _sized(out, b"s", len(text))
+        _write_size(out, b"s", len(text))
         out += text
     elif isinstance(value, list):
         if _write_integers(out, value):
             return
-        _many(out, b"l", list.__iter__(value), list.__len__(value), depth, handle)
+        _write_items(out, b"l", list.__iter__(value), list.__len__(value), depth, handle)
     elif isinstance(value, tuple):
-        _many(out, b"t", tuple.__iter__(value), tuple.__len__(value), depth, handle)
+        _write_items(out, b"t", tuple.__iter__(value), tuple.__len__(value), depth, handle)
     elif isinstance(value, dict):
         pairs = list(dict.items(value))
-        _many(out, b"d", (half for pair in pairs for half in pair), 2 * len(pairs), depth, handle)
+        _write_items(out, b"d", (item for pair in pairs for item in pair), 2 * len(pairs), depth, handle)
     elif isinstance(value, set):
-        _many(out, b"S", set.__iter__(value), set.__len__(value), depth, handle)
+        _write_items(out, b"S", set.__iter__(value), set.__len__(value), depth, handle)
     elif isinstance(value, frozenset):
-        _many(out, b"Z", frozenset.__iter__(value), frozenset.__len__(value), depth, handle)
+        _write_items(out, b"Z", frozenset.__iter__(value), frozenset.__len__(value), depth, handle)
     else:
         _write_rarer(out, value, depth, handle)
 
@@ -158,12 +163,12 @@ def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> No
     if isinstance(value, complex):
         out += b"c" + struct.pack("<dd", value.real, value.imag)
     elif isinstance(value, bytes | bytearray):
-        _sized(out, b"b" if isinstance(value, bytes) else b"B", len(value))
+        _write_size(out, b"b" if isinstance(value, bytes) else b"B", len(value))
         out += value
     elif isinstance(value, range):
         out += b"r"
         for number in (value.start, value.stop, value.step):
-            _number(out, b"i", int(number))
+            _write_integer(out, b"i", int(number))
     elif type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", None) == ():
         item = value.item()
         # Some scalars, such as longdouble, return themselves from `item`, which would recurse for ever.
@@ -175,7 +180,7 @@ def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> No
         items = list(islice(value, MAX_ITEMS_OF_ITERATOR + 1))
         if len(items) > MAX_ITEMS_OF_ITERATOR:
             raise NotPlainError(f"an iterator of more than {MAX_ITEMS_OF_ITERATOR} items")
-        _many(out, b"I", items, len(items), depth, handle)
+        _write_items(out, b"I", items, len(items), depth, handle)
     else:
         reference = handle(value)
         if reference is None:
@@ -188,19 +193,19 @@ class _Reader:
     """Reader of one message, which creates only built-in types and the results of `handle`."""
 
     def __init__(self, message: bytes, handle: FromHandle | None) -> None:
-        self.message, self.at, self._handle = message, 0, handle
+        self.message, self.position, self._handle = message, 0, handle
 
     def _take(self, size: int) -> bytes:
-        taken = self.message[self.at : self.at + size]
-        if len(taken) != size:
+        content = self.message[self.position : self.position + size]
+        if len(content) != size:
             raise MalformedError("cut short")
-        self.at += size
-        return taken
+        self.position += size
+        return content
 
     def _size(self) -> int:
         size = int(struct.unpack("<I", self._take(4))[0])
         # Every item takes at least one byte, so refuse a size beyond the end of the message before allocating anything.
-        if size > len(self.message) - self.at:
+        if size > len(self.message) - self.position:
             raise MalformedError("cut short")
         return size
 
@@ -227,13 +232,13 @@ class _Reader:
             items = self._items(depth)
             return {b"l": list, b"t": tuple, b"S": set, b"Z": frozenset, b"I": iter}[tag](items)  # type: ignore[operator]
         if tag == b"d":
-            halves = self._items(depth)
-            if len(halves) % 2:
+            keys_and_values = self._items(depth)
+            if len(keys_and_values) % 2:
                 raise MalformedError("a key without its value")
-            return dict(zip(halves[::2], halves[1::2], strict=True))
-        return self._rarer(tag)
+            return dict(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
+        return self._rarer_value(tag)
 
-    def _rarer(self, tag: bytes) -> Any:
+    def _rarer_value(self, tag: bytes) -> Any:
         """Read the content of a value whose tag is one of the rarer ones."""
         if tag == b"q":
             size = self._size()
@@ -243,8 +248,8 @@ class _Reader:
         if tag == b"c":
             return complex(*struct.unpack("<dd", self._take(16)))
         if tag in b"bB":
-            taken = self._take(self._size())
-            return taken if tag == b"b" else bytearray(taken)
+            content = self._take(self._size())
+            return content if tag == b"b" else bytearray(content)
         if tag == b"r":
             numbers = []
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""Detection of the protections that work on this machine, by trial runs behind them."""
+"""Finds the protections that work on this machine, by running a program that tries to get around them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print("done")
 
 
 def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protections:
-    """Return the best protections on this machine, after a trial run behind them.
+    """Return the best protections that work on this machine, as shown by trial runs.
 
     Args:
         allow_unprotected: whether to accept incomplete isolation (`task.sandbox.unprotected`).
@@ -66,9 +66,11 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
         obstacles = dict.fromkeys((BUBBLEWRAP, LANDLOCK, SECCOMP, SCRATCH), "left out")
     protections = Protections(walls, tuple(obstacles.items()))
     if not (walls.isolated or allow_unprotected):
-        lacks = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if name not in (OWN_USER, SCRATCH))
+        missing = "; ".join(
+            f"{name}: {reason}" for name, reason in obstacles.items() if name not in (OWN_USER, SCRATCH)
+        )
         raise ConfigurationError(
-            f"task.sandbox: this machine cannot shut foreign code in ({lacks or mode}); install bubblewrap, or use "
+            f"task.sandbox: this machine cannot shut foreign code in ({missing or mode}); install bubblewrap, or use "
             "Linux 5.13 with Landlock and seccomp, or set task.sandbox.unprotected=true to run it without protection"
         )
     return protections
@@ -87,50 +89,59 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
     own_user = root and user_range() is not None
     if not own_user:
         obstacles[OWN_USER] = "there are no user numbers to spare" if root else "only root can give one"
-    tried = []
+    candidates = []
     program = shutil.which("bwrap")
     if program is None:
         obstacles[BUBBLEWRAP] = "bwrap is not installed"
     elif mode in ("auto", "bubblewrap"):
         inner = [(landlock, seccomp), (0, seccomp), (0, False)]
         as_root = [Walls(program, False, *pair, own_user=True) for pair in inner] if own_user else []
-        tried += _bounded_first([*as_root, *(Walls(program, True, *pair) for pair in inner)])
+        candidates += _bounded_first([*as_root, *(Walls(program, True, *pair) for pair in inner)])
     if mode in ("auto", "landlock") and landlock and seccomp:
         owners = (True, False) if own_user else (False,)
-        tried += _bounded_first([Walls("", True, landlock, True, own) for own in owners])
+        candidates += _bounded_first([Walls("", True, landlock, True, own_user_option) for own_user_option in owners])
     if mode in ("auto", "none"):
         weaker = [(landlock, False), (0, seccomp), (0, False)] if mode == "auto" else [(0, False)]
-        tried += [Walls("", True, *pair, own_user=own) for pair in weaker for own in {own_user: 0, False: 0}]
+        candidates += [
+            Walls("", True, *pair, own_user=own_user_option)
+            for pair in weaker
+            for own_user_option in {own_user: 0, False: 0}
+        ]
     # Remove duplicates: without Landlock, several candidates are the same.
-    return list(dict.fromkeys(tried))
+    return list(dict.fromkeys(candidates))
 
 
 def _bounded_first(candidates: list[Walls]) -> list[Walls]:
+    """Return the candidates with a scratch directory of bounded size, then the same without one."""
     return [replace(walls, bounded=bounded) for bounded in (True, False) for walls in candidates]
 
 
 def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
     """Return whether a program starts behind these walls and cannot escape them; record failures in `obstacles`."""
     try:
-        in_reach = _try_out(walls)
+        reachable = _try_out(walls)
         # Walls without complete isolation only need to start.
-        if not (in_reach and walls.isolated):
+        if not (reachable and walls.isolated):
             return True
-        why = ", ".join(f"{what} in reach" for what in in_reach)
+        reason = ", ".join(f"{action} in reach" for action in reachable)
     except SandboxError as error:
-        why = str(error).removeprefix("the sandbox does not start: ")
+        reason = str(error).removeprefix("the sandbox does not start: ")
     if walls.bounded:
-        # The same walls are tried again without a bounded scratch directory, and then record their own failures.
-        obstacles.setdefault(SCRATCH, f"{why}; so no file can be deleted in it")
+        # The same walls are tried again without a bounded scratch directory, and any other failure is recorded then.
+        obstacles.setdefault(SCRATCH, f"{reason}; so no file can be deleted in it")
     elif walls.bubblewrap:
-        obstacles.setdefault(BUBBLEWRAP, why + _namespace_settings())
+        obstacles.setdefault(BUBBLEWRAP, reason + _namespace_settings())
     elif walls.isolated:
-        obstacles.setdefault(LANDLOCK, why)
+        obstacles.setdefault(LANDLOCK, reason)
     return False
 
 
 def _try_out(walls: Walls) -> list[str]:
-    """Return the forbidden actions that a program behind these walls could do; empty if it could do none."""
+    """Run a program behind these walls that tries forbidden actions; return those that succeeded.
+
+    Raises:
+        SandboxError: the program did not start or did not finish.
+    """
     with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as folder, socket.socket() as listener:
         secret = Path(folder, "secret")
         secret.write_text("secret")
@@ -143,11 +154,11 @@ def _try_out(walls: Walls) -> list[str]:
             secret=str(secret), target=str(Path(folder, "made")), port=listener.getsockname()[1], pid=os.getpid()
         )
         result = run_in(walls, source, "", _PROBE_LIMITS)
-    reached = result.stdout.split()
-    if result.status != "ok" or reached[-1:] != ["done"]:
+    reachable = result.stdout.split()
+    if result.status != "ok" or reachable[-1:] != ["done"]:
         message = " ".join(result.stderr_tail.split())[-200:]
         raise SandboxError(f"a trial run ended with {result.status}: {message}")
-    return list(dict.fromkeys(reached[:-1]))
+    return list(dict.fromkeys(reachable[:-1]))
 
 
 def _namespace_settings() -> str:

@@ -8,12 +8,12 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_scalerl.sandbox.launch import Capture, Ending, Sandboxed, anonymous, attend
+from lightning_scalerl.sandbox.launch import Capture, Ending, Sandboxed, anonymous_file, attend
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Protections, Walls
 
-# ok: exit code 0. nonzero: another exit code. killed: ended by a signal (memory, stack). The rest are limits of the
-# sandbox.
+# ok: exit code 0. nonzero: another exit code. killed: ended by a signal (such as for memory or stack). The others are
+# limits of the sandbox that were exceeded.
 Status = Literal["ok", "nonzero", "killed", "timeout", "output_limit", "disk_limit"]
 
 _STDERR_TAIL = 4096
@@ -43,7 +43,7 @@ def run_program(source: str, stdin: str, limits: Limits, protections: Protection
         source: untrusted source.
         stdin: content of its standard input.
         limits: limits on its resources.
-        protections: protections around it (`check_protections`).
+        protections: protections around the program (`check_protections`).
 
     Raises:
         SandboxError: the sandbox itself failed, for a reason unrelated to the program.
@@ -58,7 +58,7 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
         SandboxError: the sandbox itself failed, for a reason unrelated to the program.
     """
     with contextlib.ExitStack() as closing:
-        input_file = anonymous(stdin.encode("utf-8", "surrogatepass"))
+        input_file = anonymous_file(stdin.encode("utf-8", "surrogatepass"))
         closing.callback(os.close, input_file)
         captures, ends = [], []
         for _ in range(2):
@@ -76,21 +76,21 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
             # The child has its own copies. Copies that stay open here would keep the pipes from reaching their end.
             for end in ends:
                 os.close(end)
-        why, seconds = attend([child], captures, limits.wall_s, lambda: child.returncode is not None)
+        ending, seconds = attend([child], captures, limits.wall_s, lambda: child.returncode is not None)
         code = child.returncode
         child.end()
         for capture in captures:
             capture.drain()
-        if why == "done" and any(capture.full for capture in captures):
-            why = "output_limit"
-        status = _status(why, code, seconds, limits)
+        if ending == "done" and any(capture.overflowed for capture in captures):
+            ending = "output_limit"
+        status = _status(ending, code, seconds, limits)
         return ProgramResult(status, out.text, err.text[-_STDERR_TAIL:], seconds)
 
 
-def _status(why: Ending, code: int | None, seconds: float, limits: Limits) -> Status:
+def _status(ending: Ending, code: int | None, seconds: float, limits: Limits) -> Status:
     """Return how a program ended, from the reason that `attend` returned and the exit code."""
-    if why != "done":
-        return why
+    if ending != "done":
+        return ending
     # The kernel ends a process over its CPU limit with SIGXCPU, and with SIGKILL if that is ignored.
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and seconds >= limits.cpu_s):
         return "timeout"

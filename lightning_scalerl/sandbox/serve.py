@@ -1,4 +1,4 @@
-"""Program's side of a judgement: it loads the program and answers calls. It never receives expected values.
+"""Program's process in a judgement: it loads the program and answers calls. It never receives expected values.
 
 Runs inside the program's sandbox (standard library only), in one process with untrusted code that can change all of it.
 The other side (`examine.py`) therefore checks its messages.
@@ -12,8 +12,8 @@ Requests and answers are plain data (`plain.py`). Requests:
 
 Answers:
 
-- `["gave", value, changed]`: a value, and the arguments after the call if it changed them, else None;
-- `["raised", type, args, changed]`: an exception, and the arguments likewise;
+- `["gave", value, changed]`: a value, and the arguments after the call if the call changed them, else None;
+- `["raised", type, args, changed]`: an exception, and the changed arguments as above;
 - `["unplain", reason]`: the value cannot be sent.
 """
 
@@ -26,8 +26,8 @@ from lightning_scalerl.sandbox.frames import receive, send
 from lightning_scalerl.sandbox.plain import Handle, NotPlainError, decode, encode
 
 
-class _Kept:
-    """Objects that stay in this process, with the numbers by which the judge refers to them."""
+class _ObjectTable:
+    """Table of objects that stay in this process, with the numbers by which the judge refers to them."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -65,43 +65,43 @@ def serve(source: str, requests: int, answers: int) -> None:
         send(answers, encode(["failed", type(error).__name__]))
         return
     send(answers, encode(["loaded", ""]))
-    kept = _Kept()
+    objects = _ObjectTable()
     while (request := receive(requests)) is not None:
-        send(answers, _answer(request, module.__dict__, kept))
+        send(answers, _answer(request, module.__dict__, objects))
 
 
-def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
+def _answer(request: bytes, names: dict[str, Any], objects: _ObjectTable) -> bytes:
     """Return the encoded answer to one request; it never raises."""
     try:
-        what, *operands = decode(request, kept.from_handle)
-        if what == "names":
-            found = encode({n: names[n] for n in operands[0] if n in names}, kept.to_handle)
-            return encode(["gave", found, None])
-        if what == "get":
-            return _outcome(lambda: getattr(operands[0], operands[1]), kept, lambda: None)
-        if what == "await":
+        request_name, *operands = decode(request, objects.from_handle)
+        if request_name == "names":
+            values = encode({n: names[n] for n in operands[0] if n in names}, objects.to_handle)
+            return encode(["gave", values, None])
+        if request_name == "get":
+            return _outcome(lambda: getattr(operands[0], operands[1]), objects, lambda: None)
+        if request_name == "await":
             from asyncio import run  # only for programs with coroutines, which have imported it already
 
-            return _outcome(lambda: run(operands[0]), kept, lambda: None)
+            return _outcome(lambda: run(operands[0]), objects, lambda: None)
         encoded = operands[1]
-        args, kwargs = decode(encoded, kept.from_handle)
-        # Encoded a second time after the call, to see whether it has changed them.
+        args, kwargs = decode(encoded, objects.from_handle)
+        # Mutable arguments are encoded again after the call, to see whether the call has changed them.
         mutable = any(isinstance(a, list | dict | set | bytearray | tuple) for a in (*args, *kwargs.values()))
 
         def changed() -> Any:
-            return (args, kwargs) if mutable and encode((args, kwargs), kept.to_handle) != encoded else None
+            return (args, kwargs) if mutable and encode((args, kwargs), objects.to_handle) != encoded else None
 
-        return _outcome(lambda: operands[0](*args, **kwargs), kept, changed)
+        return _outcome(lambda: operands[0](*args, **kwargs), objects, changed)
     except BaseException as error:
         return encode(["unplain", f"{type(error).__name__}: {error}"[:200]])
 
 
-def _outcome(act: Any, kept: _Kept, changed: Any) -> bytes:
-    """Call `act` and return its encoded value or exception, together with the result of `changed`."""
+def _outcome(act: Any, objects: _ObjectTable, changed: Any) -> bytes:
+    """Call `act` and return the encoded answer: its value or exception, and the changed arguments from `changed`."""
     try:
         value = act()
         # Inside the `try`, because encoding a returned iterator runs the program's code.
-        encoded = encode(value, kept.to_handle)
+        encoded = encode(value, objects.to_handle)
     except NotPlainError:
         raise
     except BaseException as error:
@@ -109,5 +109,5 @@ def _outcome(act: Any, kept: _Kept, changed: Any) -> bytes:
             args = decode(encode(tuple(error.args)))
         except Exception:
             args = ()
-        return encode(["raised", type(error).__name__, args, changed()], kept.to_handle)
-    return encode(["gave", encoded, changed()], kept.to_handle)
+        return encode(["raised", type(error).__name__, args, changed()], objects.to_handle)
+    return encode(["gave", encoded, changed()], objects.to_handle)

@@ -1,4 +1,4 @@
-"""Static analysis of a data set's tests: whether they can be used to judge programs, and the sources of their names.
+"""Analyses a data set's tests without running them: whether they can judge programs, and where their names come from.
 
 Standard library only. `survey` parses the source and runs nothing, so unusable rows can be refused when they are read.
 A row is unusable if its tests would not run, or if a program could influence the verdict by defining a certain name.
@@ -17,15 +17,15 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 
-# Modules that provide names which tests use without importing them. They take precedence over the program: one that
-# provides `isclose` could decide which results are close.
-_LENDERS = (
+# Modules that provide names which tests use without importing them. They take precedence over the program, because a
+# program that defines `isclose` could decide which results are close.
+_STANDARD_MODULES = (
     "math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re", "fractions",
     "decimal", "datetime",
 )  # fmt: skip
-_LENT_AS = {"np": "numpy", "numpy": "numpy"}
+_MODULE_ALIASES = {"np": "numpy", "numpy": "numpy"}
 # Names that every module has.
-_OF_A_MODULE = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__package__", "__loader__"}
+_MODULE_NAMES = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__package__", "__loader__"}
 # Features of pytest and unittest that keep a test from running or need pytest itself.
 _UNSUPPORTED = {
     "skip", "skipif", "skipIf", "skipUnless", "skipTest", "xfail", "importorskip", "usefixtures", "pytestmark",
@@ -52,14 +52,14 @@ class Sources:
     """Sources of the names that tests use but do not define.
 
     Args:
-        modules: names of modules, such as `np`, with the module that each refers to.
-        lent: names defined in the standard library, with the module of each.
-        asked: names to take from the program, including the first part of the entry point.
+        modules: for each name that stands for a module, such as `np`, the module.
+        standard_library: for each name from the standard library, such as `sqrt`, its module.
+        program: names to take from the program, including the first part of the entry point.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
-    lent: Mapping[str, str] = field(default_factory=dict)
-    asked: Collection[str] = ()
+    standard_library: Mapping[str, str] = field(default_factory=dict)
+    program: Collection[str] = ()
 
 
 @lru_cache(maxsize=256)  # a row is used once for each completion of its group
@@ -68,28 +68,28 @@ def survey(tests: str, prelude: str, entry_point: str | None, names: tuple[str, 
 
     Args:
         tests, prelude: source from the data set; the prelude runs first.
-        entry_point: name of the function under test; None if it is the only name that is defined nowhere.
+        entry_point: name of the function under test; None if it is the only name without a definition.
         names: other names that a correct program defines, such as those in the row's solution.
 
     Raises:
         UnjudgeableError: a test would not run, could not fail, or uses an unknown name.
     """
-    tree, before = _parsed("tests", tests), _parsed("prelude", prelude)
-    for part in (before, tree):
+    tree, prelude_tree = _parse("tests", tests), _parse("prelude", prelude)
+    for part in (prelude_tree, tree):
         _check_imports(part)
         _check_files(part)
     _Coverage(tree, entry_point).check()
-    return _sources(tests, prelude, tree, before, entry_point, names)
+    return _sources(tests, prelude, tree, prelude_tree, entry_point, names)
 
 
-def _parsed(what: str, source: str) -> ast.Module:
+def _parse(name: str, source: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user cannot fix the data set's source
-            tree = ast.parse(source, f"{what}.py")
-            compile(tree, f"{what}.py", "exec", dont_inherit=True)
+            tree = ast.parse(source, f"{name}.py")
+            compile(tree, f"{name}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnjudgeableError(f"the {what} cannot be compiled: {type(error).__name__}: {error}") from None
+        raise UnjudgeableError(f"the {name} cannot be compiled: {type(error).__name__}: {error}") from None
     return tree
 
 
@@ -100,10 +100,10 @@ def _check_imports(tree: ast.Module) -> None:
         if id(node) in guarded or not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         if isinstance(node, ast.Import):
-            wanted = [alias.name for alias in node.names]
+            modules = [alias.name for alias in node.names]
         else:
-            wanted = ["." * node.level + (node.module or "")]
-        for name in wanted:
+            modules = ["." * node.level + (node.module or "")]
+        for name in modules:
             root = name.partition(".")[0]
             if not root or (root not in sys.builtin_module_names and find_spec(root) is None):
                 raise UnjudgeableError(f"line {node.lineno} imports {name}, which is not installed")
@@ -150,74 +150,76 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 def _free(source: str) -> set[str]:
     """Return the global names that a module uses but does not define."""
     top = symtable.symtable(source, "tests.py", "exec")
-    read: set[str] = set()
+    names_read: set[str] = set()
     defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     for scope in _scopes(top):
         for symbol in scope.get_symbols():
             if scope is top or symbol.is_global():
-                read |= {symbol.get_name()} if symbol.is_referenced() else set()
+                names_read |= {symbol.get_name()} if symbol.is_referenced() else set()
                 defined |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    return read - defined - _OF_A_MODULE
+    return names_read - defined - _MODULE_NAMES
 
 
 def _starred(*trees: ast.Module) -> tuple[set[str], bool]:
-    """Return the names from `from module import *`, and whether some are unknown.
+    """Return the names from `from module import *`, and whether any such module's names are unknown.
 
-    Only modules in `_LENDERS` may be imported here; others are untrusted and only imported in the sandbox.
+    Only modules in `_STANDARD_MODULES` may be imported here; others are untrusted and only imported in the sandbox.
     """
     starred: set[str] = set()
-    unknown = False
+    any_unknown = False
     for node in (n for tree in trees for n in ast.walk(tree)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            if node.module in _LENDERS:
+            if node.module in _STANDARD_MODULES:
                 module = import_module(node.module)
                 starred |= set(getattr(module, "__all__", None) or (n for n in vars(module) if n[0] != "_"))
             else:
-                unknown = True
-    return starred, unknown
+                any_unknown = True
+    return starred, any_unknown
 
 
 def _sources(
     tests: str,
     prelude: str,
     tree: ast.Module,
-    before: ast.Module,
+    prelude_tree: ast.Module,
     entry_point: str | None,
     names: tuple[str, ...],
 ) -> Sources:
-    """Divide the names that the tests lack among modules, the standard library and the program; see `survey`."""
+    """Decide where the names that the tests do not define come from; see `survey`."""
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
     # The names under which `examine._bind` gives the tests the entry point.
     bound = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
-    starred, unknown = _starred(tree, before)
+    starred, any_unknown = _starred(tree, prelude_tree)
     from_prelude = _defined_at_top(prelude) | starred
     free = {n for n in _free(tests) if n not in from_prelude and not hasattr(builtins, n)} - bound
     from_program = free & set(names)
     free -= from_program
     # A name refers to a module only if it is always dotted, as in `string.digits`; `string` alone may be the program's.
     dotted = _only_dotted(tree)
-    modules = {n: _LENT_AS.get(n, n) for n in free & dotted if n in sys.stdlib_module_names or n in _LENT_AS}
-    lent = {n: module for n in free - set(modules) if (module := _lender(n)) is not None}
-    missing = free - set(modules) - set(lent)
-    asked = from_program | ({root} if root else set())
-    if not asked and not unknown:
+    modules = {
+        n: _MODULE_ALIASES.get(n, n) for n in free & dotted if n in sys.stdlib_module_names or n in _MODULE_ALIASES
+    }
+    standard_library = {n: module for n in free - set(modules) if (module := _standard_module(n)) is not None}
+    missing = free - set(modules) - set(standard_library)
+    program = from_program | ({root} if root else set())
+    if not program and not any_unknown:
         # One of the names must be the function under test. A name of the standard library, such as `gcd`, is taken for
         # it only if there is no other candidate.
-        if not missing and len(lent) == 1:
-            missing, lent = set(lent), {}
+        if not missing and len(standard_library) == 1:
+            missing, standard_library = set(standard_library), {}
         if len(missing) == 1:
-            asked, missing = missing, set()
+            program, missing = missing, set()
         elif missing:
             raise UnjudgeableError(
-                f"nothing says which of {_listed(missing)} is the function under test and what the others are; "
+                f"nothing says which of {_join_names(missing)} is the function under test and what the others are; "
                 "give the row an entry point or a solution"
             )
-    if missing and not unknown:
+    if missing and not any_unknown:
         raise UnjudgeableError(
-            f"the tests use {_listed(missing)}, which neither they nor the row's solution define, so that a program "
-            "could say what is right"
+            f"the tests use {_join_names(missing)}, which neither they nor the row's solution define, so that a "
+            "program could say what is right"
         )
-    return Sources(modules, lent, sorted(asked))
+    return Sources(modules, standard_library, sorted(program))
 
 
 def _defined_at_top(source: str) -> set[str]:
@@ -225,33 +227,33 @@ def _defined_at_top(source: str) -> set[str]:
     return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
 
 
-def _lender(name: str) -> str | None:
-    return next((m for m in _LENDERS if not name.startswith("_") and hasattr(import_module(m), name)), None)
+def _standard_module(name: str) -> str | None:
+    return next((m for m in _STANDARD_MODULES if not name.startswith("_") and hasattr(import_module(m), name)), None)
 
 
 def _only_dotted(tree: ast.Module) -> set[str]:
     """Return the names that are only used as `name.attribute`."""
     dotted = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
-    used = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
-    return {name for name in dotted if used.count(name) == dotted.count(name)}
+    names = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    return {name for name in dotted if names.count(name) == dotted.count(name)}
 
 
-def _listed(names: Collection[str]) -> str:
+def _join_names(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:5])
 
 
-def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run when this one does: all nodes inside, except the bodies of functions."""
-    todo = list(ast.iter_child_nodes(node))
-    while todo:
-        child = todo.pop()
+def _nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when `node` runs: all nodes inside it, except the bodies of functions."""
+    pending = list(ast.iter_child_nodes(node))
+    while pending:
+        child = pending.pop()
         yield child
         if isinstance(child, _Function):
-            todo += [*child.decorator_list, *child.args.defaults, *(d for d in child.args.kw_defaults if d)]
+            pending += [*child.decorator_list, *child.args.defaults, *(d for d in child.args.kw_defaults if d)]
         elif isinstance(child, ast.Lambda):
-            todo += [*child.args.defaults, *(d for d in child.args.kw_defaults if d)]
+            pending += [*child.args.defaults, *(d for d in child.args.kw_defaults if d)]
         else:
-            todo += ast.iter_child_nodes(child)
+            pending += ast.iter_child_nodes(child)
 
 
 class _Coverage:
@@ -263,7 +265,7 @@ class _Coverage:
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
         self._tree, self._entry_point = tree, entry_point
-        self._under = entry_point.rpartition(".")[2].removesuffix("()") if entry_point else None
+        self._tested_name = entry_point.rpartition(".")[2].removesuffix("()") if entry_point else None
         self._classes = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
         self._parent = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         self._bodies = [n for n in ast.walk(tree) if isinstance(n, _Function | ast.Lambda | ast.GeneratorExp)]
@@ -277,10 +279,10 @@ class _Coverage:
             UnjudgeableError: there is such a test; the error names the line.
         """
         self._refuse_what_cannot_run()
-        self._follow()
+        self._find_running()
         for body in self._bodies:
             if id(body) not in self._run and self._decides(body):
-                raise UnjudgeableError(f"{_called(body)} in line {body.lineno} is never called")
+                raise UnjudgeableError(f"{_label(body)} in line {body.lineno} is never called")
         self._refuse_what_cannot_fail()
 
     def _refuse_what_cannot_run(self) -> None:
@@ -292,11 +294,11 @@ class _Coverage:
             if name in _UNSUPPORTED or setting in _SETTINGS:
                 raise UnjudgeableError(f"line {getattr(node, 'lineno', '?')}: {name or setting} is not supported here")
             test = isinstance(node, _Function) and _is_test(node.name)
-            if test and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in _inside(node)):
+            if test and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in _nodes_that_run(node)):
                 line = getattr(node, "lineno", "?")
                 raise UnjudgeableError(f"{name} in line {line} is a generator, whose asserts do not run")
 
-    def _follow(self) -> None:
+    def _find_running(self) -> None:
         """Find the functions that run, starting from the top level, until no more are found."""
         self._mention(self._tree)
         while newly_run := [b for b in self._bodies if id(b) not in self._run and self._runs(b)]:
@@ -306,13 +308,13 @@ class _Coverage:
 
     def _mention(self, body: ast.AST) -> None:
         """Record the names that a body refers to, except in `test.__name__` and tests that it only returns."""
-        parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _inside(body)
+        parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _nodes_that_run(body)
         for node in parts:
-            above = self._parent.get(id(node))
+            parent = self._parent.get(id(node))
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                metadata = isinstance(above, ast.Attribute) and above.attr.startswith("__")
-                idle = isinstance(above, ast.Expr) or (isinstance(above, ast.Return) and _is_test(node.id))
-                self._mentioned |= set() if metadata or idle else {node.id}
+                metadata = isinstance(parent, ast.Attribute) and parent.attr.startswith("__")
+                unused = isinstance(parent, ast.Expr) or (isinstance(parent, ast.Return) and _is_test(node.id))
+                self._mentioned |= set() if metadata or unused else {node.id}
             elif isinstance(node, ast.Attribute):
                 self._mentioned.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -320,17 +322,17 @@ class _Coverage:
 
     def _runs(self, body: ast.AST) -> bool:
         """Return whether a function runs, given the names that were mentioned so far."""
-        above = self._parent[id(body)]
+        parent = self._parent[id(body)]
         if not isinstance(body, _Function):
             # An anonymous function counts as run where it is written, unless it is only assigned to a name.
-            if isinstance(above, ast.Assign | ast.AnnAssign | ast.NamedExpr):
-                targets = above.targets if isinstance(above, ast.Assign) else [above.target]
-                named = {t.id for t in targets if isinstance(t, ast.Name)}
-                roots = {n for n in named if isinstance(body, ast.Lambda) and self._is_root(n, body)}
-                return bool(named & self._mentioned or roots) if named else True
-            return not isinstance(above, ast.Expr)
-        if isinstance(above, ast.ClassDef):
-            return self._method_runs(above, body)
+            if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+                targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+                assigned_names = {t.id for t in targets if isinstance(t, ast.Name)}
+                roots = {n for n in assigned_names if isinstance(body, ast.Lambda) and self._is_root(n, body)}
+                return bool(assigned_names & self._mentioned or roots) if assigned_names else True
+            return not isinstance(parent, ast.Expr)
+        if isinstance(parent, ast.ClassDef):
+            return self._method_runs(parent, body)
         return body.name in self._mentioned or (self._at_top(body) and self._is_root(body.name, body))
 
     def _is_root(self, name: str, body: _Function | ast.Lambda) -> bool:
@@ -342,7 +344,9 @@ class _Coverage:
         missing = _required(body) - _parametrised(body)
         if missing:
             if name not in self._mentioned:
-                raise UnjudgeableError(f"{name} in line {body.lineno} takes {_listed(missing)}, which nothing gives it")
+                raise UnjudgeableError(
+                    f"{name} in line {body.lineno} takes {_join_names(missing)}, which nothing gives it"
+                )
             return False
         return True
 
@@ -367,44 +371,44 @@ class _Coverage:
         missing = _required(body, method=True) - _parametrised(body) - _parametrised(owner)
         if missing:
             raise UnjudgeableError(
-                f"{body.name} in line {body.lineno} takes {_listed(missing)}, which nothing gives it"
+                f"{body.name} in line {body.lineno} takes {_join_names(missing)}, which nothing gives it"
             )
         return True
 
     def _bases(self, owner: ast.ClassDef) -> list[ast.ClassDef]:
         """Return the base classes of a class, as far as the tests define them."""
         bases: list[ast.ClassDef] = []
-        todo = [owner]
-        while todo:
-            for base in todo.pop().bases:
+        pending = [owner]
+        while pending:
+            for base in pending.pop().bases:
                 definition = self._classes.get(base.id) if isinstance(base, ast.Name) else None
                 if definition is not None and definition not in bases:
                     bases.append(definition)
-                    todo.append(definition)
+                    pending.append(definition)
         return bases
 
     def _is_case(self, owner: ast.ClassDef) -> bool:
-        named = [b for c in (owner, *self._bases(owner)) for b in c.bases]
-        return any(_last_name(base).endswith("TestCase") for base in named)
+        bases = [b for c in (owner, *self._bases(owner)) for b in c.bases]
+        return any(_last_name(base).endswith("TestCase") for base in bases)
 
     def _is_pytest_class(self, owner: ast.ClassDef) -> bool:
         """Return whether pytest would collect a class: at the top level, or inside another such class."""
         if not owner.name.startswith("Test") or any(getattr(n, "name", "") == "__init__" for n in owner.body):
             return False
-        above = self._parent[id(owner)]
-        return self._is_pytest_class(above) if isinstance(above, ast.ClassDef) else self._at_top(owner)
+        parent = self._parent[id(owner)]
+        return self._is_pytest_class(parent) if isinstance(parent, ast.ClassDef) else self._at_top(owner)
 
     def _decides(self, body: ast.AST) -> bool:
-        """Return whether this function can fail a program: it has an assert, or calls one or the tested function."""
+        """Return whether this function can fail a program: it asserts, or calls an assertion or the tested function."""
         if _is_test(getattr(body, "name", "")):
             return True
-        parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _inside(body)
+        parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _nodes_that_run(body)
         for node in parts:
             if isinstance(node, ast.Assert):
                 return True
             if isinstance(node, ast.Call):
                 name = _last_name(node.func)
-                if name.startswith("assert") or name in ("fail", "raises", self._under, "candidate"):
+                if name.startswith("assert") or name in ("fail", "raises", self._tested_name, "candidate"):
                     return True
         return False
 
@@ -416,9 +420,11 @@ class _Coverage:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare):
                 raise UnjudgeableError(f"line {node.lineno} compares and does nothing with the result")
             if isinstance(node, ast.Try) and any(map(_swallows, node.handlers)):
-                for part in (p for statement in node.body for p in (statement, *_inside(statement))):
-                    called = isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in deciding
-                    if isinstance(part, ast.Assert) or called:
+                for part in (p for statement in node.body for p in (statement, *_nodes_that_run(statement))):
+                    calls_deciding = (
+                        isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in deciding
+                    )
+                    if isinstance(part, ast.Assert) or calls_deciding:
                         line = getattr(part, "lineno", node.lineno)
                         raise UnjudgeableError(f"line {line} cannot fail: what it raises is caught and forgotten")
 
@@ -427,7 +433,7 @@ def _is_test(name: str) -> bool:
     return name.startswith("test") or name == "check"
 
 
-def _called(body: ast.AST) -> str:
+def _label(body: ast.AST) -> str:
     return str(getattr(body, "name", "a lambda" if isinstance(body, ast.Lambda) else "a generator"))
 
 
@@ -437,13 +443,15 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _required(body: _Function | ast.Lambda, method: bool = False) -> set[str]:
-    """Return the parameters without a default, for a method without `self`."""
+    """Return the parameters without a default; for a method, without `self`."""
     parameters = body.args
     positional = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
     required = positional[: len(positional) - len(parameters.defaults)]
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(body, "decorator_list", ()))
-    named = [a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None]
-    return {*(required[1:] if method and not static else required), *named}
+    keyword_only = [
+        a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None
+    ]
+    return {*(required[1:] if method and not static else required), *keyword_only}
 
 
 def _parametrised(body: ast.AST) -> set[str]:
@@ -464,12 +472,15 @@ def _parametrised(body: ast.AST) -> set[str]:
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler catches failed asserts and does nothing but print."""
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    if not any(kind is None or (isinstance(kind, ast.Name) and kind.id in _CATCHES_ALL) for kind in kinds):
+    exceptions = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    if not any(
+        exception is None or (isinstance(exception, ast.Name) and exception.id in _CATCHES_ALL)
+        for exception in exceptions
+    ):
         return False
-    quiet = (ast.Pass, ast.Continue)
+    silent = (ast.Pass, ast.Continue)
     return all(
-        isinstance(n, quiet)
+        isinstance(n, silent)
         or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
         or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and _last_name(n.value.func) in _PRINTS)
         for n in handler.body

@@ -1,4 +1,4 @@
-"""Isolation mechanisms ("walls") around a sandboxed process, and their description for users."""
+"""Isolation mechanisms ("walls") around a sandboxed process, and the lines that describe them to users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRATCH = "a scratch of bounded size"
 
 @dataclass(frozen=True)
 class Walls:
-    """Walls to use; `protections.py` finds out which of them work on this machine.
+    """Isolation mechanisms to use; `protections.py` finds out which of them work on this machine.
 
     Args:
         bubblewrap: path of the program bubblewrap; empty to do without it.
@@ -32,7 +32,7 @@ class Walls:
 
     @property
     def isolated(self) -> bool:
-        """Return whether network, files and other processes are all inaccessible."""
+        """Whether network, files and other processes are all inaccessible."""
         return bool(self.bubblewrap) or (self.landlock > 0 and self.seccomp)
 
 
@@ -41,7 +41,7 @@ class Protections:
     """Protections around untrusted code, and those that this machine lacks.
 
     Args:
-        walls: walls in use, which have been tested by a trial run.
+        walls: isolation mechanisms in use, which a trial run has tested.
         obstacles: pairs of an unused protection and the reason why it is not used.
     """
 
@@ -59,13 +59,13 @@ class Protections:
             SCRATCH: "in memory",
         }
         missing = dict(self.obstacles)
-        used = {
+        in_use = {
             BUBBLEWRAP: bool(walls.bubblewrap),
             LANDLOCK: walls.landlock > 0,
             SECCOMP: walls.seccomp,
             OWN_USER: walls.own_user,
             SCRATCH: walls.bounded,
         }
-        absent = {name: f"missing, {missing.get(name, 'not asked for')}" for name in used}
-        lines = [f"{name}: {descriptions[name] if used[name] else absent[name]}" for name in used]
+        absent = {name: f"missing, {missing.get(name, 'not asked for')}" for name in in_use}
+        lines = [f"{name}: {descriptions[name] if in_use[name] else absent[name]}" for name in in_use]
         return [*lines, "limits of time, memory, output and files: always"]

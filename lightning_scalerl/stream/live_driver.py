@@ -82,7 +82,7 @@ class LiveDriver:
         self._passed_s = 0.0
         self._work_at_start = [Work() for _ in generator.work]
         self._trained_tokens = 0
-        activity.reports["engines"] = generator.places  # for `scalerl status`
+        activity.reports["engines"] = generator.engine_states  # for `scalerl status`
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Wait until a batch is due and return it. The call also marks the step on the previous batch as finished.

@@ -17,7 +17,7 @@ from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.judge import Judge
 from lightning_scalerl.verify.programs import Programs
-from lightning_scalerl.verify.registry import QUICK, listed, reward_sum
+from lightning_scalerl.verify.registry import QUICK, as_list, reward_sum
 from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
@@ -352,7 +352,7 @@ def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
     """
     if not settings:
         return rewards
-    entries = [dict(entry) if isinstance(entry, Mapping) else {"use": entry} for entry in listed(rewards)]
+    entries = [dict(entry) if isinstance(entry, Mapping) else {"use": entry} for entry in as_list(rewards)]
     if not any(entry.get("use") == "code" for entry in entries):
         raise ConfigurationError(f"task.sandbox: {settings!r}: task.rewards has no `code`, which alone runs programs")
     return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in entries]

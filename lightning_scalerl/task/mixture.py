@@ -11,7 +11,7 @@ from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample, needs
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, Task, check_task
 from lightning_scalerl.task.overlap import check_rules, without_overlap
-from lightning_scalerl.verify.rewards import together
+from lightning_scalerl.verify.rewards import grade_together
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class MixtureGrader:
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
         """Grade all completions of a group with their task's grader."""
         prompt = samples[0].prompt
-        grades = together(self._of(prompt), samples)
+        grades = grade_together(self._of(prompt), samples)
         return [grade if isinstance(grade, Exception) else self._qualified(prompt.source, grade) for grade in grades]
 
     def grade(self, sample: Sample) -> Grade:

@@ -1,10 +1,10 @@
-"""Verifiers of completions, and the processes that they run in.
+"""Verifiers, which grade completions, and the processes that they run in.
 
 This room needs no torch, because its graders run in separate processes:
 
     request     a sample and its outcome: score, abstention or error (`rollouts.grade`)
     processes   pool and worker (killable), inline (in the trainer, for trusted graders), grade_once
-    settings    verification: timeouts, share of errors, the trial before the first step
+    settings    verification: timeouts, error rate, the test of the verifiers before the first step
     graders     mathematics (with answers, spelling, words), text, programs (in `sandbox/`)
     rewards     the user's functions in TRL's or verl's form; registry combines several with weights
 """

@@ -40,12 +40,12 @@ _LEAD_IN = re.compile(r"(?:\banswers?[*_\s]*+(?:is\b|are\b|[:=：])|答案(?:是
 _SENTENCE_END = re.compile(r"[。！？]|[.!?](?=\s+[A-Z\"'(]|\s*$)")
 
 
-class Stated(NamedTuple):
-    """Answer as stated in a completion.
+class StatedAnswer(NamedTuple):
+    """Answer as a completion states it, before normalisation.
 
     Args:
         text: the answer; empty if there is none.
-        marked: whether all of `text` is the answer. Otherwise the answer is the last expression in it.
+        marked: whether all of `text` is the answer. Otherwise the answer is the last expression in `text`.
         prose: the end of the completion, if the answer follows a phrase such as "the answer is"; else empty.
     """
 
@@ -54,20 +54,20 @@ class Stated(NamedTuple):
     prose: str = ""
 
 
-def stated(text: str) -> Stated:
+def extract_answer(text: str) -> StatedAnswer:
     """Return the answer that a completion states, by the rules in this module's docstring."""
     box, box_end = _boxes(text)
     tag, tag_end = _tagged(text)
     if tag is not None and tag_end > box_end:
-        return stated(tag) if box is not None and _BOX.search(tag) else Stated(tag.strip(), True)
+        return extract_answer(tag) if box is not None and _BOX.search(tag) else StatedAnswer(tag.strip(), True)
     if box is not None:
-        return Stated(box, True)
-    marked = [*_MARKED.finditer(text), *_MARKED_WORD.finditer(text.rstrip())]
-    if marked:
-        return Stated(marked[-1][1].strip(), True)
-    end = text.rstrip("# \n\t").strip()[-MAX_CHARACTERS:]  # without a mark that nothing follows
+        return StatedAnswer(box, True)
+    marks = [*_MARKED.finditer(text), *_MARKED_WORD.finditer(text.rstrip())]
+    if marks:
+        return StatedAnswer(marks[-1][1].strip(), True)
+    end = text.rstrip("# \n\t").strip()[-MAX_CHARACTERS:]  # drop a mark (####) at the very end
     line = _after_lead_in(end)
-    return Stated(line, True, end) if line else Stated(end, False)
+    return StatedAnswer(line, True, end) if line else StatedAnswer(end, False)
 
 
 def last_boxed(text: str) -> str | None:
@@ -94,21 +94,21 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _boxes(text: str) -> tuple[str | None, int]:
-    """Return the content of the last box, or of the list of boxes that it ends, and the position of its end."""
+    """Return the content of the last box and the position of its end; for a list of boxes, the list's content."""
     spans = _closed_boxes(text)
     if not spans:
         return None, -1
-    chain = [spans[-1]]
+    list_spans = [spans[-1]]
     for span in reversed(spans[:-1]):
-        following = chain[-1][0]
+        following = list_spans[-1][0]
         if span[2] + 1 > following or following - span[2] > _SEPARATORS:
             break
-        if not _BETWEEN.fullmatch(text, span[2] + 1, following) or len(chain) > MAX_CHARACTERS:
+        if not _BETWEEN.fullmatch(text, span[2] + 1, following) or len(list_spans) > MAX_CHARACTERS:
             break
-        chain.append(span)
-    contents = [text[start:end].strip() for _, start, end in reversed(chain)]
+        list_spans.append(span)
+    contents = [text[start:end].strip() for _, start, end in reversed(list_spans)]
     joined = contents[-1] if len(set(contents)) == 1 else ", ".join(contents)
-    return joined, chain[0][2]
+    return joined, list_spans[0][2]
 
 
 def _tagged(text: str) -> tuple[str | None, int]:
@@ -122,7 +122,7 @@ def _tagged(text: str) -> tuple[str | None, int]:
 
 
 def _after_lead_in(text: str) -> str:
-    """Return the rest of the sentence, at most of the line, after the last "answer is"; empty without one."""
+    """Return the text after the last "answer is", up to the end of its sentence or line; empty without the phrase."""
     ends = [match.end() for match in _LEAD_IN.finditer(text)]
     if not ends:
         return ""

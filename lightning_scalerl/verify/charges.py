@@ -1,4 +1,4 @@
-"""Ledger of the judges' costs, and the setting that adds them to the device hours of a run."""
+"""Ledger of what judges (models that grade) cost, and the setting that adds this to the device hours of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ComputeAxes:
     """Settings of the compute axes.
 
     Args:
-        judge: how the cost of judges that are services is added to device hours and virtual device hours. None keeps it
-            on axes of its own. "device_hours" counts one device during the seconds of each request. A number is the
-            price of a device hour, by which the judges' price is divided.
+        judge: how the cost of judges is added to device hours and virtual device hours. None adds nothing: the cost
+            appears only in the metrics `compute/judge_*`. "device_hours" counts one device during the seconds of each
+            request. A number is the price of a device hour, by which the judges' price is divided.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "ComputeAxes", "judge": None}
@@ -35,7 +35,7 @@ class ComputeAxes:
             )
 
     def device_hours(self, totals: Totals) -> float:
-        """Return these costs in device hours; 0 without a judge."""
+        """Convert costs to device hours; 0 if `judge` is None."""
         if self.judge is None:
             return 0.0
         return totals.seconds / 3600.0 if self.judge == DEVICE_HOURS else totals.cost / float(self.judge)
@@ -56,7 +56,7 @@ class Totals:
             setattr(self, field.name, getattr(self, field.name) + getattr(charge, field.name))
 
     def by_name(self) -> dict[str, float]:
-        """Return the sums by the names that they have in metrics."""
+        """Return the sums by their names in metrics."""
         return {
             "hours": self.seconds / 3600.0,
             "tokens": float(self.prompt_tokens + self.completion_tokens),
@@ -71,13 +71,13 @@ class ChargeLedger:
 
     Each answer counts once with its recorded cost, when the run first uses it, even if it comes from the cache. So a
     recipe that reuses answers of an earlier recipe does not look cheaper. A run that resumes after kill -9 has the same
-    compute axis as an undisturbed one, although it pays no answer twice. The number of answers that were paid is
-    counted separately.
+    compute axis as an undisturbed run, although it pays for no answer twice. The number of answers that were paid for
+    is counted separately.
     """
 
     def __init__(self) -> None:
         self.training, self.evaluation = Totals(), Totals()
-        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys, by whether of an evaluation
+        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys, by whether they are of an evaluation
         self._answers = {"asked": 0, "cached": 0}
 
     def add(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
@@ -94,22 +94,22 @@ class ChargeLedger:
 
     @property
     def used(self) -> bool:
-        """True once an answer of a judge was used, from its service or from the cache."""
+        """Whether an answer of a judge was used, from its service or from the cache."""
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:
         """Return the judges' own compute axes, and the numbers of answers; empty for a run without a judge."""
         if not self.used:
             return {}
-        axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._known()}
+        axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._nonzero_names()}
         return axes | {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the judges' costs in evaluations, which are on no compute axis; empty without a judge."""
-        return {f"eval_cost/judge_{name}": self.evaluation.by_name()[name] for name in self._known()}
+        return {f"eval_cost/judge_{name}": self.evaluation.by_name()[name] for name in self._nonzero_names()}
 
-    def _known(self) -> list[str]:
-        """Return the names of the sums that are not 0: there may be no prices, or a service may report no tokens."""
+    def _nonzero_names(self) -> list[str]:
+        """Return the names of the sums that are not 0. Sums stay 0 without prices, or without reported tokens."""
         training, evaluation = self.training.by_name(), self.evaluation.by_name()
         return [name for name in training if training[name] or evaluation[name]]
 

@@ -18,24 +18,27 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
         grade = grader.grade(sample)
     # BaseException is not caught: SystemExit and the like must end the worker, which the pool replaces.
     except Exception as error:
-        return _raised(error, time.perf_counter() - began)
+        return _error_outcome(error, time.perf_counter() - began)
     return _outcome(grade, began)
 
 
 def attempt_group(grader: Any, samples: Sequence[Sample]) -> list[Outcome]:
-    """Grade the completions of one prompt by one call; each outcome has an equal share of the time.
+    """Grade the completions of one prompt by one call, whose time is divided equally among their outcomes.
 
-    An exception that the grader raises becomes an `error` outcome of every completion. One that it returns instead of a
-    grade becomes the outcome of that completion alone.
+    An exception that the grader raises becomes an `error` outcome of every completion. An exception that it returns
+    instead of a grade becomes the outcome of that completion alone.
     """
     began = time.perf_counter()
     try:
         grades = grader.grade_group(samples)
     except Exception as error:
         grades = [error] * len(samples)
-    share_s = (time.perf_counter() - began) / len(samples)
-    began = time.perf_counter() - share_s
-    return [_raised(grade, share_s) if isinstance(grade, Exception) else _outcome(grade, began) for grade in grades]
+    seconds_each = (time.perf_counter() - began) / len(samples)
+    began = time.perf_counter() - seconds_each
+    return [
+        _error_outcome(grade, seconds_each) if isinstance(grade, Exception) else _outcome(grade, began)
+        for grade in grades
+    ]
 
 
 def in_function(error: Exception, name: str) -> Exception:
@@ -48,10 +51,11 @@ def in_function(error: Exception, name: str) -> Exception:
 _NOTE_PREFIX = "in reward function "
 
 
-def _raised(error: Exception, seconds: float) -> Outcome:
+def _error_outcome(error: Exception, seconds: float) -> Outcome:
+    """Return the outcome for an exception of a grader."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE_PREFIX)]
-    why = f"raised {error_line(error)}{f' ({notes[0]})' if notes else ''}"
-    return Outcome("error", why=why, seconds=seconds, charges=charges_of(error))
+    reason = f"raised {error_line(error)}{f' ({notes[0]})' if notes else ''}"
+    return Outcome("error", why=reason, seconds=seconds, charges=charges_of(error))
 
 
 def _outcome(grade: Grade, began: float) -> Outcome:
@@ -61,7 +65,7 @@ def _outcome(grade: Grade, began: float) -> Outcome:
         # Convert inside the `try`: a user's mapping or scalar may raise too.
         parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
     except Exception as error:
-        return _raised(error, time.perf_counter() - began)
+        return _error_outcome(error, time.perf_counter() - began)
     seconds = time.perf_counter() - began
     charges, extra = charges_of(grade), dict(grade.extra)
     if problem:
@@ -84,7 +88,7 @@ def _outcome(grade: Grade, began: float) -> Outcome:
 
 
 def _problem(grade: Grade) -> str:
-    """Return one line if the reward is not a finite number, which would ruin the whole batch; else an empty string."""
+    """Return a one-line message if the reward is not a finite number, which would ruin the batch; else ""."""
     if grade.reward is None or _finite(grade.reward):
         return ""
     return f"returned {str(grade.reward)[:80]}; a reward must be a finite number, or None to abstain"

@@ -1,4 +1,4 @@
-"""Verifier in the trainer's process, for trusted graders: completions are graded immediately."""
+"""Verifiers in the trainer's process, for trusted graders. They grade completions immediately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sweeps.run.activity import activity
 
 
 class InlineVerifiers:
-    """Grades in the calling thread. A grader that hangs cannot be stopped.
+    """Grades completions in the calling thread, where a grader that hangs cannot be stopped.
 
     Args:
         grader: the grader.
@@ -21,7 +21,7 @@ class InlineVerifiers:
     def __init__(self, grader: Grader, retries: int = 1) -> None:
         self._grader = grader
         self._retries = retries
-        self._done: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._next = 0
 
     def submit(self, sample: Sample) -> int:
@@ -30,9 +30,9 @@ class InlineVerifiers:
         activity.note("grade")
         outcome = attempt(self._grader, sample)
         while outcome.kind == "error" and outcome.attempts <= self._retries:
-            again = attempt(self._grader, sample)
-            outcome = _together(outcome, again)
-        self._done[ticket] = outcome
+            retry = attempt(self._grader, sample)
+            outcome = _merge_attempts(outcome, retry)
+        self._outcomes[ticket] = outcome
         return ticket
 
     def submit_group(self, samples: Sequence[Sample]) -> list[int]:
@@ -42,36 +42,36 @@ class InlineVerifiers:
         for _ in range(self._retries):
             if not any(outcome.kind == "error" for outcome in outcomes):
                 break
-            outcomes = list(map(_together, outcomes, attempt_group(self._grader, samples)))
+            outcomes = list(map(_merge_attempts, outcomes, attempt_group(self._grader, samples)))
         tickets = list(range(self._next, self._next + len(samples)))
         self._next += len(samples)
-        self._done |= dict(zip(tickets, outcomes, strict=True))
+        self._outcomes |= dict(zip(tickets, outcomes, strict=True))
         return tickets
 
     def wait(self, ticket: int) -> Outcome:
         """Return the outcome of a ticket. It can be fetched once."""
-        return self._done.pop(ticket)
+        return self._outcomes.pop(ticket)
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
         """Return (ticket, outcome) for all outcomes that were not fetched yet."""
-        fetched = list(self._done.items())
-        self._done.clear()
+        fetched = list(self._outcomes.items())
+        self._outcomes.clear()
         return fetched
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Drop the outcomes of these tickets."""
         for ticket in tickets:
-            self._done.pop(ticket, None)
+            self._outcomes.pop(ticket, None)
 
     def close(self) -> None:
         """Do nothing: there are no processes to end."""
 
 
-def _together(earlier: Outcome, again: Outcome) -> Outcome:
-    """Return the outcome of another attempt, with the time and the charges of the attempts before it."""
+def _merge_attempts(earlier: Outcome, later: Outcome) -> Outcome:
+    """Return the later attempt's outcome, with the time and the charges of all attempts added up."""
     return replace(
-        again,
-        seconds=earlier.seconds + again.seconds,
+        later,
+        seconds=earlier.seconds + later.seconds,
         attempts=earlier.attempts + 1,
-        charges=earlier.charges + again.charges,
+        charges=earlier.charges + later.charges,
     )

@@ -1,4 +1,4 @@
-"""Reward `judge`: a language model behind an HTTP endpoint reads each completion and states a verdict."""
+"""Reward `judge`: asks a language model behind an HTTP endpoint for a verdict on each completion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Is the answer to grade right, which means equivalent to the reference answer? Re
 PATTERN = (
     r"(?i)\b(?:verdict|score)\b\W{0,5}?(yes|no|true|false|correct|incorrect|pass|fail|-?\d+(?:\.\d+)?)(?![\w.]*\w)"
 )
-# Verdicts in words, as a share of the way from `low` to `high`.
+# Rewards for verdicts in words.
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "fail": 0.0}
 # Other braces of a template are not fields: a judge's prompt may show JSON.
 _FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
@@ -52,10 +52,10 @@ _OVERHEAD_S = 2.0
 
 @dataclass(frozen=True)
 class Judge:
-    """Rewards a completion by the verdict of a language model, 0 to 1.
+    """Rewards a completion by the verdict of a language model, from 0 to 1.
 
-    All completions of a group are sent at the same time. An answer without a verdict, a timeout and a refused
-    connection are errors of the infrastructure, never a reward of 0.
+    All completions of a group are sent at the same time. An answer without a verdict, a timeout or a refused
+    connection is an error of the infrastructure, never a reward of 0.
 
     Args:
         url: endpoint of OpenAI's chat form: `http://host:8000`, `https://host/v1` or the whole path.
@@ -65,16 +65,17 @@ class Judge:
         system: system message; empty for none.
         pattern: regular expression with one group; its last match in the judge's answer is the verdict, a number or one
             of yes, no, true, false, correct, incorrect, pass, fail.
-        low, high: verdicts in numbers that are rewarded with 0 and 1; others are in between.
+        low, high: numeric verdicts that are rewarded with 0 and 1. A verdict between them is rewarded in proportion; a
+            verdict outside of them counts as no verdict.
         temperature: sampling temperature of the judge.
-        max_tokens: limit on its answer in tokens.
+        max_tokens: limit on the judge's answer in tokens.
         options: further fields of the request, such as {seed: 0}; null removes a field, such as {max_tokens: null}.
         price_prompt, price_completion: price of a million tokens.
         key_env: environment variable that holds the key of the endpoint.
         timeout_s: limit in seconds on one answer, retries included; `verify.timeout_s` must be a little longer.
         retries: number of further attempts after a connection error, 429 or 5xx.
         concurrency: number of requests at the same time, per process (`verify.workers`).
-        cache: folder of the answers; empty for one in the user's cache folder, None for no cache.
+        cache: folder for stored answers; empty for a folder in the user's cache folder, None for no cache.
         label: prefix of the recorded values; the reward's `name`.
 
     Raises:
@@ -102,25 +103,27 @@ class Judge:
 
     def __post_init__(self) -> None:
         _check_url(self.url)
-        _text("model", self.model, "give the judge's name at the endpoint")
-        _text("prompt", self.prompt, "give a template with {completion}")
+        _check_text("model", self.model, "give the judge's name at the endpoint")
+        _check_text("prompt", self.prompt, "give a template with {completion}")
         if "{completion}" not in self.prompt:
-            raise _wrong("prompt", self.prompt[:80], "must contain {completion}, the text to judge")
+            raise _setting_error("prompt", self.prompt[:80], "must contain {completion}, the text to judge")
         try:
             groups = re.compile(self.pattern).groups
         except (re.error, TypeError) as error:
-            raise _wrong("pattern", self.pattern, f"must be a regular expression ({error})") from error
+            raise _setting_error("pattern", self.pattern, f"must be a regular expression ({error})") from error
         if groups != 1:
-            raise _wrong("pattern", self.pattern, f"must have one group, the verdict, not {groups}")
+            raise _setting_error("pattern", self.pattern, f"must have one group, the verdict, not {groups}")
         for name in ("price_prompt", "price_completion", "temperature"):
             not_negative(f"{FIELD}{name}", getattr(self, name))
         for name in ("low", "high"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
-                raise _wrong(name, value, "must be a number")
+                raise _setting_error(name, value, "must be a number")
         if not self.low < self.high:
-            raise _wrong("low", self.low, f"must be below {FIELD}high, {self.high!r}")
+            raise _setting_error("low", self.low, f"must be below {FIELD}high, {self.high!r}")
         if not isinstance(self.options, Mapping):
-            raise _wrong("options", self.options, "must be a mapping of fields of the request, such as {seed: 0}")
+            raise _setting_error(
+                "options", self.options, "must be a mapping of fields of the request, such as {seed: 0}"
+            )
         whole_number(f"{FIELD}max_tokens", self.max_tokens)
         whole_number(f"{FIELD}retries", self.retries, least=0)
         whole_number(f"{FIELD}concurrency", self.concurrency)
@@ -133,7 +136,7 @@ class Judge:
 
     @property
     def needs_answer(self) -> bool:
-        """True if a row needs an answer to be judged."""
+        """Whether the template contains the row's answer, so that rows need one."""
         return "{answer}" in self.prompt
 
     @property
@@ -149,22 +152,29 @@ class Judge:
         return AnswerCache(Path(self.cache).expanduser() if self.cache else cache_dir() / "judge")
 
     def ready(self) -> Sequence[str]:
-        """Ask the endpoint one short question, which costs a few tokens; returns a line about the answer.
+        """Test the endpoint with a short question, which costs a few tokens; return a line about the answer time.
 
         Raises:
-            ConfigurationError: the key's variable is not set, the cache cannot be written, or there is no answer.
+            ConfigurationError: the key's variable is not set, the cache cannot be written, or the endpoint does not
+                answer.
         """
         if self.key_env and not os.environ.get(self.key_env):
-            raise _wrong("key_env", self.key_env, "this environment variable is not set; set it to the endpoint's key")
+            raise _setting_error(
+                "key_env", self.key_env, "this environment variable is not set; set it to the endpoint's key"
+            )
         if self.answers is not None:
             try:
                 self.answers.check()
             except OSError as error:
-                raise _wrong("cache", str(self.answers.folder), f"cannot be written ({error.strerror})") from error
+                raise _setting_error(
+                    "cache", str(self.answers.folder), f"cannot be written ({error.strerror})"
+                ) from error
         (answer,) = self.endpoint.ask([self._body("Reply with the word ready.")])
         if isinstance(answer, JudgeError):
-            raise _wrong("url", self.endpoint.shown, f"does not answer ({answer}); start the endpoint or mend the url")
-        return [f"judge: {self.model} at {self.endpoint.shown} answers in {answer.seconds:.2g} s"]
+            raise _setting_error(
+                "url", self.endpoint.safe_address, f"does not answer ({answer}); start the endpoint or mend the url"
+            )
+        return [f"judge: {self.model} at {self.endpoint.safe_address} answers in {answer.seconds:.2g} s"]
 
     def needs_group(self, prompt: Prompt) -> bool:
         """Return True: all completions of a group are sent at the same time."""
@@ -174,7 +184,7 @@ class Judge:
         """Grade one completion.
 
         Raises:
-            JudgeError: there is no verdict.
+            JudgeError: the judge gives no verdict.
         """
         (grade,) = self.grade_group([sample])
         if isinstance(grade, Exception):
@@ -190,12 +200,12 @@ class Judge:
         missing = [key for key in bodies if key not in answers]
         if missing:
             # Each answer is stored at once: if the process dies before the last one, the others are not paid again.
-            new = self.endpoint.ask(
+            new_answers = self.endpoint.ask(
                 [bodies[key] for key in missing], lambda number, answer: self._store_answer(missing[number], answer)
             )
-            answers |= zip(missing, new, strict=True)
-        paid = {key: keys.index(key) for key in missing}  # first completion with each question
-        return [self._grade(key, answers[key], paid.get(key) == number) for number, key in enumerate(keys)]
+            answers |= zip(missing, new_answers, strict=True)
+        first_use = {key: keys.index(key) for key in missing}  # index of the first completion with each question
+        return [self._grade(key, answers[key], first_use.get(key) == number) for number, key in enumerate(keys)]
 
     def _cached(self, key: str) -> Answer | None:
         """Return the cached answer if it has a verdict under the current pattern."""
@@ -203,13 +213,13 @@ class Judge:
         return None if answer is None or self._verdict(answer.text) is None else answer
 
     def _store_answer(self, key: str, answer: Answer | JudgeError) -> Answer | JudgeError:
-        """Store a new answer and return the stored one, or an error if it has no verdict."""
+        """Store a new answer and return the stored answer, or an error if the new answer has no verdict."""
         if isinstance(answer, JudgeError):
             return answer
         if self._verdict(answer.text) is None:
-            why = "no verdict in its answer" if answer.complete else "its answer was cut off at max_tokens"
+            reason = "no verdict in its answer" if answer.complete else "its answer was cut off at max_tokens"
             excerpt = " ".join(answer.text.split())[-120:]
-            return JudgeError(f"judge {self.model}: {why} ({excerpt!r})", (self._charge("", answer, True),))
+            return JudgeError(f"judge {self.model}: {reason} ({excerpt!r})", (self._charge("", answer, True),))
         if self.answers is None:
             return answer
         try:
@@ -221,7 +231,13 @@ class Judge:
             return answer
 
     def _grade(self, key: str, answer: Answer | JudgeError, paid: bool) -> Grade | Exception:
-        """Return the grade of one completion, or its error; only the first of equal completions has paid."""
+        """Return the grade of one completion, or its error.
+
+        Args:
+            key: hash of the question.
+            answer: the judge's answer.
+            paid: whether the request was made for this completion; equal completions of a group share one request.
+        """
         if isinstance(answer, JudgeError):
             return answer if paid else JudgeError(str(answer))
         charge = self._charge("" if self.answers is None and paid else key, answer, paid)
@@ -240,7 +256,7 @@ class Judge:
         return Charge(key, answer.seconds, answer.prompt_tokens, answer.completion_tokens, price / 1e6, paid)
 
     def _message(self, sample: Sample) -> str:
-        """Return the template with its fields; braces in a completion are not read as fields."""
+        """Fill in the template; braces in a completion are not read as fields."""
         prompt = sample.prompt
         values = {
             "prompt": prompt.text,
@@ -251,7 +267,7 @@ class Judge:
         return _FIELDS.sub(lambda match: values[match[1]], self.prompt)
 
     def _body(self, message: str) -> dict[str, Any]:
-        """Return the request for a message."""
+        """Return the body of the request for a message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
@@ -264,45 +280,45 @@ class Judge:
 
     def _verdict(self, text: str) -> float | None:
         """Return the reward that a judge's answer states, or None if it states none."""
-        found = list(re.finditer(self.pattern, text[-_MAX_CHARACTERS:]))
-        word = ((found[-1][1] or "") if found else "").strip().lower()
+        matches = list(re.finditer(self.pattern, text[-_MAX_CHARACTERS:]))
+        word = ((matches[-1][1] or "") if matches else "").strip().lower()
         if word in _WORDS:
             return _WORDS[word]
         try:
-            share = (float(word) - self.low) / (self.high - self.low)
+            reward = (float(word) - self.low) / (self.high - self.low)
         except ValueError:
             return None
-        return share if 0 <= share <= 1 else None
+        return reward if 0 <= reward <= 1 else None
 
 
 def judge_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that identify a judge: all that decide a verdict or its cost, not the address or the key."""
+    """Return the settings that affect a verdict or its cost, which excludes the address and the key."""
     return {name: value for name, value in settings.items() if name not in OPERATIONAL}
 
 
-def _wrong(name: str, value: Any, remedy: str) -> ConfigurationError:
+def _setting_error(name: str, value: Any, remedy: str) -> ConfigurationError:
     return ConfigurationError(f"{FIELD}{name}: {value!r} {remedy}")
 
 
-def _text(name: str, value: Any, remedy: str) -> None:
+def _check_text(name: str, value: Any, remedy: str) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise _wrong(name, value, f"is no text; {remedy}")
+        raise _setting_error(name, value, f"is no text; {remedy}")
 
 
 def _check_url(url: Any) -> None:
     """Check an endpoint's address.
 
     Raises:
-        ConfigurationError: it is missing, not of http or https, or has a secret in it.
+        ConfigurationError: it is missing, is not http or https, or contains a secret.
     """
-    _text("url", url, "give the endpoint, such as http://localhost:8000/v1")
+    _check_text("url", url, "give the endpoint, such as http://localhost:8000/v1")
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
-        raise _wrong("url", url, "must be an address, such as http://localhost:8000/v1") from None
+        raise _setting_error("url", url, "must be an address, such as http://localhost:8000/v1") from None
     # Checked first, because the other messages print the address, and with it the login or key.
     if "@" in parts.netloc or any(is_secret_name(name) for name, _ in parse_qsl(parts.query)):
         raise ConfigurationError(f"{FIELD}url: it contains a secret; put that into a variable, named by key_env")
     if not valid:
-        raise _wrong("url", url, "must begin with http:// or https:// and name a host")
+        raise _setting_error("url", url, "must begin with http:// or https:// and name a host")

@@ -21,11 +21,11 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from lightning_scalerl.rollouts.grade import Grade, Sample
-from lightning_scalerl.verify.answers import MAX_CHARACTERS, Stated, last_boxed, stated
-from lightning_scalerl.verify.spelling import comma_readings, in_ascii, normal
-from lightning_scalerl.verify.words import Parted, agree, part, plain
+from lightning_scalerl.verify.answers import MAX_CHARACTERS, StatedAnswer, extract_answer, last_boxed
+from lightning_scalerl.verify.spelling import comma_readings, in_ascii, normalise
+from lightning_scalerl.verify.words import AnswerParts, agree, separate_words, words_only
 
-__all__ = ["MAX_CHARACTERS", "Mathematics", "changed", "last_boxed", "stated"]
+__all__ = ["MAX_CHARACTERS", "Mathematics", "change_first_digit", "extract_answer", "last_boxed"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
 # The space between a factor and a variable: math-verify reads 2 i differently from 2i.
 _FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
@@ -45,15 +45,15 @@ class Mathematics:
     """Rewards 1 if the answer is mathematically equal to the gold answer, else 0.
 
     Args:
-        cpu_s: limit in seconds of processor time for one completion. A completion that exceeds it is wrong, and counts
-            in `math_too_costly`.
+        cpu_s: limit in seconds of processor time for one completion. A completion that exceeds it is wrong and sets
+            the recorded value `math_too_costly` to 1.
     """
 
     cpu_s: float = 3.0
 
     def prepare(self) -> None:
-        """Import the parser now, because the first grade has a time limit."""
-        _warm()
+        """Import the parser now, so that the import does not count in the time limit of the first grade."""
+        _import_parser()
 
     def grade(self, sample: Sample) -> Grade:
         """Grade the text after the thinking.
@@ -62,38 +62,42 @@ class Mathematics:
             ValueError: the gold answer cannot be parsed within the time limit.
         """
         gold = str(sample.prompt.answer)
-        answer, problem = _gold(gold, self.cpu_s)
+        answer, problem = _parse_gold(gold, self.cpu_s)
         if answer is None:
             raise ValueError(problem)
         try:
-            with _limited(self.cpu_s):
-                statement = stated(sample.answer)
+            with _time_limit(self.cpu_s):
+                statement = extract_answer(sample.answer)
                 if not statement.text or len(statement.text) > MAX_CHARACTERS:
                     return Grade(0.0, {"math_unstated": 1.0}, answer="")
-                given = _answer(statement.text)
-                equal = _same(statement.text, gold) or _equal(answer, statement, given)
-                return Grade(float(equal), {"math_unstated": 0.0}, answer=None if equal else _form(statement, given))
+                answer_parts = _normalise(statement.text)
+                equal = _same_text(statement.text, gold) or _equal(answer, statement, answer_parts)
+                return Grade(
+                    float(equal),
+                    {"math_unstated": 0.0},
+                    answer=None if equal else _canonical_form(statement, answer_parts),
+                )
         except (TooCostlyError, MemoryError, RecursionError, OverflowError):
             return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0}, answer="")
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right and a wrong completion."""
-        return f"\\boxed{{{answer}}}", f"\\boxed{{{changed(str(answer))}}}"
+        return f"\\boxed{{{answer}}}", f"\\boxed{{{change_first_digit(str(answer))}}}"
 
 
-def changed(answer: str) -> str:
-    """Return a wrong answer of the same kind, by changing the first digit.
+def change_first_digit(answer: str) -> str:
+    """Make a wrong answer of the same kind by changing the first digit.
 
-    In an equation, the first digit of the right side is changed. For an answer without digits, returns a number.
+    In an equation, the first digit of the right side is changed. An answer without digits is replaced by a number.
     """
-    digits = [place for place, character in enumerate(answer) if character.isdecimal() and character.isascii()]
+    digits = [position for position, character in enumerate(answer) if character.isdecimal() and character.isascii()]
     if not digits:
         return "987654321"
-    place = next((place for place in digits if place > answer.rfind("=")), digits[0])
-    return answer[:place] + str(int(answer[place]) % 9 + 1) + answer[place + 1 :]
+    position = next((position for position in digits if position > answer.rfind("=")), digits[0])
+    return answer[:position] + str(int(answer[position]) % 9 + 1) + answer[position + 1 :]
 
 
-def _same(statement: str, gold: str) -> bool:
+def _same_text(statement: str, gold: str) -> bool:
     """Return whether two texts are equal except for white space, so that no parser is needed."""
     return statement.split() == gold.split()
 
@@ -108,7 +112,7 @@ class Answer:
     """
 
     text: str
-    parts: Parted
+    parts: AnswerParts
 
     @cached_property
     def readings(self) -> tuple[tuple[str, Any], ...]:
@@ -121,14 +125,14 @@ class Answer:
         return tuple((text, parsed) for text in texts if (parsed := _parse(text)))
 
 
-def _form(statement: Stated, answer: Answer) -> str:
+def _canonical_form(statement: StatedAnswer, answer: Answer) -> str:
     """Return a text that is the same for equal answers: the value of a number to six digits, else the expression.
 
-    It has the answer's words as well. In prose it is the last expression, as in `_equal`.
+    The answer's words are appended. In prose only the last expression is used, as in `_equal`.
     """
     import sympy
 
-    if (word := plain(answer.text)).isalpha():  # the parser would read a word as a product of letters
+    if (word := words_only(answer.text)).isalpha():  # the parser would read a word as a product of letters
         return word
     if statement.marked:
         parsed, words = [reading for _, reading in answer.readings], answer.parts.words
@@ -141,20 +145,20 @@ def _form(statement: Stated, answer: Answer) -> str:
     return answer.text
 
 
-def _answer(text: str) -> Answer:
-    normalized = normal(text)
-    return Answer(normalized, part(normalized))
+def _normalise(text: str) -> Answer:
+    normalized = normalise(text)
+    return Answer(normalized, separate_words(normalized))
 
 
 @lru_cache(maxsize=4096)
-def _gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
-    """Return a gold answer, or None and the problem with it. Cached, because all completions of a prompt share it."""
+def _parse_gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
+    """Parse a gold answer; return (answer, "") or (None, reason). Cached, because a prompt's completions share it."""
     if not gold.strip():
         return None, "the gold answer is empty"
-    _warm()
+    _import_parser()
     try:
-        with _limited(cpu_s):
-            answer = _answer(gold)
+        with _time_limit(cpu_s):
+            answer = _normalise(gold)
             _ = answer.readings  # parse now, within the time limit; the result is cached
             return answer, ""
     except TooCostlyError as error:
@@ -164,64 +168,67 @@ def _gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
 
 
 @lru_cache(maxsize=1)
-def _warm() -> None:
+def _import_parser() -> None:
     """Import the parser and build its tables, outside of any time limit."""
     _parse("\\frac{1}{2}")
     _parse_last("1/2")
 
 
-def _equal(gold: Answer, statement: Stated, answer: Answer) -> bool:
-    """Compare two answers: as text, then their words, then their mathematics in every pair of readings.
+def _equal(gold: Answer, statement: StatedAnswer, answer: Answer) -> bool:
+    """Return whether two answers agree: as text, or in their words and in their mathematics, in any pair of readings.
 
-    If the answer is in prose, the last expression in it is compared as well. `answer` is the normalised statement.
+    Args:
+        gold: the gold answer.
+        statement: the answer as the completion states it. If it is in prose, its last expression is compared as well.
+        answer: the statement in normalised form.
     """
-    if gold.text == answer.text or (plain(gold.text) and plain(gold.text) == plain(answer.text)):
+    if gold.text == answer.text or (words_only(gold.text) and words_only(gold.text) == words_only(answer.text)):
         return True
     in_prose = bool(statement.prose) or not statement.marked
-    words = answer.parts.words if statement.marked else part(answer.text[-_LAST_WORDS:]).words
+    words = answer.parts.words if statement.marked else separate_words(answer.text[-_LAST_WORDS:]).words
     if not agree(gold.parts.words, words, in_prose):
         return False
     if statement.marked and gold.parts.mathematics and gold.parts.mathematics == answer.parts.mathematics:
         return True
     if statement.marked and any(
-        _equal_mathematics(expected, found, gold_text, text, True)
+        _equal_mathematics(expected, parsed, gold_text, text, True)
         for gold_text, expected in gold.readings
-        for text, found in answer.readings
+        for text, parsed in answer.readings
     ):
         return True
     if not in_prose:
         return False
     prose = in_ascii(statement.prose or statement.text)
-    found = _parse_last(prose)
-    return any(_equal_mathematics(expected, found, text, prose, False) for text, expected in gold.readings)
+    parsed = _parse_last(prose)
+    return any(_equal_mathematics(expected, parsed, text, prose, False) for text, expected in gold.readings)
 
 
-def _equal_mathematics(expected: Any, found: Any, gold: str, text: str, marked: bool) -> bool:
-    """Compare with math-verify, and by our own rules where it is blind: bases, kinds of brackets, small numbers.
+def _equal_mathematics(expected: Any, actual: Any, gold: str, text: str, marked: bool) -> bool:
+    """Compare with math-verify, and by our own rules for what it ignores: bases, kinds of brackets, small numbers.
 
     Args:
-        expected, found: the gold and the stated answer as parsed by math-verify.
-        gold, text: the texts that they were parsed from.
+        expected, actual: the gold and the stated answer as parsed by math-verify.
+        gold, text: the texts that `expected` and `actual` were parsed from.
         marked: whether all of `text` is the answer.
     """
     from math_verify import verify
 
-    if not found or (_contradicts_itself(text, found[0]) and not _contradicts_itself(gold, expected[0])):
+    if not actual or (_contradicts_itself(text, actual[0]) and not _contradicts_itself(gold, expected[0])):
         return False
     if marked:
         for property_of in (_base, _brackets):
             both = property_of(gold), property_of(text)
             if None not in both and both[0] != both[1]:
                 return False
-    if not verify(expected, found, timeout_seconds=None, raise_on_error=False):
+    if not verify(expected, actual, timeout_seconds=None, raise_on_error=False):
         return False
-    return _near(expected[0], found[0])
+    return _nearly_equal(expected[0], actual[0])
 
 
 def _base(text: str) -> str | None:
     """Return the base of a numeral such as 102_3 or 102_{3}; None without a base."""
-    found = _BASE.findall(text)
-    return found[-1] if found else None
+    bases = _BASE.findall(text)
+    return bases[-1] if bases else None
 
 
 def _brackets(text: str) -> str | None:
@@ -241,16 +248,16 @@ def _contradicts_itself(text: str, expression: Any) -> bool:
     if not isinstance(expression, sympy.Basic) or _NO_EQUATION.search(text):
         return False
     parts = sympy.preorder_traversal(expression)
-    return any(isinstance(part, sympy.Equality) and not _near(part.lhs, part.rhs) for part in parts)
+    return any(isinstance(part, sympy.Equality) and not _nearly_equal(part.lhs, part.rhs) for part in parts)
 
 
-def _near(expected: Any, found: Any) -> bool:
+def _nearly_equal(expected: Any, actual: Any) -> bool:
     """Return whether two numbers are equal up to a relative difference of 1e-4; True for anything but numbers."""
     import sympy
 
-    if not all(isinstance(side, sympy.Expr) and side.is_number and side.is_comparable for side in (expected, found)):
+    if not all(isinstance(side, sympy.Expr) and side.is_number and side.is_comparable for side in (expected, actual)):
         return True
-    difference, size = sympy.N(expected - found), sympy.N(abs(expected))
+    difference, size = sympy.N(expected - actual), sympy.N(abs(expected))
     return bool(difference == 0 or abs(difference) <= 1e-4 * size)
 
 
@@ -264,9 +271,9 @@ def _parse(expression: str) -> Any:
     return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
-@lru_cache(maxsize=1)  # `_form` parses the text that `_equal` has just parsed
+@lru_cache(maxsize=1)  # `_canonical_form` parses the text that `_equal` has just parsed
 def _parse_last(prose: str) -> Any:
-    """Parse the expression that math-verify takes as the answer of a text, usually the last one."""
+    """Parse the expression that math-verify takes as a text's answer, usually the text's last expression."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -275,8 +282,8 @@ def _parse_last(prose: str) -> Any:
 
 
 @contextmanager
-def _limited(cpu_s: float) -> Iterator[None]:
-    """Raise `TooCostlyError` in the `with` block after `cpu_s` seconds of processor time, user and system together.
+def _time_limit(cpu_s: float) -> Iterator[None]:
+    """Limit the `with` block to `cpu_s` seconds of processor time (user and system); then raise `TooCostlyError`.
 
     Raises:
         RuntimeError: called outside of the main thread, where no signals arrive.
@@ -286,11 +293,11 @@ def _limited(cpu_s: float) -> Iterator[None]:
 
     watching = True
 
-    def over(number: int, frame: Any) -> None:
+    def raise_too_costly(number: int, frame: Any) -> None:
         if watching:  # otherwise the signal came while the timer was being stopped
             raise TooCostlyError(f"more than {cpu_s:g} s of processor time")
 
-    previous_handler = signal.signal(signal.SIGPROF, over)
+    previous_handler = signal.signal(signal.SIGPROF, raise_too_costly)
     # Repeat the signal every 0.1 s: code that catches everything may swallow the first exception.
     signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.1)
     try:

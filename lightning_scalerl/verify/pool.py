@@ -26,18 +26,19 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Charge, Grader, Outcome, Sample
-from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
+from lightning_scalerl.sandbox.launch import SCRATCH, remove_leftovers
 from sweeps.process import ended_with, kill_group, start_worker
 from sweeps.run.activity import activity
 
 # Start timeout of a worker: imports of a reward function may be slow on a busy machine.
 START_S = 120.0
-# Prefetch limits of a worker: expected wait of the last job, number of jobs, and bytes that fit into a pipe unread.
-_AHEAD_S, _MOST_AHEAD, _AHEAD_BYTES = 0.01, 8, 32768
+# Limits on the jobs that a worker gets in advance: expected wait of the last job in seconds, number of jobs, and bytes
+# that fit into a pipe unread.
+_PREFETCH_S, _MAX_PREFETCHED, _PREFETCH_BYTES = 0.01, 8, 32768
 # Weight of the latest completion in the moving average of grading times.
-_LATEST = 0.1
-# A completion that takes longer than this loses the jobs behind it to other workers.
-_LONG_S = 0.1
+_LATEST_WEIGHT = 0.1
+# When a completion takes longer than this many seconds, its worker's prefetched jobs move to other workers.
+_REASSIGN_S = 0.1
 
 
 @dataclass
@@ -63,11 +64,11 @@ class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
     scratch: str  # part of the names of its sandboxes' folders, to find and delete them
-    deadline: float  # of its start, or of the job that it is grading
+    deadline: float  # monotonic time at which its start, or the job that it is grading, times out
     ready: bool = False
     jobs: deque[_Job] = field(default_factory=deque)  # the first one is being graded, the others are prefetched
-    reassigned: deque[_Job] = field(default_factory=deque)  # prefetched, then given to other workers: ignore answers
-    job_start: float = 0.0  # when it began its current job
+    reassigned: deque[_Job] = field(default_factory=deque)  # prefetched, then moved to other workers: ignore answers
+    job_start: float = 0.0  # monotonic time at which it began its current job
 
 
 @dataclass
@@ -75,7 +76,7 @@ class _Shared:
     """State shared by callers and the pool's thread, protected by one lock."""
 
     queue: deque[_Job] = field(default_factory=deque)
-    done: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # tickets whose outcome was not fetched yet
     awaited: set[int] = field(default_factory=set)  # tickets on which a caller is blocked
     error: ConfigurationError | None = None
@@ -89,7 +90,7 @@ class VerifierPool:
     Args:
         grader: the grader; it is pickled by value (cloudpickle) for each worker, including functions of a script.
         workers: number of processes.
-        timeout_s: wall-clock timeout of one attempt, per completion. A grader may declare more for a completion
+        timeout_s: wall-clock timeout of one attempt, per completion. A grader may ask for more time for a completion
             (`needs_s`).
         retries: number of further attempts after an error.
         memory_gib: limit on a worker's data segment in GiB; None for no limit.
@@ -118,7 +119,7 @@ class VerifierPool:
         self._needs_s = getattr(grader, "needs_s", lambda sample: 0.0)
         # A killed process cannot report in which function it was, so errors name all candidates.
         functions = getattr(grader, "functions", ())
-        self._named = f" (in reward function {' or '.join(functions)})" if functions else ""
+        self._function_hint = f" (in reward function {' or '.join(functions)})" if functions else ""
         self._shared = _Shared()
         self._changed = threading.Condition()
         self._next = 0
@@ -129,7 +130,7 @@ class VerifierPool:
         self._readable.register(self._wake_r, select.POLLIN)
         self._workers: list[_Worker] = []
         self._count = workers
-        self._mean_s = _AHEAD_S  # so high that nothing is prefetched until grading proves to be quick
+        self._mean_s = _PREFETCH_S  # so high that nothing is prefetched until grading proves to be quick
         self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
         self._thread.start()
 
@@ -160,13 +161,13 @@ class VerifierPool:
                 raise KeyError(f"ticket {ticket} is not waited for")
             shared = self._shared
             shared.awaited.add(ticket)
-            self._changed.wait_for(lambda: ticket in shared.done or shared.error is not None or shared.closing)
+            self._changed.wait_for(lambda: ticket in shared.outcomes or shared.error is not None or shared.closing)
             shared.awaited.discard(ticket)
-            self._raise()
-            if ticket not in shared.done:
+            self._raise_error()
+            if ticket not in shared.outcomes:
                 raise RuntimeError("the pool of verifiers is closed")
             self._shared.waiting.discard(ticket)
-            return self._shared.done.pop(ticket)
+            return self._shared.outcomes.pop(ticket)
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
         """Return (ticket, outcome) for all outcomes that were not fetched yet, without blocking.
@@ -175,20 +176,20 @@ class VerifierPool:
             ConfigurationError: no worker can load the grader.
         """
         with self._changed:
-            self._raise()
-            fetched = list(self._shared.done.items())
-            self._shared.done.clear()
+            self._raise_error()
+            fetched = list(self._shared.outcomes.items())
+            self._shared.outcomes.clear()
             self._shared.waiting.difference_update(ticket for ticket, _ in fetched)
             return fetched
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Drop these tickets. Completions that a worker already has are still graded, without any effect."""
+        """Drop these tickets. Completions that a worker already has are still graded; their outcomes are dropped."""
         dropped = set(tickets)
         with self._changed:
             self._shared.queue = deque(job for job in self._shared.queue if not dropped.issuperset(job.tickets))
             self._shared.waiting -= dropped
             for ticket in dropped:
-                self._shared.done.pop(ticket, None)
+                self._shared.outcomes.pop(ticket, None)
 
     def close(self) -> None:
         """End all workers, even while they are grading."""
@@ -198,7 +199,7 @@ class VerifierPool:
             self._changed.notify_all()
         self._thread.join()
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self._shared.error is not None:
             raise self._shared.error
 
@@ -228,27 +229,27 @@ class VerifierPool:
     def _start_worker(self) -> _Worker:
         """Start a worker process; it has `START_S` seconds to load the grader."""
         scratch = secrets.token_hex(8)
-        process, ours = start_worker(
+        process, connection = start_worker(
             "lightning_scalerl.verify.worker", self._pickled, self._memory_gib, {SCRATCH: scratch}
         )
-        self._readable.register(ours, select.POLLIN)
-        return _Worker(process=process, connection=ours, scratch=scratch, deadline=time.monotonic() + START_S)
+        self._readable.register(connection, select.POLLIN)
+        return _Worker(process=process, connection=connection, scratch=scratch, deadline=time.monotonic() + START_S)
 
     def _assign(self) -> None:
-        """Send one job to each worker, then a second one to each, and so on, to keep them equally busy."""
-        ahead = int(min(_MOST_AHEAD, max(1.0, _AHEAD_S / max(self._mean_s, 1e-6))))
-        for held in range(ahead):
+        """Send one job to every worker, then a second job to every worker, and so on, to keep them equally busy."""
+        prefetched = int(min(_MAX_PREFETCHED, max(1.0, _PREFETCH_S / max(self._mean_s, 1e-6))))
+        for job_count in range(prefetched):
             for worker in self._workers:
-                free = worker.ready and not worker.reassigned and len(worker.jobs) == held
-                if free and sum(len(job.message) for job in worker.jobs) < _AHEAD_BYTES:
+                free = worker.ready and not worker.reassigned and len(worker.jobs) == job_count
+                if free and sum(len(job.message) for job in worker.jobs) < _PREFETCH_BYTES:
                     with self._changed:
                         queue = self._shared.queue
                         # A large message would block in the pipe until the busy worker reads it.
-                        if not queue or (held and len(queue[0].message) > _AHEAD_BYTES):
+                        if not queue or (job_count and len(queue[0].message) > _PREFETCH_BYTES):
                             return
                         job = queue.popleft()
                     worker.jobs.append(job)
-                    if not held:
+                    if not job_count:
                         self._start_timeout(worker)
                     # A dead worker is detected in `_listen`, by its closed pipe.
                     with suppress(OSError):
@@ -267,10 +268,10 @@ class VerifierPool:
     def _listen(self) -> None:
         """Wait for messages of workers until the next timeout, and handle them."""
         busy = [worker.deadline for worker in self._workers if worker.jobs or worker.reassigned or not worker.ready]
-        busy += [worker.job_start + _LONG_S for worker in self._workers if len(worker.jobs) > 1]
+        busy += [worker.job_start + _REASSIGN_S for worker in self._workers if len(worker.jobs) > 1]
         timeout_s = max(0.0, min(busy) - time.monotonic()) if busy else None
         readable = self._readable_descriptors(timeout_s)
-        for _ in range(_MOST_AHEAD):
+        for _ in range(_MAX_PREFETCHED):
             if self._wake_r.fileno() in readable:
                 with self._changed:
                     self._wake_r.recv_bytes()
@@ -299,20 +300,20 @@ class VerifierPool:
             self._handle(worker, message)
 
     def _handle(self, worker: _Worker, message: Any) -> None:
-        """Handle a message.
+        """Handle a message of a worker.
 
-        The first one is None if the worker is ready, or the error that prevented it from loading the grader. Each later
-        one is an outcome, or the list of a group's outcomes.
+        The first message is None if the worker is ready, or the error that prevented it from loading the grader. Later
+        messages are an outcome or the list of a group's outcomes.
         """
         if not worker.ready:
             worker.ready = True
             if message is not None:
                 self._fail(f"task: the verifier cannot be loaded in a process of its own: {message}")
             return
-        # A worker answers in order: reassigned jobs come after the one that it kept.
+        # A worker answers in order: answers to reassigned jobs come after the answer to its current job.
         if worker.jobs:
             outcomes = message if isinstance(message, list) else [message]
-            self._mean_s += _LATEST * (sum(outcome.seconds for outcome in outcomes) - self._mean_s)
+            self._mean_s += _LATEST_WEIGHT * (sum(outcome.seconds for outcome in outcomes) - self._mean_s)
             self._record(worker.jobs.popleft(), outcomes)
             if worker.jobs:
                 self._start_timeout(worker)
@@ -325,7 +326,7 @@ class VerifierPool:
         """Reassign jobs that wait behind a slow one, and replace workers that have exceeded their timeout."""
         now = time.monotonic()
         for number, worker in enumerate(self._workers):
-            if len(worker.jobs) > 1 and now >= worker.job_start + _LONG_S:
+            if len(worker.jobs) > 1 and now >= worker.job_start + _REASSIGN_S:
                 waiting_jobs = [worker.jobs.pop() for _ in range(len(worker.jobs) - 1)]
                 worker.reassigned.extendleft(waiting_jobs)
                 with self._changed:
@@ -335,12 +336,12 @@ class VerifierPool:
             elif not worker.ready and now >= worker.deadline:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
-    def _replace(self, number: int, why: str, died: bool = False) -> None:
+    def _replace(self, number: int, reason: str, died: bool = False) -> None:
         """Kill a worker and start another. Its current job ends in an error; its prefetched jobs are queued again."""
         worker = self._workers[number]
         if died:
             with suppress(subprocess.TimeoutExpired):
-                why += f" ({ended_with(worker.process.wait(1.0))})"
+                reason += f" ({ended_with(worker.process.wait(1.0))})"
         self._readable.unregister(worker.connection)  # before it is closed: its number may be reused by another file
         status = _kill(worker)
         if not worker.ready:
@@ -349,10 +350,12 @@ class VerifierPool:
         self._workers[number] = self._start_worker()
         if worker.jobs:
             job = worker.jobs.popleft()
-            lost = Outcome(
-                "error", why=why + self._named, seconds=(time.monotonic() - worker.job_start) / len(job.tickets)
+            error_outcome = Outcome(
+                "error",
+                why=reason + self._function_hint,
+                seconds=(time.monotonic() - worker.job_start) / len(job.tickets),
             )
-            self._record(job, [lost] * len(job.tickets))
+            self._record(job, [error_outcome] * len(job.tickets))
         with self._changed:
             # extendleft reverses the order, so that the oldest job is first again.
             self._shared.queue.extendleft(reversed(worker.jobs))
@@ -374,15 +377,15 @@ class VerifierPool:
                 if ticket in self._shared.waiting:
                     seconds = earlier_s + outcome.seconds
                     charges = job.charges.get(ticket, ()) + outcome.charges
-                    self._shared.done[ticket] = replace(
+                    self._shared.outcomes[ticket] = replace(
                         outcome, seconds=seconds, attempts=job.attempts, charges=charges
                     )
             if self._shared.awaited.intersection(job.tickets):
                 self._changed.notify_all()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         with self._changed:
-            self._shared.error = self._shared.error or ConfigurationError(" ".join(why.split()))
+            self._shared.error = self._shared.error or ConfigurationError(" ".join(reason.split()))
             self._shared.closing = True
             self._changed.notify_all()
 
@@ -392,5 +395,5 @@ def _kill(worker: _Worker) -> int:
     kill_group(worker.process.pid)
     worker.connection.close()
     status = worker.process.wait()
-    remove_left(worker.scratch)
+    remove_leftovers(worker.scratch)
     return status

@@ -89,7 +89,7 @@ class Programs:
     Args:
         wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`. For a program that reads and prints
             they apply to each case, as in LiveCodeBench's own harness.
-        total_s: limit in wall-clock seconds on all cases of such a program together.
+        total_s: limit in wall-clock seconds on all cases together of a program that reads and prints.
         mode: isolation to use: auto, bubblewrap, landlock or none (`check_protections`).
         unprotected: whether to run programs even if this machine cannot isolate them.
     """
@@ -149,11 +149,11 @@ class Programs:
         code = program_of(sample.answer)
         if not code.strip():
             return Grade(0.0, extra={"tests": "no program"})
-        result = self._judged(code, sample.prompt.answer)
+        result = self._judge_program(code, sample.prompt.answer)
         return Grade(float(result.passed), extra={"tests": result.reason})
 
-    def _judged(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
-        """Judge a program by the kind of test in the answer."""
+    def _judge_program(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
+        """Run a program against the tests in the answer, of whichever form they are."""
         if "cases" in answer:
             cases = [(str(text), str(expected)) for text, expected in answer["cases"]]
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
@@ -163,7 +163,7 @@ class Programs:
             program = _join_sources(_IMPORTS, code)
         else:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
-            program = _completed(prelude, code, entry_point)
+            program = _with_prelude(prelude, code, entry_point)
         return judge(
             program,
             tests,
@@ -199,7 +199,7 @@ class Programs:
 def program_of(text: str) -> str:
     """Return a completion's last code block in Python or without a language, or the whole completion without one."""
     text = text.replace("\r\n", "\n")
-    blocks = [found for found in _BLOCK.finditer(text) if found["language"].lower() in ("", "python", "python3", "py")]
+    blocks = [match for match in _BLOCK.finditer(text) if match["language"].lower() in ("", "python", "python3", "py")]
     if not blocks:
         return text
     # A block in a Markdown list is indented like its fence. Remove only that much: the code has its own indentation.
@@ -208,7 +208,7 @@ def program_of(text: str) -> str:
     return "".join(line.removeprefix(indent) for line in str(blocks[-1]["code"]).splitlines(keepends=True))
 
 
-def _completed(prelude: str, code: str, entry_point: str | None) -> str:
+def _with_prelude(prelude: str, code: str, entry_point: str | None) -> str:
     """Join a program with the task's prelude: the beginning of a function to complete, or imports.
 
     An indented body continues where the prelude ends. Other code, such as a complete new definition of the function, is

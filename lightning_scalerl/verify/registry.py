@@ -1,4 +1,4 @@
-"""Lookup of verifiers by name, and their combination, with the user's own functions, into a weighted sum."""
+"""Builds graders from their configuration, by name or from a user's function, and combines them in a weighted sum."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, Tr
 class NamedGrader(Protocol):
     """Grader that is chosen by its name.
 
-    Most have a method `known(answer)`, which returns a right and a wrong completion, or None for one that it cannot
-    construct.
+    Most graders also have a method `known(answer)`, which returns (a right completion, a wrong completion) for testing
+    the grader; None stands for a completion that it cannot construct.
     """
 
     def grade(self, sample: Sample) -> Grade:
@@ -44,27 +44,27 @@ QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 Reward = Mapping[str, Any] | str | Callable[..., Any]
 
 
-def build_weighted(field: str, given: Reward) -> Weighted:
+def build_weighted(field: str, reward: Reward) -> Weighted:
     """Build a weighted grader from its configuration.
 
     Args:
         field: configuration key, for errors.
-        given: a verifier's name, the location of a function (`file.py:function`, `module:function`) or a function; or a
-            mapping with one of these as `use`, and optionally `weight`, `name` (for its recorded values) and settings
+        reward: a verifier's name, the location of a function (`file.py:function`, `module:function`) or a function; or
+            a mapping with one of these as `use`, and optionally `weight`, `name` (for its recorded values) and settings
             of the verifier.
 
     Raises:
         ConfigurationError: there is no such verifier or setting.
     """
-    if not isinstance(given, str | Mapping) and not callable(given):
-        raise ConfigurationError(f"{field}: {given!r} must be a name, a place, a function, or a mapping with `use`")
-    settings = dict(given) if isinstance(given, Mapping) else {"use": given}
+    if not isinstance(reward, str | Mapping) and not callable(reward):
+        raise ConfigurationError(f"{field}: {reward!r} must be a name, a place, a function, or a mapping with `use`")
+    settings = dict(reward) if isinstance(reward, Mapping) else {"use": reward}
     use = settings.pop("use", None)
     weight = settings.pop("weight", 1.0)
     custom_name = settings.pop("name", None)
     if not isinstance(use, str) and not callable(use):
         raise ConfigurationError(
-            f"{field}: {given!r} names no verifier; give {', '.join(VERIFIERS)} or file.py:function"
+            f"{field}: {reward!r} names no verifier; give {', '.join(VERIFIERS)} or file.py:function"
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigurationError(f"{field}.weight: {weight!r} must be a number")
@@ -87,43 +87,43 @@ def build_weighted(field: str, given: Reward) -> Weighted:
     return Weighted(str(custom_name or source.function), grader, float(weight))
 
 
-def listed(given: Any) -> list[Any]:
-    """Return rewards as a list; a single reward need not be one."""
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+def as_list(rewards: Any) -> list[Any]:
+    """Return rewards as a list; a single reward becomes a list of one."""
+    return list(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
 
 
-def reward_sum(field: str, given: Sequence[Reward] | Reward) -> RewardSum:
+def reward_sum(field: str, rewards: Sequence[Reward] | Reward) -> RewardSum:
     """Build the weighted sum of one or more rewards.
 
     Raises:
         ConfigurationError: see `build_weighted`; or two rewards have the same name.
     """
-    entries = listed(given)
+    entries = as_list(rewards)
     if not entries:
         raise ConfigurationError(f"{field}: give at least one of {', '.join(VERIFIERS)}, or file.py:function")
-    rewards = tuple(build_weighted(field, entry) for entry in entries)
-    names = [reward.name for reward in rewards]
+    weighted = tuple(build_weighted(field, entry) for entry in entries)
+    names = [reward.name for reward in weighted]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ConfigurationError(f"{field}: two are called {duplicates[0]!r}; give one of them a name of its own")
-    return RewardSum(rewards)
+    return RewardSum(weighted)
 
 
-def content(given: Any, digest: Any) -> Any:
+def content(rewards: Any, digest: Any) -> Any:
     """Return the rewards' entry in a run's identity: files by their digest, independent of their path.
 
     Args:
-        given: the rewards as in the configuration.
-        digest: path of a file -> digest of its content.
+        rewards: the rewards as in the configuration.
+        digest: function from the path of a file to the digest of its content.
     """
-    if isinstance(given, list | tuple):
-        return [content(reward, digest) for reward in given]
-    if callable(given):
-        return {"source": Given("task.rewards", given).digest()}
-    if isinstance(given, Mapping):
-        given = judge_identity(given) if given.get("use") == "judge" else given
-        return {key: content(value, digest) if key == "use" else value for key, value in given.items()}
-    if isinstance(given, str) and given not in VERIFIERS:
-        place, _, function = given.rpartition(":")
-        return {"file": digest(place), "function": function} if place.endswith(".py") else given
-    return given
+    if isinstance(rewards, list | tuple):
+        return [content(reward, digest) for reward in rewards]
+    if callable(rewards):
+        return {"source": Given("task.rewards", rewards).digest()}
+    if isinstance(rewards, Mapping):
+        rewards = judge_identity(rewards) if rewards.get("use") == "judge" else rewards
+        return {key: content(value, digest) if key == "use" else value for key, value in rewards.items()}
+    if isinstance(rewards, str) and rewards not in VERIFIERS:
+        path, _, function = rewards.rpartition(":")
+        return {"file": digest(path), "function": function} if path.endswith(".py") else rewards
+    return rewards

@@ -23,11 +23,11 @@ from lightning_scalerl.verify.judge_client import JudgeError
 
 Form = Literal["trl", "verl", "sample", "answer"]
 
-# Arguments of TRL's form beside the row's columns, and columns that are not passed.
-_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# Arguments of TRL's form in addition to the row's columns, and columns that are not passed.
+_TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _NOT_PASSED = ("prompt", "completion")
 # Parameters without a default that need no argument: *args and **kwargs.
-_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def form_of(field: str, function: Callable[..., Any]) -> Form:
@@ -56,7 +56,7 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
 
 @dataclass(frozen=True)
 class FunctionGrader:
-    """Grader that calls a user's function. Each process loads it, and refuses it if its file has changed.
+    """Grader that calls a user's function. Each process loads the function, and refuses it if its file has changed.
 
     Attributes:
         field: configuration key, for errors.
@@ -74,11 +74,11 @@ class FunctionGrader:
 
     @property
     def takes_answer(self) -> bool:
-        """True if the function is called with the row's answer, in the forms that have an argument for it."""
+        """Whether the function's form has an argument for the row's answer."""
         return self._form in ("verl", "answer")
 
     def missing(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the arguments that the function must be given and a row cannot give it, in TRL's form."""
+        """Return the names of required arguments that a row has no column for; empty except in TRL's form."""
         return [name for name in self._columns if name in _NOT_PASSED or name not in row]
 
     def needs_group(self, prompt: Prompt) -> bool:
@@ -88,7 +88,7 @@ class FunctionGrader:
     def grade(self, sample: Sample) -> Grade:
         """Grade by calling the function with the arguments of its form."""
         try:
-            return _CALLS[self._form](self._function, sample)
+            return _CALL_BY_FORM[self._form](self._function, sample)
         except Exception as error:
             raise in_function(error, self.source.function) from error.__cause__
 
@@ -115,8 +115,12 @@ class FunctionGrader:
     def _columns(self) -> list[str]:
         """Columns that a call in TRL's form must pass: parameters without a default."""
         parameters = inspect.signature(self._function).parameters.values() if self._form == "trl" else ()
-        required = [each for each in parameters if each.default is each.empty and each.kind not in _COLLECTS]
-        return [parameter.name for parameter in required if parameter.name not in _OF_TRL]
+        required = [
+            parameter
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+        ]
+        return [parameter.name for parameter in required if parameter.name not in _TRL_ARGUMENTS]
 
     def check(self) -> None:
         """Load the function in this process, so that errors in it are reported before anything starts.
@@ -136,15 +140,16 @@ class FunctionGrader:
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the loaded function out of the pickle: the other process loads it again."""
+        """Leave the loaded function out of the pickle, because the other process loads it again."""
         return {"field": self.field, "source": self.source, "digest": self.digest}
 
 
 def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Grade | Exception]:
     """Call a function in TRL's form with all completions of one prompt; returns one grade per completion, in order.
 
-    All arguments are keywords. Every column of the row but `prompt` is passed as a list, one entry per completion. In a
-    conversation, a prompt is a list of messages, and a completion is a list of one message by the assistant.
+    All arguments are keywords. Every column of the row except `prompt` and `completion` is passed as a list, one entry
+    per completion. In a conversation, a prompt is a list of messages, and a completion is a list of one message by the
+    assistant.
     """
     prompt, count = samples[0].prompt, len(samples)
     conversational = bool(prompt.messages)
@@ -165,12 +170,12 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
     ]
     tokens = [list(sample.tokens) for sample in samples]
     state = SimpleNamespace(global_step=max(sample.step for sample in samples))
-    given = (texts, completions, tokens, state, log_extra, log_metric)
-    arguments: dict[str, Any] = dict(zip(_OF_TRL, given, strict=True))
+    values = (texts, completions, tokens, state, log_extra, log_metric)
+    arguments: dict[str, Any] = dict(zip(_TRL_ARGUMENTS, values, strict=True))
     arguments |= {
-        name: [value] * count for name, value in prompt.columns.items() if name not in (*_NOT_PASSED, *_OF_TRL)
+        name: [value] * count for name, value in prompt.columns.items() if name not in (*_NOT_PASSED, *_TRL_ARGUMENTS)
     }
-    rewards = _called(function, arguments)
+    rewards = _call(function, arguments)
     # `__len__` admits arrays and tensors of any library.
     if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
         raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
@@ -194,7 +199,7 @@ def one_by_one(grader: Grader, samples: Sequence[Sample]) -> list[Grade | Except
     return grades
 
 
-def together(grader: Grader, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
+def grade_together(grader: Grader, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
     """Grade the completions of a group by one call if the grader needs that, else one by one."""
     if not needs_group(grader, samples[0].prompt):
         return one_by_one(grader, samples)
@@ -219,7 +224,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
         "ground_truth": model.get("ground_truth", sample.prompt.answer),
         "extra_info": columns.get("extra_info"),
     }
-    result = _called(function, arguments)
+    result = _call(function, arguments)
     if not isinstance(result, Mapping):
         return Grade(result)
     numbers = {str(name): float(value) for name, value in result.items() if isinstance(value, bool | int | float)}
@@ -232,24 +237,24 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
 
 
 def _call_sample(function: Callable[..., Any], sample: Sample) -> Grade:
-    result = _awaited(function(sample))
+    result = _await_result(function(sample))
     return result if isinstance(result, Grade) else Grade(result)
 
 
 def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
-    return Grade(_awaited(function(sample.completion, sample.prompt.answer)))
+    return Grade(_await_result(function(sample.completion, sample.prompt.answer)))
 
 
-def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a function with the arguments that its signature accepts, and return its awaited result."""
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        wanted = {parameter.name for parameter in parameters}
-        arguments = {name: value for name, value in arguments.items() if name in wanted}
-    return _awaited(function(**arguments))
+        accepted = {parameter.name for parameter in parameters}
+        arguments = {name: value for name, value in arguments.items() if name in accepted}
+    return _await_result(function(**arguments))
 
 
-def _awaited(value: Any) -> Any:
+def _await_result(value: Any) -> Any:
     """Run a coroutine in a new event loop and return its result; other values are returned unchanged."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
@@ -260,7 +265,7 @@ def _call_trl_once(function: Callable[..., Any], sample: Sample) -> Grade:
     return grade
 
 
-_CALLS: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
+_CALL_BY_FORM: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
     "trl": _call_trl_once,
     "verl": _call_verl,
     "sample": _call_sample,
@@ -307,7 +312,7 @@ class RewardSum:
                 reward.grader.prepare()
 
     def ready(self) -> Sequence[str]:
-        """Try all graders that are services once; returns one line per service."""
+        """Test all graders that are services with one request each; return one line per service."""
         return [line for reward in self.rewards for line in ready(reward.grader)]
 
     @property
@@ -331,40 +336,44 @@ class RewardSum:
 
     def grade(self, sample: Sample) -> Grade:
         """Grade with every reward, and add up the weighted terms."""
-        return self._summed([reward.grader.grade(sample) for reward in self.rewards])
+        return self._weighted_sum([reward.grader.grade(sample) for reward in self.rewards])
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
         """Grade the completions of a group with every reward, and add up the weighted terms per completion."""
-        rows = zip(*(together(reward.grader, samples) for reward in self.rewards), strict=True)
-        return [self._summed_or_error(row) for row in rows]
+        rows = zip(*(grade_together(reward.grader, samples) for reward in self.rewards), strict=True)
+        return [self._weighted_sum_or_error(row) for row in rows]
 
-    def _summed_or_error(self, row: Sequence[Grade | Exception]) -> Grade | Exception:
+    def _weighted_sum_or_error(self, row: Sequence[Grade | Exception]) -> Grade | Exception:
         grades = [grade for grade in row if isinstance(grade, Grade)]
         if len(grades) < len(row):
             error = next(error for error in row if isinstance(error, Exception))
             charges = tuple(charge for entry in row for charge in charges_of(entry))
-            return error if charges == charges_of(error) else JudgeError.of(error, charges)
+            return error if charges == charges_of(error) else JudgeError.wrap(error, charges)
         try:
-            return self._summed(grades)
+            return self._weighted_sum(grades)
         except Exception as error:  # a reward is not a finite number
             return error
 
-    def _summed(self, by_reward: Sequence[Grade]) -> Grade:
+    def _weighted_sum(self, by_reward: Sequence[Grade]) -> Grade:
         grades = list(zip(self.rewards, by_reward, strict=True))
-        numbers = {one.name: _number(one.name, grade.reward) for one, grade in grades if grade.reward is not None}
+        numbers = {
+            reward.name: _number(reward.name, grade.reward) for reward, grade in grades if grade.reward is not None
+        }
         parts: dict[str, float] = {}
-        for one, grade in grades:
+        for reward, grade in grades:
             parts |= dict(grade.parts)
-            if one.name in numbers and len(grades) > 1:
-                parts[one.name] = numbers[one.name]
-        terms = {one.name: one.weight * numbers[one.name] for one in self.rewards if one.name in numbers}
+            if reward.name in numbers and len(grades) > 1:
+                parts[reward.name] = numbers[reward.name]
+        terms = {reward.name: reward.weight * numbers[reward.name] for reward in self.rewards if reward.name in numbers}
         extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
         charges = tuple(charge for _, grade in grades for charge in grade.charges)
         if not terms:
             return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra, charges=charges)
-        first = next(grade for _, grade in grades if grade.reward is not None)
-        assert first.reward is not None
-        correct = float(first.reward) >= 1.0 if first.correct is None else first.correct
-        reward = sum(terms.values())
+        deciding = next(grade for _, grade in grades if grade.reward is not None)
+        assert deciding.reward is not None
+        correct = float(deciding.reward) >= 1.0 if deciding.correct is None else deciding.correct
+        total = sum(terms.values())
         weighted = terms if len(grades) > 1 else {}
-        return Grade(reward, parts, correct=correct, extra=extra, terms=weighted, answer=first.answer, charges=charges)
+        return Grade(
+            total, parts, correct=correct, extra=extra, terms=weighted, answer=deciding.answer, charges=charges
+        )

@@ -1,4 +1,4 @@
-"""Verifiers in front of others: an outcome that is settled already, as by an environment, needs no verifier."""
+"""Wrapper of verifiers that passes on outcomes that an environment has already decided (settled outcomes)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 
 
 class SettledFirst:
-    """Returns settled outcomes (`Sample.settled`), and passes other samples to the verifiers.
+    """Returns outcomes that are already settled (`Sample.settled`), and passes all other samples to verifiers.
 
     Args:
-        verifiers: grade the samples without an outcome.
+        verifiers: grade the samples without a settled outcome.
     """
 
     def __init__(self, verifiers: Verifiers) -> None:
         self._verifiers = verifiers
         self._settled: dict[int, Outcome] = {}
-        self._next = -1  # our tickets are below 0, the verifiers' are not
+        self._next = -1  # tickets of settled outcomes are below 0, those of the verifiers are not
 
     def submit(self, sample: Sample) -> int:
-        """Return a ticket for a sample's outcome."""
+        """Queue a sample for grading unless its outcome is settled; return its ticket."""
         if sample.settled is None:
             return self._verifiers.submit(sample)
         ticket = self._next
@@ -30,10 +30,10 @@ class SettledFirst:
         return ticket
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
-        """Return tickets for a group; its samples without an outcome are graded together."""
-        if not (open_ones := [sample for sample in samples if sample.settled is None]):
+        """Queue a group, whose samples without a settled outcome are graded together; return their tickets."""
+        if not (unsettled := [sample for sample in samples if sample.settled is None]):
             return [self.submit(sample) for sample in samples]
-        graded = iter(submit_bundle(self._verifiers, open_ones))
+        graded = iter(submit_bundle(self._verifiers, unsettled))
         return [next(graded) if sample.settled is None else self.submit(sample) for sample in samples]
 
     def wait(self, ticket: int) -> Outcome:

@@ -1,6 +1,6 @@
 """Normalisation of mathematics that can be written in several ways.
 
-`normal` is applied to the gold answer and the stated answer before they are compared. It changes the notation, never
+`normalise` is applied to the gold answer and the stated answer before they are compared. It changes the notation, never
 the meaning. Unicode becomes LaTeX. Style, spacing and thousands separators are removed. Upright constants and functions
 become plain ones, and periodic decimals become fractions. Words stay in `\\text{...}` (`words.py` compares them).
 """
@@ -88,13 +88,13 @@ _ANSWER_IS = re.compile(
 )
 
 
-def normal(text: str) -> str:
+def normalise(text: str) -> str:
     """Return an answer in normalised notation."""
     bare = in_ascii(text)
     bare = _DELIMITERS.sub(lambda match: match[1] or " ", bare)
-    bare = _SPACED.sub(_digits, bare)
-    bare = _BEFORE_DECIMALS.sub(_digits, _BARE_SPACED.sub(_digits, bare)).replace("\\!", "")
-    bare = _unwrapped(bare)
+    bare = _SPACED.sub(_remove_separators, bare)
+    bare = _BEFORE_DECIMALS.sub(_remove_separators, _BARE_SPACED.sub(_remove_separators, bare)).replace("\\!", "")
+    bare = _unwrap(bare)
     bare = _STYLE.sub(" ", bare)
     bare = _SPACE.sub(lambda match: match[1] or " ", bare).replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     bare = _without_outer_braces(" ".join(bare.split()))
@@ -102,10 +102,10 @@ def normal(text: str) -> str:
     bare = _PERIODIC.sub(_periodic, bare)
     bare = _HALF_BRACED.sub(r"\\frac{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
     bare = _ROOT.sub(r"\\sqrt{\1}", bare)
-    return _trimmed(bare)
+    return _trim(bare)
 
 
-def _digits(match: re.Match[str]) -> str:
+def _remove_separators(match: re.Match[str]) -> str:
     return re.sub(r"\D", "", match[0])
 
 
@@ -116,52 +116,52 @@ def comma_readings(text: str) -> tuple[str, ...]:
     another comma that is followed by a space. If both readings are the same text, it is returned once.
     """
     joined: list[str] = []
-    place = 0
+    position = 0
     for match in _COMMAED.finditer(text):
-        inside = _enclosing(text, match.start())
-        if inside is None or ", " in inside or not re.fullmatch(r"[\s\d.,+-]*", inside):
-            joined += [text[place : match.start()], match[0].replace(",", "")]
-            place = match.end()
+        enclosed = _enclosing(text, match.start())
+        if enclosed is None or ", " in enclosed or not re.fullmatch(r"[\s\d.,+-]*", enclosed):
+            joined += [text[position : match.start()], match[0].replace(",", "")]
+            position = match.end()
     separated = _COMMAED.sub(lambda match: match[0].replace(",", ", "), text)
-    return tuple(dict.fromkeys(("".join([*joined, text[place:]]), separated)))
+    return tuple(dict.fromkeys(("".join([*joined, text[position:]]), separated)))
 
 
-def _enclosing(text: str, place: int) -> str | None:
-    """Return the content of the brackets around a place; None outside of round, square and set brackets."""
+def _enclosing(text: str, position: int) -> str | None:
+    """Return the content of the round, square or set brackets around a position; None outside of brackets."""
     depth = 0
-    for start in range(place - 1, -1, -1):
+    for start in range(position - 1, -1, -1):
         if text[start] in ")]" or text[start - 1 : start + 1] == "\\}":
             depth += 1
         elif text[start] in "([" or text[start - 1 : start + 1] == "\\{":
             if depth == 0:
-                end = next((n for n in range(place, len(text)) if text[n] in ")]}"), len(text))
+                end = next((n for n in range(position, len(text)) if text[n] in ")]}"), len(text))
                 return text[start + 1 : end].rstrip("\\")
             depth -= 1
     return None
 
 
 def in_ascii(text: str) -> str:
-    """Return a text with mathematical Unicode characters replaced by LaTeX."""
+    """Replace mathematical Unicode characters by LaTeX."""
     bare = _RAISED.sub(lambda match: "^{" + "".join(_SUPERSCRIPT[character] for character in match[0]) + "}", text)
     bare = _LOWERED.sub(lambda match: "_{" + "".join(_SUBSCRIPT[character] for character in match[0]) + "}", bare)
     bare = _VULGARS.sub(lambda match: "\\frac{{{}}}{{{}}}".format(*_VULGAR[match[0]].split("/")), bare)
     bare = bare.translate(_CHARACTERS)
-    return _RADICAL.sub(lambda match: f"\\sqrt{'[3]' if match[1] == '∛' else ''}{{{_inside(match[2])}}}", bare)
+    return _RADICAL.sub(lambda match: f"\\sqrt{'[3]' if match[1] == '∛' else ''}{{{_strip_brackets(match[2])}}}", bare)
 
 
-def _inside(argument: str) -> str:
+def _strip_brackets(argument: str) -> str:
     return argument[1:-1] if argument[0] in "({" else argument
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap(text: str) -> str:
     """Remove style commands with arguments, make all text commands `\\text`, and unwrap mathematics in them."""
     closing = _closing_braces(text)
 
     def walk(start: int, end: int) -> str:
-        out: list[str] = []
-        at = start
-        while match := _COMMAND.search(text, at, end):
-            out.append(text[at : match.start()])
+        pieces: list[str] = []
+        position = start
+        while match := _COMMAND.search(text, position, end):
+            pieces.append(text[position : match.start()])
             name, argument = match[1], match.end()
             for _ in range(_WRAPPERS.get(name, 0)):
                 argument = closing.get(argument, end) + 1
@@ -169,18 +169,18 @@ def _unwrapped(text: str) -> str:
                     argument += 1
             last = closing.get(argument)
             if last is None or last >= end or text[argument] != "{":
-                out.append(match[0])
-                at = match.end()
+                pieces.append(match[0])
+                position = match.end()
                 continue
             content = text[argument + 1 : last]
-            out.append(
+            pieces.append(
                 f"{{{walk(argument + 1, last)}}}"
                 if name in _WRAPPERS
-                else _text(name, content, "".join(out).rstrip()[-1:])
+                else _text_argument(name, content, "".join(pieces).rstrip()[-1:])
             )
-            at = last + 1
-        out.append(text[at:end])
-        return "".join(out)
+            position = last + 1
+        pieces.append(text[position:end])
+        return "".join(pieces)
 
     return walk(0, len(text))
 
@@ -189,22 +189,22 @@ def _unwrapped(text: str) -> str:
 _LETTER_UNITS = frozenset("mgshdlLNJWVKCF")
 
 
-def _text(name: str, content: str, before: str) -> str:
-    """Return the argument of a text command as `\\text{...}`, or as mathematics if it is mathematics.
+def _text_argument(name: str, content: str, previous: str) -> str:
+    """Return the replacement of a text command: `\\text{...}`, or its bare argument if that is mathematics.
 
     Mathematics is a number, a constant, a function, or something such as (A).
 
     Args:
         name: the command.
-        content: its argument.
-        before: the character before the command.
+        content: the command's argument.
+        previous: the character before the command.
     """
     bare = content.strip()
     if bare in _FUNCTIONS:
         return f"\\{bare} "
     if name == "mathrm" and bare in ("e", "i", "d"):
         return f" {bare}"
-    is_unit = bare in _LETTER_UNITS and (before.isdigit() or before == "}")
+    is_unit = bare in _LETTER_UNITS and (previous.isdigit() or previous == "}")
     if is_unit or re.search(r"[A-Za-z]{2}|[A-Za-z]\.|\\", bare):
         return f"\\text{{{content}}}"
     return content
@@ -232,12 +232,12 @@ def _without_outer_braces(text: str) -> str:
 
 
 def _periodic(match: re.Match[str]) -> str:
-    """Return a match of `_PERIODIC`, such as 0.1\\overline{6}, as a fraction."""
-    whole, fixed, period = match[1] or "0", match[2], match[3] or match[4]
-    if len(whole) + len(fixed) + len(period) > 30:
+    """Convert a match of `_PERIODIC`, such as 0.1\\overline{6}, to a fraction."""
+    integer_part, decimals, period = match[1] or "0", match[2], match[3] or match[4]
+    if len(integer_part) + len(decimals) + len(period) > 30:
         return match[0]
-    shift = 10 ** len(fixed)
-    value = Fraction(int(whole + fixed), shift) + Fraction(int(period), shift * (10 ** len(period) - 1))
+    shift = 10 ** len(decimals)
+    value = Fraction(int(integer_part + decimals), shift) + Fraction(int(period), shift * (10 ** len(period) - 1))
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator != 1 else str(value.numerator)
 
 
@@ -245,15 +245,15 @@ def _periodic(match: re.Match[str]) -> str:
 _EMPHASIS = '*_`" '
 
 
-def _trimmed(text: str) -> str:
+def _trim(text: str) -> str:
     """Remove quotes, emphasis, final punctuation, a leading plus and brackets around a single number from an answer."""
     for _ in range(4):
-        before = text
+        previous = text
         text = re.sub(r"(?<!\\)\\$", "", text.strip())  # the backslash of an escaped space
         text = text.rstrip(f".,;:?{_EMPHASIS}").lstrip(_EMPHASIS)
         text = text[1:-1] if re.fullmatch(r"'[^']*'", text) else text
         bracketed = re.fullmatch(r"[(\[]\s*([+-]?[\d.]+)\s*[)\]]", text)
         text = bracketed[1] if bracketed else re.sub(r"^\+\s*(?=[\d.\\])", "", text)
-        if text == before:
+        if text == previous:
             break
     return text

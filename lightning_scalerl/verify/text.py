@@ -18,16 +18,16 @@ from lightning_scalerl.rollouts.grade import Grade, Sample
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 # Possessive quantifiers: without them a completion of many spaces takes quadratic time.
-_BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])(?=\s*+[).:}])")
+_BOXED_LETTER = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])(?=\s*+[).:}])")
 _LETTER = r"\b\s*+(?i:is\b)?[\s:*]*+\(?((?<=\()[a-z](?=\))|[A-Z](?![A-Za-z']))"
 # "answer" takes precedence over "option", because reasoning mentions the other options too.
-_SAID = re.compile(r"\b(?i:answer(?:\s++(?:choice|option))?)" + _LETTER)
-_NAMED = re.compile(r"\b(?i:choice|option)" + _LETTER)
-_IN_BRACKETS = re.compile(r"\(([A-Z])\)")
-# A letter on its own, but not I, which is mostly the pronoun, nor A before a word, where it is the article.
-_ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
+_ANSWER_LETTER = re.compile(r"\b(?i:answer(?:\s++(?:choice|option))?)" + _LETTER)
+_OPTION_LETTER = re.compile(r"\b(?i:choice|option)" + _LETTER)
+_BRACKETED_LETTER = re.compile(r"\(([A-Z])\)")
+# A single letter, except I, which is mostly the pronoun, and A before a word, where it is the article.
+_LONE_LETTER = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
 # Phrases that are followed by the answer, up to the end of the line.
-_FINAL = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
+_LEAD_IN = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
 # Number of characters at the end of a completion that are searched for its answer.
 _MAX_CHARACTERS = 20_000
 
@@ -41,23 +41,23 @@ def normalized(text: str) -> str:
 def final_answer(text: str) -> str:
     """Return a completion's answer: the line after the last "answer is" or "answer:", else its last line."""
     text = text[-_MAX_CHARACTERS:]
-    phrases = [found for found in _FINAL.finditer(text) if found[0].rstrip().lower().endswith((":", "is"))]
-    after = text[phrases[-1].end() :].strip() if phrases else ""
-    lines = [line.strip() for line in (after or text).splitlines() if line.strip()]
+    phrases = [match for match in _LEAD_IN.finditer(text) if match[0].rstrip().lower().endswith((":", "is"))]
+    rest_of_text = text[phrases[-1].end() :].strip() if phrases else ""
+    lines = [line.strip() for line in (rest_of_text or text).splitlines() if line.strip()]
     if not lines:
         return ""
-    return lines[0] if after else lines[-1]
+    return lines[0] if rest_of_text else lines[-1]
 
 
 def f1(prediction: str, gold: str) -> float:
     """Return the F1 score over the words of two texts, 0 to 1; 1 if both are empty."""
-    ours, theirs = normalized(prediction).split(), normalized(gold).split()
-    if not ours or not theirs:
-        return float(ours == theirs)
-    common = sum((Counter(ours) & Counter(theirs)).values())
+    predicted_words, gold_words = normalized(prediction).split(), normalized(gold).split()
+    if not predicted_words or not gold_words:
+        return float(predicted_words == gold_words)
+    common = sum((Counter(predicted_words) & Counter(gold_words)).values())
     if not common:
         return 0.0
-    precision, recall = common / len(ours), common / len(theirs)
+    precision, recall = common / len(predicted_words), common / len(gold_words)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -85,7 +85,7 @@ class QuestionAnswer:
     """Rewards 1 if the final answer, normalised, is one of the accepted answers; the best F1 is recorded as `f1`.
 
     Args:
-        partial: whether the reward is the best F1 (0 to 1) instead.
+        partial: whether to use the best F1 (0 to 1) as the reward instead.
     """
 
     partial: bool = False
@@ -115,7 +115,7 @@ class TruthfulAnswer:
         """Compare the final answer's best F1 with the true answers and with the false answers."""
         answer = final_answer(sample.answer)
         true = max((f1(answer, gold) for gold in sample.prompt.answer["true"]), default=0.0)
-        false = max((f1(answer, wrong) for wrong in sample.prompt.answer["false"]), default=0.0)
+        false = max((f1(answer, gold) for gold in sample.prompt.answer["false"]), default=0.0)
         return Grade(float(true > false), {"f1_true": true, "f1_false": false}, answer=normalized(answer))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
@@ -128,7 +128,7 @@ class TruthfulAnswer:
 class Choice:
     """Rewards 1 if the completion chooses the letter of the answer, else 0.
 
-    The letter is searched for in this order: boxed, after "answer is", after "option", in brackets, on its own.
+    The letter is searched for in this order: boxed, after "answer is", after "option", in brackets, as a single letter.
     """
 
     def grade(self, sample: Sample) -> Grade:
@@ -143,9 +143,9 @@ class Choice:
 
 
 def chosen_letter(text: str) -> str | None:
-    """Return the letter that a text chooses, or None."""
-    for pattern in (_BOXED, _SAID, _NAMED, _IN_BRACKETS, _ALONE):
-        found = pattern.findall(text[-_MAX_CHARACTERS:])
-        if found:
-            return str(found[-1]).upper()
+    """Return the letter (in upper case) that a text chooses, or None if it chooses none."""
+    for pattern in (_BOXED_LETTER, _ANSWER_LETTER, _OPTION_LETTER, _BRACKETED_LETTER, _LONE_LETTER):
+        letters = pattern.findall(text[-_MAX_CHARACTERS:])
+        if letters:
+            return str(letters[-1]).upper()
     return None

@@ -14,13 +14,14 @@ from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 
-# The share of errors is computed over the last `WINDOW` outcomes, and over at least `FEW`.
-WINDOW, FEW = 1000, 100
+# The error rate is the fraction of errors among the last `WINDOW` outcomes. With fewer than `MIN_OUTCOMES` outcomes,
+# the number of errors is divided by `MIN_OUTCOMES`.
+WINDOW, MIN_OUTCOMES = 1000, 100
 ON_ERROR = ("stop", "drop", "zero")
 # The first `SHOWN` errors are logged, and then every `LOGGED_EVERY`-th one.
 SHOWN, LOGGED_EVERY = 3, 100
 # A run ends after this many batches in a row in which no completion has a score.
-EMPTY = 8
+MAX_EMPTY_STEPS = 8
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def submit_bundle(verifiers: Verifiers, samples: Sequence[Sample]) -> Sequence[i
 
 @dataclass(frozen=True)
 class Verification:
-    """Settings for where verifiers run and how errors are treated.
+    """Settings of verification: where verifiers run, and how errors are treated.
 
     Args:
         workers: number of verifier processes; 0 to grade in the trainer's process, where a verifier that hangs cannot
@@ -68,7 +69,8 @@ class Verification:
         retries: number of further attempts after an error.
         on_error: treatment of a completion that could not be graded: "drop" as if it had not been sampled, "zero" for a
             reward of 0, "stop" to end the run.
-        max_error_share: the run ends if a larger share of the last 1000 completions are errors, for any `on_error`.
+        max_error_share: largest allowed fraction of errors among the last 1000 completions (0 to 1); above it the run
+            ends, for any `on_error`.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {
@@ -102,7 +104,7 @@ class Verification:
         """Start verifiers with this grader; a `trusted` grader runs in the trainer's process.
 
         Raises:
-            ConfigurationError: `timeout_s` is shorter than the grader's own limit.
+            ConfigurationError: `timeout_s` is shorter than the time that the grader allows itself (`longest_s`).
         """
         longest_s = float(getattr(grader, "longest_s", 0.0))
         if longest_s > self.timeout_s:
@@ -120,7 +122,7 @@ class ErrorWatch:
     """Counts outcomes, and ends a run whose verifiers fail too often.
 
     Args:
-        settings: gives the treatment of errors and the limit on their share.
+        settings: settings of verification.
     """
 
     def __init__(self, settings: Verification) -> None:
@@ -136,7 +138,7 @@ class ErrorWatch:
         """Count one outcome.
 
         Raises:
-            RewardError: it is an error and `on_error` is "stop", or the share of errors is too large.
+            RewardError: it is an error and `on_error` is "stop", or the error rate is too high.
         """
         failed = outcome.kind == "error"
         self._recent.append(failed)
@@ -155,29 +157,32 @@ class ErrorWatch:
         errors = sum(self._recent)
         if self._settings.on_error == "stop":
             self._stop("one completion could not be graded, and verify.on_error=stop")
-        # Divide by at least FEW outcomes: one error among the first ten is not yet a share of a tenth.
-        if errors > self._settings.max_error_share * max(FEW, len(self._recent)):
+        # Divide by at least MIN_OUTCOMES: one error among the first ten outcomes does not make a rate of a tenth.
+        if errors > self._settings.max_error_share * max(MIN_OUTCOMES, len(self._recent)):
             self._stop(
                 f"{errors} of the last {len(self._recent)} completions could not be graded, more than "
                 f"verify.max_error_share={self._settings.max_error_share:g}"
             )
 
     def check_step(self, scored: int, errors: int, step: int) -> None:
-        """Check that a step's batch has scores: without any, it would train on nothing.
+        """Check that a step's batch has scores, because without scores the step would train on nothing.
 
         Raises:
-            RewardError: the batch has errors and no score, or no batch has had a score for `EMPTY` steps.
+            RewardError: the batch has errors and no score, or no batch has had a score for `MAX_EMPTY_STEPS` steps.
         """
         self._empty = 0 if scored else self._empty + 1
-        if self._empty >= EMPTY:
+        if self._empty >= MAX_EMPTY_STEPS:
             raise RewardError(
-                f"reward: for {EMPTY} steps no completion has had a score, up to step {step}: the verifier abstains"
+                f"reward: for {MAX_EMPTY_STEPS} steps no completion has had a score, up to step {step}: the "
+                "verifier abstains"
             )
         if not scored and errors:
             self._stop(f"of the batch of step {step} no completion was graded")
 
-    def _stop(self, why: str) -> None:
-        raise RewardError(f"reward: {why} ({'; '.join(self._shown)}); mend the verifier, then the same command goes on")
+    def _stop(self, reason: str) -> None:
+        raise RewardError(
+            f"reward: {reason} ({'; '.join(self._shown)}); mend the verifier, then the same command goes on"
+        )
 
     @property
     def last_errors(self) -> Sequence[str]:
@@ -219,10 +224,10 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
     Args:
         verifiers: the verifiers of the run, so that the test happens in their processes.
         known: completions known to be right or wrong.
-        passes: outcome -> whether it counts as a pass.
+        passes: returns whether an outcome counts as a pass.
 
     Returns:
-        One line on the test.
+        One line about the result of the test.
 
     Raises:
         ConfigurationError: a right completion does not pass, a wrong one passes, or a completion cannot be graded.
@@ -230,16 +235,17 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
     if not known:
         return "verifier: not tried beforehand, for no completion is known to be right or wrong"
     # Submit all before waiting for any, so that workers grade them in parallel.
-    tickets = [verifiers.submit(one.sample) for one in known]
-    for one, ticket in zip(known, tickets, strict=True):
+    tickets = [verifiers.submit(completion.sample) for completion in known]
+    for completion, ticket in zip(known, tickets, strict=True):
         outcome = verifiers.wait(ticket)
         passed = outcome.kind == "score" and passes(outcome)
         result = {"score": f"rewards it with {outcome.reward:g}", "abstain": "abstains"}.get(outcome.kind, outcome.why)
-        if outcome.kind == "error" or passed != one.right:
-            excerpt = " ".join(one.sample.completion.split())[-120:]
+        if outcome.kind == "error" or passed != completion.right:
+            excerpt = " ".join(completion.sample.completion.split())[-120:]
             raise ConfigurationError(
-                f"task: its verifier is wrong before the first step: prompt {one.sample.prompt.prompt_id!r}, a "
-                f"completion known to be {'right' if one.right else 'wrong'} ({excerpt!r}): {result}"
+                f"task: its verifier is wrong before the first step: prompt {completion.sample.prompt.prompt_id!r}, a "
+                f"completion known to be {'right' if completion.right else 'wrong'} ({excerpt!r}): {result}"
             )
-    right = sum(one.right for one in known)
-    return f"verifier: {right} completions known to be right and {len(known) - right} known to be wrong were told apart"
+    right_count = sum(completion.right for completion in known)
+    wrong_count = len(known) - right_count
+    return f"verifier: {right_count} completions known to be right and {wrong_count} known to be wrong were told apart"

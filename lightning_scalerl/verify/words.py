@@ -1,8 +1,8 @@
-"""Words and units of an answer: separated from its mathematics, and compared if both answers have them.
+"""Separates the words and units of an answer from its mathematics, and compares them if both answers have words.
 
-`12 \\text{ cm}` consists of the mathematics 12 and the word centimeter. An answer without words, 12, is right too. With
-words on both sides the words must agree: 12 m is wrong. Case, plural, articles and the usual abbreviations of units do
-not matter.
+`12 \\text{ cm}` consists of the mathematics 12 and the word centimeter. If this is the gold answer, 12 without words is
+right too, but 12 m is wrong: words must agree if both answers have them. Case, plural, articles and the usual
+abbreviations of units do not matter.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _NO_WORDS = frozenset((
 _TOKEN = re.compile(r"[ap]\.\s?m\b\.?|[ap]m\b|[a-z%¢Ω]+(?:'[a-z]+)?|/|\d+", re.IGNORECASE)
 
 
-class Parted(NamedTuple):
+class AnswerParts(NamedTuple):
     """Mathematics and words of an answer.
 
     Attributes:
         mathematics: the answer without its words.
-        words: its words in canonical form, in order.
-        scaled: the mathematics with words such as "million" as factors.
+        words: the answer's words in canonical form, in order.
+        scaled: the mathematics, with words such as "million" converted to factors.
     """
 
     mathematics: str
@@ -69,11 +69,11 @@ class Parted(NamedTuple):
 
     @property
     def readings(self) -> tuple[str, ...]:
-        """The mathematics without and with words such as "million" as factors."""
+        """Possible readings of the mathematics: without and, if different, with words such as "million" as factors."""
         return (self.mathematics,) if self.scaled == self.mathematics else (self.mathematics, self.scaled)
 
 
-def part(text: str) -> Parted:
+def separate_words(text: str) -> AnswerParts:
     """Separate a normalised text into mathematics and words; in the mathematics, "and" and "or" become commas."""
     words: list[str] = []
     scaled = False
@@ -92,20 +92,22 @@ def part(text: str) -> Parted:
         return " , " if CONNECTORS & {*matched_words} else " "
 
     bare = _tidy(_WORD.sub(without_words, text))
-    return Parted(bare, tuple(words), _tidy(_WORD.sub(partial(without_words, scale=True), text)) if scaled else bare)
+    return AnswerParts(
+        bare, tuple(words), _tidy(_WORD.sub(partial(without_words, scale=True), text)) if scaled else bare
+    )
 
 
 def _words_of(match: re.Match[str]) -> list[str] | None:
     """Return the words in a match of `_WORD` in canonical form; None if it is a mathematical function."""
     if match["degree"]:
         scale = {"C": " celsius", "F": " fahrenheit"}.get((match["scale"] or "").upper(), "")
-        return tokens(f"degree{scale}")
+        return canonical_words(f"degree{scale}")
     if match["sign"]:
         return ["percent" if "%" in match["sign"] else "dollar"]
     if match["behind"] and match["behind"].split()[0].lower() in _NO_WORDS:
         return None
     matched = match["text"] or match["logic"] or match["behind"] or match["unit"] or ""
-    return tokens(matched, match["power"] or match["power_behind"] or match["power_unit"])
+    return canonical_words(matched, match["power"] or match["power_behind"] or match["power_unit"])
 
 
 def _tidy(text: str) -> str:
@@ -114,20 +116,20 @@ def _tidy(text: str) -> str:
     return re.sub(r"\s*,(?:\s*,)+", ",", re.sub(r"\s+,", ",", bare)).strip(" ,;:").rstrip(".")
 
 
-def tokens(text: str, power: str | None = None) -> list[str]:
+def canonical_words(text: str, power: str | None = None) -> list[str]:
     """Return the words of a text in canonical form, without articles and other fillers.
 
     "square" and "cubic" become the exponent of the next word, "per" a slash before it. The last word gets the exponent
     `power`.
     """
     words: list[str] = []
-    raise_next, over = "", False
+    next_power, per = "", False
     for token in _TOKEN.findall(text.lower().replace("mph", "mile/hour")):
         if token in ("/", "per"):
-            over = True
+            per = True
             continue
         if token in ("square", "sq", "cubic"):
-            raise_next = "^3" if token == "cubic" else "^2"
+            next_power = "^3" if token == "cubic" else "^2"
             continue
         if token in ("squared", "cubed") and words:
             words[-1] += "^3" if token == "cubed" else "^2"
@@ -135,10 +137,10 @@ def tokens(text: str, power: str | None = None) -> list[str]:
         word = _canonical(token)
         # A leading "in" is the unit inch.
         if word in _FILLERS and not (word == "in" and not words):
-            raise_next = "" if word in ("unit", "units") else raise_next
+            next_power = "" if word in ("unit", "units") else next_power
             continue
-        words.append(f"{'/' if over else ''}{word}{raise_next}")
-        raise_next, over = "", False
+        words.append(f"{'/' if per else ''}{word}{next_power}")
+        next_power, per = "", False
     if power and words:
         words[-1] += f"^{power}"
     return words
@@ -150,14 +152,14 @@ def _canonical(token: str) -> str:
     if token in _CANONICAL:
         return _CANONICAL[token]
     word = token.removesuffix("'s")
-    for ending, other in (("ies", "y"), ("xes", "x"), ("ches", "ch"), ("shes", "sh"), ("s", "")):
+    for ending, replacement in (("ies", "y"), ("xes", "x"), ("ches", "ch"), ("shes", "sh"), ("s", "")):
         if len(word) > 3 and word.endswith(ending) and not word.endswith(("ss", "us", "is")):
-            word = word.removesuffix(ending) + other
+            word = word.removesuffix(ending) + replacement
             break
     return _CANONICAL.get(word, word)
 
 
-def agree(gold: tuple[str, ...], said: tuple[str, ...], prose: bool = False) -> bool:
+def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -> bool:
     """Return whether the words of two answers are compatible.
 
     Connectors ("and", "or") must be equal if both have them. For the other words, one answer may have more than the
@@ -165,22 +167,24 @@ def agree(gold: tuple[str, ...], said: tuple[str, ...], prose: bool = False) -> 
 
     Args:
         gold: words of the gold answer.
-        said: words of the stated answer.
-        prose: the stated answer is a sentence, so only units are compared.
+        stated: words of the stated answer.
+        prose: whether the stated answer is a sentence, of which only units are compared.
     """
-    ours, theirs = {*gold} & CONNECTORS, {*said} & CONNECTORS
-    if ours and theirs and ours != theirs:
+    gold_set, stated_set = {*gold} & CONNECTORS, {*stated} & CONNECTORS
+    if gold_set and stated_set and gold_set != stated_set:
         return False
-    ours, theirs = {*gold} - CONNECTORS, {*said} - CONNECTORS
+    gold_set, stated_set = {*gold} - CONNECTORS, {*stated} - CONNECTORS
     if prose:
-        ours, theirs = ({word for word in side if word.strip("/").split("^")[0] in _UNITS} for side in (ours, theirs))
-    if not ours or not theirs:
+        gold_set, stated_set = (
+            {word for word in side if word.strip("/").split("^")[0] in _UNITS} for side in (gold_set, stated_set)
+        )
+    if not gold_set or not stated_set:
         return True
-    return (ours <= theirs or theirs <= ours) and not (ours ^ theirs) & _NEGATIONS
+    return (gold_set <= stated_set or stated_set <= gold_set) and not (gold_set ^ stated_set) & _NEGATIONS
 
 
-def plain(text: str) -> str:
-    """Return an answer of words only in lower case and without articles; empty if it contains anything else."""
+def words_only(text: str) -> str:
+    """Return an answer that consists of words, in lower case without articles; "" if it contains anything else."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if not re.fullmatch(r"[\s()]*[^\W\d_][^\W\d_\s'.,()-]*(?:[\s'.,()-]+[^\W\d_]*)*", bare):
         return ""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.environment.forms import AnswerError, declared, form_of, wrapped
+from lightning_scalerl.environment.forms import AnswerError, form_of, properties_of, wrap
 from lightning_scalerl.environment.protocol import Call, Observation, Turn
 from lightning_scalerl.environment.worker import Worker
 from tests.environment.environments_for_tests import Calculator, Obedient
@@ -32,7 +32,7 @@ class Walk:
 def test_forms_are_told_by_their_signatures() -> None:
     assert form_of(Calculator()) == "tools" == form_of(Walk()) and form_of(Obedient()) == "text"
     with pytest.raises(ConfigurationError, match="int has no method reset"):
-        wrapped(3)
+        wrap(3)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_forms_are_told_by_their_signatures() -> None:
 )
 def test_what_reset_may_return(monkeypatch: pytest.MonkeyPatch, start: Any, expected: Observation | None) -> None:
     monkeypatch.setattr(Walk, "start", start)
-    environment = wrapped(Walk())
+    environment = wrap(Walk())
     if expected is not None:
         assert environment.reset({"seed": 1, "prompt": "?"}, 0) == expected
         return
@@ -64,19 +64,19 @@ def test_what_reset_may_return(monkeypatch: pytest.MonkeyPatch, start: Any, expe
 def test_rewards(monkeypatch: pytest.MonkeyPatch, reward: Any, fine: bool) -> None:
     monkeypatch.setattr(Walk, "reward", reward)
     if fine:
-        assert wrapped(Walk()).finish() == Observation(reward=reward, terminated=True)
+        assert wrap(Walk()).finish() == Observation(reward=reward, terminated=True)
         return
     with pytest.raises(AnswerError, match="must be a finite number, or None"):
-        wrapped(Walk()).finish()
+        wrap(Walk()).finish()
 
 
 def test_a_tool_without_memory_is_a_failure_of_the_process() -> None:
     with pytest.raises(MemoryError):
-        wrapped(Walk()).step(Turn("", [Call("step", {"text": ""})]))
+        wrap(Walk()).step(Turn("", [Call("step", {"text": ""})]))
 
 
 def test_private_methods_are_no_tools() -> None:
-    found = wrapped(Calculator()).step(Turn("", [Call("_not_a_tool"), Call("get_reward"), Call("reset")]))
+    found = wrap(Calculator()).step(Turn("", [Call("_not_a_tool"), Call("get_reward"), Call("reset")]))
     assert found.malformed == 3 and found.raised == 0 and found.texts[0] == "error: there is no tool '_not_a_tool'"
 
 
@@ -91,4 +91,4 @@ def test_texts_are_cut_together() -> None:
 def test_declared_values_are_checked(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     monkeypatch.setattr(Obedient, name, value, raising=False)
     with pytest.raises(ConfigurationError, match=f"environment: {name} of Obedient is {value!r}"):
-        declared(Obedient())
+        properties_of(Obedient())

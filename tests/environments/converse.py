@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.environment.forms import declared
+from lightning_scalerl.environment.forms import properties_of
 from lightning_scalerl.environment.pool import EnvironmentPool
 from lightning_scalerl.environment.protocol import Declared, Failure, History, Observation, Turn
 
@@ -67,7 +67,7 @@ def converse(request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]
             answers.append(_answers(pool, conversation, history))
     finally:
         pool.shutdown()
-    return {name: declared(factory()) for name, factory in factories.items()}, answers
+    return {name: properties_of(factory()) for name, factory in factories.items()}, answers
 
 
 def _history(turns: Sequence[Turn], answers: Sequence[Answer]) -> History:

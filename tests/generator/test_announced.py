@@ -20,7 +20,7 @@ from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.fleet.addresses import addresses_of, check_engines
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.generator.vllm import announced
-from lightning_scalerl.generator.vllm.announced import Announcement, address_in, line_of
+from lightning_scalerl.generator.vllm.announced import Announcement, address_in, address_line
 from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.stream.drivers import Live
@@ -133,7 +133,7 @@ def test_the_same_file_in_other_words_is_there_twice() -> None:
 
 def test_each_attempt_reads_the_file_anew(path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not there yet, of a server that is gone, of one whose port another server has now: it is read again."""
-    monkeypatch.setattr(announced, "AGAIN_S", 0.02)
+    monkeypatch.setattr(announced, "REREAD_S", 0.02)
     tried: list[str] = []
     files = iter([None, ("http://127.0.0.1:9", TOKEN), (server.address, "another"), (server.address, TOKEN)])
     read = Announcement.read
@@ -184,5 +184,5 @@ def test_a_run_finds_a_server_that_has_moved(path: Path, tiny_model_path: str, t
 
 
 def test_the_line_of_a_server_is_found_among_others() -> None:
-    text = f"INFO something\n{line_of(TWO)}\nINFO engine: http://n1:4001 is no line of its own\n"
+    text = f"INFO something\n{address_line(TWO)}\nINFO engine: http://n1:4001 is no line of its own\n"
     assert address_in(text) == TWO and address_in("engine: nothing") is None

@@ -460,17 +460,22 @@ def test_states_without_turns_are_as_before(tiny_model: Any) -> None:
 def test_rules_of_one_rollout() -> None:
     sampling = SamplingSettings(max_prompt_tokens=4, max_new_tokens=20, phrase=(7,))
     rules = Insertions(GroupRequest(0, (1,), 1, (0,), (9,), waits=True, turn_tokens=6), 0, sampling)
-    assert (rules.limit, rules.turn_limit, rules.point) == (20, 6, 9)
-    assert rules.after(5, stopped=False) is Next.GO_ON
-    assert rules.after(5, stopped=True) is rules.after(6, stopped=False) is Next.WAIT
+    assert (rules.limit, rules.turn_limit, rules.interruption_point) == (20, 6, 9)
+    assert rules.decide_next(5, stopped=False) is Next.GO_ON
+    assert rules.decide_next(5, stopped=True) is rules.decide_next(6, stopped=False) is Next.WAIT
     with pytest.raises(ValueError, match="14 tokens do not fit"):
-        rules.answer(6, [1] * 14)
-    rules.answer(6, [1] * 5)
-    assert (rules.turn_limit, rules.point) == (17, 14)
-    assert rules.after(12, stopped=True) is rules.after(17, stopped=False) is rules.after(20, stopped=True) is Next.WAIT
+        rules.record_answer(6, [1] * 14)
+    rules.record_answer(6, [1] * 5)
+    assert (rules.turn_limit, rules.interruption_point) == (17, 14)
+    assert (
+        rules.decide_next(12, stopped=True)
+        is rules.decide_next(17, stopped=False)
+        is rules.decide_next(20, stopped=True)
+        is Next.WAIT
+    )
     plain = Insertions(GroupRequest(0, (1,), 1, (0,)), 0, sampling)
-    assert plain.point == NEVER and plain.after(19, stopped=False) is Next.GO_ON
-    assert plain.after(5, stopped=True) is plain.after(20, stopped=False) is Next.END
+    assert plain.interruption_point == NEVER and plain.decide_next(19, stopped=False) is Next.GO_ON
+    assert plain.decide_next(5, stopped=True) is plain.decide_next(20, stopped=False) is Next.END
 
 
 def test_an_answer_is_not_trained_on() -> None:

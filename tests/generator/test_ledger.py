@@ -52,7 +52,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule()
     def dispatch(self) -> None:
-        waiting = [entry.name for entry in self.ledger._waiting]
+        waiting = [entry.name for entry in self.ledger._unassigned]
         before = {engine: self.ledger.unfinished(engine) for engine in self.up}
         given = self.ledger.assign(dict.fromkeys(self.up, SLOTS))
         assert [each.key for _, each in given] == waiting[: len(given)], "the oldest first, none passed over"
@@ -63,14 +63,14 @@ class Engines(RuleBasedStateMachine):
             before[engine] += len(entry.missing)
             assert self.names.setdefault(each.key, entry.request.key) == entry.request.key, "a name is one group's"
             self.sent.append((engine, each.key, each.completions))
-        assert not self.ledger.waiting or all(count >= SLOTS for count in before.values()), "nobody idles"
+        assert not self.ledger.unassigned or all(count >= SLOTS for count in before.values()), "nobody idles"
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def one_ends(self, data: st.DataObject) -> None:
         """From whoever was ever sent it: lost, slow, for the second time, or of work that was set aside since."""
         _, name, completions = data.draw(st.sampled_from(self.sent))
-        self.ledger.finished(finished(name, data.draw(st.integers(0, completions - 1))))
+        self.ledger.record_finished(finished(name, data.draw(st.integers(0, completions - 1))))
 
     @precondition(lambda self: self.up)
     @rule(data=st.data())
@@ -127,7 +127,7 @@ class Engines(RuleBasedStateMachine):
             self.dispatch()
             for _, name, completions in list(self.sent):
                 for index in range(completions):
-                    self.ledger.finished(finished(name, index))
+                    self.ledger.record_finished(finished(name, index))
             self.collect()
         assert set(self.came) == {(key, index) for key, most in self.submitted.items() for index in range(most)}
         self.nothing_comes_twice_or_is_lost()
@@ -146,8 +146,8 @@ def test_what_nobody_asked_for_is_not_taken() -> None:
     ledger = Ledger()
     ledger.submit(request(7))
     ((_, sent),) = ledger.assign({"a": 4})
-    assert not ledger.finished(finished(sent.key + 1, 0)) and not ledger.finished(finished(sent.key, 3))
-    assert ledger.finished(finished(sent.key, 2)) and not ledger.finished(finished(sent.key, 2))
+    assert not ledger.record_finished(finished(sent.key + 1, 0)) and not ledger.record_finished(finished(sent.key, 3))
+    assert ledger.record_finished(finished(sent.key, 2)) and not ledger.record_finished(finished(sent.key, 2))
     assert [(each.key, each.index) for each in ledger.collect()] == [(7, 2)] and ledger.in_flight == 2
 
 
@@ -156,9 +156,9 @@ def test_a_group_that_an_engine_taken_for_lost_has_finished_is_sent_to_nobody() 
     ledger.submit(request(0, 1))
     ((_, sent),) = ledger.assign({"a": 4})
     ledger.keep_only([])
-    assert ledger.waiting == 1
-    assert ledger.finished(finished(sent.key, 0))
-    assert ledger.waiting == 0 and not ledger.assign({"b": 4})
+    assert ledger.unassigned == 1
+    assert ledger.record_finished(finished(sent.key, 0))
+    assert ledger.unassigned == 0 and not ledger.assign({"b": 4})
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
@@ -192,20 +192,20 @@ def test_rollouts_that_wait() -> None:
     ((_, sent),) = ledger.assign({"a": SLOTS})
     first, second = (WaitingRollout(sent.key, index, finished(0, index).rollout, 5) for index in (0, 1))
     for each in (first, second, first):
-        ledger.waits(each, "a")
-    ledger.waits(WaitingRollout(sent.key, 2, first.rollout, 5), "b")
-    assert ledger.unfinished("a") == 1 and ledger.in_flight == 3 and ledger.has_ended
+        ledger.record_waiting(each, "a")
+    ledger.record_waiting(WaitingRollout(sent.key, 2, first.rollout, 5), "b")
+    assert ledger.unfinished("a") == 1 and ledger.in_flight == 3 and ledger.has_report
     assert [(each.key, each.index) for each in ledger.all_waiting()] == [(7, 0), (7, 1)]
     with pytest.raises(ValueError, match="5 tokens do not fit into rollout 0 of group 7, which has room for 5"):
-        ledger.continued(7, 0, [1] * 5)
-    assert ledger.continued(7, 0, [1] * 4) == ("a", sent.key)
+        ledger.resume(7, 0, [1] * 5)
+    assert ledger.resume(7, 0, [1] * 4) == ("a", sent.key)
     with pytest.raises(KeyError, match="rollout 0 of group 7 does not wait"):
-        ledger.continued(7, 0)
+        ledger.resume(7, 0)
     assert [each.index for each in ledger.collect_waiting()] == [1] and not ledger.collect_waiting()
-    ledger.finished(finished(sent.key, 1))
+    ledger.record_finished(finished(sent.key, 1))
     assert not ledger.all_waiting()
     # Its engine has sampled rollout 1 once more: nobody will answer it.
-    assert not ledger.waits(second, "a") and not ledger.all_waiting()
-    assert ledger.waits(first, "a")
+    assert not ledger.record_waiting(second, "a") and not ledger.all_waiting()
+    assert ledger.record_waiting(first, "a")
     ledger.keep_only(["b"])
-    assert not ledger.all_waiting() and not ledger.collect_waiting() and ledger.waiting == 2
+    assert not ledger.all_waiting() and not ledger.collect_waiting() and ledger.unassigned == 2

@@ -16,7 +16,7 @@ from lightning_scalerl import Live
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.fleet import transport
-from lightning_scalerl.generator.fleet.addresses import Address, addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.fleet.addresses import Address, addresses_of, blueprint_for, visible_devices
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.generator.fleet.server import Blueprint
 from lightning_scalerl.generator.torch.generator import TorchGenerator
@@ -58,9 +58,9 @@ def test_devices_are_shared_between_engines_or_refused(
 ) -> None:
     if isinstance(whose, str):
         with pytest.raises(ConfigurationError, match=f"^driver.tensor_parallel: {whose}"):
-            shares(devices, partners, engines)
+            visible_devices(devices, partners, engines)
     else:
-        assert shares(devices, partners, engines) == whose
+        assert visible_devices(devices, partners, engines) == whose
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ def test_a_state_holds_partial_rollouts(server: StandIn, made: Any, model: Any, 
     stepped(generator, 6)
     torch.save(generator.state_dict(), tmp_path / "state.pt")
     generator.close()
-    before = [len(each.rollout.tokens) for each in generator._under_way()]
+    before = [len(each.rollout.tokens) for each in generator._unfinished()]
     other = made()
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     server.bodies.clear()
@@ -541,8 +541,8 @@ def test_other_answers_are_limited_and_quoted_in_one_line(
     server: StandIn, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = made()
-    monkeypatch.setattr(vllm_http, "MOST_BYTES", 1000)
-    monkeypatch.setattr(vllm_http, "ERROR_BYTES", 2000)
+    monkeypatch.setattr(vllm_http, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(vllm_http, "MAX_ERROR_BYTES", 2000)
     for text, says in (
         (f"\x1b]0;{TOKEN}\x07 \u202e{TOKEN}", r"/pause answers 500: \]0;\*\*\* \*\*\*$"),
         ("x" * 2001, "answers more than 2000 bytes"),
@@ -618,7 +618,7 @@ def test_weights_go_in_the_policys_type_a_bucket_at_a_time(
     server.config["model_config"] |= {"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}
     generator = made(precision=Precision("bf16"), bucket_mib=0.01)
     sender = generator._sender
-    assert sender.way.startswith("files in" if sees_files else "HTTP from 127.0.0.1")
+    assert sender.method.startswith("files in" if sees_files else "HTTP from 127.0.0.1")
     weights = dict(model.state_dict())
     wanted = {name: tensor.bfloat16() for name, tensor in weights.items()}
     assert {name: tensor.dtype for name, tensor in server.tensors.items()} == dict.fromkeys(wanted, torch.bfloat16)
@@ -786,7 +786,7 @@ def test_each_wait_is_reported_once(server: StandIn, made: Any) -> None:
     generator = made()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))
     while len(generator.waiting) < 2:
-        generator._ahead.append(generator._advance(0.02))  # as publishing does
+        generator._report_queue.append(generator._advance(0.02))  # as publishing does
     with generator.aside():
         assert generator.idle and not generator.in_flight
     reported = []

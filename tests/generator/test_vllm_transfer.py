@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_scalerl.generator.vllm.engine import names_of
+from lightning_scalerl.generator.vllm.engine import meta_model
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError
 from lightning_scalerl.generator.vllm.weights import Control, EngineSender
 from tests.generator.stand_in import TOKEN, StandIn
@@ -57,7 +57,7 @@ def sender(control: Control, backend: str, model: Any, bucket_bytes: int = 50_00
         control,
         backend,
         "http://127.0.0.1:80",
-        model=names_of(model),
+        model=meta_model(model),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         bucket_bytes=bucket_bytes,
@@ -89,9 +89,9 @@ def test_nccl(monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control
     # As the worker of the installed version reads it.
     info = nccl_engine.NCCLWeightTransferInitInfo(**init)
     assert (info.rank_offset, info.world_size, info.packed, info.packed_buffer_size_bytes) == (1, 3, True, 50_000)
-    assert info.master_address == "127.0.0.1" and ours.way == f"NCCL from 127.0.0.1:{info.master_port}"
+    assert info.master_address == "127.0.0.1" and ours.method == f"NCCL from 127.0.0.1:{info.master_port}"
     server.calls.clear()
-    ours.send(names_of(model), dict(model.state_dict()), "4")
+    ours.send(meta_model(model), dict(model.state_dict()), "4")
     assert server.calls == ["/start_weight_update", "/update_weights", "/finish_weight_update"] and server.label == "4"
     update = nccl_engine.NCCLWeightTransferUpdateInfo(**server.updates[-1])
     assert update.names == [name for name, _ in taken] and {*update.names} == sent_names(model)
@@ -136,9 +136,9 @@ def test_cuda_ipc(
     assert 1_000 < largest < 50_000
     faked(monkeypatch, ipc_engine, "packed_ipc_producer", chunks)
     ours = sender(control, "ipc", model, bucket_bytes)
-    assert ours.way == "CUDA IPC" and ipc_engine.IPCWeightTransferInitInfo(**server.inits[-1]).packed
+    assert ours.method == "CUDA IPC" and ipc_engine.IPCWeightTransferInitInfo(**server.inits[-1]).packed
     server.calls.clear()
-    ours.send(names_of(model), dict(model.state_dict()), "5")
+    ours.send(meta_model(model), dict(model.state_dict()), "5")
     assert server.calls == ["/start_weight_update", *["/update_weights"] * len(taken), "/finish_weight_update"]
     assert server.label == "5" and {*taken} == sent_names(model)
     for update in server.updates:
@@ -160,7 +160,7 @@ def test_a_broken_group_is_a_lost_engine(
     faked(monkeypatch, nccl_engine, "packed_nccl_broadcast_producer", broken)
     ours = sender(control, "nccl", model)
     with pytest.raises(EngineLostError, match=r"weights by NCCL .*: RuntimeError: NCCL error"):
-        ours.send(names_of(model), dict(model.state_dict()), "4")
+        ours.send(meta_model(model), dict(model.state_dict()), "4")
     assert server.label == "default"
 
 

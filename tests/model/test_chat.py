@@ -227,7 +227,7 @@ def test_a_stop_text_is_seen_with_its_last_token_and_not_before(before: str, sto
 
 def test_tokens_of_many_prompts_are_those_of_each_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
-    monkeypatch.setattr(chat_module, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(chat_module, "CACHE_AFTER_S", 0.0)
     rendering = Rendering(tokenizer(TEMPLATE), Chat())
     sets = {name: [ask(f"{name} {number}?") for number in range(5)] for name in ("one", "two")}
     once = rendering.encode_all(sets)
@@ -237,7 +237,7 @@ def test_tokens_of_many_prompts_are_those_of_each_and_are_kept(tmp_path: Path, m
     assert rendering.encode_all(sets) == once
     monkeypatch.undo()
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
-    monkeypatch.setattr(chat_module, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(chat_module, "CACHE_AFTER_S", 0.0)
     kept.write_bytes(b"torn")
     assert rendering.encode_all(sets) == once
     # Whatever decides the tokens is part of the key.

@@ -135,7 +135,7 @@ def test_a_folder_of_an_adapter_is_refused_as_such(tmp_path: Path) -> None:
 
 
 def test_a_place_on_this_machine_is_not_asked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "_ask", lambda address: pytest.fail(f"asked for {address}"))
+    monkeypatch.setattr(place, "_ask_hub", lambda address: pytest.fail(f"asked for {address}"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for path in ("/nothing/here", "./here", "../here", "~/nothing-here", "some/where/else", "models/here"):
@@ -155,7 +155,7 @@ def test_a_place_on_this_machine_is_not_asked_for_on_the_hub(tmp_path: Path, mon
 def test_a_hub_that_does_not_answer_is_not_waited_for(
     answer: tuple[int | None, str], downloaded: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "_ask", lambda address: answer)
+    monkeypatch.setattr(place, "_ask_hub", lambda address: answer)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     kept = "/cache/config.json" if downloaded else None
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: kept)

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.verify.mathematics import MAX_CHARACTERS, Mathematics, changed, last_boxed, stated
+from lightning_scalerl.verify.mathematics import (
+    MAX_CHARACTERS,
+    Mathematics,
+    change_first_digit,
+    extract_answer,
+    last_boxed,
+)
 from lightning_scalerl.verify.pool import VerifierPool
 from tests.examples import examples
 
@@ -157,12 +163,12 @@ def test_a_number_is_itself_and_not_another(gold: str) -> None:
     ],
 )
 def test_another_answer(answer: str, other: str) -> None:
-    assert changed(answer) == other
+    assert change_first_digit(answer) == other
 
 
 @given(st.text(max_size=30))
 def test_another_answer_is_another(answer: str) -> None:
-    assert changed(answer) != answer or answer == "987654321"
+    assert change_first_digit(answer) != answer or answer == "987654321"
 
 
 # --- what a completion states --------------------------------------------------------------------------------
@@ -203,7 +209,7 @@ def test_another_answer_is_another(answer: str) -> None:
     ],
 )
 def test_what_is_stated(text: str, expression: str | None) -> None:
-    assert stated(text)[0] == (expression or "")
+    assert extract_answer(text)[0] == (expression or "")
 
 
 @given(st.text("ab{}\\ ", max_size=12), st.text("xyz {}", max_size=20))
@@ -381,7 +387,7 @@ def test_boxes_that_never_close_do_not_take_the_square_of_their_number() -> None
 @pytest.mark.parametrize("text", ["#" * 100_000 + "\n", "#" * 100_000 + "ab:", "####ab" * 10_000 + ":"])
 def test_marks_without_an_answer_take_time_in_proportion_to_their_number(text: str) -> None:
     began = time.process_time()
-    assert not stated(text)[1]
+    assert not extract_answer(text)[1]
     assert time.process_time() - began < 0.5
 
 
@@ -392,7 +398,7 @@ def test_what_is_stated_is_looked_for_within_the_time_limit(monkeypatch: pytest.
             pass
         return "42", True
 
-    monkeypatch.setattr("lightning_scalerl.verify.mathematics.stated", slow)
+    monkeypatch.setattr("lightning_scalerl.verify.mathematics.extract_answer", slow)
     assert Mathematics(cpu_s=0.05).grade(sample("42", "42")).parts["math_too_costly"] == 1.0
 
 

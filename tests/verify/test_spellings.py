@@ -9,10 +9,10 @@ import pytest
 
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.verify.answers import stated
+from lightning_scalerl.verify.answers import extract_answer
 from lightning_scalerl.verify.mathematics import Mathematics
-from lightning_scalerl.verify.spelling import normal
-from lightning_scalerl.verify.words import agree, part
+from lightning_scalerl.verify.spelling import normalise
+from lightning_scalerl.verify.words import agree, separate_words
 
 # By kind: (gold answer, completion) that must score 1, and that must score 0.
 SAME = {
@@ -193,12 +193,12 @@ def test_the_result_is_below_math_verifys_only_where_words_differ_or_the_answer_
                 below.add((gold, text))
     assert len(below) > 10, "the exceptions are tried"
     for gold, text in below:
-        words = part(normal(gold)).words, part(normal(stated(text).text)).words
+        words = separate_words(normalise(gold)).words, separate_words(normalise(extract_answer(text).text)).words
         assert not agree(*words) or "<answer>" in text, (gold, text)
 
 
 def test_what_is_done_to_a_spelling_is_done_once() -> None:
     """A normal text is its own spelling, so that gold and stated answer meet wherever they come from."""
     for gold, text in (pair for kinds in (SAME, OTHER) for pairs in kinds.values() for pair in pairs):
-        for each in (gold, stated(text).text):
-            assert normal(normal(each)) == normal(each), each
+        for each in (gold, extract_answer(text).text):
+            assert normalise(normalise(each)) == normalise(each), each

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.fleet.addresses import Address
 from lightning_scalerl.generator.fleet.server import Blueprint
-from lightning_scalerl.generator.fleet.transport import Child, Surroundings
+from lightning_scalerl.generator.fleet.transport import Child, ChildSettings
 
 _log = logging.getLogger(__name__)
 
@@ -27,22 +27,35 @@ POLL_S = 0.02
 
 
 class GeneratorLostError(CannotGoOnError):
-    """Raised when engines cannot be kept alive, or one holds other weights than it was sent."""
+    """Raised when engines cannot be kept alive, or an engine's weights differ from those that it was sent."""
 
 
 @dataclass(eq=False)
 class Engine:
-    """Trainer-side state of one engine. A replacement for a lost engine gets a new object."""
+    """Trainer-side state of one engine. A replacement for a lost engine gets a new object.
+
+    Attributes:
+        number: index in the fleet; a replacement keeps it.
+        address: the engine's address.
+        transport: the child process and its connection.
+        started_at: monotonic time at which the child was started.
+        slots: number of rollouts that the engine decodes together; 0 until it is ready.
+        ready: whether messages can reach the engine.
+        acknowledged: publish number of the weights that the engine uses.
+        aside: whether the engine's rollouts in flight are paused for other work (`Fleet.aside`).
+        sampled: tokens of the engine's unfinished rollouts, from its last report.
+        replies: replies that were not read yet.
+    """
 
     number: int
     address: Address
     transport: Child
-    started: float
+    started_at: float
     slots: int = 0
     ready: bool = False
-    acknowledged: int = 0  # publish number of the weights that it uses
+    acknowledged: int = 0
     aside: bool = False
-    sampled: int = 0  # tokens of its unfinished rollouts, from its last report
+    sampled: int = 0
     replies: deque[Any] = field(default_factory=deque)
 
     @property
@@ -57,10 +70,10 @@ class Engine:
 class Listener(Protocol):
     """Receiver of engine events; the fleet implements it."""
 
-    def is_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
+    def on_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
         """Handle an engine that has come up, with nothing in flight and uninitialized weights."""
 
-    def has_worked(
+    def on_work(
         self,
         engine: Engine,
         finished: Sequence[Any],
@@ -71,10 +84,10 @@ class Listener(Protocol):
     ) -> None:
         """Handle an engine's report of finished rollouts, computed work and rollouts that wait for an insertion."""
 
-    def holds(self, engine: Engine, number: int, digest: str) -> None:
+    def on_published(self, engine: Engine, number: int, digest: str) -> None:
         """Handle an engine's confirmation of the weights that it now uses."""
 
-    def has_lost(self, engine: Engine) -> None:
+    def on_loss(self, engine: Engine) -> None:
         """Handle the loss of an engine with everything it had in flight."""
 
 
@@ -83,21 +96,24 @@ class Engines:
 
     Args:
         blueprints: (address, blueprint) of each engine, in the order of their numbers.
-        around: the run's folder, timeouts and event.
+        settings: settings that all children of the run share.
         devices: CUDA_VISIBLE_DEVICES for the children, assigned in turn; empty to inherit this process's.
         listener: receives the engines' events.
+
+    Attributes:
+        lost: number of engines lost so far.
     """
 
     def __init__(
         self,
         blueprints: Sequence[tuple[Address, Blueprint]],
-        around: Surroundings,
+        settings: ChildSettings,
         devices: Sequence[str],
         listener: Listener,
     ) -> None:
-        self._blueprints, self._around = blueprints, around
+        self._blueprints, self._settings = blueprints, settings
         self._devices, self._listener = list(devices), listener
-        self._losses = 0
+        self._losses_in_a_row = 0
         self.lost = 0
         self._all: list[Engine] = []
 
@@ -107,7 +123,7 @@ class Engines:
     def __len__(self) -> int:
         return len(self._all)
 
-    def places(self) -> list[dict[str, Any]]:
+    def engine_states(self) -> list[dict[str, Any]]:
         """Return each engine's address and state, in order of number; other threads call this without a lock."""
         return [{"where": str(engine.address), "state": "up" if engine.ready else "starting"} for engine in self]
 
@@ -124,91 +140,91 @@ class Engines:
             GeneratorLostError: an engine cannot be started.
         """
         for number in range(len(self._blueprints)):
-            self._all.append(self._started(number))
-        self.await_(lambda: all(engine.ready for engine in self._all), at_start=True)
+            self._all.append(self._start_engine(number))
+        self.handle_until(lambda: all(engine.ready for engine in self._all), at_start=True)
 
-    def _started(self, number: int) -> Engine:
-        """Start engine `number` and send it its blueprint; return it before it is ready."""
+    def _start_engine(self, number: int) -> Engine:
+        """Start engine `number` and send it its blueprint; return without waiting until it is ready."""
         address, blueprint = self._blueprints[number]
-        own = bool(self._devices) and address.kind == "local"
-        child = Child(number, self._around, self._devices[number % len(self._devices)] if own else "")
-        child.tell(blueprint)
-        return Engine(number=number, address=address, transport=child, started=time.monotonic())
+        assigns_device = bool(self._devices) and address.kind == "local"
+        child = Child(number, self._settings, self._devices[number % len(self._devices)] if assigns_device else "")
+        child.send(blueprint)
+        return Engine(number=number, address=address, transport=child, started_at=time.monotonic())
 
     def wait(self, seconds: float) -> None:
         """Wait until an engine has sent a message, at most `seconds` seconds."""
-        self._around.news.wait(seconds)
-        self._around.news.clear()
+        self._settings.arrival.wait(seconds)
+        self._settings.arrival.clear()
 
     def ask(self, engine: Engine, *message: Any) -> Any:
-        """Send a message and return the engine's reply, or None if the engine is lost first."""
+        """Send a message and wait for the engine's reply; return None if the engine is lost before it replies."""
         engine.replies.clear()
-        engine.transport.tell(*message)
-        self.await_(lambda: engine.replies or engine not in self._all)
+        engine.transport.send(*message)
+        self.handle_until(lambda: engine.replies or engine not in self._all)
         return engine.replies.popleft() if engine.replies else None
 
-    def await_(self, done: Callable[[], object], at_start: bool = False) -> None:
-        """Handle messages until `done()` holds. An engine that does not answer within its timeout is replaced."""
+    def handle_until(self, done: Callable[[], object], at_start: bool = False) -> None:
+        """Handle messages until `done()` is true. An engine that does not answer within its timeout is replaced."""
         while not done():
             self.wait(POLL_S)
-            self.hear(at_start)
+            self.handle_messages(at_start)
 
-    def hear(self, at_start: bool = False) -> None:
+    def handle_messages(self, at_start: bool = False) -> None:
         """Handle all arrived messages, and replace engines that have ended or timed out."""
         for engine in self:
             # Check this before reading, so that the last messages of an ended engine are still handled.
-            gone = engine.transport.gone()
+            end_reason = engine.transport.end_reason()
             for message in engine.transport.received():
                 if engine in self._all:  # an earlier message may have led to its replacement
-                    self._take(engine, at_start, *message)
-            silent_s = time.monotonic() - (engine.transport.heard if engine.ready else engine.started)
-            if gone is not None:
-                self._replace(engine, gone, at_start)
-            elif engine.transport.gone_at is not None:
+                    self._handle(engine, at_start, *message)
+            silent_s = time.monotonic() - (engine.transport.heard_at if engine.ready else engine.started_at)
+            if end_reason is not None:
+                self._replace(engine, end_reason, at_start)
+            elif engine.transport.closed_at is not None:
                 engine.ready = False  # no message can reach it
-            elif silent_s > (self._around.silence_s if engine.ready else self._around.start_s):
+            elif silent_s > (self._settings.silence_s if engine.ready else self._settings.start_s):
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
 
-    def _take(self, engine: Engine, at_start: bool, what: str, *rest: Any) -> None:
+    def _handle(self, engine: Engine, at_start: bool, name: str, *arguments: Any) -> None:
         """Handle one message of an engine; the `server` module lists the messages."""
-        if what == "ready":
-            engine.ready, engine.slots = True, rest[0]
-            self._listener.is_ready(engine, *rest)
-        elif what == "work":
-            self._listener.has_worked(engine, *rest)
-        elif what == "published":
-            self._listener.holds(engine, *rest)
-        elif what == "reply":
-            engine.replies.append(rest[0])
-        elif what == "failed":
-            if at_start or rest[0].startswith("ConfigurationError"):
-                raise ConfigurationError(rest[0].removeprefix("ConfigurationError: "))
-            self._replace(engine, rest[0], at_start)
+        if name == "ready":
+            engine.ready, engine.slots = True, arguments[0]
+            self._listener.on_ready(engine, *arguments)
+        elif name == "work":
+            self._listener.on_work(engine, *arguments)
+        elif name == "published":
+            self._listener.on_published(engine, *arguments)
+        elif name == "reply":
+            engine.replies.append(arguments[0])
+        elif name == "failed":
+            if at_start or arguments[0].startswith("ConfigurationError"):
+                raise ConfigurationError(arguments[0].removeprefix("ConfigurationError: "))
+            self._replace(engine, arguments[0], at_start)
 
     def count_rollout(self) -> None:
         """Reset the count of losses, because a rollout has ended: only losses without progress end the run."""
-        self._losses = 0
+        self._losses_in_a_row = 0
 
-    def _replace(self, engine: Engine, why: str, at_start: bool) -> None:
+    def _replace(self, engine: Engine, reason: str, at_start: bool) -> None:
         """End an engine and start a replacement; give up after too many losses in a row."""
-        # Already replaced in this round, because of its `failed` message.
+        # Its `failed` message has already led to its replacement in this round.
         if engine not in self._all:
             return
         engine.transport.stop()
-        words = engine.transport.last_words()
+        last_words = engine.transport.last_words()
         self.lost += 1
-        self._losses += 1
-        if at_start or self._losses > MOST_LOSSES * len(self._all):
-            raise GeneratorLostError(f"generator: {engine} {why}{words}")
-        _log.warning("generator %s %s%s: it is started again", engine.name, why, words)
-        self._all[self._all.index(engine)] = self._started(engine.number)
-        self._listener.has_lost(engine)
+        self._losses_in_a_row += 1
+        if at_start or self._losses_in_a_row > MOST_LOSSES * len(self._all):
+            raise GeneratorLostError(f"generator: {engine} {reason}{last_words}")
+        _log.warning("generator %s %s%s: it is started again", engine.name, reason, last_words)
+        self._all[self._all.index(engine)] = self._start_engine(engine.number)
+        self._listener.on_loss(engine)
 
     def end(self) -> None:
         """End all child processes; vLLM servers that the run did not start keep running."""
         # Ask all before waiting for any, so that they end in parallel.
         for engine in self._all:
-            engine.transport.tell("stop")
+            engine.transport.send("stop")
         for engine in self._all:
             engine.transport.stop(at_once=False)
         self._all = []

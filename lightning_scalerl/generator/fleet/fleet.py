@@ -28,11 +28,11 @@ from lightning_scalerl.generator.base import (
     WaitingRollout,
     nothing_computed,
 )
-from lightning_scalerl.generator.fleet.addresses import addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.fleet.addresses import addresses_of, blueprint_for, visible_devices
 from lightning_scalerl.generator.fleet.engines import POLL_S, Engine, Engines, GeneratorLostError
 from lightning_scalerl.generator.fleet.ledger import Ledger
 from lightning_scalerl.generator.fleet.server import Blueprint
-from lightning_scalerl.generator.fleet.transport import Surroundings
+from lightning_scalerl.generator.fleet.transport import ChildSettings
 from lightning_scalerl.generator.fleet.weights import WeightStore
 from lightning_scalerl.generator.insertion import check_answer
 from lightning_scalerl.model.head import text_config
@@ -97,15 +97,15 @@ class Fleet:
         tensor_parallel: int = 1,
     ) -> None:
         device = next(model.parameters()).device
-        # With CUDA_VISIBLE_DEVICES set, a process sees its device as number 0.
-        place = device.type if devices else str(device)
-        blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, place), model)
+        # With CUDA_VISIBLE_DEVICES set, a child sees its device as number 0.
+        device_name = device.type if devices else str(device)
+        blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, device_name), model)
         addresses = addresses_of(engines, generators, tensor_parallel)
         # CUDA_VISIBLE_DEVICES of the engines on this node, in turn.
-        devices = shares(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
+        devices = visible_devices(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
         blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel, start_s)) for address in addresses]
-        # No group is dispatched while this is set: the ledger is being swapped or saved.
-        self._held = False
+        # Set while the ledger is being swapped, saved or restored.
+        self._dispatch_paused = False
         self._asides = 0
         self._lock = threading.RLock()
         self._ledger = Ledger()
@@ -118,9 +118,9 @@ class Fleet:
         self.publish_s = 0.0
         self.work = [Work() for _ in blueprints]
         self._store = WeightStore(model, arguments.get("precision"), bucket_mib)
-        around = Surroundings(self._store.folder, silence_s, start_s, threading.Event())
-        self._engines = Engines(blueprints, around, devices, self)
-        self.places = self._engines.places
+        settings = ChildSettings(self._store.folder, silence_s, start_s, threading.Event())
+        self._engines = Engines(blueprints, settings, devices, self)
+        self.engine_states = self._engines.engine_states
         try:
             self._engines.start()
         except BaseException:
@@ -165,7 +165,7 @@ class Fleet:
     def free_slots(self) -> int:
         """Number of further rollouts that the engines that are up could start at once."""
         room = sum(engine.slots - self._ledger.unfinished(engine) for engine in self._engines.up)
-        return max(0, room - self._ledger.waiting)
+        return max(0, room - self._ledger.unassigned)
 
     @_one_at_a_time
     def submit(self, request: GroupRequest) -> None:
@@ -176,9 +176,9 @@ class Fleet:
     @property
     @_one_at_a_time
     def idle(self) -> bool:
-        """Return whether everything in flight waits, and has been reported."""
+        """Whether everything in flight waits for an insertion, and has been reported."""
         waiting = len(self._ledger.all_waiting())
-        return self._ledger.in_flight == waiting and not self._ledger.has_ended
+        return self._ledger.in_flight == waiting and not self._ledger.has_report
 
     @property
     @_one_at_a_time
@@ -188,15 +188,15 @@ class Fleet:
 
     @_one_at_a_time
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens.
+        """Insert an answer's tokens into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait, or no longer because its engine was lost.
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, self._vocabulary)
-        engine, name = self._ledger.continued(key, index, tokens)
-        engine.transport.tell("insert", name, index, tuple(tokens))
+        engine, name = self._ledger.resume(key, index, tokens)
+        engine.transport.send("insert", name, index, tuple(tokens))
 
     @_one_at_a_time
     def end(self, key: int, index: int, truncated: bool = False) -> None:
@@ -205,8 +205,8 @@ class Fleet:
         Raises:
             KeyError: the rollout does not wait, or no longer because its engine was lost.
         """
-        engine, name = self._ledger.continued(key, index)
-        engine.transport.tell("end", name, index, truncated)
+        engine, name = self._ledger.resume(key, index)
+        engine.transport.send("end", name, index, truncated)
 
     @_one_at_a_time
     def restart(self, key: int, index: int) -> None:
@@ -215,8 +215,8 @@ class Fleet:
         Raises:
             KeyError: the rollout does not wait, or no longer because its engine was lost.
         """
-        engine, name = self._ledger.continued(key, index)
-        engine.transport.tell("restart", name, index)
+        engine, name = self._ledger.resume(key, index)
+        engine.transport.send("restart", name, index)
 
     def wait(self, seconds: float) -> None:
         """Wait until an engine has sent a message, at most `seconds` seconds."""
@@ -224,14 +224,14 @@ class Fleet:
 
     def step(self) -> StepReport:
         """Return the rollouts that have ended or wait; if there is none, wait up to `POLL_S` for one."""
-        if not self._ledger.has_ended:
+        if not self._ledger.has_report:
             self.wait(POLL_S)
         return self.collect()
 
     @_one_at_a_time
     def collect(self) -> StepReport:
         """Return the rollouts that have ended or wait and the work done since the last report, without waiting."""
-        self._engines.hear()
+        self._engines.handle_messages()
         ended, waiting = self._ledger.collect(), self._ledger.collect_waiting()
         report = replace(StepReport(ended, *self._computed), lost_tokens=self._lost_tokens, waiting=waiting)
         self._computed, self._lost_tokens = nothing_computed(), 0
@@ -245,8 +245,8 @@ class Fleet:
         number = self._store.publish(weights, version).number
         engines = self._engines.up
         for engine in engines:
-            engine.transport.tell("publish", self._store.current, recompute_kv)
-        self._engines.await_(
+            engine.transport.send("publish", self._store.current, recompute_kv)
+        self._engines.handle_until(
             lambda: all(engine.acknowledged == number for engine in engines if engine in self._engines)
         )
         # Keep old files while a starting engine may read one, and inside `aside`, which returns to one.
@@ -261,49 +261,52 @@ class Fleet:
         Returns None if no engine is up, or the engine is lost before it answers: its replacement may take minutes to
         start, and the caller should not wait for it.
         """
-        self._engines.hear()
+        self._engines.handle_messages()
         engine = next(iter(self._engines.up), None)
         reply = None if engine is None else self._engines.ask(engine, "score", tuple(prompt_tokens), tuple(tokens))
         return None if reply is None else torch.tensor(reply, dtype=torch.float32)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Lend the engines for other work: rollouts in flight pause, then resume with the earlier weights."""
+        """Pause the rollouts in flight while the context is open, for other work such as an evaluation.
+
+        At the end of the context they resume with the weights they had before.
+        """
         with self._lock:
-            self._engines.hear()
-            self._held = True
+            self._engines.handle_messages()
+            self._dispatch_paused = True
             for engine in self._engines.up:
                 self._engines.ask(engine, "aside")
                 engine.aside = True
             self._asides += 1
             books = (self._ledger, self._computed, self._store.current, self.busy_s)
             self._ledger, self._computed = Ledger(self._ledger.names), nothing_computed()
-            self._held = False
+            self._dispatch_paused = False
         try:
             yield
         finally:
             with self._lock:
-                self._held = True
+                self._dispatch_paused = True
                 self._ledger, self._computed, published, self.busy_s = books
                 self._store.return_to(published)
                 self._asides -= 1
-                back = []
+                returned = []
                 for engine in self._engines.up:
                     if engine.aside:
                         engine.aside = False
                         self._engines.ask(engine, "back")
-                        back.append(engine)
+                        returned.append(engine)
                     else:  # it was started inside `aside`, with the weights published there
-                        engine.transport.tell("publish", self._store.current, False)
-                self._ledger.keep_only(back)
-                self._held = False
+                        engine.transport.send("publish", self._store.current, False)
+                self._ledger.keep_only(returned)
+                self._dispatch_paused = False
                 self._dispatch()
 
     @_one_at_a_time
     def close(self) -> None:
         """End the engines; the state of everything in flight is kept for `state_dict`."""
         if self._closed is None:
-            # An error of closing must not hide the one that ended the run.
+            # An error in closing must not hide the error that ended the run.
             try:
                 with suppress(GeneratorLostError, ConfigurationError):
                     self._closed = self.state_dict()
@@ -312,24 +315,24 @@ class Fleet:
 
     @_one_at_a_time
     def state_dict(self) -> dict[str, Any]:
-        """Return everything in flight, as each engine holds it, and one copy of the weights."""
+        """Return the state of everything in flight, one state per engine, and one copy of the weights."""
         if self._closed is not None:
             return self._closed
         # A rollout may end while other engines are asked for their state. It is then saved both as ended and in its
         # engine's state; when the restored engine samples it again, the ledger drops it.
-        self._held = True
+        self._dispatch_paused = True
         try:
             states = {engine: self._engines.ask(engine, "state") for engine in self._engines.up}
         finally:
-            self._held = False
-        kept: list[Any] = [None] * len(self.work)
+            self._dispatch_paused = False
+        generator_states: list[Any] = [None] * len(self.work)
         for engine in self._engines.up:  # an engine lost meanwhile has no state
-            kept[engine.number] = states.get(engine)
+            generator_states[engine.number] = states.get(engine)
         state = {
             **self._ledger.state_dict(lambda engine: engine.number),
             "version": self.version,
             "weights": self._store.current.read(),
-            "generators": kept,
+            "generators": generator_states,
         }
         self._dispatch()
         return state
@@ -339,33 +342,33 @@ class Fleet:
         """Restore everything in flight; rollouts whose engine saved no state or no longer exists are sampled again."""
         self._ledger.load_state_dict(state)
         # Dispatch nothing until it is known which rollouts the engines have.
-        self._held = True
+        self._dispatch_paused = True
         try:
             # Publish before loading the states, which contain no weights: an engine resumes with the weights it has.
             self.publish(state["weights"], state["version"])
             for engine in self._engines.up:
-                own = dict(enumerate(state["generators"])).get(engine.number)
-                if own is None:
+                engine_state = dict(enumerate(state["generators"])).get(engine.number)
+                if engine_state is None:
                     continue
-                waiting = self._engines.ask(engine, "load", own)
+                waiting = self._engines.ask(engine, "load", engine_state)
                 for name, _, _, number in state["open"]:
                     if number == engine.number and engine in self._engines:
                         self._ledger.adopt(name, engine)
-                for each in waiting or ():
-                    self._record_waiting(each, engine, report=False)
+                for rollout in waiting or ():
+                    self._record_waiting(rollout, engine, report=False)
         finally:
-            self._held = False
+            self._dispatch_paused = False
         self._dispatch()
 
     # --- events of the engines (`Listener`) --------------------------------------------------------------
 
-    def is_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
+    def on_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
         """Send the current weights to an engine that has come up, before any prompt."""
         self.can_score = can_score
-        engine.transport.tell("publish", self._store.current, False)
+        engine.transport.send("publish", self._store.current, False)
         self._dispatch()
 
-    def has_worked(
+    def on_work(
         self,
         engine: Engine,
         finished: Sequence[FinishedRollout],
@@ -382,24 +385,24 @@ class Fleet:
             work = self.work[engine.number]
             work.busy_s += busy_s
             work.tokens += StepReport((), *computed).decoded_tokens
-        self._computed = [before + more for before, more in zip(self._computed, computed, strict=True)]
-        for each in finished:
-            if self._ledger.finished(each):
+        self._computed = [total + increment for total, increment in zip(self._computed, computed, strict=True)]
+        for ended in finished:
+            if self._ledger.record_finished(ended):
                 self._engines.count_rollout()
         for rollout in waiting:
             self._record_waiting(rollout, engine)
         self._dispatch()
 
     def _record_waiting(self, rollout: WaitingRollout, engine: Engine, report: bool = True) -> None:
-        """Record a rollout that waits; end it if it was finished before, because no answer will be inserted."""
-        if not self._ledger.waits(rollout, engine, report):
-            engine.transport.tell("drop", rollout.key, rollout.index)
+        """Record a rollout that waits; end it in its engine if it was already returned as finished."""
+        if not self._ledger.record_waiting(rollout, engine, report):
+            engine.transport.send("drop", rollout.key, rollout.index)
 
-    def holds(self, engine: Engine, number: int, digest: str) -> None:
-        """Check that an engine has the weights that it was sent.
+    def on_published(self, engine: Engine, number: int, digest: str) -> None:
+        """Check that an engine has the weights that it was sent, by their digest.
 
         Raises:
-            GeneratorLostError: it has other weights.
+            GeneratorLostError: the digests differ.
         """
         sent = self._store.digests[number]
         if digest != sent:
@@ -409,7 +412,7 @@ class Fleet:
             )
         engine.acknowledged = number
 
-    def has_lost(self, engine: Engine) -> None:
+    def on_loss(self, engine: Engine) -> None:
         """Queue a lost engine's unfinished rollouts for other engines."""
         self._lost_tokens += engine.sampled
         self._ledger.keep_only(list(self._engines))
@@ -417,9 +420,9 @@ class Fleet:
 
     def _dispatch(self) -> None:
         """Send waiting groups to the engines with most free slots."""
-        if not self._held:
+        if not self._dispatch_paused:
             for engine, request in self._ledger.assign({engine: engine.slots for engine in self._engines.up}):
-                engine.transport.tell("submit", request)
+                engine.transport.send("submit", request)
 
     def _end(self) -> None:
         self._engines.end()
@@ -429,7 +432,7 @@ class Fleet:
 def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
     """Return the blueprint after the generator class has checked the trainer's model, if it has such a check.
 
-    The check needs the trainer's exact weights: an engine's are rounded too much for it.
+    The check needs the trainer's exact weights: an engine's weights are rounded too much for it.
     """
     check = getattr(getattr(blueprint.factory, "func", blueprint.factory), "check_model", None)
     if check is not None:
@@ -439,12 +442,12 @@ def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
 
 def _picklable(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint after checking that another process can unpickle it."""
-    made_of = (blueprint.model_class, type(blueprint.config), getattr(blueprint.factory, "func", blueprint.factory))
+    parts = (blueprint.model_class, type(blueprint.config), getattr(blueprint.factory, "func", blueprint.factory))
     remedy = (
         "models, generators and tokenizers of your own must be importable from a module that is no script, or use "
         "driver=virtual"
     )
-    script = next((each for each in made_of if getattr(each, "__module__", "") == "__main__"), None)
+    script = next((part for part in parts if getattr(part, "__module__", "") == "__main__"), None)
     if script is not None:
         raise ConfigurationError(f"driver: {script.__name__} is known to this script alone; {remedy}")
     try:

@@ -20,8 +20,12 @@ from lightning_scalerl.rollouts.rollout import packed, unpacked
 class _OpenGroup:
     """Group in flight: the indices of its unfinished rollouts, and the engine that samples them.
 
-    `name` replaces the group's key in the engines, where keys of evaluation and training could collide. `waiting` has
-    the rollouts that wait for an insertion in their engine, with the group's key.
+    Attributes:
+        name: number that replaces the group's key in the engines, where keys of evaluation and training could collide.
+        request: the request, with the caller's key.
+        missing: indices of unfinished rollouts.
+        engine: engine that samples the group; None while it waits for one.
+        waiting: rollouts that wait in the engine for an insertion, by index, with the caller's key.
     """
 
     name: int
@@ -35,46 +39,47 @@ class Ledger:
     """Groups in flight, oldest first, and finished rollouts that were not returned yet.
 
     Args:
-        names: source of unique names; ledgers that share engines must share it.
+        names: source of unique group names; ledgers that share engines must share it.
     """
 
     def __init__(self, names: Names | None = None) -> None:
         self.names = names or Names()
         self._open: dict[int, _OpenGroup] = {}
-        self._waiting: deque[_OpenGroup] = deque()
+        self._unassigned: deque[_OpenGroup] = deque()
         self._ended: list[FinishedRollout] = []
         self._new_waiting: list[tuple[_OpenGroup, int]] = []
 
     @property
     def in_flight(self) -> int:
         """Number of rollouts submitted and not yet returned."""
-        return sum(len(each.missing) for each in self._open.values()) + len(self._ended)
+        return sum(len(group.missing) for group in self._open.values()) + len(self._ended)
 
     @property
-    def waiting(self) -> int:
+    def unassigned(self) -> int:
         """Number of rollouts that are not assigned to an engine."""
-        return sum(len(each.missing) for each in self._waiting)
+        return sum(len(group.missing) for group in self._unassigned)
 
     @property
-    def has_ended(self) -> bool:
-        """Return whether there is a rollout to report: one that has ended, or waits for an insertion."""
+    def has_report(self) -> bool:
+        """Whether there is a rollout to report: one that has ended or has begun to wait for an insertion."""
         return bool(self._ended or self._new_waiting)
 
     def unfinished(self, engine: Hashable) -> int:
         """Return the number of an engine's unfinished rollouts, not counting rollouts that wait for an insertion."""
-        rollouts = (len(each.missing) - len(each.waiting) for each in self._open.values() if each.engine == engine)
+        rollouts = (len(group.missing) - len(group.waiting) for group in self._open.values() if group.engine == engine)
         return sum(rollouts)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group until an engine has room."""
-        entry = _OpenGroup(self.names.next(), request, set(range(request.completions)))
-        self._open[entry.name] = entry
-        self._waiting.append(entry)
+        group = _OpenGroup(self.names.next(), request, set(range(request.completions)))
+        self._open[group.name] = group
+        self._unassigned.append(group)
 
     def assign(self, slots: Mapping[Any, int]) -> list[tuple[Any, GroupRequest]]:
-        """Assign waiting groups, the oldest first, each to the engine with most free slots.
+        """Assign groups without an engine, the oldest first, each to the engine with most free slots.
 
-        A group is never split. Groups wait here while no engine has a free slot, so that any engine can take them.
+        A group is never split. Groups stay unassigned while no engine has a free slot, so that any engine can take
+        them.
 
         Args:
             slots: for each engine that is up, the number of rollouts that it decodes together.
@@ -83,29 +88,29 @@ class Ledger:
             (engine, request) pairs to send.
         """
         room = {engine: number - self.unfinished(engine) for engine, number in slots.items()}
-        given = []
-        while self._waiting and room:
+        assignments = []
+        while self._unassigned and room:
             best = max(room, key=room.__getitem__)
             if room[best] <= 0:
                 break
-            entry = self._waiting.popleft()
-            entry.engine = best
-            room[best] -= len(entry.missing)
-            given.append((best, replace(entry.request, key=entry.name)))
-        return given
+            group = self._unassigned.popleft()
+            group.engine = best
+            room[best] -= len(group.missing)
+            assignments.append((best, replace(group.request, key=group.name)))
+        return assignments
 
-    def finished(self, each: FinishedRollout) -> bool:
+    def record_finished(self, rollout: FinishedRollout) -> bool:
         """Record a finished rollout; return False if it was recorded before, or was never requested."""
-        entry = self._open.get(each.key)
-        if entry is None or each.index not in entry.missing:
+        group = self._open.get(rollout.key)
+        if group is None or rollout.index not in group.missing:
             return False
-        entry.missing.remove(each.index)
-        entry.waiting.pop(each.index, None)
-        if not entry.missing:
-            del self._open[each.key]
-            if entry in self._waiting:  # finished by an engine that was believed lost
-                self._waiting.remove(entry)
-        self._ended.append(replace(each, key=entry.request.key))
+        group.missing.remove(rollout.index)
+        group.waiting.pop(rollout.index, None)
+        if not group.missing:
+            del self._open[rollout.key]
+            if group in self._unassigned:  # finished by an engine that was believed lost
+                self._unassigned.remove(group)
+        self._ended.append(replace(rollout, key=group.request.key))
         return True
 
     def collect(self) -> list[FinishedRollout]:
@@ -113,58 +118,59 @@ class Ledger:
         ended, self._ended = self._ended, []
         return ended
 
-    def waits(self, each: WaitingRollout, engine: Hashable, report: bool = True) -> bool:
-        """Record that a rollout waits in an engine.
+    def record_waiting(self, rollout: WaitingRollout, engine: Hashable, report: bool = True) -> bool:
+        """Record that a rollout waits for an insertion.
 
         Args:
-            each: the rollout, with its group's name in the engine.
-            engine: the engine.
-            report: whether `collect_waiting` returns it.
+            rollout: the rollout, with its group's name in the engine.
+            engine: the engine that holds the rollout.
+            report: whether `collect_waiting` returns the rollout.
 
         Returns:
-            False if it was returned as finished before: the engine has sampled its group once more, and should end it.
+            False if the rollout was already returned as finished: the engine has sampled its group a second time, and
+            the caller should end the rollout there.
         """
-        entry = self._open.get(each.key)
-        if entry is None or each.index not in entry.missing:
+        group = self._open.get(rollout.key)
+        if group is None or rollout.index not in group.missing:
             return False
-        if entry.engine == engine and each.index not in entry.waiting:
-            entry.waiting[each.index] = replace(each, key=entry.request.key)
+        if group.engine == engine and rollout.index not in group.waiting:
+            group.waiting[rollout.index] = replace(rollout, key=group.request.key)
             if report:
-                self._new_waiting.append((entry, each.index))
+                self._new_waiting.append((group, rollout.index))
         return True
 
     def all_waiting(self) -> list[WaitingRollout]:
         """Return all rollouts that wait for an insertion."""
-        return [each for entry in self._open.values() for each in entry.waiting.values()]
+        return [rollout for group in self._open.values() for rollout in group.waiting.values()]
 
     def collect_waiting(self) -> list[WaitingRollout]:
         """Return the rollouts that have begun to wait since the last call and still do."""
         new, self._new_waiting = self._new_waiting, []
-        return [entry.waiting[index] for entry, index in new if index in entry.waiting]
+        return [group.waiting[index] for group, index in new if index in group.waiting]
 
-    def continued(self, key: int, index: int, answer: Sequence[int] | None = None) -> tuple[Any, int]:
-        """Record that a rollout no longer waits; return its engine, and its group's name there.
+    def resume(self, key: int, index: int, answer: Sequence[int] | None = None) -> tuple[Any, int]:
+        """Record that a rollout no longer waits; return its engine, and its group's name in that engine.
 
         Raises:
-            KeyError: it does not wait. Its engine may have been lost: then it is sampled again from its start.
-            ValueError: it has no room for its answer.
+            KeyError: the rollout does not wait. If its engine was lost, it is sampled again from its start.
+            ValueError: there is no room for the answer.
         """
-        for entry in self._open.values():
-            if entry.request.key == key and index in entry.waiting:
+        for group in self._open.values():
+            if group.request.key == key and index in group.waiting:
                 if answer is not None:
-                    check_room(key, index, entry.waiting[index].room, answer)
-                del entry.waiting[index]
-                return entry.engine, entry.name
+                    check_room(key, index, group.waiting[index].room, answer)
+                del group.waiting[index]
+                return group.engine, group.name
         raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
 
     def keep_only(self, engines: Collection[Hashable]) -> None:
         """Queue again every group whose engine is not one of `engines`, the oldest first."""
-        lost = [each for each in self._open.values() if each.engine is not None and each.engine not in engines]
-        for entry in lost:
-            entry.engine = None
-            entry.waiting.clear()
+        lost = [group for group in self._open.values() if group.engine is not None and group.engine not in engines]
+        for group in lost:
+            group.engine = None
+            group.waiting.clear()
         # Names increase in order of submission.
-        self._waiting = deque(sorted({*self._waiting, *lost}, key=lambda each: each.name))
+        self._unassigned = deque(sorted({*self._unassigned, *lost}, key=lambda group: group.name))
 
     def state_dict(self, number_of: Callable[[Any], int]) -> dict[str, Any]:
         """Return everything in flight, for a checkpoint; `number_of` maps an engine to its number."""
@@ -194,15 +200,15 @@ class Ledger:
             name: _OpenGroup(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
         }
         self._new_waiting = []
-        self._waiting = deque(self._open[name] for name in sorted(self._open))
-        # Advance past both counters: names restored with the state must not be issued again.
+        self._unassigned = deque(self._open[name] for name in sorted(self._open))
+        # Restored names must not be issued again. Adding the saved counter to this one passes both.
         self.names.skip(state["next_name"])
 
     def adopt(self, name: int, engine: Hashable) -> None:
         """Record that an engine already samples a restored group."""
-        entry = self._open[name]
-        entry.engine = engine
-        self._waiting.remove(entry)
+        group = self._open[name]
+        group.engine = engine
+        self._unassigned.remove(group)
 
 
 class Names:

@@ -64,7 +64,7 @@ class ParentGoneError(Exception):
     """Raised when the parent process has ended or closed the connection."""
 
 
-def hear(connection: Connection) -> Any:
+def receive_from_parent(connection: Connection) -> Any:
     """Receive the parent's next message.
 
     Raises:
@@ -77,7 +77,7 @@ def hear(connection: Connection) -> Any:
 
 
 class Server:
-    """Main loop of a generator's process while it works for one trainer.
+    """Main loop of an engine process: serves one trainer.
 
     Args:
         connection: connection to the trainer.
@@ -99,12 +99,12 @@ class Server:
         Raises:
             ParentGoneError: the connection to the trainer has ended.
         """
-        self._say("ready", self._generator.free_slots, getattr(self._generator, "can_score", False))
+        self._send("ready", self._generator.free_slots, getattr(self._generator, "can_score", False))
         try:
             while True:
                 idle = self._idle
                 while self._connection.poll(HEARTBEAT_S if idle else 0):
-                    message = hear(self._connection)
+                    message = receive_from_parent(self._connection)
                     if message[0] == "stop":
                         return
                     self._handle(*message)
@@ -121,75 +121,80 @@ class Server:
 
     @property
     def _idle(self) -> bool:
-        """Return whether there is nothing to sample until a message arrives."""
+        """Whether there is nothing to sample until a message arrives."""
         return not self._generator.in_flight or getattr(self._generator, "idle", False)
 
     def _step(self) -> None:
+        """Run one generator step and add its results to the next report."""
         began = time.monotonic()
         report = self._generator.step()
         self._busy_s += time.monotonic() - began
         self._finished += report.finished
         self._waiting += report.waiting
-        self._computed = [before + more for before, more in zip(self._computed, report.computed, strict=True)]
+        self._computed = [total + increment for total, increment in zip(self._computed, report.computed, strict=True)]
 
     def _report(self, at_once: bool = False) -> None:
+        """Send the work done since the last report when it is due, else a heartbeat when that is due.
+
+        Ended and waiting rollouts are due at once; other work after `REPORT_S`, or now if `at_once`.
+        """
         waited_s = time.monotonic() - self._last_sent
         if self._finished or self._waiting or (self._busy_s and (at_once or waited_s >= REPORT_S)):
             in_flight = getattr(self._generator, "sampled_in_flight", 0)
-            self._say("work", self._finished, tuple(self._computed), self._busy_s, in_flight, self._waiting)
+            self._send("work", self._finished, tuple(self._computed), self._busy_s, in_flight, self._waiting)
             self._finished, self._waiting, self._computed, self._busy_s = [], [], nothing_computed(), 0.0
         elif waited_s >= HEARTBEAT_S:
-            self._say("alive")
+            self._send("alive")
 
-    def _say(self, *message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         try:
             send(self._connection, message)
         except OSError as error:
             raise ParentGoneError from error
         self._last_sent = time.monotonic()
 
-    def _handle(self, what: str, *rest: Any) -> None:
-        """Handle one message of the parent, and reply if it waits for a reply."""
-        if what == "submit":
-            self._generator.submit(*rest)
-        elif what in ("insert", "end", "restart"):
-            getattr(self._generator, what)(*rest)
-        elif what == "drop":
+    def _handle(self, name: str, *arguments: Any) -> None:
+        """Handle one message of the parent, and send a reply if the parent waits for one."""
+        if name == "submit":
+            self._generator.submit(*arguments)
+        elif name in ("insert", "end", "restart"):
+            getattr(self._generator, name)(*arguments)
+        elif name == "drop":
             with suppress(KeyError):
-                self._generator.end(*rest)  # type: ignore[attr-defined]
-        elif what == "publish":
-            published: Published = rest[0]
+                self._generator.end(*arguments)  # type: ignore[attr-defined]
+        elif name == "publish":
+            published: Published = arguments[0]
             digest = published.digest_of_file()
             # Damaged weights are never used; the trainer compares the digests and ends the run.
             if digest == published.digest:
-                self._generator.publish(published.read(), published.version, recompute_kv=rest[1])
-            self._say("published", published.number, digest)
-        elif what == "score":
-            self._say("reply", self._generator.score(*rest).tolist())  # type: ignore[attr-defined]
-        elif what == "aside":
+                self._generator.publish(published.read(), published.version, recompute_kv=arguments[1])
+            self._send("published", published.number, digest)
+        elif name == "score":
+            self._send("reply", self._generator.score(*arguments).tolist())  # type: ignore[attr-defined]
+        elif name == "aside":
             # Report first: rollouts that have already ended belong to the work that is set aside.
             self._report(at_once=True)
             self._aside = self._generator.aside()
             self._aside.__enter__()
-            self._say("reply", None)
-        elif what == "back":
+            self._send("reply", None)
+        elif name == "back":
             assert self._aside is not None
             self._aside.__exit__(None, None, None)
             # Drop unreported rollouts of the other work: the trainer no longer waits for them.
             self._finished, self._waiting, self._aside = [], [], None
-            self._say("reply", None)
-        elif what == "state":
+            self._send("reply", None)
+        elif name == "state":
             self._report(at_once=True)
             # Drop the weights: the parent has them.
             state = self._generator.state_dict()
-            self._say("reply", {name: part for name, part in state.items() if name != "weights"})
-        elif what == "load":
+            self._send("reply", {name: part for name, part in state.items() if name != "weights"})
+        elif name == "load":
             # A sent state contains no weights: the rollouts resume with the weights published last.
             weights = self._generator.state_dict().get("weights")
-            self._generator.load_state_dict({**rest[0], "weights": weights})
-            self._say("reply", getattr(self._generator, "waiting", []))
+            self._generator.load_state_dict({**arguments[0], "weights": weights})
+            self._send("reply", getattr(self._generator, "waiting", []))
         else:
-            raise ValueError(f"generator server: no message {what!r}")
+            raise ValueError(f"generator server: no message {name!r}")
 
 
 def failure(error: Exception) -> tuple[str, str]:
@@ -200,8 +205,8 @@ def failure(error: Exception) -> tuple[str, str]:
 # --- the process -----------------------------------------------------------------------------------------------
 
 
-def _end_with(parent: int, folder: Path) -> None:
-    """End this process when its parent is gone. Runs in a thread, as a long step does not notice a closed socket."""
+def _exit_with_parent(parent: int, folder: Path) -> None:
+    """End this process when its parent is gone. Runs in a thread, because a long step cannot notice a closed socket."""
     while os.getppid() == parent:
         time.sleep(1.0)
     shutil.rmtree(folder, ignore_errors=True)  # weights in shared memory outlive the process that wrote them
@@ -209,7 +214,7 @@ def _end_with(parent: int, folder: Path) -> None:
 
 
 def leave_signals_to_the_trainer() -> None:
-    """Ignore a scheduler's signal to save: the trainer handles it, and asks for the state of this process."""
+    """Ignore signals by which a scheduler asks to save: the trainer handles them and asks for this process's state."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -218,14 +223,14 @@ def serve_parent(connection: Connection, folder: Path) -> int:
     """Serve the parent process until it sends `stop` or ends; return the exit status."""
     leave_signals_to_the_trainer()
     parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent, folder), daemon=True).start()
     try:
-        (blueprint,) = hear(connection)
+        (blueprint,) = receive_from_parent(connection)
         generator = blueprint.build()
         Server(connection, generator).serve()
         generator.close()
     except ParentGoneError:
-        _end_with(parent, folder)
+        _exit_with_parent(parent, folder)
     except Exception as error:
         traceback.print_exc()
         send(connection, failure(error))

@@ -1,4 +1,4 @@
-"""Engines as child processes of this one: starts them, exchanges messages over a socket pair, and ends them.
+"""Child processes that run engines: starts them, exchanges messages over a socket pair, and ends them.
 
 Every engine of a run is a child process that either samples itself or is a client of a vLLM server (`addresses`).
 `server` lists the messages.
@@ -16,87 +16,91 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
-from lightning_scalerl.generator.fleet.wire import Line
+from lightning_scalerl.generator.fleet.wire import Channel
 from sweeps.process import last_words
 
-# Longest wait for an exit status, in seconds: the kernel closes a process's connection a moment before it.
+# Longest wait for an exit status, in seconds: the connection of an ending process closes before its status is set.
 EXIT_S = 5.0
 # Time for a process to end by itself, in seconds; a child that has started a server ends it first.
 STOP_S = 5.0
-PROCESS = "lightning_scalerl.generator.fleet"
+# Module that a child process runs.
+CHILD_MODULE = "lightning_scalerl.generator.fleet"
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Folder, timeouts and event that all children of a run share.
+class ChildSettings:
+    """Settings that all children of a run share.
 
     Attributes:
         folder: folder for logs and published weights.
         silence_s: seconds without a message after which a child counts as lost.
         start_s: seconds that a child may take to start.
-        news: set when a child has sent a message or has ended.
+        arrival: set when a child has sent a message or has ended.
     """
 
     folder: Path
     silence_s: float
     start_s: float
-    news: threading.Event
+    arrival: threading.Event
 
 
 def _environment(device: str) -> dict[str, str]:
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return {**found, "CUDA_VISIBLE_DEVICES": device} if device else found
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {**variables, "CUDA_VISIBLE_DEVICES": device} if device else variables
 
 
-class Child(Line):
+class Child(Channel):
     """Engine in a child process, started by the constructor.
 
     Args:
-        number: the engine's number, for its log.
-        around: folder, timeouts and event of the run.
+        number: the engine's number, part of the name of its log file.
+        settings: settings that all children of the run share.
         device: the child's CUDA_VISIBLE_DEVICES; empty to inherit this process's.
     """
 
-    def __init__(self, number: int, around: Surroundings, device: str) -> None:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(around.folder)]
-        self._log = around.folder / f"generator-{number}.log"
+    def __init__(self, number: int, settings: ChildSettings, device: str) -> None:
+        parent_end, child_end = Pipe()
+        command = [sys.executable, "-m", CHILD_MODULE, str(child_end.fileno()), str(settings.folder)]
+        self._log = settings.folder / f"generator-{number}.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 env=_environment(device),
             )
         # Close the child's end here. Otherwise it stays open when the child ends, and no end of file arrives.
-        theirs.close()
-        super().__init__(ours, around.news)
+        child_end.close()
+        super().__init__(parent_end, settings.arrival)
 
     @property
     def pid(self) -> int:
         """Process id of the child."""
         return self._process.pid
 
-    def gone(self) -> str | None:
+    def end_reason(self) -> str | None:
         """Return how the child ended, or None while it may still send messages.
 
         After its connection has ended, the child has `EXIT_S` seconds to report an exit status.
         """
         if (status := self._process.poll()) is not None:
             return f"ended with status {status}"
-        if self.gone_at is not None and time.monotonic() - self.gone_at >= EXIT_S:
+        if self.closed_at is not None and time.monotonic() - self.closed_at >= EXIT_S:
             return "closed its connection and did not end"
         return None
 
     def last_words(self) -> str:
-        """Return the last line of the child's log in brackets; empty without a log."""
+        """Return the last line of the child's log in parentheses; empty without a log."""
         words = last_words(self._log)
         return f" ({words})" if words else ""
 
     def stop(self, at_once: bool = True) -> None:
-        """Kill the process and close the connection; unless `at_once`, first give it `STOP_S` to end by itself."""
+        """Kill the process and close the connection.
+
+        With `at_once=False` the process first gets `STOP_S` seconds to end by itself.
+        """
         if not at_once:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=STOP_S)

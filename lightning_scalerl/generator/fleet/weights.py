@@ -73,7 +73,7 @@ class Published:
 
 
 class Types:
-    """Dtype in which each tensor is published: the one to which the generator would cast it.
+    """Dtypes in which tensors are published: those to which the generator would cast them.
 
     Args:
         model: the trainer's model.
@@ -88,10 +88,10 @@ class Types:
             # An FP32 head needs all bits of the master weights, and so does an embedding that is tied to it.
             self._head = precision.head_dtype(precision.fp32_head_generator)
             head = output_head(model)
-            own = {tensor.data_ptr() for tensor in (head.weight, head.bias) if tensor is not None}
-            self._of_head = {name for name, tensor in model.state_dict().items() if tensor.data_ptr() in own}
+            head_pointers = {tensor.data_ptr() for tensor in (head.weight, head.bias) if tensor is not None}
+            self._of_head = {name for name, tensor in model.state_dict().items() if tensor.data_ptr() in head_pointers}
 
-    def of(self, name: str, tensor: Tensor) -> torch.dtype:
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor of the trainer's model is published."""
         if self._policy is None or not tensor.is_floating_point():
             return tensor.dtype
@@ -110,11 +110,11 @@ class WeightStore:
     def __init__(self, model: nn.Module, precision: Precision | None, bucket_mib: float) -> None:
         self._types = Types(model, precision)
         self._bucket = max(8, int(bucket_mib * MIB) // 8 * 8)
-        sizes = _laid_out(dict(model.state_dict()), self._types)
+        sizes = _file_order(dict(model.state_dict()), self._types)
         needed = sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in sizes)
         _remove_orphans()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_place_for(needed)))
-        self._lock = _locked(self.folder)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_folder_for(needed)))
+        self._lock = _lock_folder(self.folder)
         self._outdated: list[Published] = []
         # Digests of all publishes by number: an engine may still report that it holds an old one.
         self.digests: dict[int, str] = {}
@@ -132,8 +132,8 @@ class WeightStore:
         self.current = published
 
     def forget_outdated(self) -> None:
-        """Remove the files of all versions but the current one. The caller ensures that no engine is reading one."""
-        for path in {each.path for each in self._outdated} - {self.current.path}:
+        """Remove the files of all publishes but the current one. The caller ensures that no engine still reads them."""
+        for path in {published.path for published in self._outdated} - {self.current.path}:
             path.unlink(missing_ok=True)
         self._outdated.clear()
 
@@ -147,10 +147,10 @@ class WeightStore:
         number = len(self.digests) + 1
         path = self.folder / f"weights-{number}.safetensors"
         partial = path.with_suffix(".partial")
-        entries = _laid_out(weights, self._types)
+        entries = _file_order(weights, self._types)
         digest = xxhash.xxh3_128()
         with partial.open("wb") as file:
-            for part in _bytes(entries, self._bucket):
+            for part in _file_parts(entries, self._bucket):
                 digest.update(part)
                 file.write(part)
         partial.rename(path)
@@ -161,15 +161,15 @@ class WeightStore:
 Entry = tuple[str, Tensor, torch.dtype]
 
 
-def _laid_out(weights: Mapping[str, Tensor], types: Types) -> list[Entry]:
-    """Return the tensors in file order: tied ones once, wider dtypes first, which keeps all aligned."""
+def _file_order(weights: Mapping[str, Tensor], types: Types) -> list[Entry]:
+    """Return the tensors in file order: tied tensors once, and wider dtypes first, which aligns every tensor."""
     once: dict[tuple[int, tuple[int, ...]], Entry] = {}
     for name, tensor in weights.items():
-        once.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor, types.of(name, tensor)))
+        once.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor, types.dtype_of(name, tensor)))
     return sorted(once.values(), key=lambda entry: -entry[2].itemsize)
 
 
-def _bytes(entries: list[Entry], bucket: int) -> Iterator[Any]:
+def _file_parts(entries: list[Entry], bucket: int) -> Iterator[Any]:
     """Yield a file's bytes: its header, then all tensors cast to their dtypes, one bucket at a time."""
     yield _header(entries)
     staging = torch.empty(bucket, dtype=torch.uint8)
@@ -192,22 +192,26 @@ def _bytes(entries: list[Entry], bucket: int) -> Iterator[Any]:
 
 def _header(entries: list[Entry]) -> bytes:
     """Return the header of a safetensors file, with the offsets of all tensors."""
-    places, end = {}, 0
+    tensors, end = {}, 0
     for name, tensor, dtype in entries:
         start, end = end, end + tensor.numel() * dtype.itemsize
-        places[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    return start_of_file(places)
+        tensors[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    return start_of_file(tensors)
 
 
-def start_of_file(places: Mapping[str, Any]) -> bytes:
-    """Return the bytes before the tensors in a safetensors file; `places` has dtype, shape and offsets by name."""
-    text = json.dumps(places).encode()
+def start_of_file(tensors: Mapping[str, Any]) -> bytes:
+    """Return the bytes before the tensors in a safetensors file.
+
+    Args:
+        tensors: for each tensor's name, its dtype, shape and data offsets.
+    """
+    text = json.dumps(tensors).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """Mark a folder as in use while this process lives and the returned file is open."""
+def _lock_folder(folder: Path) -> IO[bytes]:
+    """Lock a folder as in use, until the returned file is closed or this process ends."""
     lock = (folder / "lock.partial").open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "lock.partial").rename(folder / LOCK)  # so that the file never exists unlocked
@@ -215,14 +219,17 @@ def _locked(folder: Path) -> IO[bytes]:
 
 
 def _remove_orphans() -> None:
-    """Remove folders that killed trainers left in shared memory: without local engines no child process does it."""
+    """Remove weight folders that killed trainers left in shared memory.
+
+    A child process removes the folder of its trainer, but a trainer without local engines has no child.
+    """
     for path in SHARED_MEMORY.glob(f"scalerl-*/{LOCK}"):
         with suppress(OSError), path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _place_for(size: int) -> Path | None:
+def _folder_for(size: int) -> Path | None:
     """Return the shared-memory folder if three copies of the weights fit there; None for a folder on disk.
 
     The three copies are the current weights, the next ones, and those that an evaluation returns to.

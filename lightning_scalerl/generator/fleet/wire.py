@@ -31,26 +31,26 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-class Line:
+class Channel:
     """Connection to an engine, with one thread per direction.
 
     The threads keep an engine that does not read, or that stops in the middle of a message, from blocking this process.
 
     Args:
         connection: this process's end.
-        news: set when a message has arrived or the connection has ended.
+        arrival: set when a message has arrived or the connection has ended.
 
     Attributes:
-        heard: monotonic time of the last message.
-        gone_at: monotonic time at which the connection ended, so that no message can be sent; None while it is open.
+        heard_at: monotonic time of the last message from the other end.
+        closed_at: monotonic time at which the connection ended; None while it is open.
     """
 
-    def __init__(self, connection: Connection, news: threading.Event) -> None:
-        self._connection, self._news = connection, news
+    def __init__(self, connection: Connection, arrival: threading.Event) -> None:
+        self._connection, self._arrival = connection, arrival
         self._out: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._in: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        self.heard = time.monotonic()
-        self.gone_at: float | None = None
+        self.heard_at = time.monotonic()
+        self.closed_at: float | None = None
         for work in (self._read, self._write):
             threading.Thread(target=work, daemon=True).start()
 
@@ -59,14 +59,14 @@ class Line:
         try:
             while True:
                 self._in.put(receive(self._connection))
-                self.heard = time.monotonic()
-                self._news.set()
+                self.heard_at = time.monotonic()
+                self._arrival.set()
         except (EOFError, OSError):
             pass
         except Exception as error:
             _log.warning("generator: a message cannot be read (%s: %s)", type(error).__name__, error)
-        self.gone_at = time.monotonic()
-        self._news.set()
+        self.closed_at = time.monotonic()
+        self._arrival.set()
 
     def _write(self) -> None:
         """Send queued messages."""
@@ -74,7 +74,7 @@ class Line:
             while (message := self._out.get()) is not None:
                 send(self._connection, message)
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         """Queue a message for sending; it is dropped if the other end has closed."""
         self._out.put(message)
 
@@ -87,9 +87,9 @@ class Line:
     def close(self) -> None:
         """Close the connection; no more messages are sent or received."""
         self._out.put(None)
-        # Shut down first, which ends the reader's wait. After only a close, its descriptor number could already belong
-        # to another file when it reads.
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        # Shut down first, which ends the reading thread's wait. After a close alone, the descriptor number could
+        # already belong to another file when the thread reads.
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as channel_socket:
+            channel_socket.shutdown(socket.SHUT_RDWR)
         with suppress(OSError):
             self._connection.close()

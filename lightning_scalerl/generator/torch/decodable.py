@@ -32,7 +32,7 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_em
 
 
 def check_decodable(model: nn.Module, capacity: int) -> None:
-    """Decode a few tokens through the cache and compare with a whole forward pass; refuse a model if they differ.
+    """Refuse a model whose decoding through the generator's cache differs from a whole forward pass.
 
     Args:
         model: a causal language model, with weights of any dtype.
@@ -43,7 +43,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     """
     _check_architecture(model)
     _check_context(model, capacity)
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     try:
         # This checks cache bookkeeping. TF32 rounding could hide an error, or look like one.
         torch.set_float32_matmul_precision("highest")
@@ -52,7 +52,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     except Exception as error:
         raise _refusal(model, f"decoding token by token fails ({error_line(error)})") from error
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
     tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5
     # "not <=" also refuses NaN.
     if not difference <= tolerance:
@@ -68,20 +68,22 @@ def _refusal(model: nn.Module, reason: str) -> ConfigurationError:
 def _check_architecture(model: nn.Module) -> None:
     """Refuse features known not to work: other attention kernels, encoders, recurrent layers, ALiBi."""
     config = text_config(model)
-    used = compat.attention_implementation(config)
-    if used is not None and used not in ATTENTION:
+    implementation = compat.attention_implementation(config)
+    if implementation is not None and implementation not in ATTENTION:
         raise ConfigurationError(
-            f"model: attn_implementation={used!r} takes no mask of generator=torch; load the model with "
+            f"model: attn_implementation={implementation!r} takes no mask of generator=torch; load the model with "
             f"attn_implementation={ATTENTION[0]!r}"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(model, "it is an encoder with a decoder")
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     kinds |= {str(kind) for kind in getattr(config, "layers_block_type", None) or ()} - {"attention"}
-    strange = sorted(kinds - ATTENTION_LAYERS - OTHER_LAYERS)
-    if strange or compat.is_stateful(model):
-        found = ", ".join(strange) or "a state-space or recurrent model"
-        raise _refusal(model, f"its layers keep a state from token to token ({found}), which cannot be cut or copied")
+    unsupported = sorted(kinds - ATTENTION_LAYERS - OTHER_LAYERS)
+    if unsupported or compat.is_stateful(model):
+        description = ", ".join(unsupported) or "a state-space or recurrent model"
+        raise _refusal(
+            model, f"its layers keep a state from token to token ({description}), which cannot be cut or copied"
+        )
     base = backbone(model)
     if any(hasattr(base, name) for name in ("build_alibi_tensor", "build_mpt_alibi_tensor")) or getattr(
         config, "alibi", False
@@ -98,11 +100,11 @@ def _check_context(model: nn.Module, capacity: int) -> None:
                 f"generator: torch does not know sliding windows; the model's {window.field} of {window.size} tokens "
                 f"is shorter than the context of {capacity}; shorten the context or use another generator"
             )
-    lasting = _same_rotation(config)
-    if lasting is not None and lasting < capacity:
+    fixed_length = _fixed_rotation_length(config)
+    if fixed_length is not None and fixed_length < capacity:
         raise ConfigurationError(
             f"context: max_prompt_tokens and max_new_tokens make {capacity} tokens, and {type(model).__name__} turns "
-            f"all its positions anew once a sequence is longer than {lasting}, so that what is in a cache or in a "
+            f"all its positions anew once a sequence is longer than {fixed_length}, so that what is in a cache or in a "
             "micro-batch with a longer sequence counts otherwise; shorten the context"
         )
     # Precomputed position tables are buffers; learned ones are embeddings.
@@ -119,12 +121,12 @@ def _check_context(model: nn.Module, capacity: int) -> None:
             )
 
 
-def _same_rotation(config: Any) -> int | None:
-    """Return the length up to which rotary positions are fixed; None if they do not depend on sequence length."""
-    given = getattr(config, "rope_parameters", None) or {}
+def _fixed_rotation_length(config: Any) -> int | None:
+    """Return the sequence length, in tokens, beyond which the rotary embedding changes; None if it never does."""
+    parameters = getattr(config, "rope_parameters", None) or {}
     lengths = []
     # Some configurations have one entry per layer type.
-    for rope in (given, *(part for part in given.values() if isinstance(part, Mapping))):
+    for rope in (parameters, *(part for part in parameters.values() if isinstance(part, Mapping))):
         kind = str(rope.get("rope_type"))
         if kind == "longrope":
             lengths.append(rope.get("original_max_position_embeddings"))
@@ -134,12 +136,17 @@ def _same_rotation(config: Any) -> int | None:
 
 
 def _largest_difference(model: nn.Module) -> float:
-    """Return the largest log-probability difference over two sequences, partly prefilled and then decoded together."""
+    """Return the largest difference of log-probabilities between decoding through the cache and a whole forward pass.
+
+    Compares two sequences of different lengths, which are prefilled in part and then decoded together.
+    """
     config = text_config(model)
     device = next(model.parameters()).device
     size = int(config.vocab_size)
     # Tokens vary with position and row, and lengths differ, so that a wrong row, position or mask shows.
-    sequences = [[1 + (7 * place + 3 * row) % max(1, size - 1) for place in range(9 - 2 * row)] for row in range(2)]
+    sequences = [
+        [1 + (7 * position + 3 * row) % max(1, size - 1) for position in range(9 - 2 * row)] for row in range(2)
+    ]
     prompts = [5, 2]
     cache = SlotCache(int(config.num_hidden_layers), 2, len(sequences[0]))
     last, caches, _ = encode(
@@ -155,13 +162,14 @@ def _largest_difference(model: nn.Module) -> float:
     largest = 0.0
     for row, (tokens_of_row, length) in enumerate(zip(sequences, prompts, strict=True)):
         inputs = torch.tensor([tokens_of_row], device=device)
-        whole = _logprobs(model, backbone(model)(input_ids=inputs, use_cache=False).last_hidden_state[0])
-        ours = torch.stack([step[row] for step in decoded])
-        largest = max(largest, float((ours - whole[length - 1 : length + 4]).abs().max()))
+        expected = _logprobs(model, backbone(model)(input_ids=inputs, use_cache=False).last_hidden_state[0])
+        decoded_logprobs = torch.stack([step[row] for step in decoded])
+        largest = max(largest, float((decoded_logprobs - expected[length - 1 : length + 4]).abs().max()))
     return largest
 
 
 def _logprobs(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Return log-probabilities (n, V) of the next tokens after hidden states (n, width)."""
     head = output_head(model)
     logits: Any = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
     return torch.log_softmax(logits, dim=-1)

@@ -67,20 +67,20 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float | Tensor) 
 
 @dataclass
 class _Pending:
-    """Rollouts of a group that wait for slots: those from index `started` up to, but not including, `end`."""
+    """Rollouts of a group that wait for slots: those from index `start` up to, but not including, `end`."""
 
     request: GroupRequest
-    started: int
+    start: int
     end: int
 
     def state(self) -> tuple[Any, ...]:
-        """Return plain values; `end` is left out if it is the number of completions."""
+        """Return the record as plain values for a checkpoint; `end` is left out if it is the number of completions."""
         end = [] if self.end == self.request.completions else [self.end]
-        return (request_state(self.request), self.started, *end)
+        return (request_state(self.request), self.start, *end)
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> _Pending:
-        """Rebuild it from the values of `state`."""
+        """Rebuild the record from the values of `state`."""
         request = request_from(state[0])
         return cls(request, state[1], state[2] if len(state) > 2 else request.completions)
 
@@ -100,7 +100,7 @@ class TorchGenerator:
 
     Args:
         model: the trainer's model; its weights are copied.
-        precision: types of the copy and of its head.
+        precision: dtypes of the copy and of its head.
         sampling: sampling settings; the longest prompt and completion bound the cache.
         slots: number of rollouts that decode together.
         cache_gib: memory for keys and values, in GiB; None for all free memory.
@@ -112,7 +112,7 @@ class TorchGenerator:
             the cache of all slots at full length would not fit into memory.
     """
 
-    # The cache size does not change results, so it is not part of a run's identity.
+    # Settings that do not change results, so that they are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
     added: ClassVar[Mapping[str, Any]] = {"waiting_keeps": "cache"}
 
@@ -127,7 +127,7 @@ class TorchGenerator:
         waiting_keeps: str = "cache",
     ) -> None:
         whole_number("generator.slots", slots)
-        self._between = Waiting(sampling, waiting_keeps)
+        self._paused_rollouts = Waiting(sampling, waiting_keeps)
         self.check_model(model, sampling)
         self._check_memory(model, precision, slots, sampling.capacity, cache_gib)
         self.policy = GeneratorPolicy(model, precision)
@@ -161,13 +161,13 @@ class TorchGenerator:
     ) -> None:
         """Refuse at startup a cache that would not fit once all rollouts have full length."""
         needed = memory.cache_gib(model, precision.policy_dtype, slots * capacity)
-        there = memory.free_gib(next(model.parameters()).device) if allowed_gib is None else allowed_gib
-        if needed > there:
-            fit = int(slots * there / needed)
+        available = memory.free_gib(next(model.parameters()).device) if allowed_gib is None else allowed_gib
+        if needed > available:
+            fit = int(slots * available / needed)
             remedy = f"generator.slots={fit} fit" if fit else "not one of them fits: lower context.max_new_tokens"
             raise ConfigurationError(
                 f"generator.slots: {slots} sequences of {capacity} tokens take {needed:.3g} GiB of keys and values, "
-                f"{'free are' if allowed_gib is None else 'cache_gib allows'} {there:.3g} GiB; {remedy}"
+                f"{'free are' if allowed_gib is None else 'cache_gib allows'} {available:.3g} GiB; {remedy}"
             )
 
     @property
@@ -178,39 +178,39 @@ class TorchGenerator:
     @property
     def in_flight(self) -> int:
         """Number of rollouts submitted and not finished."""
-        return self._waiting + self._slots.active + len(self._between)
+        return self._pending_count + self._slots.active + len(self._paused_rollouts)
 
     @property
     def sampled_in_flight(self) -> int:
         """Number of tokens sampled so far for the rollouts in flight."""
-        return int(self._slots.counts.sum()) + self._between.sampled
+        return int(self._slots.counts.sum()) + self._paused_rollouts.sampled
 
     @property
     def free_slots(self) -> int:
         """Number of slots that no submitted rollout occupies or waits for."""
-        claimed = self._waiting + self._slots.active + self._between.claimed_slots
-        return max(0, self._slots.most - claimed)
+        claimed = self._pending_count + self._slots.active + self._paused_rollouts.claimed_slots
+        return max(0, self._slots.size - claimed)
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do or to report: everything with a slot waits."""
-        may_start = self._waiting > 0 and self._between.held_slots < self._slots.most
-        return not (may_start or self._slots.active or self._between.due)
+        """Whether `step` has nothing to do or report: all rollouts with a slot wait, and no queued one can start."""
+        may_start = self._pending_count > 0 and self._paused_rollouts.held_slots < self._slots.size
+        return not (may_start or self._slots.active or self._paused_rollouts.due)
 
     @property
     def waiting(self) -> list[WaitingRollout]:
         """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
-        return self._between.reports
+        return self._paused_rollouts.reports
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens.
+        """Insert an answer's tokens into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, output_size(self.policy))
-        self._between.insert(key, index, tokens)
+        self._paused_rollouts.insert(key, index, tokens)
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
         """End a waiting rollout; the next step reports it as finished.
@@ -218,7 +218,7 @@ class TorchGenerator:
         Raises:
             KeyError: the rollout does not wait.
         """
-        self._between.end(key, index, truncated)
+        self._paused_rollouts.end(key, index, truncated)
 
     def restart(self, key: int, index: int) -> None:
         """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
@@ -226,16 +226,22 @@ class TorchGenerator:
         Raises:
             KeyError: the rollout does not wait.
         """
-        request = self._between.remove(key, index).insertions.request
+        request = self._paused_rollouts.remove(key, index).insertions.request
         self._queue.appendleft(_Pending(request, index, index + 1))
 
     @property
-    def _waiting(self) -> int:
-        return sum(each.end - each.started for each in (*self._queue, *(entry.pending for entry in self._prefilled)))
+    def _pending_count(self) -> int:
+        """Number of rollouts that wait for their first slot."""
+        return sum(
+            pending.end - pending.start for pending in (*self._queue, *(entry.pending for entry in self._prefilled))
+        )
 
     @torch.no_grad()
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Use new weights from the next token on; rollouts in flight keep their stale cache or get a recomputed one."""
+        """Use new weights from the next token on.
+
+        Rollouts in flight keep their stale keys and values, unless `recompute_kv` recomputes them.
+        """
         self.policy.load(weights)
         self._version = version
         # Prefill rollouts without a token again, so that the new weights sample their first token as well.
@@ -254,20 +260,22 @@ class TorchGenerator:
         sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in completions]
         width = max(map(len, sequences))
         # Right padding: causal attention cannot see it.
-        padded = torch.tensor([[*each, *[0] * (width - len(each))] for each in sequences], device=self.device)
+        padded = torch.tensor(
+            [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences], device=self.device
+        )
         hidden = backbone(self.policy.model)(input_ids=padded, use_cache=False).last_hidden_state
         # With a real vocabulary the logits of a long completion would be the largest tensor in memory.
         size = max(1, MAX_LOGITS // output_size(self.policy))
-        found = []
+        logprobs = []
         for states, (prompt, tokens) in zip(hidden, completions, strict=True):
-            own = states[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
-            wanted = torch.tensor(tokens, device=self.device).unsqueeze(1)
+            predicting = states[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
+            targets = torch.tensor(tokens, device=self.device).unsqueeze(1)
             parts = [
-                torch.log_softmax(self.policy.logits(some) / self.sampling.temperature, dim=-1).gather(1, of)
-                for some, of in zip(torch.split(own, size), torch.split(wanted, size), strict=True)
+                torch.log_softmax(self.policy.logits(part) / self.sampling.temperature, dim=-1).gather(1, token)
+                for part, token in zip(torch.split(predicting, size), torch.split(targets, size), strict=True)
             ]
-            found.append(torch.cat(parts).squeeze(1))
-        return found
+            logprobs.append(torch.cat(parts).squeeze(1))
+        return logprobs
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group; its rollouts start as slots become free.
@@ -283,7 +291,7 @@ class TorchGenerator:
     def step(self) -> StepReport:
         """Sample one token for every rollout that has a slot, and return the rollouts that ended."""
         decoding = self._slots.active
-        finished = self._between.collect()
+        finished = self._paused_rollouts.collect()
         new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
         if self._slots.active == 0:
             return StepReport(finished, prefill_tokens, prefill_context, prefilled=prefilled)
@@ -296,9 +304,9 @@ class TorchGenerator:
         stopped = torch.isin(tokens, self._stop) & ~forced
         if self.sampling.stop_text is not None:
             stopped |= self._holds_stop_text(self.sampling.stop_text) & ~forced
-        ending = torch.nonzero(stopped | self._slots.full).flatten().tolist()
-        ended, paused = self._slots.release(ending, stopped, self._between.cached)
-        self._between.hold(paused)
+        ending = torch.nonzero(stopped | self._slots.at_limit).flatten().tolist()
+        ended, paused = self._slots.release(ending, stopped, self._paused_rollouts.cached)
+        self._paused_rollouts.hold(paused)
         # `outside` stays 0: `decodable` refuses models whose attention windows are shorter than a sequence.
         return StepReport(
             finished=[*finished, *ended],
@@ -307,104 +315,114 @@ class TorchGenerator:
             decoded_tokens=decoding,
             decoded_context=context,
             prefilled=prefilled,
-            waiting=self._between.reported(paused),
+            waiting=self._paused_rollouts.reported(paused),
         )
 
     def _temperature(self) -> float | Tensor:
-        """Return the sampling temperature: one for all slots, or (active, 1) if some requests have their own."""
-        usual = self.sampling.temperature
-        own = [occupant.request.temperature for occupant in self._slots.occupants]
-        if all(temperature is None for temperature in own):
-            return usual
-        chosen = [usual if temperature is None else max(temperature, MIN_TEMPERATURE) for temperature in own]
+        """Return the sampling temperature: a number for all slots, or (active, 1) if some requests set it."""
+        default = self.sampling.temperature
+        requested = [occupant.request.temperature for occupant in self._slots.occupants]
+        if all(temperature is None for temperature in requested):
+            return default
+        chosen = [default if temperature is None else max(temperature, MIN_TEMPERATURE) for temperature in requested]
         return torch.tensor(chosen, dtype=torch.float32, device=self.device).unsqueeze(1)
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
         """Return a mask (active,) of the rollouts whose text contains a stop text."""
         counts = self._slots.counts.tolist()
-        firsts = [max(0, count - stop_text.window) for count in counts]
-        lasts = (self._slots.tokens[slot, firsts[slot] : count].tolist() for slot, count in enumerate(counts))
-        return torch.tensor([stop_text(tokens) for tokens in lasts], dtype=torch.bool, device=self.device)
+        starts = [max(0, count - stop_text.window) for count in counts]
+        last_tokens = (self._slots.tokens[slot, starts[slot] : count].tolist() for slot, count in enumerate(counts))
+        return torch.tensor([stop_text(tokens) for tokens in last_tokens], dtype=torch.bool, device=self.device)
 
     def _decode(self, active: int) -> tuple[Tensor, int]:
         """Return next-token logits (active, V) of the first `active` slots, and the number of tokens attended to."""
         if active == 0:
             return torch.empty(0, output_size(self.policy), device=self.device), 0
-        tokens, position = self._slots.last(active)
+        tokens, position = self._slots.last_tokens(active)
         hidden = decode(self.policy.model, self._slots.cache, tokens, position)
         return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
-        """Give free slots to rollouts that continue after a turn, then to new ones.
+        """Give free slots to rollouts that continue after a turn, then to new rollouts.
 
         Returns:
-            Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts or insertions.
+            Prefill logits of all these rollouts, and the prefill work: tokens, tokens attended to, and number of
+            prompts and insertions.
         """
         (tokens, context), self._unreported = self._unreported, [0, 0]
-        logits, used, seen = self._resume_answered()
-        tokens, context, prompts = tokens + used, context + seen, len(logits)
+        logits, new_tokens, new_context = self._resume_answered()
+        tokens, context, prompts = tokens + new_tokens, context + new_context, len(logits)
         # Slots that are kept for waiting rollouts are not free.
-        most = self._slots.most - self._between.held_slots
-        while self._slots.active < most and (self._prefilled or self._queue):
+        available = self._slots.size - self._paused_rollouts.held_slots
+        while self._slots.active < available and (self._prefilled or self._queue):
             if not self._prefilled:
-                used, seen = self._prefill()
-                tokens, context, prompts = tokens + used, context + seen, prompts + len(self._prefilled)
+                new_tokens, new_context = self._prefill()
+                tokens, context, prompts = tokens + new_tokens, context + new_context, prompts + len(self._prefilled)
             entry = self._prefilled[0]
             pending = entry.pending
-            number = min(most - self._slots.active, pending.end - pending.started)
-            self._slots.occupy(pending.request, pending.started, number, entry.keys_values, entry.uniform)
+            number = min(available - self._slots.active, pending.end - pending.start)
+            self._slots.occupy(pending.request, pending.start, number, entry.keys_values, entry.uniform)
             # All rollouts of a prompt sample their first token from the same logits.
             logits += [entry.logits] * number
-            pending.started += number
-            if pending.started == pending.end:
+            pending.start += number
+            if pending.start == pending.end:
                 self._prefilled.popleft()
         return logits, tokens, context, prompts
 
     def _resume_answered(self) -> tuple[list[Tensor], int, int]:
-        """Give slots to rollouts with an answer; return their logits, and the work as tokens and tokens attended to."""
+        """Give slots to waiting rollouts whose answer has arrived.
+
+        Returns:
+            Their next-token logits, and the prefill work: tokens, and tokens attended to.
+        """
         logits: list[Tensor] = []
         tokens = context = 0
-        answered = self._between.answered
-        # If waiting rollouts keep their slots, there is a slot for each of these, and all continue at once.
-        while answered and (room := self._slots.most - self._slots.active) > 0:
+        answered = self._paused_rollouts.answered
+        # With waiting_keeps="slot", every one of these rollouts still has its slot, so all continue at once.
+        while answered and (room := self._slots.size - self._slots.active) > 0:
             resumed = [answered.popleft() for _ in range(min(room, RECOMPUTED_ROLLOUTS, len(answered)))]
-            hidden, caches, (used, seen) = extend(self.policy.model, [each.piece for each in resumed], self.device)
+            hidden, caches, (new_tokens, new_context) = extend(
+                self.policy.model, [paused.prefill_input for paused in resumed], self.device
+            )
             logits += list(self.policy.logits(hidden))
-            tokens, context = tokens + used, context + seen
-            for each, keys_values in zip(resumed, caches, strict=True):
-                self._slots.resume(each, keys_values, self._version)
+            tokens, context = tokens + new_tokens, context + new_context
+            for paused, keys_values in zip(resumed, caches, strict=True):
+                self._slots.resume(paused, keys_values, self._version)
         return logits, tokens, context
 
     def _prefill(self) -> tuple[int, int]:
-        waiting = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
+        """Prefill the next queued prompts; return the work: tokens, and tokens attended to."""
+        batch = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
         hidden, caches, computed = encode(
-            self.policy.model, [each.request.prompt_tokens for each in waiting], self.device
+            self.policy.model, [pending.request.prompt_tokens for pending in batch], self.device
         )
         logits = self.policy.logits(hidden)
-        for number, each in enumerate(waiting):
-            self._prefilled.append(_Prefilled(each, caches[number], logits[number], self._draw(each.request)))
+        for number, pending in enumerate(batch):
+            self._prefilled.append(_Prefilled(pending, caches[number], logits[number], self._draw(pending.request)))
         return computed
 
     def _recompute_cache(self) -> None:
         """Recompute the keys and values of everything in flight with the current weights."""
         # Waiting rollouts are recomputed once they continue, because newer weights may be published before that.
-        self._between.drop_caches()
+        self._paused_rollouts.drop_caches()
         for first in range(0, self._slots.active, RECOMPUTED_ROLLOUTS):
             slots = range(first, min(first + RECOMPUTED_ROLLOUTS, self._slots.active))
-            _, caches, computed = encode(self.policy.model, [self._slots.cached(slot) for slot in slots], self.device)
+            _, caches, computed = encode(
+                self.policy.model, [self._slots.cached_tokens(slot) for slot in slots], self.device
+            )
             for slot, keys_values in zip(slots, caches, strict=True):
                 self._slots.cache.fill(slice(slot, slot + 1), keys_values)
-            self._unreported = [total + more for total, more in zip(self._unreported, computed, strict=True)]
+            self._unreported = [total + increment for total, increment in zip(self._unreported, computed, strict=True)]
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
         # Seeded by the group's key alone, so slots, batching and resuming do not change the numbers, and a checkpoint
         # need not store them for waiting prompts.
-        source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
-        return torch.from_numpy(source.random((request.completions, self.sampling.max_new_tokens))).to(self.device)
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
+        return torch.from_numpy(random.random((request.completions, self.sampling.max_new_tokens))).to(self.device)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the generator for other work: rollouts in flight wait in host memory, then resume unchanged."""
+        """Move the rollouts in flight to host memory while the context is open, then resume them unchanged."""
         return set_aside(self, self.clear)
 
     def clear(self) -> None:
@@ -412,7 +430,7 @@ class TorchGenerator:
         self._queue.clear()
         self._prefilled.clear()
         self._slots.occupants.clear()
-        self._between.clear()
+        self._paused_rollouts.clear()
         self._unreported = [0, 0]
 
     def close(self) -> None:
@@ -425,7 +443,7 @@ class TorchGenerator:
             # Saved even with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
             "owed": list(self._unreported),
-            "queue": [each.state() for each in self._queue],
+            "queue": [pending.state() for pending in self._queue],
             "prefilled": [
                 {
                     **dict(zip(("request", "started", "end"), entry.pending.state(), strict=False)),
@@ -435,11 +453,11 @@ class TorchGenerator:
                 for entry in self._prefilled
             ],
             **self._slots.state_dict(),
-            **self._between.state_dict(),
+            **self._paused_rollouts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restore the state of `state_dict`, to continue exactly where it was saved."""
         self._version = state["version"]
         self.policy.load_weights(state["weights"])
         self._unreported = list(state["owed"])
@@ -451,7 +469,7 @@ class TorchGenerator:
             logits = entry["logits"].to(self.device)
             self._prefilled.append(_Prefilled(pending, pairs, logits, self._draw(pending.request)))
         self._slots.load_state_dict(state)
-        self._between.load_state_dict(state, self.device)
+        self._paused_rollouts.load_state_dict(state, self.device)
 
 
 def output_size(policy: GeneratorPolicy) -> int:

@@ -15,7 +15,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import head_logits, output_head
 
 # Models made only for a generator, which uses them directly instead of copying them.
-_given: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_generator_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype | None) -> nn.Module:
@@ -41,7 +41,7 @@ def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype 
             model = make(config)
         finally:
             handle.remove()
-    _given.add(model)
+    _generator_models.add(model)
     return model
 
 
@@ -55,8 +55,8 @@ class GeneratorPolicy:
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.dtype = precision.policy_dtype
         self.head_dtype = precision.head_dtype(precision.fp32_head_generator)
-        own = model if model in _given else copy.deepcopy(model)
-        self.model = own.to(self.dtype).eval().requires_grad_(False)
+        policy_model = model if model in _generator_models else copy.deepcopy(model)
+        self.model = policy_model.to(self.dtype).eval().requires_grad_(False)
         self._separate_head = self.head_dtype != self.dtype
         self._head_weight: Tensor | None = None
         self._head_bias: Tensor | None = None
@@ -65,17 +65,20 @@ class GeneratorPolicy:
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
         """Load new weights (a state dict of the trainer's model, in any dtype)."""
-        own = self.model.state_dict()
+        own_weights = self.model.state_dict()
         for name, tensor in weights.items():
-            own[name].copy_(tensor)
+            own_weights[name].copy_(tensor)
         if self._separate_head:
             head = output_head(self.model)
-            self._head_weight = self._separate(weights, own, head.weight)
-            self._head_bias = None if head.bias is None else self._separate(weights, own, head.bias)
+            self._head_weight = self._head_copy(weights, own_weights, head.weight)
+            self._head_bias = None if head.bias is None else self._head_copy(weights, own_weights, head.bias)
 
-    def _separate(self, weights: dict[str, Tensor], own: dict[str, Tensor], part: Tensor) -> Tensor:
-        """Return a part of the head in the head's dtype, from `weights`: the model's copy was rounded."""
-        name = next(key for key, value in own.items() if value.data_ptr() == part.data_ptr())
+    def _head_copy(self, weights: dict[str, Tensor], own_weights: dict[str, Tensor], part: Tensor) -> Tensor:
+        """Return a copy of the head's weight or bias in the head's dtype.
+
+        The copy is made from `weights`, because the tensors of this object's model have been rounded.
+        """
+        name = next(key for key, value in own_weights.items() if value.data_ptr() == part.data_ptr())
         return weights[name].detach().to(self.head_dtype, copy=True)
 
     def weights(self) -> dict[str, Any]:

@@ -59,7 +59,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """KV cache of all slots; `aim` sets the rows and positions written by the next forward pass.
 
-    It grows with the number of decoding rows and the longest of them: few runs ever fill all slots to full length.
+    It grows with the number of decoding rows and the length of the longest, because few runs ever fill all slots to
+    full length.
     """
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:
@@ -146,11 +147,12 @@ def extend(
 
     Args:
         model: the policy.
-        pieces: for each sequence, the keys and values of its beginning, None for none, and its further tokens.
+        pieces: for each sequence, the cached keys and values of its beginning (None if there are none), and the tokens
+            after it.
         device: the model's device.
 
     Returns:
-        The same as `encode`, with the work done for the further tokens alone.
+        The same as `encode`, where the work counts only the tokens after the cached ones.
     """
     starts = torch.tensor([0 if cached is None else cached[0][0].shape[1] for cached, _ in pieces], device=device)
     lengths = torch.tensor([len(tokens) for _, tokens in pieces], device=device)
@@ -159,7 +161,9 @@ def extend(
     example = next((cached for cached, _ in pieces if cached is not None), ())
     for layer, pair in enumerate(example):
         # Right padding of the cached beginnings, which the mask hides.
-        keys, values = (each.new_zeros(len(pieces), each.shape[0], past, each.shape[2]).to(device) for each in pair)
+        keys, values = (
+            tensor.new_zeros(len(pieces), tensor.shape[0], past, tensor.shape[2]).to(device) for tensor in pair
+        )
         for row, (cached, _) in enumerate(pieces):
             if cached is not None:
                 keys[row, :, : starts[row]], values[row, :, : starts[row]] = cached[layer]
@@ -181,8 +185,8 @@ def extend(
     ends = (starts + lengths).tolist()
     caches: list[KeysValues] = []
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        own = [*range(start), *range(past, past + length)]
-        caches.append([(layer.keys[row][:, own], layer.values[row][:, own]) for layer in cache.layers])
+        columns = [*range(start), *range(past, past + length)]
+        caches.append([(layer.keys[row][:, columns], layer.values[row][:, columns]) for layer in cache.layers])
     pairs = zip(starts.tolist(), ends, strict=True)
     return last, caches, (int(lengths.sum()), sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in pairs))
 

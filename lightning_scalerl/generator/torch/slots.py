@@ -26,11 +26,11 @@ class Paused:
     """Rollout that has left its row at the end of a turn.
 
     Attributes:
-        insertions: its insertion rules.
+        insertions: the rollout's insertion rules.
         rollout: the rollout so far.
-        row: its row of every buffer of `Slots`.
-        keys_values: keys and values of all its tokens but the last; None if they were dropped.
-        answer: tokens to insert before it continues; None while it waits for them.
+        row: the rollout's row of every buffer of `Slots`.
+        keys_values: keys and values of all tokens of the sequence but the last; None if they were dropped.
+        answer: tokens to insert before the rollout continues; None while it waits for them.
     """
 
     insertions: Insertions
@@ -40,8 +40,8 @@ class Paused:
     answer: tuple[int, ...] | None = None
 
     @property
-    def piece(self) -> tuple[KeysValues | None, list[int]]:
-        """Return the cached beginning of its sequence, and the tokens to prefill behind it."""
+    def prefill_input(self) -> tuple[KeysValues | None, list[int]]:
+        """Cached keys and values of the sequence's beginning (None for none), and the tokens to prefill after it."""
         tokens, answer = self.rollout.tokens, self.answer or ()
         if self.keys_values is None:
             return None, [*self.insertions.request.prompt_tokens, *tokens, *answer]
@@ -54,27 +54,27 @@ class Slots:
 
     Args:
         cache: KV cache with one row per slot.
-        most: number of slots.
-        sampling: gives the longest completion and the rules for forcing the end of thinking.
+        size: number of slots.
+        sampling: sampling settings of the generator.
         device: the model's device.
     """
 
-    def __init__(self, cache: SlotCache, most: int, sampling: SamplingSettings, device: torch.device) -> None:
-        self.cache, self.most, self.device = cache, most, device
+    def __init__(self, cache: SlotCache, size: int, sampling: SamplingSettings, device: torch.device) -> None:
+        self.cache, self.size, self.device = cache, size, device
         self._phrase = torch.tensor(sampling.phrase, dtype=torch.long, device=device)
         self._sampling = sampling
         self.occupants: list[Insertions] = []  # slot i holds occupant i
-        shape = (most, sampling.max_new_tokens)
+        shape = (size, sampling.max_new_tokens)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._versions = torch.zeros(shape, dtype=torch.long, device=device)
         self._forced = torch.zeros(shape, dtype=torch.bool, device=device)
         self._uniform = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._count = torch.zeros(most, dtype=torch.long, device=device)
-        self._limit = torch.zeros(most, dtype=torch.long, device=device)
-        self._prompt_length = torch.zeros(most, dtype=torch.long, device=device)
-        self._interrupt_at = torch.full((most,), NEVER, device=device)
-        self._phrase_next = torch.full((most,), NOT_FORCING, device=device)
+        self._count = torch.zeros(size, dtype=torch.long, device=device)
+        self._limit = torch.zeros(size, dtype=torch.long, device=device)
+        self._prompt_length = torch.zeros(size, dtype=torch.long, device=device)
+        self._interrupt_at = torch.full((size,), NEVER, device=device)
+        self._phrase_next = torch.full((size,), NOT_FORCING, device=device)
 
     @property
     def active(self) -> int:
@@ -87,32 +87,40 @@ class Slots:
         return self._count[: self.active]
 
     @property
-    def full(self) -> Tensor:
-        """Mask (active,) of the rollouts that have reached their token limit."""
+    def at_limit(self) -> Tensor:
+        """Mask (active,) of the rollouts that have reached the token limit of their turn."""
         return self.counts >= self._limit[: self.active]
 
     def occupy(
         self,
         request: GroupRequest,
-        started: int,
+        first: int,
         number: int,
         keys_values: list[tuple[Tensor, Tensor]],
         uniform: Tensor,
     ) -> None:
-        """Give the next `number` slots to rollouts `started`, `started + 1`, ... of a group with a prefilled prompt."""
+        """Give the next `number` slots to rollouts `first`, `first + 1`, ... of a group with a prefilled prompt."""
         rows = slice(self.active, self.active + number)
-        new = [Insertions(request, index, self._sampling) for index in range(started, started + number)]
-        self.occupants += new
+        occupants = [Insertions(request, index, self._sampling) for index in range(first, first + number)]
+        self.occupants += occupants
         self.cache.fill(rows, keys_values)
         self._count[rows] = 0
         self._prompt_length[rows] = len(request.prompt_tokens)
-        self._uniform[rows] = uniform[started : started + number]
-        self._interrupt_at[rows] = torch.tensor([each.point for each in new], device=self.device)
+        self._uniform[rows] = uniform[first : first + number]
+        self._interrupt_at[rows] = torch.tensor(
+            [insertions.interruption_point for insertions in occupants], device=self.device
+        )
         self._phrase_next[rows] = NOT_FORCING
-        self._limit[rows] = new[0].turn_limit
+        self._limit[rows] = occupants[0].turn_limit
 
     def resume(self, paused: Paused, keys_values: KeysValues, version: int) -> None:
-        """Give the next slot to a rollout that continues; record this weight version for the tokens of its answer."""
+        """Give the next slot to a rollout that continues, and append its answer.
+
+        Args:
+            paused: the rollout.
+            keys_values: keys and values of its sequence, including the answer.
+            version: weight version to record for the tokens of the answer.
+        """
         slot, answer = self.active, paused.answer or ()
         self.occupants.append(paused.insertions)
         self.cache.fill(slice(slot, slot + 1), keys_values)
@@ -127,9 +135,9 @@ class Slots:
         self._count[slot] = inserted.stop
         self._limit[slot] = paused.insertions.turn_limit
         if self._interrupt_at[slot] != NEVER:
-            self._interrupt_at[slot] = paused.insertions.point
+            self._interrupt_at[slot] = paused.insertions.interruption_point
 
-    def last(self, number: int) -> tuple[Tensor, Tensor]:
+    def last_tokens(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the last tokens (number,) of the first `number` slots, and their positions in the sequences."""
         row, count = torch.arange(number, device=self.device), self._count[:number]
         return self.tokens[row, count - 1], self._prompt_length[:number] + count - 1
@@ -139,7 +147,7 @@ class Slots:
         return self._uniform[torch.arange(self.active, device=self.device), self.counts]
 
     def append(self, tokens: Tensor, logprobs: Tensor, version: int) -> Tensor:
-        """Append one token to each rollout: the sampled one, or the phrase's next one where a phrase is due.
+        """Append one token to each rollout: the sampled token, or the next token of the phrase where one is forced.
 
         Args:
             tokens: sampled tokens (active,); overwritten where a phrase is forced.
@@ -159,39 +167,43 @@ class Slots:
         return forced
 
     def _force(self, tokens: Tensor) -> Tensor:
-        """Overwrite sampled tokens (active,) where a phrase is due; return the mask of the overwritten ones."""
+        """Overwrite sampled tokens (active,) where a phrase is due; return the mask (active,) of overwritten tokens."""
         active = tokens.numel()
-        next_, at = self._phrase_next[:active], self._interrupt_at[:active]
+        phrase_next, interrupt_at = self._phrase_next[:active], self._interrupt_at[:active]
         # The count excludes the current token: an interruption at n forces the token after the n-th.
-        for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
+        for slot in (
+            torch.nonzero((phrase_next == NOT_FORCING) & (self._count[:active] >= interrupt_at)).flatten().tolist()
+        ):
             # Decided once per rollout: either its thinking has already ended, or the phrase ends it.
             phrase = self.occupants[slot].phrase(self.tokens[slot, : self._count[slot]].tolist())
             if phrase:
-                next_[slot] = 0
+                phrase_next[slot] = 0
             else:
-                at[slot] = NEVER
-        forced = next_ != NOT_FORCING
+                interrupt_at[slot] = NEVER
+        forced = phrase_next != NOT_FORCING
         if forced.any():
-            tokens[forced] = self._phrase[next_[forced]]
-            next_[forced] += 1
-            done = next_ == self._phrase.numel()
-            next_[done] = NOT_FORCING
-            at[done] = NEVER
+            tokens[forced] = self._phrase[phrase_next[forced]]
+            phrase_next[forced] += 1
+            completed = phrase_next == self._phrase.numel()
+            phrase_next[completed] = NOT_FORCING
+            interrupt_at[completed] = NEVER
         return forced
 
-    def cached(self, slot: int) -> tuple[int, ...]:
+    def cached_tokens(self, slot: int) -> tuple[int, ...]:
         """Return the tokens of a slot's sequence that are in the KV cache: all but the last."""
         # The last token's keys and values are written when the next token is decoded.
-        own = self.tokens[slot, : self._count[slot] - 1].tolist()
-        return (*self.occupants[slot].request.prompt_tokens, *own)
+        completion = self.tokens[slot, : self._count[slot] - 1].tolist()
+        return (*self.occupants[slot].request.prompt_tokens, *completion)
 
-    def release(self, ending: list[int], stopped: Tensor, cached: bool) -> tuple[list[FinishedRollout], list[Paused]]:
-        """Remove rollouts whose turn ends; the last slots move into the holes, so that active slots stay first.
+    def release(
+        self, ending: list[int], stopped: Tensor, keep_cache: bool
+    ) -> tuple[list[FinishedRollout], list[Paused]]:
+        """Remove rollouts whose turn ends from their slots, and move the last rollouts into the freed slots.
 
         Args:
             ending: slots whose rollouts have stopped or are at their limit, in ascending order.
             stopped: mask (active,) of the rollouts that have stopped.
-            cached: whether rollouts that wait keep their keys and values.
+            keep_cache: whether rollouts that wait keep their keys and values.
 
         Returns:
             The rollouts that ended, and those that wait for an insertion.
@@ -202,37 +214,38 @@ class Slots:
         columns = (self.tokens, self._logprobs, self._versions, self._forced, self._count, self._phrase_next)
         finished: list[FinishedRollout] = []
         paused: list[Paused] = []
-        leaving = []
-        for slot, stop, tokens, logprobs, versions, forced, length, phrase_next in zip(
+        released = []
+        for slot, has_stopped, tokens, logprobs, versions, forced, length, phrase_next in zip(
             ending, stopped[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True
         ):
             occupant = self.occupants[slot]
-            waits = occupant.after(length, stop) is Next.WAIT
+            waits = occupant.decide_next(length, has_stopped) is Next.WAIT
             # A turn does not end in the middle of a phrase, unless the completion is full.
             if waits and phrase_next != NOT_FORCING and length < occupant.limit:
                 continue
-            leaving.append(slot)
+            released.append(slot)
             rollout = Rollout(
                 tokens=tokens[:length],
                 generator_logprobs=logprobs[:length],
                 weight_versions=versions[:length],
                 sources=occupant.sources(forced[:length]),
-                finish_reason="stop" if stop else "length",
+                finish_reason="stop" if has_stopped else "length",
             )
             if waits:
                 prefix = len(occupant.request.prompt_tokens) + length - 1
-                keys_values = self.cache.copy(slot, prefix) if cached else None
+                keys_values = self.cache.copy(slot, prefix) if keep_cache else None
                 row = [buffer[slot].clone() for buffer in self._buffers()]
                 paused.append(Paused(occupant, rollout, row, keys_values))
             else:
                 finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
-        self._close_up(leaving)
+        self._fill_holes(released)
         return finished, paused
 
-    def _close_up(self, ended: list[int]) -> None:
-        left, gone = self.active - len(ended), set(ended)
-        holes = [slot for slot in ended if slot < left]
-        movers = [slot for slot in range(left, self.active) if slot not in gone]
+    def _fill_holes(self, released: list[int]) -> None:
+        """Move the last rollouts into the released slots, so that the active slots are the first ones."""
+        active, released_set = self.active - len(released), set(released)
+        holes = [slot for slot in released if slot < active]
+        movers = [slot for slot in range(active, self.active) if slot not in released_set]
         if holes:
             sources, targets = torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device)
             self.cache.move(sources, targets)
@@ -240,7 +253,7 @@ class Slots:
                 buffer[targets] = buffer[sources]
             for source, target in zip(movers, holes, strict=True):
                 self.occupants[target] = self.occupants[source]
-        del self.occupants[left:]
+        del self.occupants[active:]
 
     def _buffers(self) -> tuple[Tensor, ...]:
         """Return all tensors with one row per slot; they are moved and saved together."""
@@ -270,7 +283,7 @@ class Slots:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rollouts saved by `state_dict`, to continue exactly where they were."""
+        """Restore the rollouts saved by `state_dict`; they continue exactly where they were."""
         self.occupants = [Insertions.from_state(slot, self._sampling) for slot in state["occupants"]]
         active = self.active
         for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
@@ -286,5 +299,5 @@ class Slots:
 
 
 def host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory: the device may have no room for a second copy of the weights or the cache."""
+    """Return a copy in host memory, because the device may lack memory for a second copy of weights or cache."""
     return tensor.detach().to("cpu", copy=True)

@@ -46,12 +46,12 @@ class Waiting:
 
     @property
     def cached(self) -> bool:
-        """Return whether waiting rollouts keep their keys and values."""
+        """Whether waiting rollouts keep their keys and values."""
         return self._keeps != "nothing"
 
     @property
     def due(self) -> bool:
-        """Return whether a rollout continues, or is reported, in the next step."""
+        """Whether the next step continues or reports a rollout."""
         return bool(self.answered or self._ended)
 
     @property
@@ -67,7 +67,7 @@ class Waiting:
     @property
     def sampled(self) -> int:
         """Number of tokens of the waiting rollouts."""
-        return sum(len(each.rollout.tokens) for each in (*self._paused.values(), *self.answered))
+        return sum(len(paused.rollout.tokens) for paused in (*self._paused.values(), *self.answered))
 
     @property
     def reports(self) -> list[WaitingRollout]:
@@ -76,24 +76,24 @@ class Waiting:
 
     def reported(self, paused: Sequence[Paused]) -> list[WaitingRollout]:
         """Return copies of paused rollouts for a report."""
-        return [each.insertions.waiting(each.rollout) for each in paused]
+        return [rollout.insertions.waiting_report(rollout.rollout) for rollout in paused]
 
     def hold(self, paused: Sequence[Paused]) -> None:
         """Keep rollouts that have ended a turn until their insertions arrive."""
-        for each in paused:
-            if each.keys_values is not None and self._keeps == "cache":
-                each.keys_values = on_host(each.keys_values)
-            self._paused[each.insertions.place] = each
+        for rollout in paused:
+            if rollout.keys_values is not None and self._keeps == "cache":
+                rollout.keys_values = on_host(rollout.keys_values)
+            self._paused[rollout.insertions.rollout_id] = rollout
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Let a rollout continue behind these tokens."""
+        """Record the answer of a waiting rollout, which continues as soon as it has a slot."""
         paused = self._paused_rollout(key, index)
-        paused.insertions.answer(len(paused.rollout.tokens), tokens)
+        paused.insertions.record_answer(len(paused.rollout.tokens), tokens)
         paused.answer = tuple(tokens)
         self.answered.append(self._paused.pop((key, index)))
 
     def end(self, key: int, index: int, truncated: bool) -> None:
-        """End a rollout."""
+        """End a waiting rollout; with `truncated` its finish_reason becomes "length"."""
         rollout = self.remove(key, index).rollout
         if truncated:
             rollout.finish_reason = "length"
@@ -117,8 +117,8 @@ class Waiting:
 
     def drop_caches(self) -> None:
         """Drop all keys and values: they are computed again when their rollouts continue."""
-        for each in (*self._paused.values(), *self.answered):
-            each.keys_values = None
+        for paused in (*self._paused.values(), *self.answered):
+            paused.keys_values = None
 
     def clear(self) -> None:
         """Drop everything."""
@@ -127,27 +127,29 @@ class Waiting:
         self._ended.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that waits, in host memory; empty if nothing does."""
+        """Return all waiting rollouts in host memory; an empty dict if there is none."""
         if not len(self):
             return {}
         paused = [*self._paused.values(), *self.answered]
         state = {
             "paused": [
                 {
-                    "insertions": each.insertions.state(),
-                    "row": [host(value) for value in each.row],
-                    "keys_values": None if each.keys_values is None else on_host(each.keys_values),
-                    "answer": None if each.answer is None else list(each.answer),
+                    "insertions": rollout.insertions.state(),
+                    "row": [host(value) for value in rollout.row],
+                    "keys_values": None if rollout.keys_values is None else on_host(rollout.keys_values),
+                    "answer": None if rollout.answer is None else list(rollout.answer),
                 }
-                for each in paused
+                for rollout in paused
             ],
-            "ended": [(each.key, each.index) for each in self._ended],
-            "rollouts": packed([*(each.rollout for each in paused), *(each.rollout for each in self._ended)]),
+            "ended": [(rollout.key, rollout.index) for rollout in self._ended],
+            "rollouts": packed(
+                [*(rollout.rollout for rollout in paused), *(rollout.rollout for rollout in self._ended)]
+            ),
         }
         return {"waiting": state}
 
     def load_state_dict(self, state: dict[str, Any], device: Any) -> None:
-        """Restore the entries of `state_dict`; `state` may contain others, or lack these."""
+        """Restore the rollouts of `state_dict`; `state` may have further entries, or no entry of this class."""
         self.clear()
         if "waiting" not in state:
             return
@@ -157,20 +159,20 @@ class Waiting:
             keys_values = entry["keys_values"]
             if keys_values is not None and self._keeps == "slot":
                 keys_values = [(keys.to(device), values.to(device)) for keys, values in keys_values]
-            each = Paused(
+            paused = Paused(
                 Insertions.from_state(entry["insertions"], self._sampling),
                 next(rollouts),
                 [value.to(device) for value in entry["row"]],
                 keys_values,
                 None if entry["answer"] is None else tuple(entry["answer"]),
             )
-            if each.answer is None:
-                self._paused[each.insertions.place] = each
+            if paused.answer is None:
+                self._paused[paused.insertions.rollout_id] = paused
             else:
-                self.answered.append(each)
+                self.answered.append(paused)
         self._ended = [FinishedRollout(key, index, next(rollouts)) for key, index in saved["ended"]]
 
 
 def on_host(keys_values: KeysValues) -> KeysValues:
-    """Return a copy in host memory."""
+    """Return a copy of all keys and values in host memory."""
     return [(host(keys), host(values)) for keys, values in keys_values]

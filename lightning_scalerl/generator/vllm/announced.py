@@ -20,20 +20,20 @@ from sweeps.run.files import write_atomically
 _LINE = re.compile(r"^engine: (http://\S+:\d+)$", re.MULTILINE)
 _TOKEN = re.compile(r"^token (\S+)$", re.MULTILINE)
 # Maximum length of an announcement, in characters.
-LONGEST = 4096
+MAX_CHARACTERS = 4096
 # Interval at which the file is read again, and timeout for a server's answer, in seconds.
-AGAIN_S, ANSWER_S = 1.0, 5.0
+REREAD_S, ANSWER_S = 1.0, 5.0
 
 
-def line_of(address: str) -> str:
+def address_line(address: str) -> str:
     """Return the log line in which a server reports its address."""
     return f"engine: {address}"
 
 
 def address_in(text: str) -> str | None:
-    """Return the address from the first such line (`line_of`) in a text, or None if there is none."""
-    found = _LINE.search(text)
-    return None if found is None else found[1]
+    """Return the address from the first line in the format of `address_line`, or None without such a line."""
+    match = _LINE.search(text)
+    return None if match is None else match[1]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Announcement:
     path: Path
 
     def write(self, address: str, token: str) -> None:
-        """Replace the file atomically.
+        """Write the file, atomically replacing an existing one.
 
         Raises:
             ConfigurationError: the file cannot be written, or other users could read it on this file system.
@@ -82,18 +82,18 @@ class Announcement:
         name = f"driver.engines: file:{self.path}"
         try:
             with self.path.open(errors="replace") as file:
-                facts, text = os.fstat(file.fileno()), file.read(LONGEST)
+                status, text = os.fstat(file.fileno()), file.read(MAX_CHARACTERS)
         except IsADirectoryError as error:
             raise ConfigurationError(f"{name} is a folder; name the file of each engine") from error
         except PermissionError as error:
             raise ConfigurationError(
                 f"{name} cannot be read here; engine and run must belong to the same user"
             ) from error
-        # A security check: the named server receives our weights, and we train on its answers.
-        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        # A security check: the announced server receives our weights, and we train on its answers.
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigurationError(
-                f"{name} must belong to this user alone (it belongs to user {facts.st_uid}, and has mode "
-                f"{facts.st_mode & 0o777:04o})"
+                f"{name} must belong to this user alone (it belongs to user {status.st_uid}, and has mode "
+                f"{status.st_mode & 0o777:04o})"
             )
         address, token = address_in(text), _TOKEN.search(text)
         if address is None or token is None:
@@ -118,13 +118,15 @@ class Announcement:
                 with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S):
                     return address, token
             except FileNotFoundError:
-                why = "no server has announced itself there"
+                reason = "no server has announced itself there"
             except (URLError, OSError) as error:
-                why = f"{address} does not answer ({error_line(error)})"
+                reason = f"{address} does not answer ({error_line(error)})"
             if time.monotonic() > deadline:
-                raise CannotGoOnError(f"driver.engines: file:{self.path} leads to no server for {limit_s:g} s: {why}")
-            time.sleep(AGAIN_S)
+                raise CannotGoOnError(
+                    f"driver.engines: file:{self.path} leads to no server for {limit_s:g} s: {reason}"
+                )
+            time.sleep(REREAD_S)
 
     @staticmethod
     def _text(address: str, token: str) -> str:
-        return f"{line_of(address)}\ntoken {token}\n"
+        return f"{address_line(address)}\ntoken {token}\n"

@@ -30,8 +30,8 @@ class Answer:
 
     Args:
         name: the request's name.
-        prompt: number of tokens of its prompt.
-        limit: maximum number of tokens requested.
+        prompt: number of tokens of the request's prompt.
+        limit: largest number of tokens that the request asks for.
         vocabulary: size of the model's vocabulary.
         stop_tokens: ids that end a completion.
         labels: labels of all published weights in order; the list grows with each publish.
@@ -68,24 +68,24 @@ class Answer:
         if self._parts > self.limit + SPARE_PARTS:
             raise WrongAnswerError(f"{self._parts} parts for at most {self.limit} tokens")
         part = _mapping("the answer", part)
-        theirs = part.get("request_id")
-        if theirs is not None and not (isinstance(theirs, str) and theirs.endswith(self.name)):
-            raise WrongAnswerError(f"request_id: {_shown(theirs)} is another request than {self.name}")
+        request_id = part.get("request_id")
+        if request_id is not None and not (isinstance(request_id, str) and request_id.endswith(self.name)):
+            raise WrongAnswerError(f"request_id: {_shown(request_id)} is another request than {self.name}")
         choices = _sequence("choices", part.get("choices"))
         if len(choices) > 1:
             raise WrongAnswerError(f"choices: {len(choices)} of them, and one completion was asked for")
         tokens: list[int] = []
         logprobs: list[float] = []
         for choice in choices:
-            tokens, logprobs = self._choice(_mapping("choices", choice))
+            tokens, logprobs = self._take_choice(_mapping("choices", choice))
         if part.get("usage") is not None:
-            self._usage(_mapping("usage", part["usage"]))
+            self._take_usage(_mapping("usage", part["usage"]))
         return tokens, logprobs
 
-    def _choice(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-        if not _is_count(choice.get("index", 0), 0, 0):
+    def _take_choice(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+        if not _is_int_between(choice.get("index", 0), 0, 0):
             raise WrongAnswerError(f"index: {_shown(choice['index'])}, and one completion was asked for")
-        tokens = [self._token(token) for token in _sequence("token_ids", choice.get("token_ids"))]
+        tokens = [self._checked_token(token) for token in _sequence("token_ids", choice.get("token_ids"))]
         content = _sequence("logprobs", _mapping("logprobs", choice.get("logprobs") or {}).get("content"))
         entries = [_mapping("logprobs", entry) for entry in content]
         if [entry.get("token_id") for entry in entries] != tokens:
@@ -103,15 +103,15 @@ class Answer:
             self._last = tokens[-1]
         reason = choice.get("finish_reason")
         if reason is not None:
-            self._end(reason, choice.get("weight_versions"))
+            self._take_end(reason, choice.get("weight_versions"))
         return tokens, logprobs
 
-    def _token(self, token: Any) -> int:
-        if not _is_count(token, 0, self.vocabulary - 1):
+    def _checked_token(self, token: Any) -> int:
+        if not _is_int_between(token, 0, self.vocabulary - 1):
             raise WrongAnswerError(f"token_ids: {_shown(token)} is no id of the model's {self.vocabulary} tokens")
         return int(token)
 
-    def _end(self, reason: Any, spans: Any) -> None:
+    def _take_end(self, reason: Any, spans: Any) -> None:
         if reason not in REASONS:
             raise WrongAnswerError(f"finish_reason: {_shown(reason)} is unknown; valid: {', '.join(REASONS)}")
         if self.reason:
@@ -124,56 +124,60 @@ class Answer:
         self.versions = self._versions(_sequence("weight_versions", spans))
 
     def _versions(self, spans: Sequence[Any]) -> list[int]:
-        """Return each token's version from spans, which must be contiguous and have labels in order of publishing."""
+        """Return each token's weight version from spans, after checking them.
+
+        Spans must be contiguous, and their labels must be in the order in which weights were published.
+        """
         versions: list[int] = []
         # After an abort the server may name tokens that it has not sent.
-        most = self.limit if self.reason == "abort" else self.tokens
-        at = self.since
+        named_limit = self.limit if self.reason == "abort" else self.tokens
+        label_index = self.since
         for span in spans:
             span = _mapping("weight_versions", span)
             start, end, label = span.get("start"), span.get("end"), span.get("version")
-            if not (_is_count(start, len(versions), len(versions)) and _is_count(end, start, most)):
+            if not (_is_int_between(start, len(versions), len(versions)) and _is_int_between(end, start, named_limit)):
                 raise WrongAnswerError(
                     f"weight_versions: a span from {_shown(start)} to {_shown(end)}, behind {len(versions)} of "
                     f"{self.tokens} tokens"
                 )
-            if not isinstance(label, str) or label not in self.labels[at:]:
+            if not isinstance(label, str) or label not in self.labels[label_index:]:
                 raise WrongAnswerError(f"weight_versions: {_shown(label)} labels no weights that it has had")
-            at = self.labels.index(label, at)
+            label_index = self.labels.index(label, label_index)
             versions += [int(label)] * (end - start)
         if len(versions) < self.tokens:
             raise WrongAnswerError(f"names the weights of {len(versions)} of {self.tokens} tokens")
         return versions[: self.tokens]
 
-    def _usage(self, usage: dict[str, Any]) -> None:
+    def _take_usage(self, usage: dict[str, Any]) -> None:
         prompt = usage.get("prompt_tokens", self.prompt)
-        if not _is_count(prompt, self.prompt, self.prompt):
+        if not _is_int_between(prompt, self.prompt, self.prompt):
             raise WrongAnswerError(f"usage: a prompt of {_shown(prompt)} tokens, and this one has {self.prompt}")
         sampled = usage.get("completion_tokens", self.tokens)
-        if not _is_count(sampled, self.tokens, self.limit):
+        if not _is_int_between(sampled, self.tokens, self.limit):
             raise WrongAnswerError(f"usage: {_shown(sampled)} tokens sampled, and {self.tokens} have come")
         details = _mapping("usage", usage.get("prompt_tokens_details") or {})
         cached = details.get("cached_tokens")
-        if cached is not None and not _is_count(cached, 0, self.prompt):
+        if cached is not None and not _is_int_between(cached, 0, self.prompt):
             raise WrongAnswerError(f"usage: {_shown(cached)} cached tokens of a prompt of {self.prompt}")
         self.cached = int(cached or 0)
 
 
 def checked_logprob(value: Any) -> float:
-    """Return a log-probability of a sampled token, at most 0.
+    """Check the log-probability of a sampled token and return it, clipped to at most 0.
 
     Raises:
         WrongAnswerError: the value is not a finite number, or outside the range possible for a sampled token.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and LEAST_LOGPROB <= value <= ROUNDING):  # also refuses NaN
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and LEAST_LOGPROB <= value <= ROUNDING):  # also refuses NaN
         raise WrongAnswerError(f"logprob: {_shown(value)} is no log-probability of a sampled token")
     return min(0.0, float(value))
 
 
-def _is_count(value: Any, least: int, most: int) -> TypeGuard[int]:
+def _is_int_between(value: Any, low: int, high: int) -> TypeGuard[int]:
+    """Return whether a value is an integer from `low` to `high`, both included."""
     # Refuse bool, which is a subclass of int: JSON's true is not a number.
-    return type(value) is int and least <= value <= most
+    return type(value) is int and low <= value <= high
 
 
 def _mapping(field: str, value: Any) -> dict[str, Any]:

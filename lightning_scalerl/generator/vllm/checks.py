@@ -1,4 +1,4 @@
-"""Checks of a vLLM server before a run uses it: it must answer, and sample as the run needs."""
+"""Checks, before a run uses a vLLM server, that the server answers and samples as the run needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_scalerl.generator.vllm.stream import ROUTE
 _log = logging.getLogger(__name__)
 
 # Interval between attempts to reach a server that is still starting, in seconds.
-AGAIN_S = 0.5
+RETRY_S = 0.5
 # Timeout of a call that neither transfers weights nor waits for a token, in seconds.
 CALL_S = 30.0
 # Timeout for a server's first token, in seconds. The server may compile first; 30 s were too short on a busy CPU.
@@ -23,26 +23,26 @@ FIRST_TOKEN_S = 120.0
 
 
 def wait_for_server(connection: Connection, away_s: float) -> None:
-    """Wait until the server answers: it may still be starting, or the network may be down briefly.
+    """Wait until the server answers, because it may still be starting, or the network may be down briefly.
 
     Raises:
         EngineLostError: the server has not answered within `away_s` seconds.
     """
-    until = time.monotonic() + away_s
+    deadline = time.monotonic() + away_s
     while True:
         try:
             connection.call("GET", "/health", timeout_s=min(CALL_S, max(1.0, away_s)))
             return
         except EngineLostError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise EngineLostError(
                     f"{error}; no server for {away_s:g} s: start one there (python -m "
                     "lightning_scalerl.generator.vllm.serve), or correct the address"
                 ) from error
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
-def checked(connection: Connection, precision: Precision, slots: int, capacity: int) -> dict[str, Any]:
+def check_server(connection: Connection, precision: Precision, slots: int, capacity: int) -> dict[str, Any]:
     """Check that the server samples as the run needs, and return its configuration.
 
     Args:
@@ -60,13 +60,13 @@ def checked(connection: Connection, precision: Precision, slots: int, capacity: 
         if not known_version(version):
             low, below = (".".join(map(str, numbers)) for numbers in VERSIONS)
             raise ConfigurationError(
-                f"generator: {address} runs vllm {connection.words(version[:40])}, and {low} up to below {below} is "
-                f"known to work; install vllm>={low},<{below} there"
+                f"generator: {address} runs vllm {connection.safe_line(version[:40])}, and {low} up to below {below} "
+                f"is known to work; install vllm>={low},<{below} there"
             )
         answer = connection.call("GET", "/server_info", query={"config_format": "json"}, timeout_s=CALL_S)
         info: dict[str, Any] = answer["vllm_config"]
-        wrong = _differences(info, precision, capacity)
-        seqs = info["scheduler_config"]["max_num_seqs"]
+        differences = _differences(info, precision, capacity)
+        server_slots = info["scheduler_config"]["max_num_seqs"]
     except RefusedError as error:
         remedy = {
             401: "give this run the server's token (VLLM_API_KEY)",
@@ -77,11 +77,11 @@ def checked(connection: Connection, precision: Precision, slots: int, capacity: 
         raise ConfigurationError(f"{error}; {remedy}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"generator: {address} answers without {error}: is it a server of vllm?") from error
-    if wrong:
-        raise ConfigurationError(connection.words(f"generator: {address} {wrong[0]}"))
-    if seqs < slots:
+    if differences:
+        raise ConfigurationError(connection.safe_line(f"generator: {address} {differences[0]}"))
+    if server_slots < slots:
         _log.warning(
-            "generator: %s decodes %d rollouts together; of generator.slots=%d some wait", address, seqs, slots
+            "generator: %s decodes %d rollouts together; of generator.slots=%d some wait", address, server_slots, slots
         )
     return info
 
@@ -89,8 +89,8 @@ def checked(connection: Connection, precision: Precision, slots: int, capacity: 
 def _differences(info: dict[str, Any], precision: Precision, capacity: int) -> list[str]:
     """Return messages for all differences between a server's configuration and the run's needs, with remedies."""
     model = info["model_config"]
-    has, wanted = (str(kind).removeprefix("torch.") for kind in (model["dtype"], precision.policy_dtype))
-    head = precision.fp32_head_generator and wanted != "float32"
+    server_dtype, run_dtype = (str(dtype).removeprefix("torch.") for dtype in (model["dtype"], precision.policy_dtype))
+    needs_fp32_head = precision.fp32_head_generator and run_dtype != "float32"
     facts = {
         f"gives {model['logprobs_mode']}; start it with --logprobs-mode processed_logprobs": (
             model["logprobs_mode"] != "processed_logprobs"
@@ -104,9 +104,10 @@ def _differences(info: dict[str, Any], precision: Precision, capacity: int) -> l
         f"holds {model['max_model_len']} tokens of a sequence; start it with --max-model-len {capacity}": (
             model["max_model_len"] < capacity
         ),
-        f"computes in {has}, precision.policy in {wanted}; start it with --dtype {wanted}": has != wanted,
+        f"computes in {server_dtype}, precision.policy in {run_dtype}; start it with --dtype {run_dtype}": server_dtype
+        != run_dtype,
         'has no head in FP32; start it with --hf-overrides \'{"head_dtype": "float32"}\'': (
-            head and (model["hf_overrides"] or {}).get("head_dtype") != "float32"
+            needs_fp32_head and (model["hf_overrides"] or {}).get("head_dtype") != "float32"
         ),
         "has several engines behind one address; start a server for each": (
             info["parallel_config"]["data_parallel_size"] != 1
@@ -136,7 +137,7 @@ def check_answer(connection: Connection, body: dict[str, Any], version: int) -> 
         details = answer["usage"]["prompt_tokens_details"]
         (entry,) = choice["logprobs"]["content"]
         labels = [span["version"] for span in choice["weight_versions"] or ()]
-        same = [entry["token_id"]] == choice["token_ids"]
+        same_token = [entry["token_id"]] == choice["token_ids"]
     except RefusedError as error:
         if error.status not in (403, 404):
             raise
@@ -147,7 +148,7 @@ def check_answer(connection: Connection, body: dict[str, Any], version: int) -> 
         raise ConfigurationError(
             f"generator: {address} does not say what its cache has spared; start it with --enable-prompt-tokens-details"
         )
-    if labels != [str(version)] or not same:
+    if labels != [str(version)] or not same_token:
         raise ConfigurationError(
             f"generator: {address} labels a token of weights {version} with {str(labels)[:60]}; is it another run's "
             "too?"

@@ -2,7 +2,7 @@
 
 A rollout is a stream of token ids with log-probabilities (`/inference/v1/generate`). This client decides when a rollout
 ends, as for the engine in this process. The server reports which weights sampled a token, by labels that we set while
-it is paused. A server has one client at a time: at its start, a client aborts all requests that an earlier one left.
+it is paused. A server has one client at a time: at its start, a client aborts all requests that an earlier client left.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, StepReport, set_aside
 from lightning_scalerl.generator.vllm.answers import Answer, checked_logprob
-from lightning_scalerl.generator.vllm.checks import CALL_S, check_answer, checked, wait_for_server
-from lightning_scalerl.generator.vllm.engine import names_of
+from lightning_scalerl.generator.vllm.checks import CALL_S, check_answer, check_server, wait_for_server
+from lightning_scalerl.generator.vllm.engine import meta_model
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm.rollouts import Computed, Ended, InFlight, Sampled, report
+from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, InFlight, StepEnds, report
 from lightning_scalerl.generator.vllm.stream import ROUTE, End, Lost, Streams, Tokens
 from lightning_scalerl.generator.vllm.weights import TRANSFERS, Control, new_sender
 from lightning_scalerl.model.head import text_config
@@ -48,13 +48,23 @@ PREFIX = "generate-tokens-"
 
 @dataclass
 class _Stream:
-    """Open request at the server, which samples one part of a rollout."""
+    """Open request at the server, which samples one part of a rollout.
 
-    each: Sampled
-    start: int  # tokens that the rollout had before this request
-    context: int  # length of the request's prompt: the group's prompt plus `start` tokens
+    Attributes:
+        active: the rollout.
+        start: number of tokens that the rollout had before this request.
+        context: length of the request's prompt: the group's prompt plus `start` tokens.
+        work: the running call; None until it is started.
+        end_cause: why this client ends the request: "stop" at a stop text, "restart" to continue in another request;
+            "" if it does not.
+        received: number of tokens received.
+    """
+
+    active: ActiveRollout
+    start: int
+    context: int
     work: Future[None] | None = None
-    over: str = ""  # why we end it: "stop" at a stop text, "restart" to continue in another request
+    end_cause: str = ""
     received: int = 0
 
 
@@ -65,14 +75,14 @@ class VLLMServerGenerator(InFlight):
     a file (`driver=live`) satisfy this.
 
     Args:
-        model: the trainer's model, or one of its class; its configuration and initial weights are used.
-        precision: types of the engine's weights and head; the server must have been started with the same.
+        model: the trainer's model, or another model of its class; its configuration and initial weights are used.
+        precision: dtypes of the engine's weights and head; the server must have been started with the same.
         sampling: sampling settings.
         address: the server's address, such as `http://node7:8000`.
         token: the server's token; None if it requires none.
         slots: number of rollouts in flight at the server.
         cache_gib: not used: the server's cache is sized when it starts (`serve`).
-        transfer: "file" or "http" for a server that takes weights either way; "auto" tries a file first.
+        transfer: how weights reach a server that accepts files and HTTP: "file", "http" or "auto" (file if possible).
         folder: a folder for weights that the server's workers can also see; None to try this machine's shared memory.
         bucket_mib: size of one bucket of weights, in MiB.
         silence_s: seconds without an answer after which a server is lost; also the timeout for loading a bucket.
@@ -83,7 +93,7 @@ class VLLMServerGenerator(InFlight):
         EngineLostError: the server cannot be reached.
     """
 
-    # Address and transfer settings do not change results, so they are not part of a run's identity.
+    # Settings that do not change results, so that they are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = tuple(
         ["cache_gib", "address", "token", "transfer", "folder", "bucket_mib", "silence_s", "away_s"]
     )
@@ -110,7 +120,7 @@ class VLLMServerGenerator(InFlight):
         positive("generator.silence_s", silence_s)
         positive("generator.bucket_mib", bucket_mib)
         super().__init__(sampling, slots, int(text_config(model).vocab_size))
-        self._model = names_of(model)
+        self._model = meta_model(model)
         self._silence_s = silence_s
         self._windows = attention_windows(text_config(model))
         self._labels: list[str] = []  # labels of the weights published to this server, in order
@@ -127,7 +137,7 @@ class VLLMServerGenerator(InFlight):
             undo.callback(self._connection.close)
             self._streams = Streams(self._connection)
             wait_for_server(self._connection, away_s)
-            info = checked(self._connection, precision, slots, sampling.capacity + 1)
+            info = check_server(self._connection, precision, slots, sampling.capacity + 1)
             self._can_sleep = bool(info["model_config"].get("enable_sleep_mode"))
             self._abort_all()
             weights = dict(model.state_dict())
@@ -144,9 +154,9 @@ class VLLMServerGenerator(InFlight):
                 bucket_bytes=max(1, min(int(bucket_mib * 2**20), total)),
             )
             undo.callback(self._sender.close)
-            _log.info("generator: weights go to %s by %s", address, self._sender.way)
+            _log.info("generator: weights go to %s by %s", address, self._sender.method)
             self.publish(weights, 0)
-            trial = Sampled(self._rules(GroupRequest(-1, (0,), 1, (0,), max_new_tokens=1), 0))
+            trial = ActiveRollout(self._insertions(GroupRequest(-1, (0,), 1, (0,), max_new_tokens=1), 0))
             check_answer(self._connection, self._body(self._name("trial"), trial, stream=False), 0)
             undo.pop_all()
         self._connection.start(self._watch())
@@ -159,18 +169,21 @@ class VLLMServerGenerator(InFlight):
         Raises:
             EngineLostError: the server is unreachable, silent, or gives invalid answers; everything in flight is lost.
         """
-        return self._ahead.popleft() if self._ahead else self._advance(POLL_S)
+        return self._report_queue.popleft() if self._report_queue else self._advance(POLL_S)
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Use new weights from the next token on; rollouts in flight keep their stale cache or get a recomputed one.
+        """Use new weights from the next token on.
+
+        Rollouts in flight keep their stale keys and values, unless `recompute_kv` recomputes them.
 
         Raises:
-            EngineLostError: the server did not load all weights. It stays paused, because it holds a mixture.
+            EngineLostError: the server did not load all weights. It stays paused, because it may hold a mixture of old
+                and new weights.
         """
         # With clear_cache, vLLM keeps the requests but drops and recomputes their keys and values.
         self._call("POST", "/pause", mode="keep", clear_cache=str(recompute_kv).lower())
         # Collect the tokens sampled under the old weights; the next `step` returns them.
-        self._ahead.append(self._advance(0.0, refill=False))
+        self._report_queue.append(self._advance(0.0, refill=False))
         # Restart rollouts without a token, so that the new weights also compute the keys and values of their prompts.
         self._abort([name for name, stream in self._running.items() if not stream.received], "restart")
         self._labels.append(str(version))
@@ -184,36 +197,36 @@ class VLLMServerGenerator(InFlight):
         if recompute_kv:
             for stream in self._running.values():
                 if stream.received:
-                    self._unreported.add(0, len(stream.each.sequence), self._windows)
+                    self._unreported.add(0, len(stream.active.sequence), self._windows)
         # Call this once per pause: vLLM does not treat a second resume as a repetition.
         self._call("POST", "/resume")
-        self._streams.heard = time.monotonic()
+        self._streams.heard_at = time.monotonic()
 
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Return log-probabilities (T,) of a completion under the weights in use, by one forward pass."""
-        wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        sampling_params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
         body = {
             "request_id": self._name("score"),
             "token_ids": [*prompt_tokens, *tokens],
-            "sampling_params": wanted,
+            "sampling_params": sampling_params,
             "cache_salt": self._salt(),
         }
         answer = self._connection.call("POST", ROUTE, body, timeout_s=self._silence_s)
         try:
-            given = answer["prompt_logprobs"][len(prompt_tokens) :]
+            entries = answer["prompt_logprobs"][len(prompt_tokens) :]
             logprobs = [
-                checked_logprob(entry[str(token)]["logprob"]) for entry, token in zip(given, tokens, strict=True)
+                checked_logprob(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True)
             ]
         except (KeyError, TypeError, ValueError) as error:
-            why = f"generator: {self._connection.address} scores without {error!r}"
-            raise EngineLostError(self._connection.words(why)) from error
+            message = f"generator: {self._connection.address} scores without {error!r}"
+            raise EngineLostError(self._connection.safe_line(message)) from error
         return torch.tensor(logprobs, dtype=torch.float32)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Lend the engine for other work: rollouts in flight pause, then resume with the earlier weights."""
-        self._halt()
-        with self._reports_kept(set_aside(self, self._clear)):
+        """Pause the rollouts in flight while the context is open, then resume them with the earlier weights."""
+        self._end_requests()
+        with self._keep_reports(set_aside(self, self._clear)):
             yield
 
     def sleep(self) -> None:
@@ -226,13 +239,13 @@ class VLLMServerGenerator(InFlight):
             raise ConfigurationError(
                 f"generator: {self._connection.address} cannot sleep; start it with --enable-sleep-mode"
             )
-        self._halt()
+        self._end_requests()
         # Level 1 moves the weights to host memory and drops keys and values, which are recomputed later.
         self._call("POST", "/sleep", level="1", mode="abort")
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory back; rollouts in flight continue after the tokens they have."""
+        """Take the engine's memory back; rollouts in flight continue after the tokens they have."""
         if self._asleep:
             self._connection.call("POST", "/wake_up", timeout_s=self._silence_s)
             self._asleep = False
@@ -248,8 +261,8 @@ class VLLMServerGenerator(InFlight):
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def _started(self) -> list[Sampled]:
-        return [stream.each for stream in self._running.values()]
+    def _running_rollouts(self) -> list[ActiveRollout]:
+        return [stream.active for stream in self._running.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, with the weights; keys and values are recomputed on resuming.
@@ -268,24 +281,24 @@ class VLLMServerGenerator(InFlight):
         """Resume the rollouts with the tokens they had."""
         self._clear()
         self.publish(state["weights"], state["version"])
-        self._ahead.clear()
+        self._report_queue.clear()
         self._restore(state)
 
     def _clear(self) -> None:
         """Drop everything in flight."""
-        self._halt()
+        self._end_requests()
         self._waiting.clear()
-        self._held.clear()
-        self._ahead.clear()
+        self._between_turns.clear()
+        self._report_queue.clear()
         self._unreported = Computed()
 
-    def _halt(self) -> None:
+    def _end_requests(self) -> None:
         """End all requests at the server; each rollout keeps the tokens it has."""
         self._abort(list(self._running), "restart")
-        until = time.monotonic() + self._silence_s
+        deadline = time.monotonic() + self._silence_s
         while self._running:
-            self._ahead.append(self._advance(POLL_S, refill=False))
-            if time.monotonic() > until:
+            self._report_queue.append(self._advance(POLL_S, refill=False))
+            if time.monotonic() > deadline:
                 raise EngineLostError(f"generator: {self._connection.address} does not end requests that are aborted")
 
     # --- steps -------------------------------------------------------------------------------------------
@@ -294,11 +307,11 @@ class VLLMServerGenerator(InFlight):
         """Handle the server's events, and start requests for rollouts that have a slot."""
         while refill and not self._asleep and self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
-        ended = Ended()
+        ended = StepEnds()
         prefill, self._unreported = self._unreported, Computed()
         decoded = Computed()
         prefilled = 0
-        for event in self._arrived(wait_s):
+        for event in self._events(wait_s):
             if isinstance(event, Lost):
                 if event.name in self._running:
                     raise event.error
@@ -306,57 +319,58 @@ class VLLMServerGenerator(InFlight):
             if (stream := self._running.get(event.name)) is None:  # its end was already handled
                 continue
             if isinstance(event, Tokens):
-                self._take(stream, event, decoded)
+                self._add_tokens(stream, event, decoded)
                 continue
-            self._label(stream, event)
+            self._set_versions(stream, event)
             if stream.received:
                 prefill.add(min(event.cached, stream.context), stream.context, self._windows)
                 prefilled += 1
             del self._running[event.name]
-            each = stream.each
-            reason = "stop" if stream.over == "stop" else event.reason
+            active = stream.active
+            reason = "stop" if stream.end_cause == "stop" else event.reason
             # We ended this request ourselves: its rollout continues in a new one.
-            if reason == "abort" and stream.over:
-                self._waiting.appendleft(each)
+            if reason == "abort" and stream.end_cause:
+                self._waiting.appendleft(active)
             elif reason not in ("stop", "length"):
                 raise EngineLostError(f"generator: {self._connection.address} has ended a request with {reason!r}")
-            elif not self._turn_ends(each, reason, ended):
-                self._waiting.appendleft(each)
+            elif not self._turn_ends(active, reason, ended):
+                self._waiting.appendleft(active)
         if self._running and not ended.finished:
             self._check_alive()
         return report(ended, prefill, decoded, prefilled)
 
-    def _arrived(self, wait_s: float) -> Iterator[Tokens | End | Lost]:
+    def _events(self, wait_s: float) -> Iterator[Tokens | End | Lost]:
         """Yield the events that have arrived; wait up to `wait_s` for the first one."""
         with suppress(Empty):
             yield self._streams.events.get(timeout=wait_s) if wait_s else self._streams.events.get_nowait()
             while True:
                 yield self._streams.events.get_nowait()
 
-    def _take(self, stream: _Stream, event: Tokens, decoded: Computed) -> None:
+    def _add_tokens(self, stream: _Stream, event: Tokens, decoded: Computed) -> None:
         """Add new tokens to their rollout, up to a stop text."""
-        each = stream.each
+        active = stream.active
         for token, logprob in zip(event.tokens, event.logprobs, strict=True):
-            if stream.over == "stop":
+            if stream.end_cause == "stop":
                 return
             # A request's first token comes from its prefill, which is counted at the request's end.
             if stream.received:
-                length = len(each.sequence)
+                length = len(active.sequence)
                 decoded.add(length - 1, length, self._windows)
             stream.received += 1
-            each.append([token], [logprob], self._version)
-            if self._stopped(each):
+            active.append([token], [logprob], self._version)
+            if self._has_stop_text(active):
                 self._abort([event.name], "stop")
 
-    def _label(self, stream: _Stream, event: End) -> None:
+    def _set_versions(self, stream: _Stream, event: End) -> None:
         """Set the tokens' weight versions as the server reports them: only it knows when a publish took effect."""
-        versions = stream.each.rollout.weight_versions
+        versions = stream.active.rollout.weight_versions
         # Cut to the received tokens: the server may have sampled more after a stop text.
         versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]
 
     def _check_alive(self) -> None:
+        """Raise `EngineLostError` if neither tokens nor an answer to a health check came for too long."""
         now = time.monotonic()
-        silent_s = now - min(self._streams.heard, self._healthy)
+        silent_s = now - min(self._streams.heard_at, self._healthy)
         if silent_s > self._silence_s:
             raise EngineLostError(f"generator: {self._connection.address} has said nothing for {silent_s:.0f} s")
 
@@ -366,27 +380,28 @@ class VLLMServerGenerator(InFlight):
         """Return the salt that keeps vLLM's prefix cache from sharing keys and values between versions or runs."""
         return f"{self._run}-{self._version}"
 
-    def _name(self, what: str) -> str:
-        return f"{self._run}-{what}-{next(self._number)}"
+    def _name(self, purpose: str) -> str:
+        """Return a new request name, unique among all runs that use the server."""
+        return f"{self._run}-{purpose}-{next(self._number)}"
 
-    def _body(self, name: str, each: Sampled, stream: bool) -> dict[str, Any]:
+    def _body(self, name: str, active: ActiveRollout, stream: bool) -> dict[str, Any]:
         body = {
             "request_id": name,
-            "token_ids": each.sequence,
-            "sampling_params": self._sampling_parameters(each),
+            "token_ids": active.sequence,
+            "sampling_params": self._sampling_parameters(active),
             "cache_salt": self._salt(),
             # From vLLM 0.33 on, the server reports versions only on request.
             "return_weight_versions": True,
         }
         return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
 
-    def _start(self, each: Sampled) -> None:
-        """Request the remaining tokens of a rollout, or those up to its interruption."""
-        name = self._name(f"group{each.request.key}-rollout{each.index}-version{self._version}")
-        body = self._body(name, each, stream=True)
+    def _start(self, active: ActiveRollout) -> None:
+        """Request a rollout's next tokens, up to its interruption point or the limit of its turn."""
+        name = self._name(f"group{active.request.key}-rollout{active.index}-version{self._version}")
+        body = self._body(name, active, stream=True)
         if not self._running:
-            self._streams.heard = time.monotonic()
-        stream = _Stream(each, len(each.rollout.tokens), len(each.sequence))
+            self._streams.heard_at = time.monotonic()
+        stream = _Stream(active, len(active.rollout.tokens), len(active.sequence))
         self._running[name] = stream
         answer = Answer(
             name=name,
@@ -399,10 +414,11 @@ class VLLMServerGenerator(InFlight):
         )
         stream.work = self._connection.start(self._streams.follow(body, answer))
 
-    def _abort(self, names: Sequence[str], why: str) -> None:
-        """Tell the server to end requests; each still reports the weight versions of its tokens.
+    def _abort(self, names: Sequence[str], cause: str) -> None:
+        """Ask the server to end requests; their last events still report the weight versions of their tokens.
 
-        A request without a token is dropped at once by closing its connection: the server may not have received it.
+        A request without a token is dropped at once by closing its connection, because the server may not have
+        received it yet.
         """
         names_at_server = []
         for name in names:
@@ -411,9 +427,9 @@ class VLLMServerGenerator(InFlight):
                 del self._running[name]
                 if stream.work is not None:
                     stream.work.cancel()
-                self._waiting.appendleft(stream.each)
-            elif not stream.over:
-                stream.over = why
+                self._waiting.appendleft(stream.active)
+            elif not stream.end_cause:
+                stream.end_cause = cause
                 names_at_server.append(PREFIX + name)
         if names_at_server:
             self._call("POST", "/inference/v1/abort_requests", {"request_ids": names_at_server})
@@ -422,11 +438,11 @@ class VLLMServerGenerator(InFlight):
         return self._connection.call(method, path, body, timeout_s=min(CALL_S, self._silence_s), query=query or None)
 
     def _abort_all(self) -> None:
-        """Tell the server to end all requests, including those left by an earlier client."""
+        """Ask the server to end all requests, including those left by an earlier client."""
         self._call("POST", "/abort_requests", {"request_ids": []})
 
     async def _watch(self) -> None:
-        """Poll the server's health: a suspended server keeps its connections open, so they do not show it."""
+        """Poll the server's health, because a suspended server keeps its connections open."""
         while True:
             try:
                 await self._connection.ask("GET", "/health", timeout_s=self._silence_s)

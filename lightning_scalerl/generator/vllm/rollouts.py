@@ -29,8 +29,15 @@ from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpacked
 
 
 @dataclass(eq=False)
-class Sampled:
-    """Rollout in progress, with its tokens so far."""
+class ActiveRollout:
+    """Rollout in progress, with its tokens so far.
+
+    Attributes:
+        insertions: the rollout's insertion rules.
+        rollout: the tokens so far, with their log-probabilities, versions and sources.
+        thinking_checked: whether the test for the end of thinking was made; it is made once.
+        computed: number of tokens whose keys and values the current request has computed.
+    """
 
     insertions: Insertions
     rollout: Rollout = field(
@@ -38,8 +45,8 @@ class Sampled:
             tokens=[], generator_logprobs=[], weight_versions=[], sources=[], finish_reason="length"
         )
     )
-    looked: bool = False  # whether the test for the end of thinking was made; it is made once
-    computed: int = 0  # tokens whose keys and values the current request has computed
+    thinking_checked: bool = False
+    computed: int = 0
 
     @property
     def request(self) -> GroupRequest:
@@ -69,19 +76,19 @@ class Sampled:
         start = len(self.rollout.tokens) - len(tokens)
         self.rollout.sources[start:] = [source] * len(tokens)
 
-    def waiting(self) -> WaitingRollout:
-        """Return a copy of the rollout for a report that it waits."""
-        return self.insertions.waiting(self.rollout)
+    def waiting_report(self) -> WaitingRollout:
+        """Return the report that the rollout waits for an insertion, with a copy of it."""
+        return self.insertions.waiting_report(self.rollout)
 
-    def finished(self, reason: str) -> FinishedRollout:
-        """Return the rollout as finished, for the given reason."""
+    def finish(self, reason: str) -> FinishedRollout:
+        """Set the finish reason ("stop" or "length") and return the finished rollout."""
         self.rollout.finish_reason = reason
         return FinishedRollout(self.request.key, self.index, self.rollout)
 
 
 @dataclass
-class Ended:
-    """Rollouts that ended, and rollouts that ended a turn, in one step."""
+class StepEnds:
+    """Rollouts that ended in one step, and rollouts that began to wait for an insertion."""
 
     finished: list[FinishedRollout] = field(default_factory=list)
     waiting: list[WaitingRollout] = field(default_factory=list)
@@ -102,7 +109,7 @@ class Computed:
         self.outside += outside(windows, start, end)
 
 
-def report(ended: Ended, prefill: Computed, decoded: Computed, prefilled: int) -> StepReport:
+def report(ended: StepEnds, prefill: Computed, decoded: Computed, prefilled: int) -> StepReport:
     """Return the report of a step, with separate counts for prefill and decoding."""
     return StepReport(
         finished=ended.finished,
@@ -130,22 +137,23 @@ class InFlight:
         # vLLM returns log-probabilities of prompt tokens at temperature 1 only.
         self.can_score = sampling.temperature == 1.0
         self._version = 0
-        self._waiting: deque[Sampled] = deque()
-        self._ahead: deque[StepReport] = deque()
+        self._waiting: deque[ActiveRollout] = deque()
+        self._report_queue: deque[StepReport] = deque()
         # Rollouts that wait for an insertion. They have no slot; vLLM's prefix cache may keep their keys and values.
-        self._held: dict[tuple[int, int], Sampled] = {}
+        self._between_turns: dict[tuple[int, int], ActiveRollout] = {}
         # Unreported work of recomputing caches.
         self._unreported = Computed()
         self._weights: dict[str, Tensor] = {}
         # State at the time of closing; None while the generator is open.
         self._closed: dict[str, Any] | None = None
 
-    def _started(self) -> list[Sampled]:
+    def _running_rollouts(self) -> list[ActiveRollout]:
         """Return the rollouts that have a slot."""
         raise NotImplementedError
 
-    def _under_way(self) -> list[Sampled]:
-        return [*self._started(), *self._waiting]
+    def _unfinished(self) -> list[ActiveRollout]:
+        """Return the rollouts that have a slot or wait for one."""
+        return [*self._running_rollouts(), *self._waiting]
 
     @property
     def version(self) -> int:
@@ -155,40 +163,44 @@ class InFlight:
     @property
     def in_flight(self) -> int:
         """Number of rollouts submitted and not reported as finished."""
-        return len(self._under_way()) + len(self._held) + sum(len(report.finished) for report in self._ahead)
+        return (
+            len(self._unfinished())
+            + len(self._between_turns)
+            + sum(len(report.finished) for report in self._report_queue)
+        )
 
     @property
     def sampled_in_flight(self) -> int:
         """Number of tokens sampled so far for the rollouts in flight."""
-        return sum(len(each.rollout.tokens) for each in (*self._under_way(), *self._held.values()))
+        return sum(len(active.rollout.tokens) for active in (*self._unfinished(), *self._between_turns.values()))
 
     @property
     def free_slots(self) -> int:
         """Number of slots that no submitted rollout occupies or waits for."""
-        return max(0, self._slots - self.in_flight + len(self._held))
+        return max(0, self._slots - self.in_flight + len(self._between_turns))
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do or to report: everything in flight waits."""
-        return not (self._under_way() or self._ahead)
+        """Whether `step` has nothing to do or report: everything in flight waits for an insertion."""
+        return not (self._unfinished() or self._report_queue)
 
     @property
     def waiting(self) -> list[WaitingRollout]:
         """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
-        return [each.waiting() for each in self._held.values()]
+        return [active.waiting_report() for active in self._between_turns.values()]
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens.
+        """Insert an answer's tokens into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, self._vocabulary)
-        each = self._held_rollout(key, index)
-        each.insertions.answer(len(each.rollout.tokens), tokens)
-        each.insert(tokens, self._version, Source.ENVIRONMENT)
-        self._waiting.appendleft(self._held.pop((key, index)))
+        active = self._waiting_rollout(key, index)
+        active.insertions.record_answer(len(active.rollout.tokens), tokens)
+        active.insert(tokens, self._version, Source.ENVIRONMENT)
+        self._waiting.appendleft(self._between_turns.pop((key, index)))
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
         """End a waiting rollout; a later step reports it as finished.
@@ -196,9 +208,9 @@ class InFlight:
         Raises:
             KeyError: the rollout does not wait.
         """
-        each = self._held_rollout(key, index)
-        del self._held[key, index]
-        self._ahead.append(StepReport([each.finished("length" if truncated else each.rollout.finish_reason)]))
+        active = self._waiting_rollout(key, index)
+        del self._between_turns[key, index]
+        self._report_queue.append(StepReport([active.finish("length" if truncated else active.rollout.finish_reason)]))
 
     def restart(self, key: int, index: int) -> None:
         """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
@@ -206,14 +218,14 @@ class InFlight:
         Raises:
             KeyError: the rollout does not wait.
         """
-        request = self._held_rollout(key, index).request
-        del self._held[key, index]
-        self._waiting.appendleft(Sampled(self._rules(request, index)))
+        request = self._waiting_rollout(key, index).request
+        del self._between_turns[key, index]
+        self._waiting.appendleft(ActiveRollout(self._insertions(request, index)))
 
-    def _held_rollout(self, key: int, index: int) -> Sampled:
-        if (key, index) not in self._held:
+    def _waiting_rollout(self, key: int, index: int) -> ActiveRollout:
+        if (key, index) not in self._between_turns:
             raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
-        return self._held[key, index]
+        return self._between_turns[key, index]
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group; its rollouts start as slots become free.
@@ -223,23 +235,26 @@ class InFlight:
                 no phrase is set.
         """
         self.sampling.check(request)
-        self._waiting += [Sampled(self._rules(request, index)) for index in range(request.completions)]
+        self._waiting += [ActiveRollout(self._insertions(request, index)) for index in range(request.completions)]
 
-    def _rules(self, request: GroupRequest, index: int) -> Insertions:
+    def _insertions(self, request: GroupRequest, index: int) -> Insertions:
         return Insertions(request, index, self.sampling)
 
-    def _sampling_parameters(self, each: Sampled) -> dict[str, Any]:
-        """Return the sampling parameters of the request that continues a rollout to its interruption or turn's end."""
-        so_far = len(each.rollout.tokens)
-        until = each.insertions.turn_limit
-        if not each.looked:
-            until = min(until, max(each.insertions.point, so_far + 1))
+    def _sampling_parameters(self, active: ActiveRollout) -> dict[str, Any]:
+        """Return the sampling parameters for a rollout's next request.
+
+        The request ends at the rollout's interruption point or at the limit of its turn, whichever comes first.
+        """
+        length = len(active.rollout.tokens)
+        limit = active.insertions.turn_limit
+        if not active.thinking_checked:
+            limit = min(limit, max(active.insertions.interruption_point, length + 1))
         # Include the token count in the key: a continued rollout must not reuse the random numbers of its beginning.
-        seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
-        own = each.request.temperature
+        seed = np.random.SeedSequence((*active.request.random_key, active.index, length)).generate_state(1, np.uint64)
+        temperature = active.request.temperature
         return {
-            "temperature": self.sampling.temperature if own is None else own,
-            "max_tokens": until - so_far,
+            "temperature": self.sampling.temperature if temperature is None else temperature,
+            "max_tokens": limit - length,
             "stop_token_ids": sorted(self.sampling.stop_tokens),
             "ignore_eos": True,
             "logprobs": 0,
@@ -247,47 +262,50 @@ class InFlight:
             "detokenize": False,
         }
 
-    def _stopped(self, each: Sampled) -> bool:
+    def _has_stop_text(self, active: ActiveRollout) -> bool:
         """Return whether a rollout's last tokens contain a stop text."""
-        return self.sampling.stop_text is not None and self.sampling.stop_text(each.rollout.tokens)
+        return self.sampling.stop_text is not None and self.sampling.stop_text(active.rollout.tokens)
 
-    def _turn_ends(self, each: Sampled, reason: str, ended: Ended) -> bool:
-        """Return whether a rollout's turn has ended; if so add it to `ended`, else insert the phrase if it is due.
+    def _turn_ends(self, active: ActiveRollout, reason: str, ended: StepEnds) -> bool:
+        """Handle the end of a rollout's request: insert the phrase if it is due, and end the turn if it is over.
 
         Args:
-            each: the rollout, whose request has ended.
-            reason: "stop" or "length", as the request has ended.
-            ended: the step's rollouts that ended or wait.
+            active: the rollout.
+            reason: reason for the request's end, "stop" or "length".
+            ended: gets the rollout if its turn has ended.
+
+        Returns:
+            Whether the turn has ended; otherwise the rollout needs another request.
         """
         if reason not in ("stop", "length"):
             raise RuntimeError(f"vllm ended a request with {reason!r}")
-        rules, length = each.insertions, len(each.rollout.tokens)
-        if reason == "length" and not each.looked and rules.point <= length < rules.limit:
-            each.looked = True
-            phrase = rules.phrase(list(each.rollout.tokens))
-            each.insert(phrase[: rules.limit - length], self._version, Source.FORCED)
-        following = rules.after(len(each.rollout.tokens), reason == "stop")
-        if following is Next.GO_ON:
+        rules, length = active.insertions, len(active.rollout.tokens)
+        if reason == "length" and not active.thinking_checked and rules.interruption_point <= length < rules.limit:
+            active.thinking_checked = True
+            phrase = rules.phrase(list(active.rollout.tokens))
+            active.insert(phrase[: rules.limit - length], self._version, Source.FORCED)
+        decision = rules.decide_next(len(active.rollout.tokens), reason == "stop")
+        if decision is Next.GO_ON:
             return False
-        each.rollout.finish_reason = reason
-        if following is Next.WAIT:
-            self._held[rules.place] = each
-            ended.waiting.append(each.waiting())
+        active.rollout.finish_reason = reason
+        if decision is Next.WAIT:
+            self._between_turns[rules.rollout_id] = active
+            ended.waiting.append(active.waiting_report())
         else:
-            ended.finished.append(each.finished(reason))
+            ended.finished.append(active.finish(reason))
         return True
 
     def _state(self) -> dict[str, Any]:
         """Return everything in flight and the weights, for a checkpoint; keys and values are recomputed on resuming."""
-        under_way, held = self._under_way(), list(self._held.values())
-        ahead = [finished for report in self._ahead for finished in report.finished]
-        rollouts = [*(each.rollout for each in (*under_way, *held)), *(finished.rollout for finished in ahead)]
+        unfinished, waiting = self._unfinished(), list(self._between_turns.values())
+        finished = [entry for report in self._report_queue for entry in report.finished]
+        rollouts = [*(active.rollout for active in (*unfinished, *waiting)), *(entry.rollout for entry in finished)]
         return {
             "version": self._version,
             "weights": dict(self._weights),
-            "under_way": [_state_of_rollout(each) for each in under_way],
-            **({"waiting": [_state_of_rollout(each) for each in held]} if held else {}),
-            "finished": [(finished.key, finished.index) for finished in ahead],
+            "under_way": [_state_of_rollout(active) for active in unfinished],
+            **({"waiting": [_state_of_rollout(active) for active in waiting]} if waiting else {}),
+            "finished": [(entry.key, entry.index) for entry in finished],
             "rollouts": packed(rollouts),
         }
 
@@ -295,31 +313,33 @@ class InFlight:
         """Queue the rollouts of a saved state with their tokens; rollouts that had ended are reported first."""
         rollouts = iter(unpacked(state["rollouts"]))
 
-        def restored(entries: Iterable[Any]) -> list[Sampled]:
+        def restored(entries: Iterable[Any]) -> list[ActiveRollout]:
             return [
-                Sampled(Insertions.from_state((request, index, *answers), self.sampling), next(rollouts), looked)
-                for request, index, looked, *answers in entries
+                ActiveRollout(
+                    Insertions.from_state((request, index, *answers), self.sampling), next(rollouts), thinking_checked
+                )
+                for request, index, thinking_checked, *answers in entries
             ]
 
         self._waiting += restored(state["under_way"])
-        self._held = {each.insertions.place: each for each in restored(state.get("waiting", ()))}
+        self._between_turns = {active.insertions.rollout_id: active for active in restored(state.get("waiting", ()))}
         ended = [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]
         if ended:
-            self._ahead.append(StepReport(ended))
+            self._report_queue.append(StepReport(ended))
 
     @contextmanager
-    def _reports_kept(self, aside: AbstractContextManager[None]) -> Iterator[None]:
+    def _keep_reports(self, aside: AbstractContextManager[None]) -> Iterator[None]:
         """Wrap `aside` so that rollouts that began to wait before it are still reported after it."""
-        # A saved state lacks these reports, because the caller of `load_state_dict` reads `waiting`; that of `aside`
-        # does not.
-        unreported = [each for report in self._ahead for each in report.waiting]
+        # A saved state lacks these reports, because a caller of `load_state_dict` reads `waiting` instead. A caller of
+        # `aside` does not.
+        unreported = [active for report in self._report_queue for active in report.waiting]
         with aside:
             yield
         if unreported:
-            self._ahead.append(StepReport((), waiting=unreported))
+            self._report_queue.append(StepReport((), waiting=unreported))
 
 
-def _state_of_rollout(each: Sampled) -> tuple[Any, ...]:
-    """Return a rollout in progress as plain values, without its tokens."""
-    request, index, *answers = each.insertions.state()
-    return (request, index, each.looked, *answers)
+def _state_of_rollout(active: ActiveRollout) -> tuple[Any, ...]:
+    """Return a rollout in progress as plain values for a checkpoint, without its tokens."""
+    request, index, *answers = active.insertions.state()
+    return (request, index, active.thinking_checked, *answers)

@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_scalerl.axes.precision import DTYPES, Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator.vllm.announced import Announcement, address_in, line_of
+from lightning_scalerl.generator.vllm.announced import Announcement, address_in, address_line
 from lightning_scalerl.generator.vllm.engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
 from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
 from sweeps.port import free_port
@@ -39,11 +39,11 @@ from sweeps.process import last_words
 from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-EVERYWHERE = ("0.0.0.0", "::")
+ALL_INTERFACES = ("0.0.0.0", "::")
 # Value of MODEL that means: read the configuration from standard input, and end when that input ends.
 STDIN = "-"
 # Exit status of a server ended by SIGTERM, as a shell reports it.
-TERMINATED = 128 + signal.SIGTERM
+TERMINATED_STATUS = 128 + signal.SIGTERM
 # Seconds that vLLM has to end its engine's processes after SIGTERM; then all of them are killed.
 END_S = 10.0
 
@@ -58,8 +58,9 @@ class Server:
         address: address of the server. For a server that `srun` starts, it is empty until the log names it.
         folder: folder with the model's shape and the server's log.
         token: token that callers must send.
-        process: the process, once started.
-        shape: text for the server's standard input, which then stays open as long as this process lives.
+        process: the process; None before it is started.
+        shape: the model's shape (`shape_of`) to write to the server's standard input, which then stays open as long as
+            this process lives; empty if `folder` has it.
     """
 
     command: list[str]
@@ -84,13 +85,18 @@ class Server:
         """Start the server in a new process group, so that its engine's processes can be ended with it.
 
         Args:
-            aloud: whether its output goes to this process's output instead of the log.
+            aloud: whether the server's output goes to this process's output instead of the log.
         """
-        given = subprocess.PIPE if self.shape else subprocess.DEVNULL
+        stdin = subprocess.PIPE if self.shape else subprocess.DEVNULL
         with self.log.open("ab") as log:
-            said = None if aloud else log
+            output = None if aloud else log
             self.process = subprocess.Popen(
-                self.command, env=self.started_by_us(), stdin=given, stdout=said, stderr=said, start_new_session=True
+                self.command,
+                env=self.environment_of_child(),
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         if self.process.stdin is not None:
             with suppress(OSError):  # it has ended already: `wait` says why
@@ -104,40 +110,40 @@ class Server:
 
         Args:
             start_s: seconds that the server may take to answer.
-            announcement: announcement file for runs; it exists as long as the server answers.
+            announcement: file that announces the server to runs while it answers; None for none.
 
         Raises:
             CannotGoOnError: the server ends, or does not answer in time.
         """
-        before = signal.signal(signal.SIGTERM, _interrupted)
+        previous_handler = signal.signal(signal.SIGTERM, _raise_terminated)
         try:
             self.start(aloud=True)
             assert self.process is not None
             self.wait(start_s)
             if announcement is not None:
                 announcement.write(self.address, self.token)
-            print(line_of(self.address), flush=True)
+            print(address_line(self.address), flush=True)
             status = self.process.wait()
             return status if status >= 0 else 128 - status
         except KeyboardInterrupt:
             return 0
         except _TerminatedError:
-            return TERMINATED
+            return TERMINATED_STATUS
         finally:
             if announcement is not None:
                 announcement.remove(self.address, self.token)
             self.close()
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
 
-    def started_by_us(self) -> dict[str, str]:
-        """Return the environment that makes the server end together with this process."""
-        found = {
+    def environment_of_child(self) -> dict[str, str]:
+        """Return the server's environment variables, which also make it end together with this process."""
+        variables = {
             **os.environ,
             **self.environment,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             PARENT: f"{os.getpid()}@{socket.gethostname()}",
         }
-        return {**found, TOKEN: self.token} if self.token else found
+        return {**variables, TOKEN: self.token} if self.token else variables
 
     def wait(self, start_s: float) -> None:
         """Wait until the server answers.
@@ -146,18 +152,18 @@ class Server:
             CannotGoOnError: the server ends, or does not answer in time; the message quotes the end of its log.
         """
         assert self.process is not None
-        until = time.monotonic() + start_s
+        deadline = time.monotonic() + start_s
         opener = build_opener(ProxyHandler({}))
         while True:
             self.address = self.address or address_in(self.log.read_text(errors="replace")) or ""
             with suppress(URLError, OSError, ValueError), opener.open(f"{self.address}/health", timeout=5):
                 return
-            if self.process.poll() is not None or time.monotonic() > until:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 status = self.process.poll()
-                what = f"has not answered for {start_s:g} s" if status is None else f"ended with status {status}"
-                words = last_words(self.log)
+                event = f"has not answered for {start_s:g} s" if status is None else f"ended with status {status}"
+                log_end = last_words(self.log)
                 self.close()
-                raise CannotGoOnError(f"generator: vLLM's server {what} ({words})")
+                raise CannotGoOnError(f"generator: vLLM's server {event} ({log_end})")
             time.sleep(0.2)
 
     def close(self) -> None:
@@ -250,7 +256,7 @@ def prepare(
     environment = {"VLLM_SERVER_DEV_MODE": "1", **exact_products(precision)}
     if backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory arrive pickled
-    name = slurm_job.node_name() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+    name = slurm_job.node_name() if host in ALL_INTERFACES else f"[{host}]" if ":" in host else host
     return Server(command=command, environment=environment, address=f"http://{name}:{port}", folder=folder, token=token)
 
 
@@ -287,7 +293,7 @@ def serve_on(
 
     Args:
         node: name of the node, as SLURM calls it.
-        gpus: numbers among the GPUs that the step sees; empty for all of them.
+        gpus: numbers of the GPUs to use, among those that the step sees; empty for all.
         model, precision, slots, capacity, cache_gib, token, tensor_parallel, start_s: as for `serve`.
 
     Raises:
@@ -335,22 +341,25 @@ class _TerminatedError(Exception):
     """Raised in the main thread by SIGTERM."""
 
 
-def _interrupted(number: int, frame: Any) -> None:
+def _raise_terminated(number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_IGN)  # ignore further signals while the server is being ended
     raise _TerminatedError
 
 
 def take_gpus(numbers: str) -> None:
-    """Restrict this process to some of its visible GPUs; call before any GPU is used.
+    """Restrict this process to some of its visible GPUs. Call it before any GPU is used.
+
+    Args:
+        numbers: indices among the visible GPUs, separated by commas.
 
     Raises:
-        ConfigurationError: a number exceeds the visible GPUs.
+        ConfigurationError: an index exceeds the visible GPUs.
     """
-    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    visible = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
     try:
-        chosen = [seen[int(number)] if seen else str(int(number)) for number in numbers.split(",")]
+        chosen = [visible[int(number)] if visible else str(int(number)) for number in numbers.split(",")]
     except (IndexError, ValueError) as error:
-        raise ConfigurationError(f"--gpus {numbers}: this process sees {len(seen)} ({','.join(seen)})") from error
+        raise ConfigurationError(f"--gpus {numbers}: this process sees {len(visible)} ({','.join(visible)})") from error
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
 
 
@@ -362,7 +371,7 @@ def _end_with_stdin() -> None:
 
 
 def _shape_from(name: str) -> nn.Module | str:
-    """Return a model of the shape that MODEL names; for `STDIN`, the shape read from standard input."""
+    """Return a model without weights for a name or folder; for `STDIN`, the shape read from standard input."""
     if name == STDIN:
         shape = bytearray()
         while not shape.endswith(b"\n"):
@@ -412,29 +421,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--announce", type=Path, metavar="PATH", help="file that tells runs where it answers (file:PATH)"
     )
     parser.add_argument("--print", action="store_true", help="print vLLM's own command and end")
-    given = parser.parse_args(arguments)
-    announcement = None if given.announce is None else Announcement(given.announce)
+    options = parser.parse_args(arguments)
+    announcement = None if options.announce is None else Announcement(options.announce)
     try:
-        if given.gpus:
-            take_gpus(given.gpus)
+        if options.gpus:
+            take_gpus(options.gpus)
         server = prepare(
-            _shape_from(given.model),
-            Precision(given.policy, fp32_head_generator=not given.bf16_head),
-            slots=given.slots,
-            capacity=given.max_tokens + 1,
-            cache_gib=given.cache_gib,
-            host=given.host,
-            port=given.port,
+            _shape_from(options.model),
+            Precision(options.policy, fp32_head_generator=not options.bf16_head),
+            slots=options.slots,
+            capacity=options.max_tokens + 1,
+            cache_gib=options.cache_gib,
+            host=options.host,
+            port=options.port,
             # An announced server makes a new token at each start, so that an outdated file gives access to no server.
             token=os.environ.get(TOKEN, "") if announcement is None else secrets.token_hex(32),
-            backend=given.backend,
-            tensor_parallel=given.tensor_parallel,
-            sleep=given.sleep,
+            backend=options.backend,
+            tensor_parallel=options.tensor_parallel,
+            sleep=options.sleep,
         )
-        if given.idle is not None:
-            server.environment[IDLE] = str(given.idle)
+        if options.idle is not None:
+            server.environment[IDLE] = str(options.idle)
         print(server.line, flush=True)
-        return 0 if given.print else server.run(given.start_s, announcement)
+        return 0 if options.print else server.run(options.start_s, announcement)
     except (ConfigurationError, CannotGoOnError, OSError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1

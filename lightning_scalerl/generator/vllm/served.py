@@ -1,4 +1,4 @@
-"""Generators that sample with a vLLM server which they start, or which is announced in a file."""
+"""Generators that sample with a vLLM server: one that they start, or one that announces its address in a file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class VLLMServedGenerator(VLLMServerGenerator):
     """Generator that samples with a vLLM server that it starts and ends.
 
     Args:
-        model: a model on the host, in the policy's dtype. Its configuration and initial weights are used, and then it
-            is dropped.
+        model: a model in host memory, in the policy's dtype. Its configuration and initial weights are used; no
+            reference to it is kept.
         precision: dtypes of the engine's weights and of its head.
-        tensor_parallel: number of GPUs that share the model: the first ones that the server sees.
+        tensor_parallel: number of GPUs that share the model: the first GPUs that the server sees.
         node: node of this SLURM job on which the server runs as a step; empty for this node.
-        gpus: numbers among the GPUs of that step; empty for all of them.
+        gpus: numbers of the GPUs to use, among those that the step sees; empty for all.
         start_s: seconds that the server may take to start.
         sampling, slots, cache_gib: as for `VLLMGenerator`.
         settings: further arguments of `VLLMServerGenerator`.
@@ -88,7 +88,7 @@ class VLLMAnnouncedGenerator(VLLMServerGenerator):
     """Generator that samples with the vLLM server that an announcement file names at construction time.
 
     Args:
-        model: a model on the host; its configuration and initial weights are used.
+        model: a model in host memory; its configuration and initial weights are used.
         precision: dtypes of the engine's weights and of its head.
         path: path of the file written by `serve --announce`.
         start_s: seconds that a server may take to announce itself and to answer.

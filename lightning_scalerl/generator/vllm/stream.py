@@ -1,4 +1,4 @@
-"""Streamed answers of a vLLM server to sampling requests, as events for a reader in another thread."""
+"""Turns the streamed answers of a vLLM server to sampling requests into events, for a reader in another thread."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class Streams:
     Attributes:
         connection: connection to the server.
         events: events in order of arrival.
-        heard: monotonic time of the last arrival.
+        heard_at: monotonic time of the last arrival.
     """
 
     connection: Connection
     events: SimpleQueue[Tokens | End | Lost] = field(default_factory=SimpleQueue)
-    heard: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
 
     async def follow(self, body: dict[str, Any], answer: Answer) -> None:
         """Follow one request to its end, in the connection's thread; each part of its answer is checked first."""
         name, address = answer.name, self.connection.address
         # A token with its log-probability takes about 150 bytes.
-        most = ROOM_BYTES + TOKEN_BYTES * answer.limit
+        max_bytes = ROOM_BYTES + TOKEN_BYTES * answer.limit
         try:
-            async for part in self.connection.stream(ROUTE, body, most):
-                self.heard = time.monotonic()
+            async for part in self.connection.stream(ROUTE, body, max_bytes):
+                self.heard_at = time.monotonic()
                 tokens, logprobs = answer.take(part)
                 if tokens:
                     self.events.put(Tokens(name, tokens, logprobs))
@@ -73,5 +73,5 @@ class Streams:
         except EngineLostError as error:
             self.events.put(Lost(name, error))
         except Exception as error:
-            wrong = str(error) if isinstance(error, WrongAnswerError) else f"answers what cannot be read ({error!r})"
-            self.events.put(Lost(name, EngineLostError(self.connection.words(f"generator: {address} {wrong}"))))
+            problem = str(error) if isinstance(error, WrongAnswerError) else f"answers what cannot be read ({error!r})"
+            self.events.put(Lost(name, EngineLostError(self.connection.safe_line(f"generator: {address} {problem}"))))

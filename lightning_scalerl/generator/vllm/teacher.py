@@ -29,18 +29,18 @@ MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 CONCURRENT = 32
 # Statuses after which the same request may succeed: a timeout, too many requests, a server that fails or restarts.
 RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
-# Seconds of the first pause; each further one is twice as long, up to the longest.
+# First pause before a retry, and longest pause, in seconds; each pause is twice as long as the one before it.
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 class VLLMTeacher:
-    """Gives log-probabilities of completions under the model that a vLLM server serves.
+    """Computes log-probabilities of completions with the model that a vLLM server serves.
 
     Args:
         address: the server's address, such as `http://node7:8000`.
         capacity: tokens of the longest sequence.
         timeout_s: limit in seconds on one answer, all attempts included.
-        token: the server's key; None for the one in the environment (`VLLM_API_KEY`), if any.
+        token: the server's key; None to read it from the environment variable `VLLM_API_KEY`, if it is set.
 
     Raises:
         ConfigurationError: the server serves no model, too short sequences, or no log-probabilities of given tokens.
@@ -70,8 +70,8 @@ class VLLMTeacher:
         table = torch.zeros_like(rows.generator_logprobs)
         starts, ends = rows.completion_start.tolist(), rows.lengths.tolist()
         sequences = [tokens[:end] for tokens, end in zip(rows.tokens.tolist(), ends, strict=True)]
-        for row, found in enumerate(self._run(self._all(sequences, starts), max(1, len(starts)))):
-            table[row, : len(found)] = torch.tensor(found, dtype=table.dtype)
+        for row, logprobs in enumerate(self._run(self._logprobs_of_all(sequences, starts), max(1, len(starts)))):
+            table[row, : len(logprobs)] = torch.tensor(logprobs, dtype=table.dtype)
         return table
 
     def close(self) -> None:
@@ -79,8 +79,8 @@ class VLLMTeacher:
         self._connection.close()
 
     def _served_model(self, capacity: int) -> str:
-        """Return the name of the model that is served; check that it takes sequences of `capacity` tokens."""
-        answer = self._run(self._patiently("GET", MODELS, None))
+        """Return the name of the served model, after checking that it takes sequences of `capacity` tokens."""
+        answer = self._run(self._ask_with_retries("GET", MODELS, None))
         try:
             (entry, *_) = answer["data"]
             name, longest = str(entry["id"]), int(entry.get("max_model_len") or capacity + 1)
@@ -96,17 +96,17 @@ class VLLMTeacher:
         return name
 
     def _run(self, work: Coroutine[Any, Any, T], calls: int = 1) -> T:
-        """Run a coroutine that makes this number of calls; each call has a time limit of its own."""
+        """Run a coroutine that makes `calls` calls; its time limit allows `timeout_s` for each round of calls."""
         return self._connection.run(work, self._timeout_s * -(-calls // CONCURRENT) + 5)
 
-    async def _all(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[float]]:
-        places = asyncio.Semaphore(CONCURRENT)
+    async def _logprobs_of_all(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[float]]:
+        semaphore = asyncio.Semaphore(CONCURRENT)
 
-        async def one(sequence: list[int], start: int) -> list[float]:
-            async with places:
+        async def logprobs(sequence: list[int], start: int) -> list[float]:
+            async with semaphore:
                 return await self._logprobs(sequence[:start], sequence[start:])
 
-        return await asyncio.gather(*map(one, sequences, starts))
+        return await asyncio.gather(*map(logprobs, sequences, starts))
 
     async def _logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `tokens` after `prompt`."""
@@ -117,27 +117,27 @@ class VLLMTeacher:
             "prompt_logprobs": 0,
             "temperature": 1.0,
         }
-        answer = await self._patiently("POST", COMPLETIONS, body)
+        answer = await self._ask_with_retries("POST", COMPLETIONS, body)
         try:
             (choice,) = answer["choices"]
-            given = choice["prompt_logprobs"][len(prompt) :]
-            return [checked_logprob(entry[str(token)]["logprob"]) for entry, token in zip(given, tokens, strict=True)]
+            entries = choice["prompt_logprobs"][len(prompt) :]
+            return [checked_logprob(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True)]
         except (KeyError, TypeError, ValueError, WrongAnswerError) as error:
-            why = f"{SETTING}: {self.address}{COMPLETIONS} gives no log-probabilities of given tokens ({error!r})"
-            raise EngineLostError(self._connection.words(f"{why}; is it a server of vllm?")) from error
+            message = f"{SETTING}: {self.address}{COMPLETIONS} gives no log-probabilities of given tokens ({error!r})"
+            raise EngineLostError(self._connection.safe_line(f"{message}; is it a server of vllm?")) from error
 
-    async def _patiently(self, method: str, path: str, body: Any) -> Any:
+    async def _ask_with_retries(self, method: str, path: str, body: Any) -> Any:
         """Return the answer to a call; retry transient failures within the time limit."""
-        until, pause_s = time.monotonic() + self._timeout_s, PAUSE_S
+        deadline, pause_s = time.monotonic() + self._timeout_s, PAUSE_S
         while True:
-            left_s = until - time.monotonic()
+            left_s = deadline - time.monotonic()
             try:
                 return await self._connection.ask(method, path, body, timeout_s=max(0.1, left_s))
             except EngineLostError as error:
                 if isinstance(error, RefusedError) and error.status not in RETRIED_STATUSES:
                     raise
-                if time.monotonic() + pause_s >= until:
-                    words = f"{error}; given up after kl.timeout_s={self._timeout_s:g}"
-                    raise EngineLostError(words) from error
+                if time.monotonic() + pause_s >= deadline:
+                    message = f"{error}; given up after kl.timeout_s={self._timeout_s:g}"
+                    raise EngineLostError(message) from error
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)

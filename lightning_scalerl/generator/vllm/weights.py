@@ -35,9 +35,10 @@ TRANSFERS = ("auto", "file", "http")
 
 
 class Control:
-    """Weight-transfer routes of a server, with the interface that vLLM's trainer engines call (`VLLMWeightSyncClient`).
+    """Client for a server's weight-transfer routes, with the interface that vLLM's trainer engines call.
 
-    `label` is attached to the weights at the end of an update, as vLLM's own engines pass no label.
+    That interface is vLLM's `VLLMWeightSyncClient`. vLLM's trainer engines pass no label at the end of an update;
+    `label` is then attached to the weights.
     """
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
@@ -63,8 +64,8 @@ class Control:
         """End an update and label its weights."""
         self._post("/finish_weight_update", {"weight_version": weight_version or self.label})
 
-    def give_up(self) -> None:
-        """Abort an update that another client left open, if any: it would make the server refuse a new one."""
+    def abort_update(self) -> None:
+        """Abort an update that another client left open, if any, because the server would refuse a new one."""
         with suppress(RefusedError):
             self._post("/update_weights", {"update_info": {}})
 
@@ -83,7 +84,7 @@ def _as_json(update_info: Any) -> Any:
 
 
 def pairs(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors in checkpoint format, layer by layer; floating-point tensors are to be sent as `dtype`.
+    """Yield names and tensors in checkpoint format, layer by layer.
 
     A layer's experts are one tensor in memory and many in a checkpoint. They are split only when their layer is due, to
     save memory.
@@ -91,7 +92,7 @@ def pairs(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -
 
     def layer_of(name: str) -> str:
         parts = name.split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        number = next((index for index, name_part in enumerate(parts) if name_part.isdigit()), None)
         return "" if number is None else ".".join(parts[: number + 1])
 
     for _, names in groupby(weights, layer_of):
@@ -99,7 +100,7 @@ def pairs(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -
 
 
 class Bucket:
-    """One reused buffer for all buckets, in the layout of a safetensors file.
+    """Buffer that holds one bucket of weights after another, in the layout of a safetensors file.
 
     Args:
         size: bucket size in bytes; a larger tensor gets a bucket to itself.
@@ -115,14 +116,14 @@ class Bucket:
         """Size of the buffer in host memory, in bytes."""
         return self._buffer.numel()
 
-    def filled(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield buckets as (header, content); each content is overwritten by the next."""
+    def fill(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[bytes, memoryview]]:
+        """Fill the buffer with tensors, and yield each bucket as (header, content). The next bucket overwrites it."""
         entries: dict[str, Any] = {}
-        end, kind = 0, None
+        end, bucket_dtype = 0, None
         for name, tensor in tensors:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             length = tensor.numel() * dtype.itemsize
-            if entries and (end + length > self._size or dtype != kind):
+            if entries and (end + length > self._size or dtype != bucket_dtype):
                 yield self._bucket(entries, end)
                 entries, end = {}, 0
             self._reserve(length)
@@ -132,7 +133,7 @@ class Bucket:
                 "shape": list(tensor.shape),
                 "data_offsets": [end, end + length],
             }
-            end, kind = end + length, dtype
+            end, bucket_dtype = end + length, dtype
         if entries:
             yield self._bucket(entries, end)
 
@@ -145,29 +146,29 @@ class Bucket:
         return start_of_file(entries), memoryview(self._buffer[:end].numpy())  # type: ignore[arg-type]
 
 
-class _Shelf:
+class _BucketServer:
     """HTTP server from which workers that have the key fetch the current bucket."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.key = secrets.token_hex(16)
         self.content: tuple[bytes, memoryview] = (b"", memoryview(b""))
         self.sent = 0
-        shelf = self
+        bucket_server = self
 
         class Handler(BaseHTTPRequestHandler):
             timeout = timeout_s
 
             def do_GET(self) -> None:
-                if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {shelf.key}"):
+                if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {bucket_server.key}"):
                     self.send_error(401)
                     return
-                header, content = shelf.content
+                header, content = bucket_server.content
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(header) + len(content)))
                 self.end_headers()
                 self.wfile.write(header)
                 self.wfile.write(content)
-                shelf.sent += len(header) + len(content)
+                bucket_server.sent += len(header) + len(content)
 
             def log_message(self, *args: Any) -> None:
                 """Log nothing, to keep progress bars intact."""
@@ -183,7 +184,7 @@ class _Shelf:
 
 
 def own_address(address: str) -> str:
-    """Return this machine's address on the route to a server: the one that the server's workers can reach."""
+    """Return this machine's address on the route to a server, at which the server's workers can reach it."""
     parts = urlsplit(address)
     family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -192,10 +193,10 @@ def own_address(address: str) -> str:
 
 
 class BucketSender:
-    """Sends weights to workers with our backend, through a file or over HTTP; a test at the start shows which works.
+    """Sends weights to workers with our backend, through a file or over HTTP; the constructor tests which works.
 
     Attributes:
-        way: description of the transfer method.
+        method: description of the transfer method.
         bytes_sent: size of the last update in bytes, counted once regardless of the number of workers.
         buckets: number of buckets of the last update.
         digest: checksum of the last update's content.
@@ -224,50 +225,52 @@ class BucketSender:
         dtype: torch.dtype,
     ) -> None:
         self._control, self._bucket = control, Bucket(bucket_bytes, dtype)
-        self._dtype, self.bytes_sent, self.buckets, self.digest, self.way = dtype, 0, 0, "", ""
-        place = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        self._dtype, self.bytes_sent, self.buckets, self.digest, self.method = dtype, 0, 0, "", ""
+        parent_folder = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         # `TemporaryDirectory` also cleans up at the end of the process, if a failure ends it without `close`.
-        self._owned = tempfile.TemporaryDirectory(prefix="scalerl-weights-", dir=place, ignore_cleanup_errors=True)
-        self._folder = Path(self._owned.name)
-        self._shelf: _Shelf | None = None
+        self._temporary_folder = tempfile.TemporaryDirectory(
+            prefix="scalerl-weights-", dir=parent_folder, ignore_cleanup_errors=True
+        )
+        self._folder = Path(self._temporary_folder.name)
+        self._http: _BucketServer | None = None
         try:
-            refused = self._tried_file() if transfer != "http" else "not tried"
-            if refused and transfer != "file":
-                because = self._tried_http(address)
-                refused = f"a file: {refused}; HTTP: {because}" if because else ""
-            if refused:
+            file_problem = self._try_file() if transfer != "http" else "not tried"
+            if file_problem and transfer != "file":
+                http_problem = self._try_http(address)
+                file_problem = f"a file: {file_problem}; HTTP: {http_problem}" if http_problem else ""
+            if file_problem:
                 raise ConfigurationError(
-                    f"generator: no weights reach the workers of {address} ({refused}); name a folder that both sides "
-                    "see (generator.folder), or let its node reach this one"
+                    f"generator: no weights reach the workers of {address} ({file_problem}); name a folder that both "
+                    "sides see (generator.folder), or let its node reach this one"
                 )
         except BaseException:
             self.close()
             raise
 
-    def _tried_file(self) -> str:
-        """Return why the workers cannot read from our folder; "" if they can."""
-        trial, content = self._folder / "trial", secrets.token_hex(16)
-        trial.write_text(content)
+    def _try_file(self) -> str:
+        """Test whether the workers can read from our folder; return the reason why not, or ""."""
+        trial_file, content = self._folder / "trial", secrets.token_hex(16)
+        trial_file.write_text(content)
         try:
-            self._control.init_weight_transfer_engine({"path": str(trial), "content": content})
+            self._control.init_weight_transfer_engine({"path": str(trial_file), "content": content})
         except RefusedError as error:
             return str(error)
         finally:
-            trial.unlink()
-        self.way = f"files in {self._folder.parent}"
+            trial_file.unlink()
+        self.method = f"files in {self._folder.parent}"
         return ""
 
-    def _tried_http(self, address: str) -> str:
-        """Return why the workers cannot reach this machine; "" if they can."""
+    def _try_http(self, address: str) -> str:
+        """Start the HTTP server and test whether the workers can reach it; return the reason why not, or ""."""
         host, content, timeout_s = own_address(address), secrets.token_hex(16), self._control.timeout_s
-        self._shelf = _Shelf(host, timeout_s)
-        self._shelf.content = (content.encode(), memoryview(b""))
-        info = {"url": self._shelf.url, "key": self._shelf.key, "content": content, "timeout_s": timeout_s}
+        self._http = _BucketServer(host, timeout_s)
+        self._http.content = (content.encode(), memoryview(b""))
+        info = {"url": self._http.url, "key": self._http.key, "content": content, "timeout_s": timeout_s}
         try:
             self._control.init_weight_transfer_engine(info)
         except RefusedError as error:
             return str(error)
-        self.way = f"HTTP from {host}"
+        self.method = f"HTTP from {host}"
         return ""
 
     @property
@@ -278,25 +281,25 @@ class BucketSender:
     @property
     def wire_bytes(self) -> int:
         """Bytes sent over HTTP since the start, to all workers together."""
-        return 0 if self._shelf is None else self._shelf.sent
+        return 0 if self._http is None else self._http.sent
 
     def send(self, model: nn.Module, weights: Mapping[str, Tensor], label: str) -> None:
-        """Replace the server's weights and label them, in one update."""
+        """Replace all of the server's weights in one update, and label them."""
         self._control.start_weight_update()
         self.bytes_sent, self.buckets, checksum = 0, 0, 0
-        for header, content in self._bucket.filled(pairs(model, weights, self._dtype)):
+        for header, content in self._bucket.fill(pairs(model, weights, self._dtype)):
             checksum = zlib.crc32(content, zlib.crc32(header, checksum))
-            if self._shelf is not None:
-                self._shelf.content = (header, content)
-                self._control.update_weights({"url": f"{self._shelf.url}/{self.buckets}"})
+            if self._http is not None:
+                self._http.content = (header, content)
+                self._control.update_weights({"url": f"{self._http.url}/{self.buckets}"})
             else:
-                self._by_file(header, content)
+                self._send_file(header, content)
             self.bytes_sent += len(content)
             self.buckets += 1
         self._control.finish_weight_update(label)
         self.digest = f"{checksum:08x}"
 
-    def _by_file(self, header: bytes, content: memoryview) -> None:
+    def _send_file(self, header: bytes, content: memoryview) -> None:
         path = self._folder / f"bucket-{self.buckets}.safetensors"
         with path.open("wb") as file:
             file.write(header)
@@ -308,16 +311,16 @@ class BucketSender:
 
     def close(self) -> None:
         """Remove the folder and stop the HTTP server."""
-        self._owned.cleanup()
-        if self._shelf is not None:
-            self._shelf.close()
+        self._temporary_folder.cleanup()
+        if self._http is not None:
+            self._http.close()
 
 
 class EngineSender:
     """Sends weights with vLLM's trainer engine: CUDA IPC on one GPU, NCCL between GPUs.
 
     Attributes:
-        way: description of the transfer method.
+        method: description of the transfer method.
         bytes_sent: size of the last update in bytes.
         digest: always empty, because the weights do not pass through the host.
 
@@ -325,7 +328,7 @@ class EngineSender:
         control: routes of the server.
         backend: "ipc" or "nccl", as the server was started.
         address: address of the server.
-        model: a model of the same class, which knows the names of weights in a checkpoint.
+        model: the trainer's model, or a copy without weights (`meta_model`).
         dtype: dtype in which floating-point tensors are sent.
         device: the GPU that the weights are sent from.
         bucket_bytes: bucket size in bytes; raised to the size of the largest tensor.
@@ -348,30 +351,32 @@ class EngineSender:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, WeightSource
 
-        outer = self
+        sender = self
 
         class Source(WeightSource):  # type: ignore[misc]
             """Current weights in the order of `checkpoint_format`, converted one at a time."""
 
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(name, outer._type(tensor), tuple(tensor.shape)) for name, tensor in outer._pairs()]
+                return [
+                    ParamMeta(name, sender._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in sender._pairs()
+                ]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                for name, tensor in outer._pairs():
-                    yield name, tensor.to(device, outer._type(tensor))
+                for name, tensor in sender._pairs():
+                    yield name, tensor.to(device, sender._dtype_of(tensor))
 
         self._control, self._model, self._dtype = control, model, dtype
         self._weights: Mapping[str, Tensor] = {}
         self.bytes_sent = 0
         self.allocated = 0
         # vLLM's GPU buffer does not grow, so it must hold the largest tensor, usually the embeddings.
-        bucket_bytes = max(bucket_bytes, max(each.numel() for each in model.parameters()) * dtype.itemsize)
+        bucket_bytes = max(bucket_bytes, max(parameter.numel() for parameter in model.parameters()) * dtype.itemsize)
         init_info: TrainerInitInfo
         if backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
             init_info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=bucket_bytes)
-            self.way = "CUDA IPC"
+            self.method = "CUDA IPC"
         else:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -385,25 +390,25 @@ class EngineSender:
                 packed=True,
                 packed_buffer_size_bytes=bucket_bytes,
             )
-            self.way = f"NCCL from {host}:{port}"
+            self.method = f"NCCL from {host}:{port}"
         self._engine = WeightTransferTrainerFactory.trainer_init(init_info, client=control, source=Source())
 
-    def _type(self, tensor: Tensor) -> torch.dtype:
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     def _pairs(self) -> Iterator[tuple[str, Tensor]]:
         return pairs(self._model, self._weights, self._dtype)
 
     def send(self, model: nn.Module, weights: Mapping[str, Tensor], label: str) -> None:
-        """Replace the server's weights and label them, in one update."""
+        """Replace all of the server's weights in one update, and label them."""
         self._weights, self._control.label = weights, label
-        self.bytes_sent = sum(tensor.numel() * self._type(tensor).itemsize for _, tensor in self._pairs())
+        self.bytes_sent = sum(tensor.numel() * self._dtype_of(tensor).itemsize for _, tensor in self._pairs())
         try:
             self._engine.send_weights()
         except EngineLostError:
             raise
         except Exception as error:
-            raise EngineLostError(f"generator: weights by {self.way}: {type(error).__name__}: {error}") from error
+            raise EngineLostError(f"generator: weights by {self.method}: {type(error).__name__}: {error}") from error
         finally:
             self._weights = {}
 
@@ -429,7 +434,7 @@ def new_sender(
     Raises:
         ConfigurationError: the server has no transfer backend, or one that this package or machine does not support.
     """
-    control.give_up()
+    control.abort_update()
     if backend == BACKEND:
         return BucketSender(control, address, transfer=transfer, folder=folder, bucket_bytes=bucket_bytes, dtype=dtype)
     if backend in ("ipc", "nccl"):

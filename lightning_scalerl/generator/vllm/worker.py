@@ -1,4 +1,4 @@
-"""Receiving side of weight transfer, in a worker of vLLM's server: buckets from a file on a shared path or over HTTP.
+"""Receives weights in a worker of vLLM's server: buckets from a file on a shared path or over HTTP.
 
 vLLM has no weight-transfer engine for CPUs, and none that works without a GPU or a shared disk. `weights` is the
 sending side. A bucket is in safetensors format, at a path or a URL; its header names its tensors.
@@ -25,7 +25,7 @@ from lightning_scalerl.generator.vllm.engine import after_reload, before_reload
 
 @dataclass
 class ScaleRLInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Test of a transfer method before it is used.
+    """Settings of a transfer method, and a text that tests whether it works.
 
     Attributes:
         path: a file that this worker must be able to read; empty over HTTP.
@@ -64,18 +64,18 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
         """Test whether the trainer's bytes reach this worker.
 
         Raises:
-            ValueError: they do not; the trainer then tries another method.
+            ValueError: the bytes do not arrive; the trainer then tries another method.
         """
         self._init_info = init_info
         try:
-            content = Path(init_info.path).read_bytes() if init_info.path else self._fetched(init_info.url)
+            content = Path(init_info.path).read_bytes() if init_info.path else self._fetch(init_info.url)
         except OSError as error:
             raise ValueError(f"the trainer's weights cannot be read ({error})") from error
         if content != init_info.content.encode():
             raise ValueError(f"{init_info.path or init_info.url} has not what the trainer has written")
 
     def start_weight_update(self) -> None:
-        """Prepare all layers for new weights, and drop the remains of an aborted update."""
+        """Prepare all layers for new weights, and discard an update that was not finished."""
         if self._open:
             # Layers count the weights they have received: leftovers of an old update would end the new one too early.
             finalize_layerwise_reload(self.model, self.model_config)
@@ -94,13 +94,13 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
         if update_info.path:
             tensors = load_file(update_info.path)
         elif update_info.url:
-            tensors = load(self._fetched(update_info.url))
+            tensors = load(self._fetch(update_info.url))
         else:
             raise RuntimeError("the weight update is given up")
         self.model.load_weights(iter(tensors.items()))
 
     def finish_weight_update(self) -> None:
-        """Finish all layers, including those that vLLM forgets on a CPU."""
+        """Finish all layers, including those that vLLM does not repack on a CPU (`after_reload`)."""
         finalize_layerwise_reload(self.model, self.model_config)
         after_reload(self.model)
         self._open = False
@@ -108,7 +108,7 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
     def shutdown(self) -> None:
         """Do nothing: no file or connection stays open between buckets."""
 
-    def _fetched(self, url: str) -> bytes:
+    def _fetch(self, url: str) -> bytes:
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._init_info.key}"})
         # Ignore proxy settings of the environment: the trainer is inside the cluster.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
