@@ -116,7 +116,9 @@ def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignCh
     An axis defined by the user that only one of the two names is neutral in the other.
     """
     pairs = []
-    for axis in [axis for axis, _ in choices.items()] + sorted(recipe_choices.own.keys() - choices.own.keys()):
+    for axis in [axis for axis, _ in choices.items()] + sorted(
+        recipe_choices.user_axes.keys() - choices.user_axes.keys()
+    ):
         ours, theirs = choices.on(axis), recipe_choices.on(axis)
         ours, theirs = ours or neutral_of(theirs), theirs or neutral_of(ours)
         if not ours.same_as(theirs):

@@ -204,7 +204,7 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
     tokens = batch.denominators.tokens
     sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
     weight = square = 0.0
-    scored = [Scored(*part).inside() for part in parts]
+    scored = [Scored(*part).zero_outside_mask() for part in parts]
     for part in scored:
         mask = part.batch.loss_mask
         gap = part.trainer_logprobs - part.batch.generator_logprobs
@@ -243,7 +243,7 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
     lowest, largest = math.inf, 0.0
     for one in passes:
         for part in one.parts:
-            scored = Scored(*part).inside()
+            scored = Scored(*part).zero_outside_mask()
             mask = scored.batch.loss_mask
             anchor = choices.correction.anchor(scored.batch)
             ratio = importance_ratio(scored.trainer_logprobs, anchor)

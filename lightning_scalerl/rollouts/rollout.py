@@ -447,7 +447,7 @@ class TrainBatch:
 BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "divergences", "values", "returns")
 
 
-def inside(mask: Tensor, table: Tensor) -> Tensor:
+def zero_outside(mask: Tensor, table: Tensor) -> Tensor:
     """Return `table` with 0 outside the mask, even where it holds NaN or infinity. Shapes: both (R, T).
 
     Must come before any arithmetic: multiplying by a mask of 0 keeps a NaN, in the value and in the gradient.
@@ -469,7 +469,7 @@ class Scored:
     values: Tensor | None = None
     divergences: Tensor | None = None
 
-    def inside(self) -> Scored:
+    def zero_outside(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
         Every computation on credited tokens starts from this copy, so that no value of an inserted or masked token
@@ -477,13 +477,15 @@ class Scored:
         """
         batch, mask = self.batch, self.batch.loss_mask
         tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}
-        cleared: dict[str, Any] = {name: inside(mask, table) for name, table in tables.items() if table is not None}
+        cleared: dict[str, Any] = {
+            name: zero_outside(mask, table) for name, table in tables.items() if table is not None
+        }
         return Scored(
             replace(batch, **cleared),
-            inside(mask, self.trainer_logprobs),
-            inside(mask, self.entropies),
-            None if self.values is None else inside(mask, self.values),
-            None if self.divergences is None else inside(mask, self.divergences),
+            zero_outside(mask, self.trainer_logprobs),
+            zero_outside(mask, self.entropies),
+            None if self.values is None else zero_outside(mask, self.values),
+            None if self.divergences is None else zero_outside(mask, self.divergences),
         )
 
 

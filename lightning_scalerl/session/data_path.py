@@ -139,7 +139,7 @@ class DataPath:
             state = {**state, "mechanism": self.mechanism.state_dict()}
         generator = state["generator"]
         published = generator.get("weights", ...) is not None
-        self.state.load_state_dict(state, later=() if published else ("generator",))
+        self.state.load_state_dict(state, skipped=() if published else ("generator",))
         self._unpublished = None if published else generator
 
     def publish_again(self) -> None:

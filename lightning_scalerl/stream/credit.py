@@ -34,7 +34,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     """
     # Indices instead of groups: `first_row` below locates a rollout among all sampled ones, kept or not.
     kept = [number for number, group in enumerate(groups) if enters(group, choices)]
-    compared = [(number, part) for number in kept for part in choices.credit.compared(groups[number])]
+    compared = [(number, part) for number in kept for part in choices.credit.comparisons(groups[number])]
     values = [part.values for _, part in compared]
     if choices.advantage.after_forward:
         # Placeholders: `update.token_credit` fills them in after the forward pass.
@@ -42,7 +42,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     else:
         advantages = choices.normalization.scale([choices.advantage.estimate(part) for part in values], values)
         # Axes defined by the user adjust the result last.
-        for axis in choices.own.values():
+        for axis in choices.user_axes.values():
             advantages = axis.adjust_advantages(advantages, [groups[number] for number, _ in compared])
     # Advantages by group and rollout: one, or one per turn (the comparisons of a group are in the order of turns).
     credits: dict[int, list[list[float]]] = {number: [[] for _ in groups[number].rollouts] for number in kept}
@@ -97,7 +97,7 @@ def remember(groups: list[Group], choices: Choices) -> None:
 
     # Passed as a function: a normalization without running moments never calls it.
     def moments() -> Moments:
-        parts = [part for group in groups if enters(group, choices) for part in choices.credit.compared(group)]
+        parts = [part for group in groups if enters(group, choices) for part in choices.credit.comparisons(group)]
         estimates = [choices.advantage.estimate(part.values) for part in parts]
         return Moments.of(torch.cat(estimates)) if estimates else Moments()
 

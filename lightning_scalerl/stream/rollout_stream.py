@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_scalerl.axes.curriculum import weighed_sum
+from lightning_scalerl.axes.curriculum import weighted_sum
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.rollouts.grade import Charge, Outcome, Sample, needs_group
@@ -205,11 +205,11 @@ class RolloutStream:
             # The order matters: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
             # applies, and axes defined by the user come last.
             factors = self.choices.curriculum.reward_factors(self.reward_sums, group.admitted_at)
-            weighed = weighed_sum(outcome.reward, outcome.terms, factors)
+            weighed = weighted_sum(outcome.reward, outcome.terms, factors)
             rollout.terms, rollout.staged = dict(outcome.terms), weighed != outcome.reward
             scaled = self.reward.scale(weighed)
             rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, rollout.length)
-            for axis in self.choices.own.values():
+            for axis in self.choices.user_axes.values():
                 rollout.reward = axis.adjust_reward(rollout.reward, rollout)
         group.rollouts[index] = rollout
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]

@@ -315,7 +315,7 @@ def common(run: Run, into: Translation) -> None:
         elif axis != "advantage":
             into.express(axis)
     for axis, choice in choices.items():
-        if axis in choices.own:
+        if axis in choices.user_axes:
             into.add_missing(axis, choice, "an axis of your own")
         elif not type(choice).__module__.startswith("lightning_scalerl."):
             # This includes a subclass of one of our choices: its changes are unknown.

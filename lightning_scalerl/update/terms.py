@@ -34,7 +34,7 @@ class Term:
 
     def reduce(self, scored: Scored) -> Tensor:
         """Return the (micro-)batch's share of the term, a scalar. Values outside the loss mask are not read."""
-        scored = scored.inside()
+        scored = scored.zero_outside_mask()
         return self.aggregation.reduce(self.per_token(scored), scored.batch, scored.batch.denominators)
 
 
@@ -54,7 +54,7 @@ def terms(choices: Choices) -> list[Term]:
         batch, logprobs = scored.batch, scored.trainer_logprobs
         per_token = surrogate(scored, batch.advantages)
         # Axes of the user's own come last, so they see the corrected loss.
-        for choice in choices.own.values():
+        for choice in choices.user_axes.values():
             per_token = choice.adjust_loss(per_token, batch, logprobs)
         return per_token
 

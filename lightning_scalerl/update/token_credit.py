@@ -33,7 +33,7 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
             assert rows.anchor_logprobs is not None
             coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
             # `distances` does not read entropies, so any tensor of the right shape can stand in for them.
-            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).inside(), choices)
+            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).zero_outside_mask(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
         if remember:
@@ -41,5 +41,5 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
             unscaled = advantages
             choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
         advantages = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)
-    advantages = choices.precision.kept(advantages, choices.precision.fp32_advantage)
+    advantages = choices.precision.round_to_policy(advantages, choices.precision.fp32_advantage)
     return replace(rows, advantages=advantages, returns=returns)
