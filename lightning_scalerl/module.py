@@ -62,7 +62,7 @@ from lightning_scalerl.session.checkpoint_state import (
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import card_of, export
-from lightning_scalerl.session.fit import batch_or_why_none, end_exhausted, probe, stop_between_steps
+from lightning_scalerl.session.fit import end_exhausted, next_batch_or_reason, probe, stop_between_steps
 from lightning_scalerl.session.models import make
 from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
@@ -76,7 +76,7 @@ from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import SELECTION_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
-from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import Term, terms, with_selection
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.verify.verification import Verifiers
@@ -157,7 +157,7 @@ class ScaleRL(LightningModule):
         # Set the rates before the step starts: callbacks such as LearningRateMonitor read them at its start.
         self.updates.set_learning_rates(self.completed_steps)
         with self.meter.phase("generate"):
-            batch = self.ranks.share_batch(lambda: batch_or_why_none(self.data_path, lambda: self.stop_reason))
+            batch = self.ranks.share_batch(lambda: next_batch_or_reason(self.data_path, lambda: self.stop_reason))
         if isinstance(batch, str):
             end_exhausted(self.trainer, self, batch)
             return None
@@ -201,7 +201,7 @@ class ScaleRL(LightningModule):
     def _credited(self, rows: TrainBatch) -> TrainBatch:
         """Add to the rows the results of the forward passes before the first update, and per-token credit."""
         size = self.recipe.batch.pass_size
-        rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
+        rows = run_forward_passes(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
     def _backward(self, batch: TrainBatch, rows: TrainBatch) -> Pass:

@@ -107,7 +107,7 @@ class Proximal(Correction):
 
     def anchor(self, batch: TrainBatch) -> Tensor:
         """Return the log-probabilities (R, T) that the trainer computed before the update."""
-        assert batch.anchor_logprobs is not None, "scored_before sets it if `recomputes`"
+        assert batch.anchor_logprobs is not None, "run_forward_passes sets it if `recomputes`"
         return batch.anchor_logprobs
 
     def weights(self, batch: TrainBatch) -> Tensor | None:

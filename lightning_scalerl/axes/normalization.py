@@ -58,7 +58,7 @@ class Moments:
 
 
 def _divide_by_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
-    """Divide advantages by the standard deviation of all `values`; leave them as they are with `ddof` values or less."""
+    """Divide advantages by the standard deviation of all `values`, if there are more than `ddof` values."""
     if not values or (all_values := torch.cat(values)).numel() <= ddof:
         return advantages
     scale = _deviation(all_values, ddof) + eps

@@ -95,7 +95,7 @@ def start_probe(
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
         situation = "published a second time, the same weights give others" if again else "under the same weights"
         _check(probe_metrics(gaps), policy.precision, situation, slack)
-    with trained.moved(names):
+    with trained.perturbed(names):
         generator.publish(trained.weights(), version)
         # Engines report a digest of the weights that they hold. Two different sets of weights were published, so there
         # must be exactly two digests.
@@ -110,7 +110,7 @@ def start_probe(
         # Perturb one parameter at a time to find out which of them the generator does not follow.
         lost = []
         for name in names:
-            with trained.moved([name]):
+            with trained.perturbed([name]):
                 generator.publish(trained.weights(), version)
                 if _beyond(probe_metrics(_sampled_gaps(generator, trained, prompt_tokens)), policy.precision, slack):
                     lost.append(name)

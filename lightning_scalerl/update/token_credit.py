@@ -1,6 +1,6 @@
 """Per-token credit after the forward passes: rewards and values -> advantages and returns -> normalization.
 
-Advantages that depend on rewards alone were computed in `stream.credit`. For those only the precision is applied here.
+Advantages that depend on rewards alone were computed in `stream.credit`; here they are only rounded (axis `precision`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_scalerl.update.terms import distances
 def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
     """Return `rows` with the advantages that are trained on, and with returns if there is a critic.
 
-    Without `remember` this is a pure function, so that a mechanism counter can credit a batch a second time.
+    With `remember=False` this is a pure function, so that a mechanism counter can apply it to a batch a second time.
 
     Args:
-        rows: this rank's rows of the batch, with the results of `scored_before`.
+        rows: this rank's rows of the batch, with the results of `run_forward_passes`.
         choices: the run's design choices.
         sums: sums a tensor over all ranks.
         remember: whether a normalization with a memory records this batch; True once per step.
