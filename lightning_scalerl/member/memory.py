@@ -13,7 +13,7 @@ from torch import nn
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.distributed.sharded import check_divides
-from lightning_scalerl.measure.memory import Memory, fitted, from_config
+from lightning_scalerl.measure.memory import Memory, from_config, memory_and_advice
 from lightning_scalerl.member.identify import check_layout
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
@@ -55,7 +55,7 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
     cache_gib = config.generator.get("cache_gib")
     tensor_parallel = config.strategy.get("tensor_parallel") or 1
     check_divides(tensor_parallel, devices)
-    memory, remedy = fitted(skeleton, recipe, devices, strategy, slots, cache_gib, limit, tensor_parallel)
+    memory, remedy = memory_and_advice(skeleton, recipe, devices, strategy, slots, cache_gib, limit, tensor_parallel)
     return memory, devices, strategy, remedy
 
 

@@ -136,7 +136,7 @@ def _fit(
             *changed,
             build(config, "evaluation"),
             log,
-            RolloutLog(run_dir, check_lease=check_lease, **config.get("rollouts", {})),
+            RolloutLog(run_dir, guard=check_lease, **config.get("rollouts", {})),
             ResumableCheckpoint(
                 run_dir / "checkpoints",
                 config.checkpoint.every_n_steps,

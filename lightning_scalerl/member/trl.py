@@ -17,7 +17,7 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import identity_of
 from lightning_scalerl.translate.record import Run
 from lightning_scalerl.translate.to_trl import VERSION
-from lightning_scalerl.translate.trl_member import refuse
+from lightning_scalerl.translate.trl_member import translate_for_trl
 from sweeps.run.spec import RunSpec, make_spec
 
 GROUP = "trainer"
@@ -50,7 +50,7 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
     optimizers: dict[str, dict[str, Any]] = {}  # by curve: members that differ only in their seed need one check
     for spec, overrides, own_overrides in zip(specs, override_lists, our_overrides, strict=True):
         if spec.curve not in optimizers:
-            translation, _ = refuse(Run.of(own_overrides, list(used_folders)))
+            translation, _ = translate_for_trl(Run.of(own_overrides, list(used_folders)))
             optimizers[spec.curve] = {"trainer": "trl", **translation.optimizer}
         command = _command(_python(overrides), spec, own_overrides, optimizers[spec.curve])
         trl_specs.append(_trl_spec(spec, _python(overrides), command, tuple(overrides)))

@@ -469,7 +469,7 @@ class Scored:
     values: Tensor | None = None
     divergences: Tensor | None = None
 
-    def zero_outside(self) -> Scored:
+    def zero_outside_mask(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
         Every computation on credited tokens starts from this copy, so that no value of an inserted or masked token

@@ -12,7 +12,7 @@ import torch
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.memory import GIB
-from lightning_scalerl.measure.memory import Memory, fitted
+from lightning_scalerl.measure.memory import Memory, memory_and_advice
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.models import Models
 
@@ -42,7 +42,9 @@ def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
     )
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
-            memory, remedy = fitted(skeleton, recipe, ranks.count, strategy, slots, cache_gib, limit, ranks.partners)
+            memory, remedy = memory_and_advice(
+                skeleton, recipe, ranks.count, strategy, slots, cache_gib, limit, ranks.partners
+            )
     except Exception as error:  # a model that cannot be analysed without data may still train
         _log.warning("memory: cannot be predicted for this model (%r); the run starts without the check", error)
         return ""

@@ -274,7 +274,7 @@ class Conversations:
 
     def request(self, request: GroupRequest) -> GroupRequest:
         """Return a group's request, with rollouts that wait after each turn."""
-        return replace(request, waiting_keys=True, turn_tokens=self._limits.turn_tokens or 0)
+        return replace(request, waits=True, turn_tokens=self._limits.turn_tokens or 0)
 
     def start(self, waiting: WaitingRollout) -> float:
         """Send a rollout's turn to its environment; do nothing if that turn was sent before.
@@ -587,16 +587,14 @@ class Conversations:
         """Return the conversations without pending turns, which are sent again after a resume."""
         state = []
         for rollout_key, conversation in self._conversations.items():
-            waiting_keys = rollout_key in self._pending
-            exchanges = (
-                conversation.exchanges[: len(conversation.starts) - 1] if waiting_keys else conversation.exchanges
-            )
+            is_pending = rollout_key in self._pending
+            exchanges = conversation.exchanges[: len(conversation.starts) - 1] if is_pending else conversation.exchanges
             entry = {
                 "place": list(rollout_key),
                 "starts": list(conversation.starts),
                 "exchanges": [(asdict(turn), asdict(observation)) for turn, observation in exchanges],
-                "ending": None if waiting_keys or conversation.ending is None else asdict(conversation.ending),
-                "failure": None if waiting_keys or conversation.failure is None else asdict(conversation.failure),
+                "ending": None if is_pending or conversation.ending is None else asdict(conversation.ending),
+                "failure": None if is_pending or conversation.failure is None else asdict(conversation.failure),
             }
             state.append(entry)
         return state
