@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 
-from lightning_scalerl.distributed.checkpoint_folder import META, checksums, damaged, is_folder
+from lightning_scalerl.distributed.checkpoint_folder import META, checksums, find_damaged_part, is_folder
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run.activity import activity
 
@@ -150,7 +150,7 @@ def damage(path: Path) -> str | None:
     if is_folder(path):
         if not (path / META).is_file():
             return f"a folder without {META}"
-        return damage(path / META) or damaged(path, _damage)
+        return damage(path / META) or find_damaged_part(path, _damage)
     # Opening a FIFO would wait forever for a writer.
     if not stat.S_ISREG(path.stat().st_mode):
         return "no regular file"
