@@ -214,7 +214,7 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
         # k3 estimator of KL(generator || trainer), exp(gap) - 1 - gap (Schulman 2020); clamped against overflow.
         sums["mismatch_kl"] += float(((torch.expm1(gap.clamp(max=MAX_LOG_RATIO)) - gap) * mask).sum())
         weight_sum += float((ratio * mask).sum())
-        square_sum += float((ratio.square_sum() * mask).sum())
+        square_sum += float((ratio.square() * mask).sum())
     metrics = {f"train/{name}": Rate(value, tokens).value for name, value in sums.items()}
     # Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965): 1 if all tokens have the same weight.
     metrics["train/effective_samples"] = Rate(weight_sum * weight_sum, tokens * square_sum).value
