@@ -97,13 +97,13 @@ class AdamW:
 
 @dataclass(frozen=True)
 class AdamWBF16(AdamW):
-    """AdamW that rounds weights and moments to BF16 after each step.
+    """AdamW that rounds weights and moments to BF16 after each step; it has one attribute more than `AdamW`.
 
     Without Kahan summation, a weight does not move if its update is below 1/512 to 1/256 of its size. The types of
     forward pass and gradients are set by axis `precision`, as with the other optimizers. The rounded values are stored
     in FP32 tensors: this shows the effect of BF16 storage on learning, but saves no memory for weights.
 
-    Attributes: those of `AdamW`, and
+    Attributes:
         kahan: whether to keep the part of each update that rounding loses, in a third BF16 state.
 
     Source: arXiv 2010.06192.
