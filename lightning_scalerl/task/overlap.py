@@ -88,7 +88,7 @@ def without_overlap(
         summary = f"{len(ids)} of {len(prompts)} training prompts {problem} (the first is {ids[0]!r})"
         if rule == "refuse":
             raise ConfigurationError(f"task.{field}: {summary}; mend the data, or choose drop or keep")
-        notes.append(f"task.{field}: {summary}; {'left out' if rule == 'drop' else 'remaining'}")
+        notes.append(f"task.{field}: {summary}; {'left out' if rule == 'drop' else 'kept'}")
     if not remaining:
         raise ConfigurationError("task.train: every prompt of it is in a held-out set; nothing is left to train on")
     return remaining, notes
