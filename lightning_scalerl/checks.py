@@ -63,15 +63,17 @@ def whole_number(field: str, value: Any, least: int = 1) -> int:
 
 # --- settings against the annotations of a constructor ----------------------------------------------------------
 
-_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-_ELEMENTS = re.compile(r"(?:Sequence|list|tuple)\[([^\[\],]+)(?:, \.\.\.)?\]|(?:Mapping|dict)\[str, ([^\[\],]+)\]")
+_TYPE_DESCRIPTIONS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_CONTAINER_ANNOTATION = re.compile(
+    r"(?:Sequence|list|tuple)\[([^\[\],]+)(?:, \.\.\.)?\]|(?:Mapping|dict)\[str, ([^\[\],]+)\]"
+)
 
 
 def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str, Any]) -> None:
     """Check settings against the annotations of the class or function that will be called with them.
 
-    Only parameters annotated as numbers or booleans are checked, alone or in a list or mapping; `target` must check the
-    others itself. A boolean does not count as a number, although `True == 1` in Python.
+    Only numbers and booleans are checked, alone or as elements of a list or mapping. `target` itself must check
+    parameters with other annotations. A boolean does not count as a number, although `True == 1` in Python.
 
     Args:
         field: name of the configuration group, such as `optimizer`.
@@ -90,8 +92,8 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
         if name.startswith("_") and name.endswith("_"):
             continue
         if name in parameters:
-            for where, item, expected in _mismatches(f"{field}.{name}", parameters[name].annotation, value):
-                raise ConfigurationError(f"{where}: {shown(item)} must be {expected}")
+            for key, item, expected in _mismatches(f"{field}.{name}", parameters[name].annotation, value):
+                raise ConfigurationError(f"{key}: {shown(item)} must be {expected}")
         elif not takes_any_name:
             raise ConfigurationError(
                 f"{field}.{name}: no such setting{did_you_mean(name, parameters, f'{field}.')}; valid: "
@@ -100,30 +102,30 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
 
 
 def _mismatches(field: str, annotation: Any, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield each mismatch between a value and its annotation as (field, value, expected kind)."""
+    """Yield each mismatch between a value and its annotation as (field, value, description of the expected type)."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    if (container := _ELEMENTS.fullmatch(text)) is not None:
-        inner = container[1] or container[2]
+    if (container := _CONTAINER_ANNOTATION.fullmatch(text)) is not None:
+        element_annotation = container[1] or container[2]
         if isinstance(value, Mapping):
             items = [(f"{field}.{key}", item) for key, item in value.items()]
         else:
             items = [(field, item) for item in value] if isinstance(value, list | tuple) else []
-        for where, item in items:
-            yield from _mismatches(where, inner, item)
+        for item_field, item in items:
+            yield from _mismatches(item_field, element_annotation, item)
         return
-    kinds = {kind.strip() for kind in text.split("|")}
-    expected = kinds - {"None"}
-    if value is None and "None" in kinds:
+    types = {name.strip() for name in text.split("|")}
+    expected = types - {"None"}
+    if value is None and "None" in types:
         return
     if expected == {"bool"}:
-        wrong = not isinstance(value, bool)
+        mismatched = not isinstance(value, bool)
     elif expected and expected <= {"int", "float"}:
-        wrong = isinstance(value, bool) or not isinstance(value, int | float)
+        mismatched = isinstance(value, bool) or not isinstance(value, int | float)
     else:
         return
-    if wrong:
-        kind = "float" if "float" in expected else min(expected)
-        yield field, value, _EXPECTED[kind] + (", or null" if "None" in kinds else "")
+    if mismatched:
+        type_name = "float" if "float" in expected else min(expected)
+        yield field, value, _TYPE_DESCRIPTIONS[type_name] + (", or null" if "None" in types else "")
 
 
 def shown(value: Any) -> str:
@@ -132,35 +134,35 @@ def shown(value: Any) -> str:
     return words[value] if isinstance(value, bool) else "null" if value is None else repr(value)
 
 
-def did_you_mean(name: str, valid: Sequence[str] | Mapping[str, Any], before: str = "") -> str:
-    """Return `; did you mean ...?` with the closest valid name, prefixed by `before`; empty if none is close."""
+def did_you_mean(name: str, valid: Sequence[str] | Mapping[str, Any], prefix: str = "") -> str:
+    """Return `; did you mean PREFIXNAME?` with the valid name closest to `name`, or "" if no valid name is close."""
     close = get_close_matches(name, list(valid), n=1)
-    return f"; did you mean {before}{close[0]}?" if close else ""
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 ADDRESSES = ("http://", "https://")
 
 
 def looks_local(path: str) -> bool:
-    """Return whether a path can only mean a local file or folder, not a name on the hub.
+    """Return whether a path can only be a local file or folder, not a model's name on the Hugging Face hub.
 
-    A hub name is NAME or OWNER/NAME. The second form counts as local if OWNER is a folder here.
+    A hub name is NAME or OWNER/NAME. OWNER/NAME counts as local if OWNER is a folder in the working directory.
     """
     owner, _, name = path.partition("/")
     return path.startswith((".", "/", "~")) or "/" in name or (bool(name) and Path(owner).is_dir())
 
 
-def check_scale(scaled_for: str | None, made_for_it: bool) -> None:
+def check_scale(scaled_for: str | None, same_model: bool) -> None:
     """Refuse settings that were made for another model, unless the user set `scaled_for=null`.
 
     Args:
         scaled_for: dotted name of the model that the settings were made for; None if they are for any model.
-        made_for_it: whether the run's model is that model.
+        same_model: whether the run's model is the model `scaled_for`.
 
     Raises:
-        ConfigurationError: they were made for another model.
+        ConfigurationError: the settings were made for another model.
     """
-    if scaled_for is not None and not made_for_it:
+    if scaled_for is not None and not same_model:
         raise ConfigurationError(
             "scale: the settings (learning rate, batch, context, thinking) were made for "
             f"{scaled_for.rpartition('.')[2]}, and this is another model; choose scale=trial for a first try, 0.6b, "

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class Passes:
     """Numbers of passes over a batch in one step.
 
-    An update is a forward and a backward pass. The extra forward passes come before the first update; with a distance
-    over the whole vocabulary in the loss, the reference runs in each update instead. `reference_size` is the cost of a
-    pass of the reference in units of one of the policy.
+    An update is a forward and a backward pass. Extra forward passes are made before the first update. Exception: if the
+    loss has a KL term over the whole vocabulary, the reference model runs in every update. `reference_size` is the cost
+    of a forward pass of the reference model in units of a forward pass of the policy.
     """
 
     policy_updates: int = 1
@@ -62,10 +62,10 @@ class Passes:
 
 @dataclass(frozen=True)
 class Choices:
-    """One choice on every axis, in the order of the data path, and choices on the user's own axes.
+    """One choice on every axis, in the order of the data path, and choices on the user's own axes (`user_axes`).
 
-    A field's metadata names the file of the neutral choice in `conf/<axis>/`. It is None if every choice has an effect;
-    then a recipe must name one.
+    The metadata `neutral` of a field is the name of the neutral choice's file in `conf/<axis>/`. It is None for an axis
+    on which every choice has an effect; a recipe must name a choice on such an axis.
     """
 
     resampling: Resampling = field(metadata={"neutral": "uniform"})
@@ -87,7 +87,7 @@ class Choices:
     aggregation: Aggregation = field(metadata={"neutral": None})
     epochs: Epochs = field(metadata={"neutral": "default"})
     adapter: Adapter = field(metadata={"neutral": "none"})
-    own: Mapping[str, DesignChoice] = field(default_factory=dict)
+    user_axes: Mapping[str, DesignChoice] = field(default_factory=dict)
 
     @classmethod
     def of(cls, choices: Iterable[DesignChoice]) -> Choices:
@@ -108,31 +108,36 @@ class Choices:
                 f"(override /{missing[0]}: NAME, of conf/{missing[0]}/)"
             )
         for choice in chosen.values():
-            kind = type(choice)
-            # Lightning's Callback is no abstract base class, so Python itself does not refuse such a choice.
-            if absent := [name for name in dir(kind) if getattr(getattr(kind, name), "__isabstractmethod__", False)]:
+            choice_class = type(choice)
+            # Lightning's Callback is no abstract base class, so Python does not refuse a choice with abstract methods.
+            if missing_methods := [
+                name
+                for name in dir(choice_class)
+                if getattr(getattr(choice_class, name), "__isabstractmethod__", False)
+            ]:
                 raise ConfigurationError(
-                    f"{choice.axis}: {kind.__name__} lacks {', '.join(absent)}, which every choice on this axis defines"
+                    f"{choice.axis}: {choice_class.__name__} lacks {', '.join(missing_methods)}, which every choice on "
+                    "this axis defines"
                 )
             problem = choice.conflict(chosen)
             if problem:
                 raise ConfigurationError(problem)
-        own = {axis: chosen[axis] for axis in sorted(chosen.keys() - set(AXES))}
-        named: dict[str, Any] = {axis: chosen[axis] for axis in AXES}
-        return cls(**named, own=own)
+        user_axes = {axis: chosen[axis] for axis in sorted(chosen.keys() - set(AXES))}
+        project_axes: dict[str, Any] = {axis: chosen[axis] for axis in AXES}
+        return cls(**project_axes, user_axes=user_axes)
 
     def __iter__(self) -> Iterator[DesignChoice]:
-        """Iterate over all choices in the order of the data path, then over those on the user's own axes by name."""
+        """Iterate over the choices on the project's axes in the order of the data path, then on the user's by name."""
         yield from (getattr(self, axis) for axis in AXES)
-        yield from self.own.values()
+        yield from self.user_axes.values()
 
     def items(self) -> list[tuple[str, DesignChoice]]:
         """Return pairs of axis and choice, in the order of iteration."""
         return [(choice.axis, choice) for choice in self]
 
     def on(self, axis: str) -> DesignChoice | None:
-        """Return the choice on an axis; None for an axis of the user's own without a choice."""
-        choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.own.get(axis)
+        """Return the choice on an axis; None if the axis is not the project's and has no choice."""
+        choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.user_axes.get(axis)
         return choice
 
     @property
@@ -142,7 +147,7 @@ class Choices:
 
     @property
     def kl_in_update(self) -> bool:
-        """Return whether each update needs the reference, for the gradient of a distance over the whole vocabulary."""
+        """Return whether every update runs the reference model, because the loss has a KL over the whole vocabulary."""
         return self.kl.reads_vocabulary and self.kl.where == "loss"
 
     @property
@@ -158,11 +163,11 @@ class Choices:
         )
 
     def having(self, choice: DesignChoice) -> Choices:
-        """Return a copy with `choice` in place of the one on its axis."""
+        """Return a copy in which `choice` replaces the choice on the same axis."""
         if choice.axis in AXES:
-            changed: dict[str, Any] = {choice.axis: choice}
-            return replace(self, **changed)
-        return replace(self, own={**self.own, choice.axis: choice})
+            replacement: dict[str, Any] = {choice.axis: choice}
+            return replace(self, **replacement)
+        return replace(self, user_axes={**self.user_axes, choice.axis: choice})
 
 
 # The project's axes in the order of the data path, each with the file of its neutral choice or None.
@@ -171,7 +176,7 @@ AXES = tuple(NEUTRAL)
 
 
 def axis_class(axis: str) -> type[DesignChoice]:
-    """Return the abstract class of one of the project's axes; the annotation of its field names it."""
+    """Return the abstract class of one of the project's axes: the annotation of the axis's field in `Choices`."""
     (name,) = (str(entry.type) for entry in fields(Choices) if entry.name == axis)
     axis_type: type[DesignChoice] = getattr(import_module(f"lightning_scalerl.axes.{axis}"), name)
     return axis_type

@@ -50,8 +50,8 @@ SETTINGS = frozenset(
     }
 )
 
-# Groups added in later versions, which old studies may lack.
-SINCE = ("driver", "reward", "health", "chat", "verify", "compute", "environment")
+# Groups that configurations of studies from earlier versions may lack.
+ADDED_GROUPS = ("driver", "reward", "health", "chat", "verify", "compute", "environment")
 
 Folders = Sequence[str | Path]
 
@@ -60,11 +60,11 @@ _DEVICE = (
     "CUDA_VISIBLE_DEVICES= none; several by torchrun, or by cluster=slurm hydra.launcher.gpus_per_node=N"
 )
 # Prefixes of lines in Hydra's and OmegaConf's errors that do not help a user.
-_NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
-# Configurations of this project. An error does not name them as the file with the user's mistake.
-_OURS = ("train", "scalerl_axes", "hydra/config")
-# Settings of Lightning's Trainer that a user may try here, with the place where they are set instead.
-ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
+_UNHELPFUL_PREFIXES = ("full_key", "object_type", "reference_type", "Set the env")
+# Stems of this project's files. An error message names the file with the mistake only if it is the user's file.
+_PROJECT_CONFIGS = ("train", "scalerl_axes", "hydra/config")
+# Settings of Lightning's Trainer that a user may try here, each with what to do instead.
+TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
 # Fields of TRL's GRPOConfig that a user may try here, with what is set instead; docs/guide/from_trl.md has all.
 FROM_TRL = {
     "beta": "kl=fixed kl.coefficient=",
@@ -83,8 +83,9 @@ FROM_TRL = {
     "steps_per_generation": "async_mode.k=",
     "temperature": "context.temperature=",
 }
-# Removed keys, each with the neutral value that recorded overrides may contain, and the advice in the error.
-REMOVED = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
+# Removed keys, each with its neutral value, which the recorded overrides of old studies may contain, and the advice in
+# the error.
+REMOVED_KEYS = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
 # Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
 _OTHER_STUDIES = ("command", "member")
 
@@ -108,15 +109,15 @@ def use_folders(folders: Iterable[str | Path]) -> tuple[str, ...]:
     Raises:
         ConfigurationError: a folder does not exist.
     """
-    found = []
+    paths = []
     for folder in folders:
         path = Path(folder).expanduser().resolve()
         if not path.is_dir():
             raise ConfigurationError(f"config-dir: {str(folder)!r} is no folder; give one that holds your files")
         if str(path) not in sys.path:
             sys.path.append(str(path))
-        found.append(str(path))
-    return tuple(found)
+        paths.append(str(path))
+    return tuple(paths)
 
 
 def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, str] | None = None) -> Any:
@@ -137,22 +138,22 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
     from omegaconf.errors import OmegaConfBaseException
 
     # Inside a Hydra application, save the application's state and restore it afterwards.
-    outer = GlobalHydra.instance().hydra
+    outer_hydra = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         if base is None:
             check_choices(overrides, folders)
-        place, name = base or (conf_dir(), "train")
-        with initialize_config_dir(str(place), version_base="1.3"):
-            neutral = [f"{key}={value}" for key, (value, _) in REMOVED.items()]
-            kept = [entry for entry in overrides if entry not in neutral]
-            return hydra_compose(name, overrides=[*_searchpath(folders), *kept])
+        folder, name = base or (conf_dir(), "train")
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            without_effect = [f"{key}={value}" for key, (value, _) in REMOVED_KEYS.items()]
+            valid = [entry for entry in overrides if entry not in without_effect]
+            return hydra_compose(name, overrides=[*_searchpath(folders), *valid])
     except (HydraException, OmegaConfBaseException) as error:
-        said = explain(error, folders, overrides) if base is None else explain_other(error)
-        raise ConfigurationError(said) from error
+        message = explain(error, folders, overrides) if base is None else explain_other(error)
+        raise ConfigurationError(message) from error
     finally:
         GlobalHydra.instance().clear()
-        GlobalHydra.instance().hydra = outer
+        GlobalHydra.instance().hydra = outer_hydra
 
 
 class Composer:
@@ -167,11 +168,11 @@ class Composer:
     def __init__(self, folders: Folders = ()) -> None:
         self.folders = folders
         self._composed: dict[tuple[str, ...], bytes] = {}  # pickled, as unpickling is three times as fast as deepcopy
-        self._resolved: dict[tuple[str, ...], dict[str, Any]] = {}  # members without overrides share recipes
-        self._parts: dict[str, Any] = {}
+        self._resolved: dict[tuple[str, ...], dict[str, Any]] = {}  # members without overrides share a configuration
+        self._shared_groups: dict[str, Any] = {}
 
     def config(self, overrides: Sequence[str]) -> Any:
-        """Return the same as `compose` for these overrides, and raise the same errors."""
+        """Return what `compose` returns for these overrides, and raise the same errors."""
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
 
@@ -181,7 +182,7 @@ class Composer:
             return compose(overrides, self.folders)  # repeat the whole list for the full error message
 
     def resolved(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return the configuration as plain values; equal groups of several configurations are the same object.
+        """Return the configuration as plain values. Groups that are equal in several configurations share one object.
 
         Raises:
             ConfigurationError: as for `compose`, or a key has no value.
@@ -197,10 +198,11 @@ class Composer:
         except OmegaConfBaseException:
             _check_missing(config)
             raise
-        shared = {key: self._parts.setdefault(repr(part), part) for key, part in values.items()}
+        shared = {key: self._shared_groups.setdefault(repr(part), part) for key, part in values.items()}
         return self._resolved.setdefault(tuple(overrides), shared)
 
     def _values_on_groups(self, overrides: Sequence[str]) -> Any:
+        """Let Hydra compose the group choices among the overrides (or take them from the cache), and set the values."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.core.override_parser.types import OverrideType
         from omegaconf import OmegaConf
@@ -215,10 +217,10 @@ class Composer:
                 groups.append(parsed.input_line)
             else:
                 values.append(parsed)
-        row = tuple(groups)
-        if row not in self._composed:
-            self._composed[row] = pickle.dumps(compose(row, self.folders))
-        config = pickle.loads(self._composed[row])
+        group_key = tuple(groups)
+        if group_key not in self._composed:
+            self._composed[group_key] = pickle.dumps(compose(group_key, self.folders))
+        config = pickle.loads(self._composed[group_key])
         for parsed in values:
             OmegaConf.update(config, parsed.key_or_group, parsed.value(), merge=True)
         return config
@@ -241,8 +243,8 @@ def is_group(key: str, folders: Folders = ()) -> bool:
 
 def names_in(group: str, folders: Folders = ()) -> list[str]:
     """Return the names of the choices in a configuration group."""
-    found = {path.stem for folder in (conf_dir(), *folders) for path in (Path(folder) / group).glob("*.yaml")}
-    return sorted(found | plain_variants().keys() if group == "variant" else found)
+    names = {path.stem for folder in (conf_dir(), *folders) for path in (Path(folder) / group).glob("*.yaml")}
+    return sorted(names | plain_variants().keys() if group == "variant" else names)
 
 
 def help_text(folders: Folders = ()) -> str:
@@ -258,27 +260,29 @@ def help_text(folders: Folders = ()) -> str:
         for path in folder.glob("*/**/*.yaml")
         if path.relative_to(folder).parts[0] != "hydra"
     }
-    listed = "".join(f"{group}: {', '.join(names_in(group, folders))}\n" for group in sorted(groups))
+    group_lines = "".join(f"{group}: {', '.join(names_in(group, folders))}\n" for group in sorted(groups))
     template = yaml.safe_load((conf_dir() / "train.yaml").read_text(encoding="utf-8"))["hydra"]["help"]["template"]
-    return Template(template).substitute(APP_CONFIG_GROUPS=listed)
+    return Template(template).substitute(APP_CONFIG_GROUPS=group_lines)
 
 
 # Axes without plain variants: advantage and critic change together, and `epochs` has only a number.
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
-# A group of settings with plain variants like an axis.
-_LIKE_AN_AXIS = ("optimizer",)
-# A file with a value that must be given (kl.reference). A plain variant is only a name, so it cannot give one.
-_INCOMPLETE = frozenset({"kl_distil"})
+# Groups that are not axes but have plain variants, too.
+_GROUPS_WITH_VARIANTS = ("optimizer",)
+# Files with a value that the user must set (kl.reference). A plain variant is only a name, so it cannot set a value.
+_FILES_WITHOUT_VARIANT = frozenset({"kl_distil"})
 
 
 def plain_variants() -> dict[str, tuple[str, str]]:
-    """Return the plain variants: a name such as `loss_dapo` mapped to the axis and the file that it selects.
+    """Return the plain variants, by name: `loss_dapo` maps to ("loss", "dapo"), an axis and the stem of its file.
 
     A plain variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` generates it for Hydra.
     """
-    files = ((axis, path.stem) for axis in (*AXES, *_LIKE_AN_AXIS) for path in (conf_dir() / axis).glob("*.yaml"))
-    named = {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
-    return {variant: choice for variant, choice in named.items() if variant not in _INCOMPLETE}
+    files = (
+        (axis, path.stem) for axis in (*AXES, *_GROUPS_WITH_VARIANTS) for path in (conf_dir() / axis).glob("*.yaml")
+    )
+    variants = {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
+    return {variant: choice for variant, choice in variants.items() if variant not in _FILES_WITHOUT_VARIANT}
 
 
 def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
@@ -304,24 +308,32 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
             raise ConfigurationError(no_choice(group, name, names_in(group, folders), folders=folders))
 
 
-def no_choice(group: str, name: str, valid: Sequence[str], where: str = "", folders: Folders = ()) -> str:
-    """Return the error message for a name that is not a choice of a group, with what the user may have meant."""
-    meant = did_you_mean(name, valid, f"{group}=")
+def no_choice(group: str, name: str, valid: Sequence[str], location: str = "", folders: Folders = ()) -> str:
+    """Return the error message for a name that is not a choice of a group, with a suggestion.
+
+    Args:
+        group, name: the override GROUP=NAME.
+        valid: names of the group's choices.
+        location: text after the override that names the file with the mistake; "" for the command line.
+        folders: the user's folders, in which the suggestion is looked up as well.
+    """
+    suggestion = did_you_mean(name, valid, f"{group}=")
     hint = "" if folders else "; a choice of your own needs --config-dir FOLDER"
     for axis in AXES if group == "variant" else ():
         choice = name.removeprefix(f"{axis}_")
         if choice != name and any((Path(folder) / axis / f"{choice}.yaml").is_file() for folder in folders):
-            meant = f"; use {axis}={choice}, or write variant/{name}.yaml"
-    return f"{group}={name}{where}: no such choice{meant}; valid: {', '.join(valid)}{hint}"
+            suggestion = f"; use {axis}={choice}, or write variant/{name}.yaml"
+    return f"{group}={name}{location}: no such choice{suggestion}; valid: {', '.join(valid)}{hint}"
 
 
 def _searchpath(folders: Folders) -> list[str]:
+    """Return the override of Hydra's search path that adds the user's folders, as a list; empty without folders."""
     quoted = ["'" + f"file://{folder}".replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in folders]
     return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
 
 
 def _unknown_key(error: Exception) -> str:
-    """Return the unknown key of an override; empty for any other error."""
+    """Return the unknown key that Hydra's error is about; "" for any other error."""
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     return unknown[1] if unknown else ""
 
@@ -331,7 +343,7 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     unknown = _unknown_key(error)
     if not unknown:
         return ""
-    # Apply the other overrides, because a chosen group has other keys than the default. Drop those of the unknown key.
+    # Apply the overrides of other keys: a chosen group has other keys than the default one.
     others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown]
     node: Any
     try:
@@ -355,30 +367,30 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
 
 
 def _choices_with(unknown: str, folders: Folders) -> list[str]:
-    """Return the choices of a group that have this key, such as `kl.coefficient`; empty if it is no key of a choice."""
+    """Return the choices of a group that have a key, such as `kl.coefficient`; empty if no choice has it."""
     import yaml
 
     group, _, key = unknown.rpartition(".")
     if not group or not is_group(group, folders):
         return []
-    places = [Path(folder) / group for folder in (conf_dir(), *folders)]
-    files = sorted(file for place in places for file in place.glob("*.yaml"))
+    group_dirs = [Path(folder) / group for folder in (conf_dir(), *folders)]
+    files = sorted(file for group_dir in group_dirs for file in group_dir.glob("*.yaml"))
     return [file.stem for file in files if key in (yaml.safe_load(file.read_text(encoding="utf-8")) or {})]
 
 
-def _removed(key: str) -> str:
-    return f"{key}: the key was removed; leave it away, and {REMOVED[key][1]}"
+def _removed_key_message(key: str) -> str:
+    return f"{key}: the key was removed; leave it away, and {REMOVED_KEYS[key][1]}"
 
 
 def explain_other(error: Exception) -> str:
-    """Return Hydra's error in one line, for a configuration that is not one of our runs."""
+    """Return Hydra's error in one line, for the configuration of another trainer's command (`conf/command`)."""
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
-    kept = [line for line in dict.fromkeys(lines) if not line.startswith(_NO_NEWS)]
+    kept = [line for line in dict.fromkeys(lines) if not line.startswith(_UNHELPFUL_PREFIXES)]
     hint = ""
     if "No match in the defaults list" in str(error):
         hint = "; the name of a folder of configurations is no key of your own: call the key otherwise"
-    elif (unknown := _unknown_key(error)) in REMOVED:
-        return _removed(unknown)
+    elif (unknown := _unknown_key(error)) in REMOVED_KEYS:
+        return _removed_key_message(unknown)
     elif unknown:
         hint = f"; give {unknown} a value in your file, or take it away"
     return "; ".join(kept).replace(":;", ":").replace(".;", ";") + hint
@@ -390,9 +402,9 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     unknown = _unknown_key(error)
-    if unknown in REMOVED:
-        return _removed(unknown)
-    if (hint := ELSEWHERE.get(unknown.rpartition(".")[2])) is not None:
+    if unknown in REMOVED_KEYS:
+        return _removed_key_message(unknown)
+    if (hint := TRAINER_SETTINGS.get(unknown.rpartition(".")[2])) is not None:
         return f"{unknown}: no setting of a run; {hint}"
     if unknown in FROM_TRL:
         return f"{unknown}: TRL's name; here {FROM_TRL[unknown]} (docs/guide/from_trl.md)"
@@ -403,24 +415,24 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        asking = re.match(r"In '([^']+)'", lines[0])
-        where = f" (in {asking[1]}.yaml)" if asking and asking[1] not in _OURS else ""
-        return no_choice(group, name, sorted(error.options), where, folders)
-    if having := _choices_with(unknown, folders):
+        source = re.match(r"In '([^']+)'", lines[0])
+        location = f" (in {source[1]}.yaml)" if source and source[1] not in _PROJECT_CONFIGS else ""
+        return no_choice(group, name, sorted(error.options), location, folders)
+    if choices_with_key := _choices_with(unknown, folders):
         group = unknown.rpartition(".")[0]
-        return f"{unknown}: the chosen {group} has no such setting; choices that have it: {', '.join(having)}"
+        return f"{unknown}: the chosen {group} has no such setting; choices that have it: {', '.join(choices_with_key)}"
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
-    kept = [line for line in lines if not line.startswith(_NO_NEWS)]
+    kept = [line for line in lines if not line.startswith(_UNHELPFUL_PREFIXES)]
     return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error, folders, overrides)
 
 
 def axes_of(config: Mapping[str, Any]) -> list[str]:
     """Return the axes that a composed configuration sets: the project's, then the user's in order of name."""
-    rest = sorted(key for key in config if key not in AXES and key not in SETTINGS)
-    own = [key for key in rest if isinstance(config[key], Mapping) and "_target_" in config[key]]
-    return [*(axis for axis in AXES if axis in config), *own]
+    other_keys = sorted(key for key in config if key not in AXES and key not in SETTINGS)
+    user_axes = [key for key in other_keys if isinstance(config[key], Mapping) and "_target_" in config[key]]
+    return [*(axis for axis in AXES if axis in config), *user_axes]
 
 
 def group_of(override: str) -> str:
@@ -428,16 +440,16 @@ def group_of(override: str) -> str:
     return override.lstrip("+~").split("=")[0].split(".")[0].split("@")[0]
 
 
-def departing(overrides: Sequence[str], axes: Sequence[str]) -> list[str]:
-    """Return the overrides that may change a recipe's choices: those of an axis, and variants."""
+def choice_overrides(overrides: Sequence[str], axes: Sequence[str]) -> list[str]:
+    """Return the overrides that may change a recipe's choices: overrides of an axis, and variants."""
     return [entry for entry in overrides if group_of(entry) in (*axes, "variant")]
 
 
-def chosen(config: Any, group: str) -> Any:
-    """Return a group of a composed configuration.
+def chosen_node(config: Any, group: str) -> Any:
+    """Return the node of a group in a composed configuration: `_target_` and its arguments.
 
     Raises:
-        ConfigurationError: no file was chosen for the group, or the file does not name an object to build.
+        ConfigurationError: no file was chosen for the group, or the file has no `_target_`.
     """
     node = config.get(group)
     if not isinstance(node, Mapping) or "_target_" not in node:
@@ -456,7 +468,7 @@ def _check_missing(node: Any) -> None:
 
 
 def _check_types(field: str, node: Any) -> None:
-    """Check the types of a group's settings, also in nested objects, against the signatures that they are passed to."""
+    """Check the types of a group's settings, also in nested objects, against the constructors' annotations."""
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             target = locate(str(node["_target_"]))
@@ -479,7 +491,7 @@ def build(config: Any, group: str) -> Any:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    node = chosen(config, group)
+    node = chosen_node(config, group)
     _check_missing(node)
     try:
         _check_types(group, OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
@@ -518,7 +530,7 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         scaled_for=config.get("scaled_for"),
         evaluation={key: value for key, value in config.get("evaluation", {}).items() if not str(key).startswith("_")},
         # A study that was recorded before these groups existed uses the defaults.
-        **{group: build(config, group) for group in SINCE if group in config},
+        **{group: build(config, group) for group in ADDED_GROUPS if group in config},
     )
 
 
@@ -529,7 +541,7 @@ def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choice
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
     """Build the recipe `recipe/<name>.yaml` of `conf/` or a user folder.
 
-    Its attribute `named` has the choices without those overrides that change an axis.
+    If overrides change an axis, the attribute `named` of the returned recipe holds the choices without them.
 
     Args:
         name: name of the recipe's file.
@@ -540,15 +552,15 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
         ConfigurationError: a recipe, key or value is unknown.
     """
     folders = use_folders(folders)
-    composer, chosen_recipe = composer_of(folders), f"recipe={name}"
-    config = composer.config([chosen_recipe, *overrides])
+    composer, recipe_override = composer_of(folders), f"recipe={name}"
+    config = composer.config([recipe_override, *overrides])
     recipe = build_recipe(config, name)
-    departures = departing(overrides, axes_of(config))
+    departures = choice_overrides(overrides, axes_of(config))
     if not departures:
         return recipe
-    kept = [entry for entry in overrides if entry not in departures]
+    other_overrides = [entry for entry in overrides if entry not in departures]
     try:
-        named = _choices_of(composer.config([chosen_recipe, *kept]))
+        named = _choices_of(composer.config([recipe_override, *other_overrides]))
     except ConfigurationError:
-        return recipe  # the recipe is incomplete without these overrides, so it has no choices of its own
+        return recipe  # the recipe is incomplete without these overrides, so there is nothing to compare with
     return replace(recipe, named=named)

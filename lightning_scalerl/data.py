@@ -27,12 +27,14 @@ class RolloutDataModule(LightningDataModule):
         task: a `Task`, or the name of one in `conf/task/`.
         seed: seed of the prompt order and of sampling.
         config_dir: your own folder, in which tasks are looked up as well (docs/guide/extend.md).
-        predict: prompts for `Trainer.predict`: texts, lists of messages, rows of a `DatasetTask`'s form, or `Prompt`s;
-            None for the first held-out set. A text that equals a prompt of the task is graded as that prompt.
+        predict: prompts for `Trainer.predict`: texts, lists of chat messages, rows in the format of a `DatasetTask`, or
+            `Prompt`s; None for the first held-out set. A text that equals a prompt of the task is graded as that
+            prompt.
         samples: completions per prompt in `Trainer.predict`.
 
     Raises:
-        ConfigurationError: the task is unknown or has no prompts or verifier, or a prompt has none of these forms.
+        ConfigurationError: the task is unknown or lacks prompts or a verifier, or an entry of `predict` has none of
+            these forms.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class RolloutDataModule(LightningDataModule):
             )
         self._predict = predict
         folders = use_folders(() if config_dir is None else (config_dir,))
-        made = build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task
-        self.task = self._trained = check_task(made, evaluated=False)
+        parsed = build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task
+        self.task = self._trained = check_task(parsed, evaluated=False)
         self.seed = seed
 
     def set_evaluation_sets(self, sets: Mapping[str, Task]) -> None:
@@ -69,12 +71,12 @@ class RolloutDataModule(LightningDataModule):
         return _StreamLoader(self)
 
     def val_dataloader(self) -> _HeldOutLoader:
-        """Return a loader of one batch, the names of the held-out sets, for `Trainer.validate` and `Evaluate`."""
+        """Return a loader of one batch, a list of the held-out sets' names, for `Trainer.validate` and `Evaluate`."""
         return _HeldOutLoader(list(self.task.eval_sets()))
 
-    def predict_dataloader(self) -> _PlaceLoader:
+    def predict_dataloader(self) -> _IndexLoader:
         """Return a loader of the indices of the prompts for `Trainer.predict`."""
-        return _PlaceLoader(len(self.predicted.prompts))
+        return _IndexLoader(len(self.predicted.prompts))
 
     @cached_property
     def predicted(self) -> PredictedTask:
@@ -87,14 +89,14 @@ class RolloutDataModule(LightningDataModule):
             raise ConfigurationError("predict: the task has no held-out prompts; give predict=[...], such as texts")
         if self._predict is None:
             return PredictedTask(self.task, list(next(iter(self.task.eval_sets().values()))), frozenset())
-        entries = self._predict
-        if isinstance(entries, str) or not len(entries):
-            raise ConfigurationError(f"predict: {entries!r} must be a list of prompts, such as ['What is 2 + 2?']")
+        inputs = self._predict
+        if isinstance(inputs, str) or not len(inputs):
+            raise ConfigurationError(f"predict: {inputs!r} must be a list of prompts, such as ['What is 2 + 2?']")
         pools = [self.task.train_prompts(), *self.task.eval_sets().values()]
         known = {text: prompt for pool in pools for prompt in pool for text in (prompt.text, prompt.question) if text}
-        made = [self._prompt(number, entry, known) for number, entry in enumerate(entries)]
-        prompts = [replace(prompt, prompt_id=f"predict {number}") for number, (prompt, _) in enumerate(made)]
-        unknown = frozenset(prompt.prompt_id for prompt, (_, graded) in zip(prompts, made, strict=True) if not graded)
+        parsed = [self._prompt(number, entry, known) for number, entry in enumerate(inputs)]
+        prompts = [replace(prompt, prompt_id=f"predict {number}") for number, (prompt, _) in enumerate(parsed)]
+        unknown = frozenset(prompt.prompt_id for prompt, (_, graded) in zip(prompts, parsed, strict=True) if not graded)
         return PredictedTask(self.task, prompts, unknown)
 
     def _prompt(self, number: int, entry: Any, known: Mapping[str, Prompt]) -> tuple[Prompt, bool]:
@@ -115,7 +117,7 @@ class RolloutDataModule(LightningDataModule):
 
 
 class PredictedTask:
-    """A task whose only held-out set is the prompts of `Trainer.predict`; everything else is the task's own.
+    """A task whose only held-out set is the prompts of `Trainer.predict`. Other attributes are those of `task`.
 
     `unknown` has the ids of prompts whose completions the task cannot grade.
     """
@@ -131,7 +133,7 @@ class PredictedTask:
         return getattr(self._task, name)
 
 
-class _PlaceLoader:
+class _IndexLoader:
     """Loader of prompt indices, one per batch: all prompts are sampled together and returned one by one."""
 
     def __init__(self, count: int) -> None:
@@ -147,19 +149,19 @@ class _PlaceLoader:
 class _StreamLoader:
     """Loader of training batches for Lightning's loop.
 
-    It has a length because Lightning prefetches one batch from a loader without one. Every batch would then be a step
-    staler than the async mode says, and a checkpoint would lose the prefetched batch.
+    The loader has a length, because Lightning prefetches one batch from a loader without a length. Every batch would
+    then be a step staler than the async mode says, and a checkpoint would lose the prefetched batch.
     """
 
-    def __init__(self, owner: RolloutDataModule) -> None:
-        self._owner = owner
+    def __init__(self, datamodule: RolloutDataModule) -> None:
+        self._datamodule = datamodule
 
     def __len__(self) -> int:
-        trainer = self._owner.trainer
+        trainer = self._datamodule.trainer
         return max(1, trainer.max_steps if trainer is not None else 1)
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        module: Any = getattr(self._owner.trainer, "lightning_module", None)
+        module: Any = getattr(self._datamodule.trainer, "lightning_module", None)
         if not hasattr(module, "next_batch"):
             raise ConfigurationError(
                 f"datamodule: RolloutDataModule needs a ScaleRL module, got {type(module).__name__}"

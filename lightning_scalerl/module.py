@@ -6,11 +6,11 @@ prompts -> generator -> length control -> reward                       (rollout_
         -> trainer logprobs -> terms of the loss (per token) -> aggregation -> optimizer step   (here, update.terms)
         -> weights to the generator                                                    (virtual_driver)
 
-With several ranks, rank 0 does the parts that are in other files and shares the batch. Each rank trains on its rows of
-the batch, and their gradients add up to the batch's gradient (`distributed`).
+With several ranks, rank 0 makes the batch and shares it. Each rank trains on some rows of the batch, and the ranks'
+gradients add up to the batch's gradient (`distributed`).
 
 The objects that the module is composed of (`Models`, `DataPath`, `Updates`, `Records`, `Continuation`) are in
-`session`, with the rest that a run under Lightning's Trainer needs. Lightning's hooks are at the end of the class.
+`session`. Lightning's hooks are at the end of the class.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from lightning_scalerl.session.checkpoint_state import (
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import card_of, export
-from lightning_scalerl.session.fit import batch_or_why_none, end_exhausted, probe, stop_between_steps
+from lightning_scalerl.session.fit import end_exhausted, next_batch_or_reason, probe, stop_between_steps
 from lightning_scalerl.session.models import make
 from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
@@ -76,7 +76,7 @@ from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import SELECTION_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
-from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import Term, terms, with_selection
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.verify.verification import Verifiers
@@ -99,8 +99,8 @@ class ScaleRL(LightningModule):
         overrides: Hydra overrides of a named recipe, such as "optimizer.lr=1e-3".
         config_dir: your own folder, in which recipes and choices are looked up as well (docs/guide/extend.md).
         tokenizer: needed if `model` is not a path.
-        streamed: do not read the model's weights until `Trainer(strategy="fsdp2")` shards it. Each rank then reads only
-            its own part. If the model does not allow that, it is loaded at once.
+        streamed: do not read the model's weights until `Trainer(strategy="fsdp2")` shards the model. Each rank then
+            reads only its shard. A model that does not support this is loaded at once.
 
     Raises:
         ConfigurationError: a recipe, key or value is unknown, the model cannot be loaded, or the settings were made for
@@ -137,10 +137,10 @@ class ScaleRL(LightningModule):
         # Set anew by `setup` for every fit.
         self.choices = self.recipe.choices
         self.stream: RolloutStream = Follower()  # type: ignore[assignment]  # no step is completed yet
-        self.memory = ""  # a line on the fit's use of device memory
+        self.memory = ""  # a line for the user about device memory
         # Only rank 0 has a data path. The `stream` of other ranks only counts the steps.
         self._data_path: DataPath | None = None
-        # Kept from one fit to the next.
+        # Not reset between two fits.
         self.continuation = Continuation()
         self.records = Records()
         self.exhausted: str | None = None
@@ -149,11 +149,15 @@ class ScaleRL(LightningModule):
     # --- the path of one training step -------------------------------------------------------------------
 
     def next_batch(self) -> TrainBatch | None:
-        """Generate on rank 0 until a batch is ready for all ranks. Without prompts left, return None to end the fit."""
+        """Generate on rank 0 until a batch is ready, and share it with all ranks.
+
+        Returns:
+            The batch; None to end the fit, because no prompts are left or a signal asked to stop.
+        """
         # Set the rates before the step starts: callbacks such as LearningRateMonitor read them at its start.
         self.updates.set_learning_rates(self.completed_steps)
         with self.meter.phase("generate"):
-            batch = self.ranks.share_batch(lambda: batch_or_why_none(self.data_path, lambda: self.stop_reason))
+            batch = self.ranks.share_batch(lambda: next_batch_or_reason(self.data_path, lambda: self.stop_reason))
         if isinstance(batch, str):
             end_exhausted(self.trainer, self, batch)
             return None
@@ -177,9 +181,8 @@ class ScaleRL(LightningModule):
                 # None, not zero: AdamW skips parameters without a gradient, so after an empty batch not even momentum
                 # moves the weights.
                 optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
-                done = self._backward(batch, rows)
-                passes.append(done)
-                # Only the first pass uses the weights before the update, which the generator may also have.
+                passes.append(self._backward(batch, rows))
+                # Compare with the generator in the first pass only: later passes have weights that no generator had.
                 if number == 0:
                     gaps = self.ranks.share(lambda: generator_gaps(self.data_path, batch, passes[0]))
                 # All updates but the last bypass Lightning, which would count each of them as a global step.
@@ -196,13 +199,21 @@ class ScaleRL(LightningModule):
         self.updates.health.check(recorded, self.completed_steps)
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
-        """Make the forward passes before the first update, and return the rows with per-token credit."""
+        """Add to the rows the results of the forward passes before the first update, and per-token credit."""
         size = self.recipe.batch.pass_size
-        rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
+        rows = run_forward_passes(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
     def _backward(self, batch: TrainBatch, rows: TrainBatch) -> Pass:
-        """Make one pass over the batch: gradients of all terms, summed over ranks, clipped, dropped if not finite."""
+        """Make one pass over the batch, which leaves the summed and clipped gradients of all loss terms.
+
+        Args:
+            batch: the whole batch, for the returned measurements.
+            rows: this rank's rows, for the gradients.
+
+        Returns:
+            The pass. If a loss or a gradient is not finite, all gradients are dropped.
+        """
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
         teacher = self.reference if self.choices.kl_in_update else None
@@ -216,7 +227,7 @@ class ScaleRL(LightningModule):
                 losses = torch.stack([term.reduce(scored) for term in self.terms])
                 self.manual_backward(self.updates.loss_scale.scaled(losses.sum()))
                 totals += losses.detach()
-                # A pass without rows has weight 0; it is made because all ranks of a sharded model must take part.
+                # A pass without rows has weight 0; a sharded model needs it, as all ranks must make the same passes.
                 if numbers.numel():
                     for divergences in more:
                         measured[numbers, : divergences.shape[1]] = divergences.detach()
@@ -286,7 +297,7 @@ class ScaleRL(LightningModule):
 
     @property
     def mechanism(self) -> MechanismCounters:
-        """Counters of the axes that depart from the recipe; only on rank 0."""
+        """Counters of the axes on which the run differs from the recipe; only on rank 0."""
         return self.data_path.mechanism
 
     @property
@@ -301,7 +312,7 @@ class ScaleRL(LightningModule):
 
     @property
     def began(self) -> list[str]:
-        """Lines to show once at the start of a fit: memory, prompts and their lengths, trial of the verifier."""
+        """Lines to print once at the start of a fit, about memory, prompt lengths and the trial of the verifier."""
         memory = [self.memory] if self.memory else []
         return [] if self._data_path is None else [*self.models.notes, *memory, *self._data_path.notes]
 
@@ -310,19 +321,19 @@ class ScaleRL(LightningModule):
         return self.models.encode(text)
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
-        """Return a completion in the form that a grader takes."""
+        """Return a completion as a `Sample`, the argument of a grader."""
         return self.sampling.sample(prompt, rollout, self.completed_steps)
 
     def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
-        """Return the conversations of an evaluation of these prompts; None without environments."""
+        """Return the conversations for evaluating these prompts; None if the run has no environments."""
         return self.sampling.conversations(prompts)
 
     def generating(self) -> AbstractContextManager[Generator]:
-        """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""
+        """Lend the run's generator for work other than training. Rollouts in flight are paused until it is returned."""
         return self.sampling.generating()
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
-        """Open the verifiers that grade completions: the driver's in a fit, new ones for `Trainer.validate`."""
+        """Open the verifiers that grade completions: the driver's in a fit, new verifiers for `Trainer.validate`."""
         return self.sampling.verifying()
 
     def save_pretrained(self, directory: str | Path, dtype: str = "fp32", adapter: bool = False) -> Path:
@@ -385,7 +396,7 @@ class ScaleRL(LightningModule):
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices, axes=self.recipe.compute)
         made_for = stage_of(self.trainer, self.recipe, self.choices, self.models)
         if stage != "fit":
-            # Evaluation needs only the step from the stream, so the state that a fit left stays for the next one.
+            # Evaluation needs only the step from the stream. Keep the state of the last fit for the next fit.
             sampling = self.ranks.on_leader(partial(Sampling, made_for, training=False))
             if sampling is not None:
                 self.sampling = sampling
@@ -489,8 +500,8 @@ class ScaleRL(LightningModule):
         self.continuation.fit_ended()
 
     def failed(self, error: BaseException) -> None:
-        """Stop the meter after an error. Unless it was a clean interruption, the next fit needs a checkpoint."""
-        if hasattr(self, "meter"):  # else the error was before `setup` made it
+        """Stop the meter after an error. The next fit needs a checkpoint, except after a clean interruption."""
+        if hasattr(self, "meter"):  # `setup` makes it, and may itself have failed
             self.meter.stop()
         self.teardown("fit")
         self.continuation.fit_ended(error)
@@ -510,6 +521,6 @@ class ScaleRL(LightningModule):
         """Sample and grade completions of all prompts of `Trainer.predict`."""
         self._predictions = predicted(self)
 
-    def predict_step(self, place: int) -> Prediction:
+    def predict_step(self, index: int) -> Prediction:
         """Return one prompt with its completions and their rewards."""
-        return self._predictions[place]
+        return self._predictions[index]

@@ -34,8 +34,8 @@ class AdamW:
         dropout: whether the model's own dropout acts in training. Off by default: the trained policy would otherwise
             differ in every step from the policy that sampled.
         storage: type of the values that the weights keep between steps: "fp32" or "bf16".
-        states: type of each state by name.
-        state_bytes: bytes of all states per trained parameter.
+        states: type of each optimizer state, by torch's name of the state.
+        state_bytes: bytes of all optimizer states per trained parameter.
         shards: whether a step on parts of the weights (FSDP2) equals the step on whole weights.
     """
 
@@ -97,14 +97,14 @@ class AdamW:
 
 @dataclass(frozen=True)
 class AdamWBF16(AdamW):
-    """AdamW whose weights and moments keep only BF16 values between steps; it has one attribute more than `AdamW`.
+    """AdamW that rounds weights and moments to BF16 after each step; it has one attribute more than `AdamW`.
 
-    Without Kahan summation, a weight whose update is below 1/512 to 1/256 of its size does not move. The types of
-    forward pass and gradients are those of the other optimizers (axis `precision`), so that only the storage differs.
-    The values are in FP32 tensors: this shows the effect of the storage on learning, and saves no memory for weights.
+    Without Kahan summation, a weight does not move if its update is below 1/512 to 1/256 of its size. The types of
+    forward pass and gradients are set by axis `precision`, as with the other optimizers. The rounded values are stored
+    in FP32 tensors: this shows the effect of BF16 storage on learning, but saves no memory for weights.
 
     Attributes:
-        kahan: keep the part of each weight's updates that rounding loses, in a third BF16 state.
+        kahan: whether to keep the part of each update that rounding loses, in a third BF16 state.
 
     Source: arXiv 2010.06192.
     """
@@ -222,9 +222,9 @@ class Muon(AdamW):
         ]
         matrices, others = [], []
         for group in groups:
-            lr, both = group.get("lr", self.lr), list(group["params"])
-            matrices.append({"params": [each for each in both if id(each) in hidden], "lr": lr})
-            others.append({"params": [each for each in both if id(each) not in hidden], "lr": lr * self.adamw_ratio})
+            lr, members = group.get("lr", self.lr), list(group["params"])
+            matrices.append({"params": [each for each in members if id(each) in hidden], "lr": lr})
+            others.append({"params": [each for each in members if id(each) not in hidden], "lr": lr * self.adamw_ratio})
         return MuonAndAdamW(
             [group for group in matrices if group["params"]],
             [group for group in others if group["params"]],
@@ -282,13 +282,13 @@ class CosineSchedule(ConstantSchedule):
 
 @dataclass(frozen=True)
 class SqrtBatchSchedule(ConstantSchedule):
-    """Warm-up, then constant, times sqrt(rollouts per step / `reference`): one `optimizer.lr` for all batch sizes.
+    """Warm-up, then constant, scaled by sqrt(rollouts per step / `reference`): one `optimizer.lr` for all batch sizes.
 
     Args:
         warmup_steps: steps of the linear warm-up.
         prompts, completions: prompts per step and rollouts per prompt; their product is the rollouts per step.
         reference: rollouts per step at which the factor is 1.
-        rollouts: rollouts per step if the batch is given that way; it overrides the product.
+        rollouts: `batch.rollouts`, which overrides the product of `prompts` and `completions`; None if it is not set.
     """
 
     prompts: int

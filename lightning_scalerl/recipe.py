@@ -24,7 +24,8 @@ from lightning_scalerl.update.terms import terms
 from lightning_scalerl.verify.charges import ComputeAxes
 from lightning_scalerl.verify.verification import Verification
 
-# Number of parameters from which the activations of one long row take more memory than all states of the model.
+# A model with at least this many parameters recomputes activations by default: for such a model, the activations of one
+# long rollout take more memory than weights, gradients and optimizer states.
 RECOMPUTE_FROM = 2**28
 
 
@@ -39,11 +40,11 @@ class BatchSettings:
         completions: rollouts per group (G).
         micro_batch: largest number of rollouts per forward pass.
         rollouts: rollouts per step. If given, it sets `prompts` to `rollouts / completions`.
-        micro_tokens: largest number of tokens per forward pass, including padding unless `packed`. A longer rollout
-            gets a pass of its own.
+        micro_tokens: largest number of tokens per forward pass; padding counts, except with `packed`. A longer rollout
+            is a pass alone. None for no limit on tokens.
         recompute: whether to recompute a layer's activations in the backward pass instead of keeping them (gradient
             checkpointing); None to do so for models of `RECOMPUTE_FROM` parameters or more.
-        offload: recompute, and keep the layers' inputs on the host.
+        offload: recompute, and keep the layers' inputs in host memory.
         packed: concatenate the rollouts of a pass into one sequence without padding. Models that cannot do that get
             padded rollouts, with a warning.
     """
@@ -106,7 +107,7 @@ class ContextSettings:
         temperature: sampling temperature.
         too_long: treatment of longer prompts: "refuse" the run, or "drop" them.
         max_turns: limit on turns of the model, with an environment.
-        max_turn_tokens: limit on the tokens of one turn; None for none.
+        max_turn_tokens: limit on the tokens of one turn; None for no limit.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"too_long": "refuse", "max_turns": 8, "max_turn_tokens": None}
@@ -134,8 +135,8 @@ class ContextSettings:
 class Recipe:
     """Named set of choices with the settings that go with them.
 
-    `scaled_for` is the model that the settings were made for. `evaluation` has default arguments for `Evaluate`.
-    `named` has the choices of the recipe's file where overrides have changed some of them, else None.
+    `scaled_for` is the model that the settings were made for; None if they are for any model. `evaluation` has default
+    arguments for `Evaluate`. `named` has the choices of the recipe's file if overrides changed any of them, else None.
     """
 
     name: str
@@ -157,16 +158,16 @@ class Recipe:
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     named: Choices | None = None
 
-    def check_scale(self, made_for_it: bool) -> None:
+    def check_scale(self, same_model: bool) -> None:
         """Refuse settings that were made for another model, unless the user set `scaled_for=null`.
 
         Args:
-            made_for_it: whether the run's model is the one that they were made for.
+            same_model: whether the run's model is the model that the settings were made for.
 
         Raises:
-            ConfigurationError: they were made for another model.
+            ConfigurationError: the settings were made for another model.
         """
-        check_scale(self.scaled_for, made_for_it)
+        check_scale(self.scaled_for, same_model)
 
     def _nothing_to_learn(self, choices: Choices) -> str | None:
         """Return a one-line error if all rewards are equal and there is no other training signal, else None."""

@@ -42,8 +42,8 @@ class StateRegistry:
         """Return the state of every registered part, by name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], later: Collection[str] = ()) -> None:
-        """Restore the registered parts from a checkpoint, except those in `later`, which are restored separately.
+    def load_state_dict(self, state: Mapping[str, Any], skipped: Collection[str] = ()) -> None:
+        """Restore the registered parts from a checkpoint, except parts named in `skipped`.
 
         Raises:
             ConfigurationError: saved and registered parts differ (the message lists both), or a saved state does not
@@ -55,7 +55,7 @@ class StateRegistry:
                 "it comes from another version or configuration"
             )
         for name, part in self._parts.items():
-            if name in later:
+            if name in skipped:
                 continue
             try:
                 part.load_state_dict(state[name])
@@ -70,12 +70,12 @@ class TorchRandomState:
     """Torch's global random state as a part of a checkpoint, because dropout draws from it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the CPU generator and, if there is a GPU, of the current CUDA device's."""
+        """Return the state of the CPU's random generator and, if there is a GPU, of the current CUDA device's."""
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the CPU generator and, where saved and present, the current CUDA device's."""
+        """Restore the CPU's random generator and, if there is a GPU and a state was saved for it, the GPU's."""
         torch.set_rng_state(state["cpu"])
         # The run may resume on a machine without a GPU.
         if state["cuda"] and torch.cuda.is_available():

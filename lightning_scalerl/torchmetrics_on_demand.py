@@ -1,4 +1,4 @@
-"""Import hook that delays the parts of torchmetrics that Lightning never uses, two of its seven seconds of import time.
+"""Import hook that delays the import of torchmetrics, which saves two of Lightning's seven seconds of import time.
 
 Lightning needs two classes of torchmetrics, but that package's `__init__` imports every metric, and with them
 scikit-learn, scipy.signal and all of transformers. With this hook, the `__init__` runs only when another name of the
@@ -29,7 +29,7 @@ def torchmetrics_on_demand() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the package once, and replaces its loader with `_OnDemand`."""
+    """Finds torchmetrics once, and replaces its loader with `_OnDemand`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,7 +44,7 @@ class _Finder(MetaPathFinder):
 
 
 class _OnDemand(Loader):
-    """Creates the package without running its `__init__`; `loader` runs it when an unknown name is accessed."""
+    """Creates the package without running its `__init__`. The first access to a name outside `_NEEDED` runs it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -32,16 +32,16 @@ from sweeps.terminal import open_streams
 
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130
-# Clusters that a single run accepts, since it runs in this process.
-HERE = ("cluster=local", "cluster=debug")
-# Options that only print something.
-SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
+# Values of `cluster` that a single run accepts, because it runs in this process.
+LOCAL_CLUSTERS = ("cluster=local", "cluster=debug")
+# Options with which the command only prints something.
+PRINTING_OPTIONS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 
 
 def main() -> None:
     """Run the command line. A user's mistake is reported in one line with exit code 1, without a traceback."""
     open_streams()
-    # Our option, not Hydra's: a short form of the launcher's setting.
+    # `--detach` is our option, not Hydra's: a short form of the launcher's setting.
     words = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
     sys.argv[1:] = _options_first(words)
     # Without this, Hydra prints its own traceback and exits instead of raising.
@@ -56,7 +56,7 @@ def main() -> None:
         if _config_name() is None and {"--help", "-h"} & set(sys.argv[1:]):
             print(help_text(folders))
             return
-        # Checked before composition, which would complain about a key that the other trainer does not have.
+        # Check this before composition, which would complain about a key that the other trainer does not have.
         if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
             raise ConfigurationError(ONE_TRAINER)
         if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
@@ -79,7 +79,7 @@ def main() -> None:
         other_trainer = study_file(_config_name(), folders) is not None
         sys.exit(_complain(explain_other(error) if other_trainer else explain(error, folders, overrides)))
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and SHOWING & {word.partition("=")[0] for word in sys.argv[1:]}:
+        if isinstance(error, BrokenPipeError) and PRINTING_OPTIONS & {word.partition("=")[0] for word in sys.argv[1:]}:
             # The reader (`head`, a pager) has closed the pipe. /dev/null keeps Python from failing to flush at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _check_shown() -> None:
-    """Check a configuration before Hydra shows it with --cfg, as it would be checked before a run."""
+    """Make the checks of a run before Hydra prints the configuration (--cfg)."""
     from lightning_scalerl.member.identify import check_shown
 
     folders, overrides = _folders_and_overrides()
@@ -99,7 +99,7 @@ def _check_shown() -> None:
 
 
 def _options_first(words: Sequence[str]) -> list[str]:
-    """Return a command line with its options before its overrides, because Hydra needs all overrides together."""
+    """Return a command line's words, options first, because Hydra needs all overrides together."""
     options: list[str] = []
     overrides: list[str] = []
     actions = {name: action for action in flags() for name in action.option_strings}
@@ -122,7 +122,7 @@ def _options_first(words: Sequence[str]) -> list[str]:
 def _folders_and_overrides() -> tuple[list[str], list[str]]:
     """Return the user's configuration folders and overrides from the command line, without Hydra."""
     words = sys.argv[1:]
-    folders = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
+    folders = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
     folders += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
     overrides = [word for word in words if "=" in word and not word.startswith(("-", "hydra."))]
     return [str(Path(folder).resolve()) for folder in folders if Path(folder).is_dir()], overrides
@@ -131,9 +131,9 @@ def _folders_and_overrides() -> tuple[list[str], list[str]]:
 def _config_name() -> str | None:
     """Return the value of `--config-name` on the command line, or None."""
     words = sys.argv[1:]
-    named = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-name", "-cn")]
-    named += [word.partition("=")[2] for word in words if word.startswith("--config-name=")]
-    return named[-1] if named else None
+    names = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config-name", "-cn")]
+    names += [word.partition("=")[2] for word in words if word.startswith("--config-name=")]
+    return names[-1] if names else None
 
 
 def _run_commands(file: Path) -> None:
@@ -142,7 +142,7 @@ def _run_commands(file: Path) -> None:
     # The file's folder is the program's main folder, so that no other file of the same name is found first.
     try:
         with shared_groups():
-            hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
+            hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_record_single_run)()
     except ValueError as error:  # raised by Hydra if a group is set to a number
         if "Config group override" not in str(error):
             raise
@@ -166,10 +166,10 @@ _single_runs: list[tuple[list[str], list[str]]] = []
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")  # type: ignore[untyped-decorator]
 def _hydra_main(config: DictConfig) -> None:
-    _note_single(config)
+    _record_single_run(config)
 
 
-def _note_single(config: DictConfig) -> None:
+def _record_single_run(config: DictConfig) -> None:
     """Record a single run's overrides and folders for `main`, which trains after Hydra has returned."""
     hydra_config = HydraConfig.get()
     _single_runs.append((list(hydra_config.overrides.task), user_folders(hydra_config)))
@@ -177,13 +177,13 @@ def _note_single(config: DictConfig) -> None:
 
 def _train(overrides: list[str], folders: list[str]) -> None:
     """Train a single run in this process, with TRL if the overrides say `trainer=trl`."""
-    # A slow import, made only after the command line has composed.
+    # A slow import, made only after the configuration has been composed without errors.
     from lightning_scalerl.member.identify import plan_members
 
-    elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
-    elsewhere += [word for word in sys.argv[1:] if word == "hydra/launcher=submitit_slurm"]
-    if elsewhere:
-        raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
+    cluster_words = [word for word in overrides if word.startswith("cluster=") and word not in LOCAL_CLUSTERS]
+    cluster_words += [word for word in sys.argv[1:] if word == "hydra/launcher=submitit_slurm"]
+    if cluster_words:
+        raise UserError(f"{cluster_words[0]}: a single run runs in this process; add --multirun to submit it")
     if "trainer=trl" in (entry.lstrip("+") for entry in overrides):
         from lightning_scalerl.member.trl import plan_trl
 
@@ -191,18 +191,18 @@ def _train(overrides: list[str], folders: list[str]) -> None:
         _run_alone(spec, run_command)
         return
     (spec,) = plan_members([overrides], folders)
-    _run_alone(spec, _run_ours)
+    _run_alone(spec, _run_with_our_trainer)
 
 
-def _run_ours(run_dir: Path, progress: bool) -> None:
-    # Imports torch, which is slow and not needed for a run that is already done.
+def _run_with_our_trainer(run_dir: Path, progress: bool) -> None:
+    # This imports torch, which is slow and not needed for a run that is already done.
     from lightning_scalerl.member.run import run_member
 
     run_member(run_dir, progress)
 
 
 def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
-    """Run a member in this process, unless it is already done."""
+    """Run a member in this process by `run_member`; if it is already done, only print how it could continue."""
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     check_own(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):

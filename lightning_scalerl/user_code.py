@@ -1,4 +1,4 @@
-"""Functions and classes of the user, named by their location or given as objects.
+"""Functions and classes of the user, given by location (`Source`) or as objects (`Given`).
 
 Code in a file is loaded by its path in each process. An object from a script or notebook is pickled by value.
 """
@@ -23,17 +23,21 @@ from lightning_scalerl.checks import ConfigurationError, error_line
 
 @dataclass(frozen=True)
 class Source:
-    """Location of a function: `file.py:function` or `module:function`."""
+    """Location of a function: `place` is an absolute path of a file or the name of a module."""
 
     place: str
     function: str
 
     @classmethod
     def of(cls, field: str, name: str) -> Source:
-        """Parse a location; the path of a file becomes absolute.
+        """Parse `file.py:function` or `module:function`; the path of a file becomes absolute.
+
+        Args:
+            field: configuration key, for error messages.
+            name: the text to parse.
 
         Raises:
-            ConfigurationError: it does not name a function, or its file does not exist.
+            ConfigurationError: the text has neither form, or the file does not exist.
         """
         place, _, function = name.rpartition(":")
         if not place or not function:
@@ -56,7 +60,8 @@ class Source:
         """Import the function from its file or module.
 
         Raises:
-            ImportError, AttributeError: the function does not exist; or any error that the file raises.
+            ImportError, AttributeError: the function does not exist.
+            Exception: any error that the file raises on import.
         """
         if not self.place.endswith(".py"):
             function: Callable[..., Any] = getattr(import_module(self.place), self.function)
@@ -65,7 +70,7 @@ class Source:
         # The file can import the files next to it, as if it were run from its folder.
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
-        # Named by the whole path, so that two files of the same name are two modules.
+        # Hash the whole path into the module's name, so that two files of the same name are two modules.
         name = f"_reward_file_{hashlib.sha256(self.place.encode()).hexdigest()[:12]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
@@ -74,7 +79,7 @@ class Source:
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            # The next import would take a partly loaded module for a complete one.
+            # Otherwise the next import would use the partly loaded module.
             del sys.modules[name]
             raise
         function = getattr(module, self.function)
@@ -160,15 +165,15 @@ def _unwrapped(called: Any) -> Any:
 
 
 def _text_and_values(called: Any) -> tuple[str, dict[str, Any]]:
-    """Return the source text of a callable, and the values that it holds, by name.
+    """Return the source text of a callable, and the values that it holds (closure, bound arguments, attributes).
 
     Raises:
         OSError, TypeError: the source text cannot be read.
     """
     if isinstance(called, partial):
-        text, held = _text_and_values(called.func)
+        text, values = _text_and_values(called.func)
         keywords = {name: value for name, value in sorted(called.keywords.items()) if _is_plain(value)}
-        return text, {**held, "partial": [[value for value in called.args if _is_plain(value)], keywords]}
+        return text, {**values, "partial": [[value for value in called.args if _is_plain(value)], keywords]}
     if inspect.isfunction(called):
         return textwrap.dedent(inspect.getsource(called)), dict(inspect.getclosurevars(called).nonlocals)
     owner = getattr(called, "__self__", called)

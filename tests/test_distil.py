@@ -38,7 +38,7 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import PassSize, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
-from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit
 from sweeps.run.journal import read_journal
@@ -154,7 +154,7 @@ def test_every_estimate_can_be_deducted_from_rewards(estimate: str) -> None:
     student, teacher = Policy(new_model(32, 1, seed=1), FP32), Policy(new_model(64, 1, seed=2), FP32)
     kl = FixedKL(0.3, "reward", reference="elsewhere", estimate=estimate)
     choices = row(kl, GAE(1.0, 0.0), ValueNetwork())
-    batch = scored_before(batch_of(), choices, student, teacher, None, PassSize(4), Ranks())
+    batch = run_forward_passes(batch_of(), choices, student, teacher, None, PassSize(4), Ranks())
     batch = replace(batch, values=torch.zeros_like(batch.generator_logprobs))
     found = token_credit(batch, choices, lambda numbers: numbers).advantages
     with torch.no_grad():

@@ -18,11 +18,11 @@ from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, M
 from lightning_scalerl.compat.torchao import show_torchao
 from lightning_scalerl.composition import build, compose, names_in
 from lightning_scalerl.distributed.sharded import gathered, part_like, shard, whole_tensor
-from lightning_scalerl.measure.memory import Measured, predict_memory
+from lightning_scalerl.measure.memory import MeasuredModel, predict_memory
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.model.load import load_model
-from lightning_scalerl.translate.command import translated
-from lightning_scalerl.update.muon import hidden_matrices, orthogonalized
+from lightning_scalerl.translate.command import translate
+from lightning_scalerl.update.muon import hidden_matrices, orthogonalize
 from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import fit as fit_on
 from tests.distributed.test_ranks import on_ranks, one_thread  # noqa: F401
@@ -202,7 +202,7 @@ def test_orthogonalized_by_hand() -> None:
     by_value = values / values.norm()
     for _ in range(5):
         by_value = 3.4445 * by_value - 4.7750 * by_value**3 + 2.0315 * by_value**5
-    ours = orthogonalized(torch.diag(values), 5).float()
+    ours = orthogonalize(torch.diag(values), 5).float()
     assert torch.allclose(ours.diagonal(), by_value, atol=0.05)
     assert torch.equal(ours, torch.diag(ours.diagonal())) and float(ours.diagonal().min()) > 0.6
 
@@ -357,7 +357,7 @@ def test_what_a_run_says_of_its_optimizer() -> None:
 def test_memory_counts_the_bytes_of_the_states() -> None:
     from lightning_scalerl.composition import load_recipe
 
-    measured = Measured(1000, 1000, 4000, 4000, (), 0, 0, 0, 0, 0, 4000, 1)
+    measured = MeasuredModel(1000, 1000, 4000, 4000, (), 0, 0, 0, 0, 0, 4000, 1)
     states = {
         name: predict_memory(measured, load_recipe("scalerl", [f"optimizer={name}"])).device["Adam's moments"]
         for name in OPTIMIZERS
@@ -396,7 +396,7 @@ def test_a_value_out_of_range_is_refused(overrides: list[str], said: str) -> Non
     ],
 )
 def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, name: str, said: str | None) -> None:
-    found = translated([f"optimizer={name}"], to, [])
+    found = translate([f"optimizer={name}"], to, [])
     missing = "".join(f"{entry.value}: {entry.why}" for entry in found.missing if entry.key == "optimizer")
     assert missing == "" if said is None else said in missing
     eps = 1e-8 if to in ("skyrl", "prime-rl") else 1e-15

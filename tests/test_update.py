@@ -812,7 +812,7 @@ def test_a_factor_by_hand() -> None:
     assert parameters[0].grad.tolist() == [1.0, 3.0] and parameters[1].grad is None
     for _ in range(99):
         scale.update(False)
-    assert scale.factor == loss_scale_module.SMALLEST
+    assert scale.factor == loss_scale_module.MIN_SCALE
     off = LossScale(acts=False)
     off.update(False)
     off.unscale(parameters)

@@ -23,8 +23,8 @@ class Adapter(DesignChoice):
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoAdapter"}
     adapts: ClassVar[bool] = False
 
-    def differs(self, theirs: Adapter, step: ObservedStep) -> bool:
-        """Return whether the step trains on any token; if so, its update would move other weights under `theirs`."""
+    def differs(self, other: Adapter, step: ObservedStep) -> bool:
+        """Return whether the step trains on any token: the update then moves other weights under the other choice."""
         return step.batch.denominators.tokens > 0
 
 
@@ -63,13 +63,13 @@ class LoRA(Adapter):
     ) -> None:
         self.rank = whole_number("adapter.rank", rank)
         self.alpha = float(positive("adapter.alpha", alpha))
-        if targets != ALL_LINEAR and not (_names(targets) and targets):
+        if targets != ALL_LINEAR and not (_is_list_of_names(targets) and targets):
             raise ConfigurationError(
                 f"adapter.targets: {shown(targets)} must be {ALL_LINEAR}, or a list of names of linear layers: "
                 "adapter.targets=[q_proj,v_proj]"
             )
         self.targets = targets if isinstance(targets, str) else list(targets)
-        if not _names(modules_to_save):
+        if not _is_list_of_names(modules_to_save):
             raise ConfigurationError(
                 f"adapter.modules_to_save: {shown(modules_to_save)} must be a list of names of embeddings, norms or "
                 "the output head: adapter.modules_to_save=[lm_head], or [] for none"
@@ -81,6 +81,6 @@ class LoRA(Adapter):
         return {**super().semantics(), "weights": "fp32", "dropout": 0.0, "model": "frozen"}
 
 
-def _names(value: Any) -> bool:
+def _is_list_of_names(value: Any) -> bool:
     """Return whether a value is a list of non-empty strings."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)

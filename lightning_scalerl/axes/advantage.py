@@ -29,18 +29,18 @@ def generalized_advantages(
     (forced, padding) are not actions: they are skipped, and both results are 0 there. Returns are A + V.
     Shapes: all (R, T). Source: GAE, arXiv 1506.02438, eq. 16.
     """
-    taken = mask > 0
+    is_action = mask > 0
     advantages = torch.zeros_like(values)
     # Backwards, since A_t needs A_t'. Start from zero: the episode ends at the last token, nothing is bootstrapped.
     next_value, next_advantage = torch.zeros_like(values[:, 0:1]), torch.zeros_like(values[:, 0:1])
     for token in reversed(range(values.shape[1])):
-        at, here = slice(token, token + 1), taken[:, token : token + 1]
+        at, acts = slice(token, token + 1), is_action[:, token : token + 1]
         td_error = rewards[:, at] + discount * next_value - values[:, at]
-        # A row whose token is not an action keeps both values for the next token to the left.
-        next_advantage = torch.where(here, td_error + discount * trace * next_advantage, next_advantage)
-        next_value = torch.where(here, values[:, at], next_value)
-        advantages[:, at] = torch.where(here, next_advantage, 0.0)
-    return advantages, torch.where(taken, advantages + values, 0.0)
+        # In a row whose token is not an action, both values stay as they are for the token before it.
+        next_advantage = torch.where(acts, td_error + discount * trace * next_advantage, next_advantage)
+        next_value = torch.where(acts, values[:, at], next_value)
+        advantages[:, at] = torch.where(acts, next_advantage, 0.0)
+    return advantages, torch.where(is_action, advantages + values, 0.0)
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     if not mask.numel():  # a rank without rows
         return token_rewards
     # -1 marks a rollout without any token inside the mask: no token can carry its reward.
-    place = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
-    has_token = place >= 0
-    token_rewards[has_token, place[has_token]] = rewards[has_token].to(mask.dtype)
+    last_token = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
+    has_token = last_token >= 0
+    token_rewards[has_token, last_token[has_token]] = rewards[has_token].to(mask.dtype)
     return token_rewards
 
 
@@ -156,6 +156,6 @@ class GAE(Advantage):
             "forced_tokens": "skipped",
         }
 
-    def differs(self, theirs: Advantage, step: ObservedStep) -> bool:
-        """Return whether the loss weights of the batch's tokens would differ under `theirs`."""
-        return step.loss_weights_differ(theirs)
+    def differs(self, other: Advantage, step: ObservedStep) -> bool:
+        """Return whether the loss weights of the batch's tokens would differ under `other`."""
+        return step.loss_weights_differ(other)

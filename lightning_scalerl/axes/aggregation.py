@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, inside
+from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, zero_outside
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:
@@ -72,7 +72,7 @@ class Aggregation(DesignChoice):
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Return the (micro-)batch's share of the global loss, a scalar; the shares add up to the loss."""
         # Clear masked losses before the product: 0 * NaN is NaN, so a weight of 0 would not stop a masked token's NaN.
-        return (inside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
+        return (zero_outside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
 
 
 class PromptAggregation(Aggregation):

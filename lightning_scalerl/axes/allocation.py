@@ -31,11 +31,11 @@ class Allocation(DesignChoice):
         """Return a one-line error if rollouts cannot be divided this way at this average per prompt, else None."""
         return None
 
-    def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
-        """Return whether `theirs` would have given a group of the batch another size."""
+    def differs(self, other: Allocation, step: ObservedStep) -> bool:
+        """Return whether a group of the batch would have had another size under `other`."""
         # Evaluated without a surplus, because the surplus at a group's admission is not recorded.
         return any(
-            len(group.sampled) != theirs.completions(step.completions, group.history) for group in step.batch.groups
+            len(group.sampled) != other.completions(step.completions, group.history) for group in step.batch.groups
         )
 
 
@@ -48,10 +48,10 @@ class FixedAllocation(Allocation):
 
 
 class AllocationByDifficulty(Allocation):
-    """More rollouts for prompts that are rarely solved, fewer for prompts that are often solved; the same total.
+    """Gives more rollouts to prompts that are rarely solved, and fewer to prompts that are often solved.
 
     A prompt gets average * (hard + (easy - hard) * p), where p is the pass rate of its last group. A new prompt gets
-    the average. The running total stays within one prompt's average of the total that fixed sizes would give.
+    the average. The total so far differs from the total of `FixedAllocation` by at most `average` rollouts.
 
     Args:
         hard: factor on the average at a pass rate of 0.
@@ -73,6 +73,6 @@ class AllocationByDifficulty(Allocation):
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
         """Return the number of rollouts for the last pass rate, bounded so that the running total stays balanced."""
         factor = self.hard + (self.easy - self.hard) * pass_rates[-1] if pass_rates else 1.0
-        wanted = max(self.least, round(average * factor))
+        unbounded = max(self.least, round(average * factor))
         # The bounds keep the surplus after this prompt, surplus + count - average, in [-average, average].
-        return max(1, min(max(wanted, -surplus), 2 * average - surplus))
+        return max(1, min(max(unbounded, -surplus), 2 * average - surplus))

@@ -50,13 +50,13 @@ class ObservedStep(Protocol):
         """Function from token ids to text, including special tokens."""
 
     def histories(self) -> Sequence[Sequence[float]]:
-        """Return the pass rates of each prompt's groups so far, one sequence per prompt."""
+        """Return for each prompt the pass rates of its groups so far."""
 
     def probe_logprobs(self, precision: Any) -> Tensor:
-        """Return log-probabilities (R, T) of a few rollouts of the batch, computed in this precision; R may be 0."""
+        """Return log-probabilities (R, T) of a few rollouts of the batch, computed under `precision`; R may be 0."""
 
-    def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
-        """Return whether the tokens' weights in the update would differ with `theirs` instead of the run's choice.
+    def loss_weights_differ(self, other: DesignChoice, rounding: bool = False) -> bool:
+        """Return whether the tokens' weights in the update would differ with `other` instead of the run's choice.
 
         With `rounding` the threshold is low enough to detect the rounding error of a 16-bit type.
         """
@@ -107,21 +107,21 @@ class DesignChoice(Callback):
         return self.semantics() == other.semantics()
 
     def changes_from(self, other: DesignChoice) -> list[str]:
-        """Return what this choice changes of another one on its axis, as the parts of a label.
+        """Return the difference of this choice from another one on its axis, as the parts of a label.
 
-        The parts are the choice's name, unless both have the same, and its parameters as `name=value`: those that
-        differ from the other's, or from their defaults if the names differ.
+        If both choices have the same name, the parts are the parameters, as `name=value`, that differ between them.
+        Otherwise the parts are this choice's name and its parameters that differ from their defaults.
         """
         name, other_name = (str(choice.semantics()["choice"]) for choice in (self, other))
         signature = inspect.signature(type(self)).parameters
-        usual = other.parameters() if name == other_name else {key: each.default for key, each in signature.items()}
-        texts = {key: (_text(value), _text(usual.get(key))) for key, value in self.parameters().items()}
-        changed = [f"{key}={text}" for key, (text, usual_text) in texts.items() if text != usual_text]
+        reference = other.parameters() if name == other_name else {key: each.default for key, each in signature.items()}
+        texts = {key: (_text(value), _text(reference.get(key))) for key, value in self.parameters().items()}
+        changed = [f"{key}={text}" for key, (text, reference_text) in texts.items() if text != reference_text]
         return changed if changed and name == other_name else [name, *changed]
 
     @classmethod
     def neutral_choice(cls: type[C]) -> C | None:
-        """Build the axis's neutral choice; return None if it has none.
+        """Build the axis's neutral choice; return None if the axis has no neutral choice.
 
         Raises:
             ConfigurationError: no imported module defines its class.
@@ -129,9 +129,10 @@ class DesignChoice(Callback):
         if cls.neutral is None:
             return None
         name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
-        # The abstract class of the axis, from which a search by name covers all of its choices.
+        # Search from the abstract class of the axis, of which all choices on the axis are subclasses.
         root = next(base for base in reversed(cls.__mro__) if "axis" in vars(base))
-        neutral_class = next((kind for kind in (root, *_descendants(root)) if kind.__name__ == name), None)
+        classes = (root, *_descendants(root))
+        neutral_class = next((candidate for candidate in classes if candidate.__name__ == name), None)
         if neutral_class is None:
             raise ConfigurationError(
                 f"{cls.axis}: its neutral choice, {name}, is not to be found; define it in the axis's own module"
@@ -143,12 +144,12 @@ class DesignChoice(Callback):
         """Return a one-line error if this choice cannot be combined with the others (by axis), else None."""
         return None
 
-    def differs(self, theirs: Any, step: ObservedStep) -> bool:
-        """Return whether `theirs`, another choice on this axis, would have changed the step.
+    def differs(self, other: Any, step: ObservedStep) -> bool:
+        """Return whether `other`, another choice on this axis, would have changed the step.
 
         By default this compares the tokens' weights in the update. An axis with another effect overrides it.
         """
-        return step.loss_weights_differ(theirs)
+        return step.loss_weights_differ(other)
 
     # --- for axes of the user's own -----------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class DesignChoice(Callback):
 
 
 def _text(value: Any) -> str:
-    """Return a parameter's value as it would be given on the command line; an object by its name."""
+    """Return a parameter's value as on the command line; for an object, its name."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and value.is_integer():

@@ -74,7 +74,7 @@ def importance_weights(
 
 
 class Proximal(Correction):
-    """Ratio against the trainer before the update, times a bounded weight pi_anchor / pi_generator.
+    """Ratio against the trainer's policy before the update; the loss is weighted by a bounded pi_anchor / pi_generator.
 
     The trainer recomputes the anchor on every batch, with the weights at the start of its first pass, so the ratio is 1
     in that pass. The weight accounts for staleness and for the engine's mismatch.
@@ -107,7 +107,7 @@ class Proximal(Correction):
 
     def anchor(self, batch: TrainBatch) -> Tensor:
         """Return the log-probabilities (R, T) that the trainer computed before the update."""
-        assert batch.anchor_logprobs is not None, "scored_before gives it to whoever recomputes"
+        assert batch.anchor_logprobs is not None, "run_forward_passes sets it if `recomputes`"
         return batch.anchor_logprobs
 
     def weights(self, batch: TrainBatch) -> Tensor | None:

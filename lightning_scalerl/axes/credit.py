@@ -19,7 +19,7 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Values that are compared with each other to get advantages, of one group.
 
     Attributes:
@@ -40,20 +40,20 @@ class Credit(DesignChoice):
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "OutcomeCredit"}
 
     @abstractmethod
-    def compared(self, group: Group) -> list[Compared]:
-        """Return the comparisons of a group; each goes through advantage and normalization as a group of its own."""
+    def comparisons(self, group: Group) -> list[Comparison]:
+        """Return the comparisons of a group. Axes `advantage` and `normalization` treat each of them like a group."""
 
 
 class OutcomeCredit(Credit):
     """All tokens of a rollout share the advantage of its reward, in any turn (GRPO; arXiv 2402.03300, section 4.1)."""
 
-    def compared(self, group: Group) -> list[Compared]:
+    def comparisons(self, group: Group) -> list[Comparison]:
         """Return one comparison, of the rewards."""
-        return [Compared(group.rewards, tuple(range(len(group.rollouts))))]
+        return [Comparison(group.rewards, tuple(range(len(group.rollouts))))]
 
 
 class TurnCredit(Credit):
-    """A turn's tokens get the advantage of its discounted return among the group's returns at that turn.
+    """Each turn has an advantage: its discounted return compared with the group's returns at the same turn.
 
     R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. The rollouts of the group that have a
     turn t are compared. The last turn's reward includes all that verifier, length control and the user's axes add to
@@ -70,15 +70,15 @@ class TurnCredit(Credit):
             raise ConfigurationError(f"credit.discount: {discount!r} must be in [0, 1]")
         self.discount = discount
 
-    def compared(self, group: Group) -> list[Compared]:
+    def comparisons(self, group: Group) -> list[Comparison]:
         """Return one comparison per turn, of the returns from that turn on."""
         returns = [turn_returns(turn_rewards(rollout), self.discount) for rollout in group.rollouts]
-        compared = []
+        comparisons = []
         for turn in range(max(map(len, returns), default=0)):
             rows = tuple(row for row, values in enumerate(returns) if len(values) > turn)
             values = torch.tensor([returns[row][turn] for row in rows], dtype=torch.float64)
-            compared.append(Compared(values, rows, turn))
-        return compared
+            comparisons.append(Comparison(values, rows, turn))
+        return comparisons
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if another choice is defined for rollouts or tokens, not for turns."""
@@ -107,18 +107,18 @@ def turn_rewards(rollout: Rollout) -> list[float]:
     rewards = list(conversation.rewards)
     # The difference comes from a reward scale, a length penalty or the user's axes. Without them it is zero, so the
     # last reward stays exact.
-    if (rest := rollout.reward - sum(rewards)) != 0:
-        rewards[-1] += rest
+    if (remainder := rollout.reward - sum(rewards)) != 0:
+        rewards[-1] += remainder
     return rewards
 
 
 def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Return the discounted sum of each turn's reward and the later ones."""
     returns: list[float] = []
-    following = 0.0
+    next_return = 0.0
     for reward in reversed(rewards):
-        following = reward + discount * following
-        returns.append(following)
+        next_return = reward + discount * next_return
+        returns.append(next_return)
     return returns[::-1]
 
 

@@ -34,9 +34,9 @@ class Critic(DesignChoice):
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoCritic"}
     has_values: ClassVar[bool] = False
 
-    def differs(self, theirs: Critic, step: ObservedStep) -> bool:
-        """Return whether the credit of any token of the batch used values, or would have under `theirs`."""
-        uses_values = self.has_values != theirs.has_values or step.batch.values is not None
+    def differs(self, other: Critic, step: ObservedStep) -> bool:
+        """Return whether the credit of any token of the batch used values, or would have under `other`."""
+        uses_values = self.has_values != other.has_values or step.batch.values is not None
         return uses_values and step.batch.denominators.tokens > 0
 
 

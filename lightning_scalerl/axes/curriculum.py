@@ -36,11 +36,11 @@ FIRST = "first"
 def staged_factors(
     progress: float, begins: Sequence[float], stages: Sequence[Mapping[str, float]], sums: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return the factors on a task's weighted rewards after a given share of the budget.
+    """Return the factors on a task's weighted rewards at a given progress of the run.
 
     Args:
-        progress: share of the budget that is done, 0 or more.
-        begins: the share at which each stage begins, rising from 0.
+        progress: completed steps / steps of the budget, 0 or more.
+        begins: the progress at which each stage begins, rising from 0.
         stages: for each stage, factors by reward name; the key `first` means the first reward of every sum.
         sums: the reward names in each weighted sum of the task (`Task.reward_sums`).
 
@@ -52,8 +52,8 @@ def staged_factors(
     return factors | {name: factor for name, factor in stage.items() if name != FIRST}
 
 
-def weighed_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
-    """Return the sum of the terms, each times its factor, or `reward` (their plain sum) if no factor changes a term."""
+def weighted_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
+    """Return the sum of factor * term. If all factors are 1, return `reward`, the plain sum of the terms, exactly."""
     # This branch also covers a single reward, which has no terms (`Grade.terms`).
     if all(factors.get(name, 1.0) == 1.0 for name in terms):
         return reward
@@ -74,7 +74,7 @@ class Curriculum(DesignChoice):
     weighs_rewards: ClassVar[bool] = False
 
     def share(self, completed_steps: int) -> float:
-        """Return the share of the pool that prompts may be drawn from, easiest first; 1 is the whole pool."""
+        """Return the fraction of the pool, easiest first, that prompts may be drawn from; 1 is the whole pool."""
         return 1.0
 
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
@@ -90,7 +90,7 @@ class Curriculum(DesignChoice):
         return None
 
     def places(self, pool: Sequence[Prompt]) -> list[int]:
-        """Return each prompt's place from easy to hard; ties keep the order of the pool.
+        """Return each prompt's rank from easy to hard (0 is the easiest); ties keep the order of the pool.
 
         Raises:
             ConfigurationError: a prompt has no number in its difficulty label.
@@ -99,24 +99,24 @@ class Curriculum(DesignChoice):
             return [0] * len(pool)
         # The sort is stable, so prompts of equal difficulty keep their order.
         order = sorted(range(len(pool)), key=lambda number: difficulty(pool[number]))
-        places = [0] * len(pool)
-        for place, number in enumerate(order):
-            places[number] = place
-        return places
+        ranks = [0] * len(pool)
+        for rank, number in enumerate(order):
+            ranks[number] = rank
+        return ranks
 
-    def differs(self, theirs: Curriculum, step: ObservedStep) -> bool:
+    def differs(self, other: Curriculum, step: ObservedStep) -> bool:
         """Return whether the two choices differ at this step in prompts, length limit, or a rollout's reward."""
-        # Compare at a very long limit: rounding to whole tokens could make two different shares equal at a short one.
+        # Compare at a very long limit: at a short one, rounding to whole tokens could hide a difference of the shares.
         steps, long_limit = step.completed_steps, 10**6
-        limits = self.max_new_tokens(long_limit, steps), theirs.max_new_tokens(long_limit, steps)
-        if self.share(steps) != theirs.share(steps) or limits[0] != limits[1]:
+        limits = self.max_new_tokens(long_limit, steps), other.max_new_tokens(long_limit, steps)
+        if self.share(steps) != other.share(steps) or limits[0] != limits[1]:
             return True
-        if not (self.weighs_rewards or theirs.weighs_rewards):
+        if not (self.weighs_rewards or other.weighs_rewards):
             return False
-        both_factors = [choice.reward_factors(step.reward_sums, steps) for choice in (self, theirs)]
+        both_factors = [choice.reward_factors(step.reward_sums, steps) for choice in (self, other)]
         rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
         return any(
-            len({weighed_sum(rollout.grade, rollout.terms, factors) for factors in both_factors}) > 1
+            len({weighted_sum(rollout.grade, rollout.terms, factors) for factors in both_factors}) > 1
             for rollout in rollouts
         )
 
@@ -125,8 +125,8 @@ class NoCurriculum(Curriculum):
     """No curriculum: all prompts and the whole length from the first step."""
 
 
-class _Opening(Curriculum):
-    """Opens the pool by difficulty: the easiest share `start` first, the whole pool after `over_steps` steps."""
+class _PoolCurriculum(Curriculum):
+    """Starts with the easiest prompts (the share `start` of the pool), and uses all after `over_steps` steps."""
 
     by_difficulty: ClassVar[bool] = True
 
@@ -137,11 +137,11 @@ class _Opening(Curriculum):
         self.over_steps = whole_number("curriculum.over_steps", over_steps)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters and the reference of the share: the pool's prompts, easiest first."""
+        """Return the parameters, and that the share is of the pool's prompts, easiest first."""
         return {**super().semantics(), "share_of": "prompts of the pool, easiest first"}
 
 
-class LinearCurriculum(_Opening):
+class LinearCurriculum(_PoolCurriculum):
     """Starts with the easiest prompts; the share of the pool in use grows linearly to 1.
 
     Args:
@@ -157,7 +157,7 @@ class LinearCurriculum(_Opening):
         return self.start + (1 - self.start) * min(1.0, completed_steps / self.over_steps)
 
 
-class ExponentialCurriculum(_Opening):
+class ExponentialCurriculum(_PoolCurriculum):
     """Starts with the easiest prompts; the share of the pool in use grows by the same factor every step.
 
     Args:
@@ -262,7 +262,7 @@ class StagedRewards(Curriculum):
                     f"curriculum.stages: stage {number} names {unknown[0]!r}, which is no reward of the task; its "
                     f"rewards: {', '.join(known)}; or {FIRST}, the one that decides a pass"
                 )
-            # A reward without a factor keeps the factor 1, so a sum is empty only if all of its rewards have 0.
+            # A reward without a factor has the factor 1, so a sum is empty only if all its rewards have the factor 0.
             factors = staged_factors(begin, self.begins, self.stages, sums)
             empty = [names for names in sums if not any(factors.get(name, 1.0) for name in names)]
             if empty:
@@ -281,7 +281,7 @@ def _stage(factors: Mapping[str, float]) -> dict[str, float]:
     """Return a stage's factors by reward name, as floats.
 
     Raises:
-        ConfigurationError: it is not a mapping from names to numbers of 0 or more.
+        ConfigurationError: `factors` is not a mapping from names to numbers of 0 or more.
     """
     if not isinstance(factors, Mapping):
         raise ConfigurationError(

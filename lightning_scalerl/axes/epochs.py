@@ -25,6 +25,6 @@ class Epochs(DesignChoice):
     def __init__(self, count: int = 1) -> None:
         self.count = whole_number("epochs.count", count)
 
-    def differs(self, theirs: Epochs, step: ObservedStep) -> bool:
+    def differs(self, other: Epochs, step: ObservedStep) -> bool:
         """Return whether the number of passes differs and the batch has a rollout to train on."""
-        return self.count != theirs.count and step.batch.rollouts > 0
+        return self.count != other.count and step.batch.rollouts > 0

@@ -40,16 +40,16 @@ class Filter(DesignChoice):
         """Return a one-line error if the filter cannot work with groups of this size, else None."""
         return None
 
-    def differs(self, theirs: Filter, step: ObservedStep) -> bool:
-        """Return whether token weights differ; if only one choice refills, whether a group was or would be replaced."""
-        if self.refills == theirs.refills:
-            return step.loss_weights_differ(theirs)
-        # One of the two choices refills: the batches differ if a group was replaced, or would have been by `theirs`.
-        return step.dropped > 0 or (theirs.refills and not all(map(theirs.keep, step.batch.groups)))
+    def differs(self, other: Filter, step: ObservedStep) -> bool:
+        """Return whether token weights differ or, if only one of the choices refills, whether it replaces a group."""
+        if self.refills == other.refills:
+            return step.loss_weights_differ(other)
+        # One of the two choices refills: the batches differ if this choice replaced a group, or `other` would have.
+        return step.dropped > 0 or (other.refills and not all(map(other.keep, step.batch.groups)))
 
 
-def _too_small(choice: str, completions: int) -> str | None:
-    """Return a one-line error for groups of one, whose rewards never differ, so that all would be dropped."""
+def _groups_of_one_error(choice: str, completions: int) -> str | None:
+    """Return a one-line error if groups have one rollout: their rewards never differ, so all would be dropped."""
     if completions > 1:
         return None
     return (
@@ -71,7 +71,7 @@ class ZeroVariance(Filter):
 
     def check_group_size(self, completions: int) -> str | None:
         """Return a one-line error for groups of one: their rewards never differ, so all would be dropped."""
-        return _too_small("zero_variance", completions)
+        return _groups_of_one_error("zero_variance", completions)
 
 
 class DynamicSampling(Filter):
@@ -97,7 +97,7 @@ class DynamicSampling(Filter):
 
     def check_group_size(self, completions: int) -> str | None:
         """Return a one-line error for groups of one: their rewards never differ, so all would be dropped."""
-        return _too_small("dynamic_sampling", completions)
+        return _groups_of_one_error("dynamic_sampling", completions)
 
 
 class NoFilter(Filter):

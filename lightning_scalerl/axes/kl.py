@@ -96,7 +96,7 @@ class KL(DesignChoice):
 
     @property
     def devices(self) -> int:
-        """Return the devices of a served teacher, which count in device hours; 0 for a reference in this process."""
+        """Return the number of devices of a served teacher, for device hours; 0 if the reference is in this process."""
         return self.served_devices if self.is_served else 0
 
     @property
@@ -113,8 +113,8 @@ class NoKL(KL):
     """No reference model and no penalty (ScaleRL)."""
 
 
-class _Measured(KL):
-    """A distance as a term of the loss or as a deduction from token rewards."""
+class _ActiveKL(KL):
+    """Base of the choices with a distance, as a term of the loss or as a deduction from token rewards."""
 
     added: ClassVar[Mapping[str, Any]] = {"reference": None, "estimate": "k3", "served": None, "served_devices": 1}
     models: ClassVar[tuple[str, ...]] = ("reference", "served")
@@ -162,7 +162,7 @@ class _Measured(KL):
             )
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if the distance is deducted from rewards and advantages are not per token."""
+        """Return a one-line error if the distance is deducted from rewards but advantages are per rollout."""
         if self.where == "reward" and not getattr(others["advantage"], "after_forward", False):
             return (
                 "kl.where: 'reward' needs advantages a token (advantage=gae): credit within a group is given before "
@@ -177,7 +177,7 @@ class _Measured(KL):
         return {**super().semantics(), "gradient": gradient, "reference": f"{reference}, frozen"}
 
 
-class FixedKL(_Measured):
+class FixedKL(_ActiveKL):
     """KL penalty or distillation with the same coefficient for every token.
 
     Args:
@@ -188,7 +188,7 @@ class FixedKL(_Measured):
         estimate: "k1", "k2", "k3" or "full"; their gradients are in the docstring of this module.
         served: folder or hub id of the model behind an address, whose weights are not read here.
         served_devices: devices of that server, which count in the run's device hours.
-        timeout_s: limit in seconds on one of the server's answers, all attempts included.
+        timeout_s: time limit of one request to the server in seconds, including retries.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class FixedKL(_Measured):
         return torch.full_like(pass_rates, self.coefficient)
 
 
-class KLByDifficulty(_Measured):
+class KLByDifficulty(_ActiveKL):
     """KL penalty that is larger on easy prompts than on hard ones: linear in the prompt's pass rate so far.
 
     Args:

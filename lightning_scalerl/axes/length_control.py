@@ -21,8 +21,8 @@ from lightning_scalerl.rollouts.rollout import Rollout
 def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
     """Draw the thinking token at which each rollout of a group is interrupted, uniform in [low, high]."""
     # Each group has its own random stream, so neither other groups in flight nor a resume change the points.
-    source = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
-    return tuple(int(point) for point in source.integers(low, high, size=completions, endpoint=True))
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
+    return tuple(int(point) for point in generator.integers(low, high, size=completions, endpoint=True))
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
@@ -51,20 +51,20 @@ class LengthControl(DesignChoice):
         return reward
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """Return a one-line error if this control cannot act within the completion limit, else None.
+        """Return a one-line error if this choice cannot act within the completion limit, else None.
 
         `phrase_tokens` is the length of the forced phrase, if a tokenizer is available to count it.
         """
         return None
 
-    def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
-        """Return whether one of the two choices acted on a rollout of the batch, or certainly would have."""
+    def differs(self, other: LengthControl, step: ObservedStep) -> bool:
+        """Return whether this choice acted on a rollout of the batch, or `other` certainly would have."""
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
-        return any(control.acts_on(rollout, step.decode) for control in (self, theirs) for rollout in rollouts)
+        return any(control.acts_on(rollout, step.decode) for control in (self, other) for rollout in rollouts)
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Return whether this control changed the rollout or certainly would have; used by the mechanism counter."""
+        """Return whether this choice changed the rollout or certainly would have; used by the mechanism counter."""
 
 
 # arXiv 2510.13786, appendix.
@@ -148,15 +148,15 @@ class Penalty(LengthControl):
         applies = correct or not self.only_correct
         return reward + overlong_penalty(tokens, self.limit, self.buffer) if applies else reward
 
-    def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
-        """Return whether a rollout's reward would change; against other kinds of control, whether one acted."""
-        if not isinstance(theirs, Penalty):
-            return super().differs(theirs, step)
+    def differs(self, other: LengthControl, step: ObservedStep) -> bool:
+        """Return whether a rollout's reward would change under `other`; as `LengthControl` if `other` is no penalty."""
+        if not isinstance(other, Penalty):
+            return super().differs(other, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         # The penalty depends on correctness and length alone, so each pair is compared once.
-        lengths = {(rollout.correct, rollout.length) for rollout in rollouts}
+        cases = {(rollout.correct, rollout.length) for rollout in rollouts}
         # The penalty is added to the reward, so a base reward of 0 shows every difference.
-        return any(self.reward(0.0, *length) != theirs.reward(0.0, *length) for length in lengths)
+        return any(self.reward(0.0, *case) != other.reward(0.0, *case) for case in cases)
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether the penalty applies to the rollout and is not 0 at its length."""

@@ -32,7 +32,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, sums: Sums = lambda numbers: numbers) -> Moments:
-        """Return the moments of the values (n,) of all ranks; `sums` adds this rank's numbers to the other ranks'."""
+        """Return the moments of all ranks' values; `values` (n,) are this rank's, `sums` sums a tensor over ranks."""
         values = values.double()
         count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
         # `count` is the same on every rank, so all of them skip the second collective or none does: no deadlock.
@@ -57,21 +57,21 @@ class Moments:
         return (self.squares / (self.count - ddof)) ** 0.5 if self.count > ddof else None
 
 
-def _over_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
-    """Divide by the standard deviation of all `values`; return the advantages unchanged if there are too few values."""
-    if not values or (everything := torch.cat(values)).numel() <= ddof:
+def _divide_by_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
+    """Divide advantages by the standard deviation of all `values`, if there are more than `ddof` values."""
+    if not values or (all_values := torch.cat(values)).numel() <= ddof:
         return advantages
-    scale = _deviation(everything, ddof) + eps
-    return [_over(group, scale) for group in advantages]
+    scale = _deviation(all_values, ddof) + eps
+    return [_divide(group, scale) for group in advantages]
 
 
 def _deviation(values: Tensor, ddof: int) -> Tensor:
-    """Return the standard deviation; exactly 0 for equal values, where rounding of the mean could leave more."""
+    """Return the standard deviation; exactly 0 for equal values, for which rounding could give a positive number."""
     deviation = values.std(correction=ddof)
     return torch.zeros_like(deviation) if bool((values == values[0]).all()) else deviation
 
 
-def _over(advantages: Tensor, scale: Tensor | float) -> Tensor:
+def _divide(advantages: Tensor, scale: Tensor | float) -> Tensor:
     """Divide advantages by their scale. A scale of 0 (equal values with eps 0) gives advantages of 0, not NaN."""
     return torch.zeros_like(advantages) if scale == 0 else advantages / scale
 
@@ -82,32 +82,32 @@ def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool
     Shapes: a list of (G,), one per group. Source: arXiv 2510.13786, section 5.1.
     """
     shifted = advantages
-    if centre and advantages and (everything := torch.cat(advantages)).numel() > ddof:
-        # The same condition as in `_over_deviation`: with too few numbers nothing is centred or scaled.
-        shifted = [group - everything.mean() for group in advantages]
-    return _over_deviation(shifted, advantages, ddof, eps)
+    if centre and advantages and (all_values := torch.cat(advantages)).numel() > ddof:
+        # The same condition as in `_divide_by_deviation`: with too few numbers, neither centre nor scale.
+        shifted = [group - all_values.mean() for group in advantages]
+    return _divide_by_deviation(shifted, advantages, ddof, eps)
 
 
 def scale_by_batch_reward(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
     """Divide by the standard deviation of all raw rewards of the batch. Shapes: lists of (G,), one per group."""
-    return _over_deviation(advantages, rewards, ddof, eps)
+    return _divide_by_deviation(advantages, rewards, ddof, eps)
 
 
 def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
     """Divide each group by the standard deviation of its own rewards, as GRPO does. Shapes: lists of (G,)."""
     return [
-        group if group.numel() <= ddof else _over(group, _deviation(reward, ddof) + eps)
+        group if group.numel() <= ddof else _divide(group, _deviation(reward, ddof) + eps)
         for group, reward in zip(advantages, rewards, strict=True)
     ]
 
 
 def scale_by_pass_rate(advantages: list[Tensor], rewards: list[Tensor], incorrect: float, eps: float) -> list[Tensor]:
-    """Divide each group by the height of its mean reward above `incorrect`, plus eps. Shapes: lists of (G,).
+    """Divide each group by (mean reward - `incorrect` + eps). Shapes: lists of (G,).
 
     With two rewards, one for correct and one for incorrect completions, the result is (x - p) / p with x = 1 if correct
-    and the group's pass rate p. Its expected gradient is that of log p, truncated at the order of the group size. A
-    group without a positive height gets advantages of 0: it has no success whose likelihood could rise, and a negative
-    divisor, possible with penalties in the reward, would turn its gradient around.
+    and the group's pass rate p. Its expected gradient is the gradient of log p, truncated at the order of the group
+    size. A group whose mean reward is not above `incorrect` gets advantages of 0: it has no success to reinforce, and a
+    negative divisor (possible if rewards include penalties) would reverse its gradient.
     Source: MaxRL, arXiv 2602.02710; the authors' code adds an eps of 1e-6.
     """
     heights = [reward.mean() - incorrect for reward in rewards]
@@ -126,7 +126,7 @@ def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int,
     if deviation is None:
         return advantages
     shifted = advantages - moments.mean if centre else advantages
-    return torch.where(mask > 0, _over(shifted, deviation + eps), 0.0)
+    return torch.where(mask > 0, _divide(shifted, deviation + eps), 0.0)
 
 
 class Normalization(DesignChoice):
@@ -156,13 +156,13 @@ class Normalization(DesignChoice):
         return None
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Record the moments of the batch that is about to be scaled, once per step; for choices with a memory."""
+        """Record the moments of the batch that will be scaled next. Called once per step; does nothing by default."""
 
     def forget(self) -> None:
-        """Clear the memory of earlier batches at the start of a run; for choices with a memory."""
+        """Clear the memory of earlier batches. Called at the start of a run; does nothing by default."""
 
 
-class _Scaled(Normalization):
+class _DeviationNormalization(Normalization):
     """Normalization by a standard deviation, with its `ddof` and `eps`."""
 
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
@@ -175,7 +175,7 @@ class _Scaled(Normalization):
         self.eps = eps
 
 
-class BatchNormalization(_Scaled):
+class BatchNormalization(_DeviationNormalization):
     """Divide by the standard deviation of all advantages in the batch (ScaleRL).
 
     Args:
@@ -202,7 +202,7 @@ class BatchNormalization(_Scaled):
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
 
-class BatchRewardNormalization(_Scaled):
+class BatchRewardNormalization(_DeviationNormalization):
     """Divide by the standard deviation of all raw rewards in the batch: TRL's "batch".
 
     Unlike the deviation of advantages, this one also grows with differences in difficulty between prompts.
@@ -217,7 +217,7 @@ class BatchRewardNormalization(_Scaled):
         return scale_by_batch_reward(advantages, rewards, self.ddof, self.eps)
 
 
-class PromptNormalization(_Scaled):
+class PromptNormalization(_DeviationNormalization):
     """Divide by the standard deviation of the group's rewards (GRPO)."""
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
@@ -239,7 +239,7 @@ class MaxRLNormalization(Normalization):
         self.incorrect = incorrect
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Divide each group by the height of its own mean reward; 0 for a group without success."""
+        """Divide each group by its mean reward above `incorrect`; 0 for a group without success."""
         return scale_by_pass_rate(advantages, rewards, self.incorrect, self.eps)
 
     def check_rewards(self, incorrect: float) -> str | None:
@@ -260,13 +260,13 @@ class MaxRLNormalization(Normalization):
         }
 
 
-class RunningNormalization(_Scaled):
+class RunningNormalization(_DeviationNormalization):
     """Divide by the standard deviation of all advantages of the run so far, including this batch.
 
     Args:
         ddof: 0 for the population's standard deviation, 1 for the unbiased one.
         eps: added to the standard deviation.
-        centre: subtract the mean so far first.
+        centre: first subtract the mean of all advantages so far.
     """
 
     scales_tokens: ClassVar[bool] = True
@@ -278,35 +278,35 @@ class RunningNormalization(_Scaled):
 
     def forget(self) -> None:
         """Clear the history and the last batch."""
-        # Scaling must be pure, so the current batch joins the history only when the next one is remembered.
-        self._before = Moments()
+        # Scaling must be pure, so the current batch is added to the history only in the next step.
+        self._history = Moments()
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Add the last batch to the history and keep this batch's moments as the last."""
-        self._before, self._last = self._before + self._last, moments()
+        """Add the previous batch to the history, and store this batch's moments as the last."""
+        self._history, self._last = self._history + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
         """Divide by the standard deviation of the whole run so far, this batch included."""
-        moments = self._before + Moments.of(torch.cat(advantages) if advantages else torch.zeros(0))
+        moments = self._history + Moments.of(torch.cat(advantages) if advantages else torch.zeros(0))
         deviation = moments.deviation(self.ddof)
         if deviation is None:
             return advantages
-        # `centre` is a bool: the mean times it is the mean or 0.
-        return [_over(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
+        # `centre` is a bool, so mean * centre is the mean or 0.
+        return [_divide(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
         """Divide all credited tokens by the deviation of the run so far, this batch included."""
-        moments = self._before + Moments.of(advantages[mask > 0], sums)
+        moments = self._history + Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moments of the history and of the last batch, as plain numbers."""
-        return {name: vars(moments) for name, moments in (("before", self._before), ("last", self._last))}
+        return {name: vars(moments) for name, moments in (("before", self._history), ("last", self._last))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the moments of the history and of the last batch."""
-        self._before, self._last = Moments(**state_dict["before"]), Moments(**state_dict["last"])
+        self._history, self._last = Moments(**state_dict["before"]), Moments(**state_dict["last"])
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, and that the statistics are over all advantages of the run so far."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError
 
-# Above the rounding error of FP32 log-probabilities, below the FP16 error on an untrained model.
+# Smallest difference of log-probabilities that counts: above FP32's rounding error, below FP16's on an untrained model.
 LOGPROB_THRESHOLD = 2e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest allowed gap in log-probability between trainer and generator with the same weights: mean and 99th percentile.
@@ -69,7 +69,7 @@ class Precision(DesignChoice):
 
     @property
     def probe_bounds(self) -> tuple[float, float]:
-        """Bounds on mean and 99th percentile of the log-probability gap; above them `measure.probe` fails."""
+        """Bounds on mean and 99th percentile of the log-probability gap; above a bound `measure.probe` fails."""
         return PROBE_BOUNDS[self.policy]
 
     def head_dtype(self, fp32_head: bool) -> torch.dtype:
@@ -81,8 +81,8 @@ class Precision(DesignChoice):
         """Type of the critic's matrix products."""
         return torch.float32 if self.fp32_value else self.policy_dtype
 
-    def kept(self, values: Tensor, fp32: bool) -> Tensor:
-        """Return `values` unchanged if `fp32`, else rounded to the policy's type and cast back."""
+    def round_to_policy(self, values: Tensor, fp32: bool) -> Tensor:
+        """Return `values` unchanged if `fp32` is true, else rounded to the policy's type (the dtype stays the same)."""
         return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
 
     def components(self) -> dict[str, str]:
@@ -96,16 +96,16 @@ class Precision(DesignChoice):
         }
         return {name: "fp32" if fp32 else self.policy for name, fp32 in parts.items()}
 
-    def differs(self, theirs: Precision, step: ObservedStep) -> bool:
+    def differs(self, other: Precision, step: ObservedStep) -> bool:
         """Return whether log-probabilities, values, or rounded token weights differ between the two choices."""
-        batch, (our_types, their_types) = step.batch, (self.components(), theirs.components())
+        batch, (our_types, their_types) = step.batch, (self.components(), other.components())
         changed = {part for part in ("value", "advantage", "kl") if our_types[part] != their_types[part]}
         # The values of a new critic are all zero, in every type.
         if "value" in changed and batch.values is not None and bool((batch.values != 0).any()):
             return True
-        if changed & {"advantage", "kl"} and step.loss_weights_differ(theirs, rounding=True):
+        if changed & {"advantage", "kl"} and step.loss_weights_differ(other, rounding=True):
             return True
-        our_logprobs, their_logprobs = step.probe_logprobs(self), step.probe_logprobs(theirs)
+        our_logprobs, their_logprobs = step.probe_logprobs(self), step.probe_logprobs(other)
         return bool(((our_logprobs - their_logprobs).abs() > LOGPROB_THRESHOLD).any())
 
     def semantics(self) -> dict[str, Any]:

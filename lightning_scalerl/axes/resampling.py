@@ -20,12 +20,12 @@ class Resampling(DesignChoice):
     def retires(self, pass_rates: Sequence[float]) -> bool:
         """Return whether a prompt with these pass rates (one per group so far) leaves the pool for good."""
 
-    def differs(self, theirs: Resampling, step: ObservedStep) -> bool:
-        """Return whether only this choice retires a prompt, or only `theirs` would have retired one of the batch."""
+    def differs(self, other: Resampling, step: ObservedStep) -> bool:
+        """Return whether a prompt is retired by this choice alone, or a prompt of the batch by `other` alone."""
         # Prompts of earlier batches count as well: retiring one of them changes which prompts are drawn now.
-        if any(self.retires(rates) and not theirs.retires(rates) for rates in step.histories()):
+        if any(self.retires(rates) and not other.retires(rates) for rates in step.histories()):
             return True
-        return any(theirs.retires(group.history) and not self.retires(group.history) for group in step.batch.groups)
+        return any(other.retires(group.history) and not self.retires(group.history) for group in step.batch.groups)
 
 
 class NoPositiveResampling(Resampling):

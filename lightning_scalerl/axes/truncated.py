@@ -1,7 +1,7 @@
 """Axis `truncated`: whether completions that hit the token limit are trained on.
 
-Either way their reward counts in the baseline of their group, because they are outcomes of the policy. `mask` only
-removes their tokens from the loss and its denominators.
+Under every choice, the reward of a truncated completion counts in its group's baseline, because it is an outcome of the
+policy. `mask` only removes the tokens from the loss and its denominators.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ class Recorder(Callback):
 def without_tips() -> None:
     """Drop Lightning's advice to install litlogger and litmodels from its log, from now on.
 
-    A Trainer logs the first tip in its constructor. The module may be constructed later, so our callbacks, which are
-    constructed earlier, call this function as well.
+    A Trainer logs the first tip in its constructor, possibly before the module is constructed. So the constructors of
+    our callbacks, which come before the Trainer's, call this function as well.
     """
-    # Both packages use the logger of the one that was imported last.
+    # `lightning` and `pytorch_lightning` share one logger: that of the package imported last.
     for package in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(f"{package}.utilities.rank_zero").addFilter(is_no_tip)
 

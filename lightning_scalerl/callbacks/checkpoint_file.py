@@ -17,19 +17,19 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 
-from lightning_scalerl.distributed.checkpoint_folder import META, checksums, damaged, is_folder
+from lightning_scalerl.distributed.checkpoint_folder import META, checksums, find_damaged_part, is_folder
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run.activity import activity
 
 # Key in a checkpoint, next to Lightning's keys, for the identity of its run.
 IDENTITY = "scalerl_run"
 # Bytes to write before they are synchronised to the disk, and bytes to read at a time.
-AT_ONCE = 1 << 30
-READ_AT_ONCE = 1 << 22
+SYNC_BYTES = 1 << 30
+READ_BYTES = 1 << 22
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint directly into its file and returns when it is on the disk.
+    """Writes a checkpoint directly into its file, and returns when the file is on the disk.
 
     Lightning's own class first builds the whole file in memory and then in the node's temporary folder. For a model of
     8B parameters with its optimizer, that is 100 GB each, which a node may not have.
@@ -39,7 +39,7 @@ class DirectCheckpointIO(TorchCheckpointIO):
         """Write the checkpoint to `path`, which must not exist yet, and wait until it is on the disk.
 
         Raises:
-            OSError: it could not be written; the incomplete file stays.
+            OSError: the file could not be written; the incomplete file stays.
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,15 +53,15 @@ class DirectCheckpointIO(TorchCheckpointIO):
 
 
 class _File:
-    """File for torch's writer that keeps its first error, because torch raises one of its own that hides a full disk.
+    """File for torch's writer that keeps the first error: torch would raise another error, which hides a full disk.
 
-    Data is synchronised to the disk in pieces of `AT_ONCE` bytes. Doing this only at the end would fill the node's page
-    cache, and a slow file server would look like one that hangs.
+    Data is synchronised to the disk in pieces of `SYNC_BYTES` bytes. A single synchronisation at the end would fill the
+    node's page cache, and it would take so long on a slow file server that the run seems to hang.
     """
 
     def __init__(self, handle: BinaryIO) -> None:
         self._handle = handle
-        self._waiting = 0  # bytes that may still be only in the node's memory
+        self._unsynced_bytes = 0  # bytes that may still be only in the node's memory
         self.failure: OSError | None = None
 
     def write(self, content: memoryview) -> int:
@@ -69,22 +69,22 @@ class _File:
         if self.failure is None:
             try:
                 self._handle.write(content)
-                self._waiting += content.nbytes
+                self._unsynced_bytes += content.nbytes
                 activity.note("checkpoint")
-                if self._waiting >= AT_ONCE:
+                if self._unsynced_bytes >= SYNC_BYTES:
                     self.to_disk()
             except OSError as failure:
                 self.failure = failure
         return content.nbytes
 
     def flush(self) -> None:
-        """Do nothing when torch flushes; `to_disk` runs after every `AT_ONCE` bytes."""
+        """Do nothing when torch flushes; `to_disk` runs after every `SYNC_BYTES` bytes."""
 
     def to_disk(self) -> None:
         """Wait until everything written is on the disk."""
         self._handle.flush()
         os.fsync(self._handle.fileno())
-        self._waiting = 0
+        self._unsynced_bytes = 0
         activity.note("checkpoint")
 
 
@@ -92,27 +92,27 @@ class _File:
 def written_directly(trainer: Trainer) -> Iterator[None]:
     """Make the Trainer save with `DirectCheckpointIO` in the `with` block."""
     strategy = trainer.strategy
-    usual = strategy.checkpoint_io
+    own_io = strategy.checkpoint_io
     strategy.checkpoint_io = DirectCheckpointIO()
     try:
         yield
     finally:
-        strategy.checkpoint_io = usual
+        strategy.checkpoint_io = own_io
 
 
 class EitherCheckpointIO(CheckpointIO):
     """Reads checkpoint files and folders of shards; writes with the Trainer's own `CheckpointIO`.
 
     Args:
-        usual: the Trainer's own `CheckpointIO`.
+        own_io: the Trainer's own `CheckpointIO`.
     """
 
-    def __init__(self, usual: CheckpointIO) -> None:
-        self._usual = usual
+    def __init__(self, own_io: CheckpointIO) -> None:
+        self._own_io = own_io
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Write with the Trainer's own `CheckpointIO`."""
-        self._usual.save_checkpoint(*args, **kwargs)
+        self._own_io.save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint file or folder; the tensors of a folder are assembled on the host."""
@@ -121,15 +121,15 @@ class EitherCheckpointIO(CheckpointIO):
 
             return read_whole(Path(path), weights_only is not False)
         options = {} if map_location is None else {"map_location": map_location}
-        return self._usual.load_checkpoint(path, weights_only=weights_only, **options)
+        return self._own_io.load_checkpoint(path, weights_only=weights_only, **options)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint with the Trainer's own `CheckpointIO`."""
-        self._usual.remove_checkpoint(path)
+        self._own_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
         """Tear down the Trainer's own `CheckpointIO`."""
-        self._usual.teardown()
+        self._own_io.teardown()
 
 
 def read_either(trainer: Trainer) -> None:
@@ -150,7 +150,7 @@ def damage(path: Path) -> str | None:
     if is_folder(path):
         if not (path / META).is_file():
             return f"a folder without {META}"
-        return damage(path / META) or damaged(path, _damage)
+        return damage(path / META) or find_damaged_part(path, _damage)
     # Opening a FIFO would wait forever for a writer.
     if not stat.S_ISREG(path.stat().st_mode):
         return "no regular file"
@@ -162,16 +162,16 @@ def _damage(file: Path | BinaryIO) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-            bad = next((record.filename for record in records if not _is_sound(archive, record)), None)
+            bad_record = next((record.filename for record in records if not _is_sound(archive, record)), None)
     except OSError:
         raise
     except Exception as error:  # zipfile raises many kinds of errors for a corrupt directory
         return f"damaged: no whole file of torch's ({error})"
-    if bad is not None:
-        return f"damaged: the checksum of {bad} does not match"
-    # The zip directory itself has no checksum. But all fields of its entries are equal, except name, offset, size and
-    # checksum, so a flipped bit shows as a difference. torch would silently read nothing from an entry that a flipped
-    # bit marks as a folder.
+    if bad_record is not None:
+        return f"damaged: the checksum of {bad_record} does not match"
+    # The zip directory has no checksum. But its entries differ only in name, offset, size and checksum, so a flipped
+    # bit elsewhere shows as another difference. A bit that marks an entry as a folder would make torch read nothing,
+    # without an error.
     if any(record.file_size != record.compress_size for record in records) or len({*map(_header_facts, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
@@ -181,7 +181,7 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
     """Check one record's checksum like `ZipFile.testzip`, but with heartbeats, since this may take minutes."""
     try:
         with archive.open(record) as content:
-            while content.read(READ_AT_ONCE):
+            while content.read(READ_BYTES):
                 activity.note("checkpoint")
     except zipfile.BadZipFile:
         return False
@@ -189,7 +189,7 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 
 
 def _header_facts(record: zipfile.ZipInfo) -> tuple[Any, ...]:
-    """Return the fields of a directory entry that are equal in all entries of a file written by torch."""
-    made = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
+    """Return the fields of a directory entry that have the same value in all entries of a file written by torch."""
+    versions = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
     flags = record.flag_bits | 8  # bit 3, sizes after the data, is unset for empty tensors only; ignored
-    return (*made, flags, record.compress_type, record.internal_attr, record.external_attr, record.volume)
+    return (*versions, flags, record.compress_type, record.internal_attr, record.external_attr, record.volume)

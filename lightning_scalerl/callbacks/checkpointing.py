@@ -36,18 +36,17 @@ class ResumableCheckpoint(Checkpoint):
 
     Besides these two checkpoints the directory may contain:
 
-    - one `.part` of a save that was killed, until the next process of the run saves;
-    - `.void` checkpoints, which could not be used on resuming, until the next checkpoint is saved;
-    - `.unrecorded` checkpoints, whose records come after a broken line of the journal; these are kept.
+    - `.part` files, left by a process that was killed while saving, until the next save;
+    - `.void` checkpoints, which could not be used on resuming, until the next save;
+    - `.unrecorded` checkpoints, whose records come after a broken line of the journal; these are never deleted.
 
     Lightning calls a `Checkpoint` after all other callbacks, so a step's records are written before the checkpoint that
-    covers them. With several ranks rank 0 writes. If the model is sharded, the checkpoint is a folder and each rank
+    covers them. With several ranks, rank 0 writes. If the model is sharded, the checkpoint is a folder and each rank
     writes its own part.
 
     This callback also handles requests to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning received) on any
-    rank: after the current step is saved, `Trainer.fit` raises `RunInterruptedError` on all ranks. If rank 0 gets the
-    request during a generation, the unfinished generation is saved. An evaluation is abandoned and made again on
-    resuming.
+    rank: after the current step is saved, `Trainer.fit` raises `RunInterruptedError` on all ranks. During generation,
+    rank 0 saves at once, with the rollouts in flight. An evaluation is aborted, and repeated when the run resumes.
 
     Args:
         directory: folder of the checkpoints.
@@ -57,7 +56,7 @@ class ResumableCheckpoint(Checkpoint):
     """
 
     KEEP = 2
-    best_model_path = ""  # Lightning reads it from every `Checkpoint`; we have no best one
+    best_model_path = ""  # Lightning reads this attribute of every `Checkpoint`; there is no best model here
 
     def __init__(
         self,
@@ -73,18 +72,18 @@ class ResumableCheckpoint(Checkpoint):
         self._guard = guard or (lambda: None)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set newer checkpoints aside, and stop at once if a request to stop came before the first step."""
+        """Rename checkpoints newer than the current step, and stop at once if a stop was requested before it."""
         run = run_of(pl_module)
         run.ranks.share(lambda: self._set_aside(run.completed_steps))
-        self._stop_if_asked(run, run.ranks.agree(run.stop_reason))
+        self._raise_if_stopped(run, run.ranks.agree(run.stop_reason))
 
     def _set_aside(self, step: int) -> None:
-        # The guard comes first, since the files may belong to another process by now.
+        # Check the lease first, because another process may own the files by now.
         if any(step_of(path) > step for path in checkpoints(self.directory)):
             self._guard()
             set_aside(self.directory, step)
 
-    def _make_room(self) -> None:
+    def _remove_partial_files(self) -> None:
         """Delete the `.part` files of killed processes, which could fill the disk."""
         if unfinished := list(self.directory.glob("step-*.part")):
             self._guard()
@@ -92,7 +91,7 @@ class ResumableCheckpoint(Checkpoint):
             remove(path)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if a checkpoint is due; on a request to stop, save and stop, unless this was the last step anyway."""
+        """Save if a checkpoint is due; on a request to stop, save and stop (after the last step only save)."""
         run = run_of(pl_module)
         step = run.completed_steps
         # If the evaluation after the last step was interrupted, the run must resume to repeat it.
@@ -102,7 +101,7 @@ class ResumableCheckpoint(Checkpoint):
         if last or trainer.should_stop or reason is not None or due:
             self._save(trainer, run, step)
         if not last:
-            self._stop_if_asked(run, reason)
+            self._raise_if_stopped(run, reason)
 
     def save(self, trainer: Trainer, run: Run) -> None:
         """Save the run at the end of a fit that ends before `max_steps`."""
@@ -116,10 +115,10 @@ class ResumableCheckpoint(Checkpoint):
         """
         reason = run.ranks.agree(run.stop_reason)
         self._save(trainer, run, run.completed_steps)
-        self._stop_if_asked(run, reason)
+        self._raise_if_stopped(run, reason)
 
     @staticmethod
-    def _stop_if_asked(run: Run, reason: str | None) -> None:
+    def _raise_if_stopped(run: Run, reason: str | None) -> None:
         if reason is not None:
             raise RunInterruptedError(f"step {run.completed_steps}: {reason}")
 
@@ -130,7 +129,7 @@ class ResumableCheckpoint(Checkpoint):
             # A unique name, since a process that has lost the run's lease may still be writing a checkpoint.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
-            run.ranks.share(self._make_room)
+            run.ranks.share(self._remove_partial_files)
             try:
                 with written_directly(trainer):
                     # `weights_only` is explicit, because Lightning logs a message each time if it is not given.
@@ -142,9 +141,9 @@ class ResumableCheckpoint(Checkpoint):
             first_failure = run.ranks.agree(None if failure is None else error_line(failure))
             if failure is None and first_failure is not None:
                 failure = RuntimeError(f"checkpoint: a rank could not write its part, {first_failure}")
-            run.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
+            run.ranks.share(lambda: self._publish(trainer, unfinished, step, failure))
 
-    def _put_in_place(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
+    def _publish(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
         """Rename a written checkpoint to its final name, record it in the journal, and delete old ones."""
         try:
             if failure is not None:
@@ -165,13 +164,13 @@ class ResumableCheckpoint(Checkpoint):
 
 
 def check_whole(path: Any) -> None:
-    """Refuse to load a file left by an interrupted save, or a checkpoint that was set aside as unusable.
+    """Refuse to load a file left by an interrupted save (`.part`), or an unusable checkpoint (`.void`).
 
     Args:
         path: path of the checkpoint to load; None if there is none.
 
     Raises:
-        ConfigurationError: the path is one of these.
+        ConfigurationError: the path has one of these suffixes.
     """
     if str(path or "").endswith((".part", VOID)):
         raise ConfigurationError(
@@ -180,10 +179,10 @@ def check_whole(path: Any) -> None:
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
-    """Rename checkpoints newer than the step that a run resumes from, since the run will make these steps again.
+    """Add a suffix to checkpoints newer than `step`, from which a run resumes: the run will make later steps again.
 
     The suffix `VOID` is for unusable checkpoints, which are deleted after the next save. `UNRECORDED` is for intact
-    checkpoints whose records are lost. They are kept, because the records may be recovered.
+    checkpoints whose records are lost: they are not deleted, because the records may be recovered.
     """
     for path in checkpoints(directory):
         if step_of(path) > step:
@@ -192,7 +191,7 @@ def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
 
 @dataclass(frozen=True)
 class Newest:
-    """Newest usable checkpoint or None, and the newer unusable ones with the reasons."""
+    """Newest usable checkpoint (None if there is none), and newer checkpoints that are unusable, with the reasons."""
 
     path: Path | None
     passed_over: tuple[PassedOver, ...] = ()
@@ -204,7 +203,7 @@ def newest_checkpoint(
     at_most: int | None = None,
     shared: tuple[str, int] | None = None,
 ) -> Newest:
-    """Find the newest intact checkpoint of a run; newer ones that are skipped are reported on stderr.
+    """Find the newest intact checkpoint of a run; report newer checkpoints that are skipped on stderr.
 
     The whole checkpoint is read once, and every record must match its checksum. If the parent folder has the run's
     journal, the journal must record the checkpoint. Otherwise the run would continue after records that were lost.
@@ -213,33 +212,35 @@ def newest_checkpoint(
         directory: folder of the checkpoints.
         run: identity of the run; checkpoints of another run are skipped. A checkpoint without an identity (from an
             earlier version or a script) is accepted.
-        at_most: the latest step that may be used; None for the last one that the journal records, or any step if there
+        at_most: the latest step that may be used; None for the last step that the journal records, or any step if there
             is no journal.
-        shared: run and step of the parent's checkpoint from which a branch starts, which is accepted as well.
+        shared: in a branch, run and step of the parent's checkpoint, which is accepted as well.
 
     Raises:
-        OSError: reading failed because of the machine, so the checkpoint may be intact and must not be skipped.
+        OSError: the machine cannot read the file now, so the checkpoint may be intact and must not be skipped.
     """
-    beyond = f"beyond step {at_most}"
+    why_beyond = f"beyond step {at_most}"
     if at_most is None:
         at_most = covered_step(Path(directory).parent)
-        beyond = f"beyond step {at_most}, the last checkpoint that {JOURNAL_FILE} records"
+        why_beyond = f"beyond step {at_most}, the last checkpoint that {JOURNAL_FILE} records"
     if at_most is not None and at_most < 0:
-        beyond = f"not recorded in {JOURNAL_FILE}"
+        why_beyond = f"not recorded in {JOURNAL_FILE}"
     passed_over = []
     newest = None
     for path in checkpoints(Path(directory)):
         owner = shared[0] if shared is not None and shared[1] == step_of(path) else run
-        why = beyond if at_most is not None and step_of(path) > at_most else unusable(path, owner)
-        if why is None:
+        reason = why_beyond if at_most is not None and step_of(path) > at_most else unusable(path, owner)
+        if reason is None:
             newest = path
             break
-        passed_over.append(PassedOver(path.name, why))
+        passed_over.append(PassedOver(path.name, reason))
     if process_rank() == 0:
-        instead = "no older one is left" if newest is None else f"{newest.name} in its place"
-        for skipped in passed_over:
+        replacement = "no older one is left" if newest is None else f"{newest.name} in its place"
+        for passed in passed_over:
             print(
-                f"checkpoint {skipped.checkpoint} is passed over, {skipped.why}; {instead}", file=sys.stderr, flush=True
+                f"checkpoint {passed.checkpoint} is passed over, {passed.why}; {replacement}",
+                file=sys.stderr,
+                flush=True,
             )
     return Newest(newest, tuple(passed_over))
 
@@ -252,12 +253,12 @@ def unusable(path: Path, run: str | None = None) -> str | None:
         run: identity of the run, as in `newest_checkpoint`.
 
     Raises:
-        OSError: reading failed because of the machine, so the checkpoint may be intact.
+        OSError: the machine cannot read the file now, so the checkpoint may be intact.
     """
     try:
-        why = damage(path)
-        if why is not None:
-            return why
+        reason = damage(path)
+        if reason is not None:
+            return reason
         saved = torch.load(path / META if is_folder(path) else path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(saved, dict) or "scalerl" not in saved:
             return "holds no run to go on with"

@@ -31,12 +31,12 @@ from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verif
 from sweeps.run.passes import Passes, digest
 
 # Largest number of tokens, padding included, of one forward pass over known solutions.
-_SCORED_TOGETHER = 8192
+_MAX_SCORED_TOKENS = 8192
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Default of `prompts`, which means "not given", because None already means all prompts. It is a string, so that
+# Default of `prompts`: take the recipe's value. It cannot be None, which means all prompts, and it is a string so that
 # LightningCLI can save it.
-_RECIPES: Literal["recipe"] = "recipe"
+_FROM_RECIPE: Literal["recipe"] = "recipe"
 
 
 class Evaluate(Callback):
@@ -44,20 +44,21 @@ class Evaluate(Callback):
 
     Each evaluation is a Lightning validation, so that EarlyStopping and ModelCheckpoint act after it. It records
     `eval/<set>/pass_rate` with its standard error for this fixed set of prompts, pass rates by difficulty, and pass@k
-    and maj@k for k = 2, 4, 8, ... up to the samples (`sweeps.run.pass_at_k`). Its compute is metered separately and is
-    not part of any compute axis. All recipes get the same random numbers.
+    and maj@k for k = 2, 4, 8, ... up to the samples (`sweeps.run.pass_at_k`). The compute of evaluations is metered
+    separately and is not part of any compute axis. All recipes get the same random numbers.
 
     Arguments that are not given come from the recipe (its configuration group `evaluation`, which a scale may set), as
-    in `scalerl train`. If the recipe does not set them either, they are 10 steps, 4 samples, seed 0 and all prompts.
+    in `scalerl train`. If the recipe does not set them either, the defaults are 10 steps, 4 samples, seed 0 and all
+    prompts.
 
     Args:
         every_n_steps: optimizer steps between evaluations.
         samples: completions per prompt.
         seed: seed of the evaluation's sampling, combined with the run's seed. Runs with equal seeds share these random
             numbers.
-        prompts: evaluate at most this many prompts of each set, the first ones; None for all.
-        sets: further held-out sets by name, of any task, with settings of their own: an `EvaluationSet`, a mapping of
-            its arguments, or a task. They do not change what a run trains on.
+        prompts: evaluate only the first `prompts` prompts of each set; None for all.
+        sets: further held-out sets of any task, by name: an `EvaluationSet`, a mapping of its arguments, or a task.
+            They do not change what a run trains on.
         gold_logprob: also record the log-probability of known solutions, where rows have one. It costs a forward pass
             per prompt, about a fifth of an evaluation with 4 samples.
     """
@@ -70,56 +71,58 @@ class Evaluate(Callback):
         every_n_steps: int | None = None,
         samples: int | None = None,
         seed: int | None = None,
-        prompts: int | Literal["recipe"] | None = _RECIPES,
+        prompts: int | Literal["recipe"] | None = _FROM_RECIPE,
         sets: Mapping[str, Any] | None = None,
         gold_logprob: bool = False,
     ) -> None:
         without_tips()
         self.gold_logprob = gold_logprob
-        self.sets = {name: evaluation_set(name, given) for name, given in (sets or {}).items()}
-        given = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
-        self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if prompts != _RECIPES:
-            self._given["prompts"] = prompts
-        self._applied: dict[str, Any] = {}
+        self.sets = {name: evaluation_set(name, entry) for name, entry in (sets or {}).items()}
+        explicit = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
+        self._explicit: dict[str, Any] = {name: value for name, value in explicit.items() if value is not None}
+        if prompts != _FROM_RECIPE:
+            self._explicit["prompts"] = prompts
+        self._last_values: dict[str, Any] = {}
         self.follow({})
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
-        self.is_last = False  # no step follows the weights that are evaluated next, so all sets are due
+        self.is_last = False  # whether the next evaluation is the run's last, in which all sets are evaluated
         self._last_step = -1
         self._evaluated: set[str] = set()  # entries of `sets` evaluated at that step, and "" for the task's own sets
 
     def follow(self, settings: Mapping[str, Any]) -> None:
-        """Take the arguments that were not given from a recipe's settings (`Recipe.evaluation`).
+        """Set arguments that were not given to the values of a recipe (`Recipe.evaluation`).
 
         Raises:
             ConfigurationError: a value is invalid.
         """
-        # An attribute that a script has assigned since the last call counts as given.
-        self._given |= {name: getattr(self, name) for name, was in self._applied.items() if getattr(self, name) != was}
-        values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
+        # An attribute that a script has changed since the last call counts as a given argument.
+        self._explicit |= {
+            name: getattr(self, name) for name, was in self._last_values.items() if getattr(self, name) != was
+        }
+        values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._explicit}
         self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
         self.samples = whole_number("evaluation.samples", values["samples"])
         self.seed: int = values["seed"]
         limit = values["prompts"]
         self.prompts = None if limit is None else whole_number("evaluation.prompts", limit)
-        self._applied = {name: getattr(self, name) for name in _DEFAULTS}
+        self._last_values = {name: getattr(self, name) for name in _DEFAULTS}
 
     @property
     def tasks(self) -> dict[str, Task]:
         """Tasks of `sets`, by name of the entry."""
         return {name: one.task for name, one in self.sets.items()}
 
-    def check_context(self, most: int) -> None:
-        """Check that no set wants longer completions than the generator's limit of `most` tokens.
+    def check_context(self, max_new_tokens: int) -> None:
+        """Check that the completion limit of every set is at most the generator's limit, `max_new_tokens`.
 
         Raises:
-            ConfigurationError: a set wants longer ones.
+            ConfigurationError: the limit of a set is larger.
         """
         for name, one in self.sets.items():
-            if (one.max_new_tokens or 0) > most:
+            if (one.max_new_tokens or 0) > max_new_tokens:
                 raise ConfigurationError(
                     f"evaluation.sets.{name}.max_new_tokens: {one.max_new_tokens} is above context.max_new_tokens="
-                    f"{most}, for which the generator has room; raise that one"
+                    f"{max_new_tokens}, for which the generator has room; raise that one"
                 )
 
     @property
@@ -128,7 +131,7 @@ class Evaluate(Callback):
         return "evaluate"
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
-        """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: no step follows."""
+        """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: the run ends there."""
         due = self._due(step, last or step >= max_steps)
         return bool(due - self._evaluated if step == self._last_step else due)
 
@@ -149,7 +152,7 @@ class Evaluate(Callback):
         self._evaluate(trainer, run_of(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Evaluate after this step if one is due."""
+        """Evaluate after this step if an evaluation is due."""
         self._evaluate(trainer, run_of(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +162,7 @@ class Evaluate(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the last evaluated step from a checkpoint."""
         self._last_step = state_dict["last_step"]
-        # Checkpoints of earlier versions are of runs without `sets`.
+        # Checkpoints of versions without `sets` have no entry `evaluated`.
         self._evaluated = set(state_dict.get("evaluated", [""]))
 
     def _evaluate(self, trainer: Trainer, run: Run) -> None:
@@ -184,8 +187,10 @@ class Evaluate(Callback):
 
     def _due(self, step: int, last: bool) -> set[str]:
         """Return the entries of `sets` that are evaluated at `step`, and "" for the task's own sets."""
-        own = {name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()}
-        return {name for name, every in {"": self.every_n_steps, **own}.items() if last or step % every == 0}
+        intervals = {name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()}
+        return {
+            name for name, interval in {"": self.every_n_steps, **intervals}.items() if last or step % interval == 0
+        }
 
     def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
         """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
@@ -193,16 +198,16 @@ class Evaluate(Callback):
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
-            before = run.meter.evaluation_so_far()
+            cost_before = run.meter.evaluation_cost()
             step, settings, self.passes = run.completed_steps, self.settings(run.task), {}
             for number, (name, prompts) in enumerate(run.eval_sets.items()):
-                every = settings[name].every_n_steps or self.every_n_steps
+                interval = settings[name].every_n_steps or self.every_n_steps
                 # A later record of a step replaces an earlier one, so the last evaluation has every set.
-                if in_fit and not self.is_last and step % every:
+                if in_fit and not self.is_last and step % interval:
                     continue
                 rates = self._pass_rates(name, number, prompts, settings[name], run, generator, verifiers)
                 if rates is None:
-                    run.meter.evaluation_thrown_away(before)
+                    run.meter.discard_evaluation(cost_before)
                     return None
                 metrics |= rates | self._gold_logprob(name, prompts, run, generator)
         return {**metrics, **run.meter.evaluation_metrics()}
@@ -223,70 +228,71 @@ class Evaluate(Callback):
             RewardError: no completion has a score.
         """
         prompts = sets.prompts[: self.prompts]
-        # The key includes the run's seed: if all seeds had the same noise, their curves would bend alike, and a fit
-        # would take the noise for the curve's shape. Recipes with the same seed share the noise, so that their
-        # differences are paired.
+        # The random key includes the run's seed: if all seeds had the same noise, their curves would have the same
+        # bumps, and a fit would take these for the curve's shape. Recipes with the same seed share the noise, so that
+        # their differences are paired.
         # The key of another task's set is its name, so that adding a set does not change the others' random numbers.
-        of_set = number if settings.task is run.task else int.from_bytes(sha256(name.encode()).digest()[:8])
+        set_key = number if settings.task is run.task else int.from_bytes(sha256(name.encode()).digest()[:8])
         samples = settings.samples or self.samples
         requests = [
             GroupRequest(
-                place,
+                prompt_index,
                 tuple(tokens),
                 samples,
-                (self.seed, EVALUATION_STREAM, of_set, place, run.completed_steps, run.seed),
+                (self.seed, EVALUATION_STREAM, set_key, prompt_index, run.completed_steps, run.seed),
                 max_new_tokens=settings.max_new_tokens or 0,
                 temperature=settings.temperature,
             )
-            for place, tokens in enumerate(sets.tokens[: self.prompts])
+            for prompt_index, tokens in enumerate(sets.tokens[: self.prompts])
         ]
-        tickets = sampled(run, prompts, requests, generator, verifiers, f"evaluation of {name}")
+        tickets = sample_and_submit(run, prompts, requests, generator, verifiers, f"evaluation of {name}")
         if tickets is None:
             return None
         passed = torch.zeros(len(prompts), dtype=torch.float64)
         scored = torch.zeros(len(prompts), dtype=torch.float64)
-        wrong: list[Counter[str | None]] = [Counter() for _ in prompts]
+        wrong_answers: list[Counter[str | None]] = [Counter() for _ in prompts]
         watch = ErrorWatch(run.recipe.verify)
         for submitted in tickets:
             assert submitted.ticket is not None
-            place, outcome = submitted.place, verifiers.wait(submitted.ticket)
+            prompt_index, outcome = submitted.prompt_index, verifiers.wait(submitted.ticket)
             run.meter.judged(outcome.charges, evaluation=True)
-            watch.observe(prompts[place], outcome)
+            watch.observe(prompts[prompt_index], outcome)
             if outcome.kind == "score":
-                scored[place] += 1
-                right = passes(run.task, outcome)
-                passed[place] += right
-                if not right:
-                    wrong[place][outcome.answer] += 1
+                scored[prompt_index] += 1
+                is_pass = passes(run.task, outcome)
+                passed[prompt_index] += is_pass
+                if not is_pass:
+                    wrong_answers[prompt_index][outcome.answer] += 1
         if not scored.any():
             why = "; ".join(watch.last_errors) or "its verifier abstains"
             raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
-        return self._rates(name, samples, prompts, passed, scored, wrong)
+        return self._rates(name, samples, prompts, passed, scored, wrong_answers)
 
     def _gold_logprob(self, name: str, sets: PromptSet, run: Run, generator: Generator) -> dict[str, float]:
         """Return the mean log-probability (nats) of a token of the known solutions, by one forward pass per prompt.
 
-        It has no sampling noise, so it is smooth where pass rates are not. Empty if no prompt has a solution that fits
-        into the context, or the generator cannot score. A prompt's tokens have equal weights, and so have prompts.
+        This metric has no sampling noise, unlike pass rates. It is a mean over prompts of means over a solution's
+        tokens. The result is empty if no prompt has a solution that fits into the context, or the generator cannot
+        score.
         """
         if not self.gold_logprob or not can_score(generator):
             return {}
         context, requests = run.recipe.context, []
-        room = context.max_prompt_tokens + context.max_new_tokens
+        max_tokens = context.max_prompt_tokens + context.max_new_tokens
         for prompt, tokens in zip(sets.prompts[: self.prompts], sets.tokens[: self.prompts], strict=True):
             solution = run.encode(prompt.solution) if prompt.solution else []
-            if solution and len(tokens) + len(solution) <= room:
+            if solution and len(tokens) + len(solution) <= max_tokens:
                 requests.append((tuple(tokens), tuple(solution)))
         total = 0.0
         longest = max((len(prompt) + len(tokens) for prompt, tokens in requests), default=1)
-        together = max(1, _SCORED_TOGETHER // longest)
-        for first in range(0, len(requests), together):
-            batch = requests[first : first + together]
+        batch_size = max(1, _MAX_SCORED_TOKENS // longest)
+        for first in range(0, len(requests), batch_size):
+            batch = requests[first : first + batch_size]
             scores = generator_scores(cast(Scorer, generator), batch)
             if scores is None:
                 return {}
             total += sum(float(logprobs.double().mean()) for logprobs in scores)
-            run.meter.on_event(Event("decode", 0.0, _computed(batch)))
+            run.meter.on_event(Event("decode", 0.0, _scoring_work(batch)))
         return {f"eval/{name}/gold_logprob": total / len(requests)} if requests else {}
 
     def _rates(
@@ -296,16 +302,20 @@ class Evaluate(Callback):
         prompts: Sequence[Prompt],
         passed: torch.Tensor,
         scored: torch.Tensor,
-        wrong: Sequence[Counter[str | None]],
+        wrong_answers: Sequence[Counter[str | None]],
     ) -> dict[str, float]:
-        """Return pass rates over the prompts with a score; an ungraded completion counts as not sampled."""
+        """Return pass rates over the prompts with a graded completion; ungraded completions are ignored."""
         graded = torch.nonzero(scored).flatten().tolist()
         rates = passed[graded] / scored[graded]
         prompts_digest = digest((prompt.text, prompt.answer) for prompt in prompts)
         passed_counts, scored_counts = (tuple(map(int, count.tolist())) for count in (passed, scored))
         families = tuple(prompt.family for prompt in prompts)
         self.passes[name] = Passes(
-            prompts_digest, passed_counts, scored_counts, _wrong_answers(wrong), families if any(families) else None
+            prompts_digest,
+            passed_counts,
+            scored_counts,
+            _wrong_answers(wrong_answers),
+            families if any(families) else None,
         )
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
@@ -321,7 +331,7 @@ class Evaluate(Callback):
         if (missing := len(prompts) * samples - int(scored.sum())) > 0:
             metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * samples)
         for label in sorted({label for prompt in prompts for label in _labels(prompt)}):
-            matching = [number for number, place in enumerate(graded) if label in _labels(prompts[place])]
+            matching = [number for number, prompt_index in enumerate(graded) if label in _labels(prompts[prompt_index])]
             if matching:
                 metrics[f"eval/{name}/pass_rate_{label}"] = float(rates[matching].mean())
         return metrics
@@ -333,8 +343,8 @@ def _labels(prompt: Prompt) -> set[str]:
     return {prompt.difficulty, environment} - {""}
 
 
-def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:
-    """Return the work of scoring completions: (prompt tokens, completion tokens), as if they had been sampled."""
+def _scoring_work(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:
+    """Return a report of the work of scoring (prompt tokens, completion tokens), as if they had been sampled."""
     pairs = [(len(prompt), len(tokens)) for prompt, tokens in scored]
     return StepReport(
         finished=(),
@@ -346,26 +356,27 @@ def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepRepo
     )
 
 
-def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:
-    """Return by prompt how often each different wrong answer was given, the most frequent first.
+def _wrong_answers(wrong_answers: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:
+    """Return for each prompt how often each wrong answer occurred, the most frequent first.
 
-    Completions without an answer are left out. None if the grader does not distinguish answers, or if none was wrong.
+    Completions without an answer are left out. The result is None if the grader does not return answers, or if no
+    answer was wrong.
     """
-    if any(None in answers for answers in wrong) or not any(wrong):
+    if any(None in answers for answers in wrong_answers) or not any(wrong_answers):
         return None
-    return tuple(tuple(count for answer, count in answers.most_common() if answer) for answers in wrong)
+    return tuple(tuple(count for answer, count in answers.most_common() if answer) for answers in wrong_answers)
 
 
 @dataclass(frozen=True)
 class Submitted:
     """A sampled completion, with the index of its prompt and the ticket of its outcome (None if it is not graded)."""
 
-    place: int
+    prompt_index: int
     sample: Sample
     ticket: int | None
 
 
-def sampled(
+def sample_and_submit(
     run: Run,
     prompts: Sequence[Prompt],
     requests: Sequence[GroupRequest],
@@ -374,7 +385,7 @@ def sampled(
     purpose: str,
     ungraded: Collection[int] = (),
 ) -> list[Submitted] | None:
-    """Sample completions of prompts, and grade them while others are still being sampled.
+    """Sample completions of prompts, and submit each for grading while others are still being sampled.
 
     Args:
         run: the run; its generator must have the current weights.
@@ -385,7 +396,7 @@ def sampled(
         ungraded: indices of prompts that the task cannot grade.
 
     Returns:
-        The completions in the order of grading; None if a stop was requested meanwhile.
+        The completions in the order of submission; None if a stop was requested meanwhile.
 
     Raises:
         OtherWeightsError: the generator used other weights than the run's.
@@ -411,26 +422,28 @@ def sampled(
             if conversations is not None:
                 conversations.conclude(finished)
             _check_version(purpose, finished.rollout, run.completed_steps)
-            place, sample = finished.key, run.sample(prompts[finished.key], finished.rollout)
-            group = finished_of.setdefault(place, {})
+            prompt_index, sample = finished.key, run.sample(prompts[finished.key], finished.rollout)
+            group = finished_of.setdefault(prompt_index, {})
             group[finished.index] = sample
-            if place in ungraded:
-                submitted.append(Submitted(place, sample, None))
+            if prompt_index in ungraded:
+                submitted.append(Submitted(prompt_index, sample, None))
                 continue
             # Some graders compare the completions of a prompt, so they need the whole group.
-            if not needs_group(grader, prompts[place]):
+            if not needs_group(grader, prompts[prompt_index]):
                 bundle = [sample]
-            elif len(group) == sizes[place]:
+            elif len(group) == sizes[prompt_index]:
                 bundle = [group[index] for index in sorted(group)]
             else:
                 continue
             tickets = submit_bundle(verifiers, bundle)
-            submitted += [Submitted(place, member, ticket) for member, ticket in zip(bundle, tickets, strict=True)]
+            submitted += [
+                Submitted(prompt_index, member, ticket) for member, ticket in zip(bundle, tickets, strict=True)
+            ]
     return submitted
 
 
 class OtherWeightsError(RuntimeError):
-    """Evaluation with other weights than those of its step, which must not become a point of a curve."""
+    """Raised if an evaluation of a step used weights of another step: it must not become a point of a curve."""
 
 
 def _check_version(purpose: str, rollout: Rollout, version: int) -> None:
@@ -439,11 +452,11 @@ def _check_version(purpose: str, rollout: Rollout, version: int) -> None:
     Raises:
         OtherWeightsError: other weights sampled a token.
     """
-    others = sorted(set(rollout.weight_versions) - {version})
-    if others:
+    other_versions = sorted(set(rollout.weight_versions) - {version})
+    if other_versions:
         raise OtherWeightsError(
             f"{purpose}: it is of step {version}, and the generator sampled with weights of step "
-            f"{others[0]}; nothing is recorded"
+            f"{other_versions[0]}; nothing is recorded"
         )
 
 
@@ -464,7 +477,7 @@ class EvaluationStoppedError(Exception):
 
 
 def validate_now(trainer: Trainer, last: bool) -> bool:
-    """Run Lightning's validation loop with all its hooks inside `fit`; return False if it was stopped early.
+    """Run Lightning's validation loop, with all its hooks, inside `fit`; return False if it was stopped early.
 
     Args:
         trainer: the Trainer.
@@ -490,16 +503,21 @@ def validate_now(trainer: Trainer, last: bool) -> bool:
 def standard_error(rates: torch.Tensor, samples: int, scored: torch.Tensor | None = None) -> float:
     """Return the standard error of the mean of per-prompt pass rates (N,), for a fixed set of prompts.
 
-    Only the sampling noise counts: the sum of p (1 - p) / samples over prompts, unbiased for few samples. The result is
-    never zero: if all rates are 0 or 1, it is computed with one pass and one failure added to the whole set.
+    It measures the sampling noise only: the sum of unbiased estimates of p (1 - p) / samples over prompts. It is never
+    zero: if all rates are 0 or 1, it is computed with one pass and one failure added to the whole set.
+
+    Args:
+        rates: pass rates (N,).
+        samples: completions per prompt.
+        scored: number of graded completions of each prompt (N,); None if it is `samples` for all.
     """
     count = rates.numel()
     # Bessel's correction: dividing by samples - 1 makes the estimate of each p (1 - p) unbiased.
     if scored is None or bool((scored == samples).all()):
-        spread = (rates * (1 - rates)).sum() / max(1, samples - 1)
+        variance_sum = (rates * (1 - rates)).sum() / max(1, samples - 1)
     else:
-        spread = (rates * (1 - rates) / (scored - 1).clamp(min=1)).sum()
+        variance_sum = (rates * (1 - rates) / (scored - 1).clamp(min=1)).sum()
     total = count * samples
     mean = (float(rates.sum()) * samples + 1) / (total + 2)
-    floor = mean * (1 - mean) / total if not spread > 0 else 0.0
-    return math.sqrt(max(float(spread) / count**2, floor))
+    smallest_variance = mean * (1 - mean) / total if not variance_sum > 0 else 0.0
+    return math.sqrt(max(float(variance_sum) / count**2, smallest_variance))

@@ -16,13 +16,14 @@ _SETTINGS = ("samples", "every_n_steps", "temperature", "max_new_tokens")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Held-out sets of another task, which are only evaluated. A setting of None means that of `Evaluate` or `context`.
+    """Held-out sets of another task, which are only evaluated.
+
+    Where a setting is None, the value of `Evaluate` (samples, steps) or of group `context` is used.
 
     Args:
         task: task with the prompts, their instruction and their grader; it needs no training prompts.
         samples: completions per prompt.
-        every_n_steps: optimizer steps between evaluations; the first weights, and those at the end of the budget, are
-            evaluated in any case.
+        every_n_steps: optimizer steps between evaluations. The initial and the final weights are evaluated in any case.
         temperature: sampling temperature; 0 for the most likely token.
         max_new_tokens: longest completion in tokens, at most `context.max_new_tokens`.
 
@@ -44,12 +45,12 @@ class EvaluationSet:
         for key in ("samples", "every_n_steps", "max_new_tokens"):
             if (value := getattr(self, key)) is not None:
                 whole_number(f"{field}.{key}", value)
-        cold = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
-        if self.temperature is not None and not (cold and 0 <= self.temperature < math.inf):
+        is_number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
+        if self.temperature is not None and not (is_number and 0 <= self.temperature < math.inf):
             raise ConfigurationError(f"{field}.temperature: {self.temperature!r} must be a number, 0 or more")
 
 
-def evaluation_set(name: str, given: Any) -> EvaluationSet:
+def evaluation_set(name: str, entry: Any) -> EvaluationSet:
     """Return an entry of `evaluation.sets` as a record.
 
     Raises:
@@ -58,14 +59,14 @@ def evaluation_set(name: str, given: Any) -> EvaluationSet:
     field = f"evaluation.sets.{name}"
     if not str(name).replace("_", "").isalnum():
         raise ConfigurationError(f"{field}: a name must be of letters, digits and _: metrics bear it")
-    if isinstance(given, Mapping):
-        unknown = [key for key in given if key not in ("task", *_SETTINGS)]
-        if unknown or "task" not in given:
+    if isinstance(entry, Mapping):
+        unknown = [key for key in entry if key not in ("task", *_SETTINGS)]
+        if unknown or "task" not in entry:
             raise ConfigurationError(
                 f"{field}: {', '.join(map(str, unknown)) or 'no task'}; an entry is a task and perhaps "
                 f"{', '.join(_SETTINGS)}"
             )
-        given = EvaluationSet(**given)
-    made = given if isinstance(given, EvaluationSet) else EvaluationSet(given)
-    made.check(name)
-    return made
+        entry = EvaluationSet(**entry)
+    evaluation = entry if isinstance(entry, EvaluationSet) else EvaluationSet(entry)
+    evaluation.check(name)
+    return evaluation

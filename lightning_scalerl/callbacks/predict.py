@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_scalerl.callbacks.evaluate import EvaluationStoppedError, sampled
+from lightning_scalerl.callbacks.evaluate import EvaluationStoppedError, sample_and_submit
 from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.rollouts.grade import Outcome, Sample
@@ -29,7 +29,7 @@ class Completion:
         reward: the task's reward; None if the grader abstains or fails, or the task does not know the prompt.
         correct: whether it counts as a pass; None without a reward.
         truncated: whether it hit the limit `context.max_new_tokens`.
-        why: the reason if there is no reward.
+        why: the reason why there is no reward; "" if there is one.
     """
 
     text: str
@@ -54,7 +54,7 @@ class Prediction:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Prediction:
-        """Return the prediction that `asdict` has turned into plain values."""
+        """Build a prediction from the plain values that `asdict` has made of it."""
         return cls(plain["prompt"], tuple(Completion(**fields) for fields in plain["completions"]))
 
 
@@ -65,7 +65,7 @@ UNKNOWN = Outcome(
 
 
 def predicted(module: Any) -> Sequence[Prediction]:
-    """Return the predictions for the prompts of the Trainer's datamodule; all ranks get the same."""
+    """Return the predictions for the prompts of the Trainer's datamodule, on every rank."""
     data = module.trainer.datamodule
     # Shared between ranks as plain values.
     plain = module.ranks.share(
@@ -90,19 +90,21 @@ def predictions(run: Run, prompts: PromptSet, unknown: Collection[str], samples:
         EvaluationStoppedError: a stop was requested.
     """
     requests = [
-        GroupRequest(place, tuple(tokens), samples, (PREDICTION_STREAM, place, run.completed_steps, run.seed))
-        for place, tokens in enumerate(prompts.tokens)
+        GroupRequest(
+            prompt_index, tuple(tokens), samples, (PREDICTION_STREAM, prompt_index, run.completed_steps, run.seed)
+        )
+        for prompt_index, tokens in enumerate(prompts.tokens)
     ]
-    ungraded = {place for place, prompt in enumerate(prompts.prompts) if prompt.prompt_id in unknown}
+    ungraded = {prompt_index for prompt_index, prompt in enumerate(prompts.prompts) if prompt.prompt_id in unknown}
     completions: list[list[Completion]] = [[] for _ in requests]
     with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
         generator.publish(run.trained.weights(), run.completed_steps)
-        submitted = sampled(run, prompts.prompts, requests, generator, verifiers, "predict", ungraded)
+        submitted = sample_and_submit(run, prompts.prompts, requests, generator, verifiers, "predict", ungraded)
         if submitted is None:
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of a prediction")
         for entry in submitted:
             outcome = UNKNOWN if entry.ticket is None else verifiers.wait(entry.ticket)
-            completions[entry.place].append(_completion(run, entry.sample, outcome))
+            completions[entry.prompt_index].append(_completion(run, entry.sample, outcome))
     return [Prediction(prompt.text, group) for prompt, group in zip(prompts.prompts, completions, strict=True)]
 
 

@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 class Race(Recorder):
     """Ends the fit when the recipe is too unlikely to finish ahead of its study's favourite (docs/guide/race.md).
 
-    Use it in your own script, together with `Evaluate` and `RunLog`. After an evaluation it takes a look: it reads the
-    journals of all runs in the study's folder and jointly forecasts their rewards at the budget.
+    Use it in your own script, together with `Evaluate` and `RunLog`. After an evaluation it makes an interim analysis,
+    a "look": it reads the journals of all runs in the study's folder and jointly forecasts their rewards at the budget.
 
-    - Runs whose folders exist before the first look use the same evaluations and reach the same decisions. A run that
-      starts later compares itself with rivals that the others did not consider.
+    - Runs whose folders exist before the first look use the same evaluations and reach the same decisions. The
+      decisions of earlier runs do not consider a run that starts later.
     - A stopped run ends as with Lightning's `EarlyStopping` (`trainer.should_stop`) and is saved. To continue it, call
       `fit(ckpt_path=...)` without this callback.
     - Each look is written to `race.jsonl` in the run's directory. If the journals cannot be compared, a warning says
@@ -39,7 +39,7 @@ class Race(Recorder):
         study: folder that contains the directories of all racing runs, including this one's.
         budget: compute per run at which recipes are compared, in the unit of `axis`.
         p_ahead: probability of finishing ahead below which the recipe is stopped.
-        looks: number of consecutive looks below `p_ahead` before it is stopped.
+        looks: number of consecutive looks below `p_ahead` before the recipe is stopped.
         first: share of the budget at which the first look is taken.
         growth: factor by which compute grows from one look to the next.
         dry_run: take, record and report looks, but never stop the run.
@@ -78,17 +78,17 @@ class Race(Recorder):
         self._due = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Find the run's own directory through its `RunLog`, and set up the looks at the study's journals."""
+        """Find the run's directory through its `RunLog`, and set up the looks at the study's journals."""
         from sweeps.errors import UserError
         from sweeps.search.looks import Looks
 
-        found = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
-        if not found:
+        run_logs = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
+        if not run_logs:
             raise ConfigurationError("Race: needs a RunLog beside it, whose journals it reads; add RunLog(run_dir)")
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # fast_dev_run writes no journal to look at
         try:
-            self._looks = Looks(self.study, found[0].run_dir, self.rules, self._metric, self._axis, log)
+            self._looks = Looks(self.study, run_logs[0].run_dir, self.rules, self._metric, self._axis, log)
         except UserError as error:
             raise ConfigurationError(f"Race: {error}") from error
 

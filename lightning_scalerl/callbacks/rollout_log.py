@@ -37,7 +37,7 @@ class RolloutLog(Callback):
         self._guard = guard or (lambda: None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove groups of steps after the one that the run resumes from, since these steps are made again."""
+        """Remove groups of steps after the step from which the run resumes, because these steps are made again."""
         run = run_of(pl_module)
         if run.ranks.leads and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             cut_groups(self.run_dir, run.completed_steps, self._guard)
@@ -80,7 +80,7 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
 
 
 def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's record. It has `answer`, the text after the thinking, only if that is not the whole text."""
+    """Return a rollout's record. The key `answer` (the text after the thinking) is left out if it is the whole text."""
     return {
         "completion": sample.completion,
         **({} if sample.answer == sample.completion else {"answer": sample.answer}),
@@ -100,7 +100,7 @@ def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
 
 
 def _conversation(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """Return the part of a record on a conversation with an environment; empty without one."""
+    """Return the keys of a record about a conversation with an environment; empty without a conversation."""
     conversation = rollout.conversation
     if conversation is None:
         return {}

@@ -45,7 +45,7 @@ class Run(Protocol):
 
     @property
     def mechanism(self) -> MechanismCounters:
-        """Counters of the axes that depart from the recipe."""
+        """Counters of the axes on which the run differs from the recipe."""
         ...
 
     @property
@@ -73,20 +73,20 @@ class Run(Protocol):
         ...
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
-        """Return a completion in the form that a grader takes."""
+        """Return a completion as a `Sample`, the argument of a grader."""
 
     def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
-        """Return the conversations of an evaluation of these prompts; None without environments."""
+        """Return the conversations for evaluating these prompts; None if the run has no environments."""
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
         """Open the verifiers that grade completions for the duration of a `with` block."""
 
     @property
     def began(self) -> list[str]:
-        """Lines to show the user once at the start of a fit; only on rank 0."""
+        """Lines to print once at the start of a fit; empty on ranks other than 0."""
 
     def generating(self) -> AbstractContextManager[Generator]:
-        """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""
+        """Lend the run's generator for work other than training. Rollouts in flight are paused until it is returned."""
 
     @property
     def stop_reason(self) -> str | None:

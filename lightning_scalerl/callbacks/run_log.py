@@ -15,8 +15,8 @@ from lightning_scalerl.callbacks.base import Recorder, without_tips
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.measure.compute_meter import WASTED, spent_in
-from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbeat
+from lightning_scalerl.measure.compute_meter import WASTED, total_cost
+from lightning_scalerl.measure.heartbeat import MeterHeartbeat, heartbeat_cost
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 from sweeps.run.passes import Passes, write_passes
@@ -44,9 +44,9 @@ class RunLog(Recorder):
     - `passes.jsonl`: which held-out prompts passed in each evaluation;
     - `compute.json`: the compute meter's heartbeat, until the run is finished.
 
-    A failed run gets an `end` record with the reason. An interrupted run gets none, since it will continue. A run that
-    ends with an exception whose attribute `leave_journal` is True gets none either, because another process owns the
-    journal by then.
+    If the run fails, an `end` record with the reason is written. If it is interrupted, none is written, because it will
+    continue. None is written either if the exception's attribute `leave_journal` is True, because another process then
+    owns the journal.
 
     Args:
         run_dir: the run's directory; created if missing.
@@ -75,7 +75,7 @@ class RunLog(Recorder):
         self._journal: Journal | None = None
         self._heartbeat: MeterHeartbeat | None = None
         self._last_step = 0
-        self._trial = False
+        self._is_trial = False
         self._announce = announce
         self._passed_over = tuple(passed_over)
         self._code = tuple(code)
@@ -90,12 +90,12 @@ class RunLog(Recorder):
         return self._journal
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the header, or a note of the resumed checkpoint and of the discarded compute."""
+        """Write the header of a new run, or for a resumed run a record of the checkpoint and of the lost compute."""
         run = run_of(pl_module)
-        self._trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if self._trial:
+        self._is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if self._is_trial:
             return  # a trial must not leave files that the real run would find
-        # All ranks must resume at one step before anything that depends on it is written.
+        # Check that all ranks resume at the same step before anything that depends on it is written.
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
         # A checkpoint of step 0 was saved during the first generation or evaluation; its records stay valid.
         resumes = run.completed_steps > 0 or trainer.ckpt_path is not None
@@ -103,12 +103,12 @@ class RunLog(Recorder):
 
     def _begin(self, run: Run, resumes: bool) -> None:
         """Check the earlier journal, if there is one, and write the files of a run that starts or continues."""
-        from lightning_scalerl.measure.semantics import effective, header_fields, write_semantics
+        from lightning_scalerl.measure.semantics import describe_choices, header_fields, write_semantics
 
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
         earlier = self._earlier()
-        # A fresh start repeats the initial evaluation, so the recorded one (step 0) is void as well. Hence -1.
+        # A fresh start repeats the initial evaluation, so a recorded evaluation of step 0 is not valid. Hence -1.
         last_valid_step = self._last_step if resumes else -1
         facts = code_facts(self._code, _IMPORTED)
         if earlier is not None:
@@ -117,13 +117,13 @@ class RunLog(Recorder):
         self._guard()
         write_semantics(self.run_dir, run)
         if self._announce:
-            lines = [*effective(run.recipe, run.choices), *run.began]
+            lines = [*describe_choices(run.recipe, run.choices), *run.began]
             print("\n".join(f"  {line}" for line in lines), flush=True)
         recorded = [] if earlier is None else earlier.records
-        reached = max((record.step for record in recorded if record.step <= self._last_step), default=0)
-        if reached < self._last_step:
+        last_recorded = max((record.step for record in recorded if record.step <= self._last_step), default=0)
+        if last_recorded < self._last_step:
             print(
-                f"warning: {self.run_dir / JOURNAL_FILE} lacks steps {reached + 1} to {self._last_step}: the "
+                f"warning: {self.run_dir / JOURNAL_FILE} lacks steps {last_recorded + 1} to {self._last_step}: the "
                 "checkpoint is newer than it; for a whole curve go on from one that newest_checkpoint finds, or anew",
                 file=sys.stderr,
                 flush=True,
@@ -131,27 +131,27 @@ class RunLog(Recorder):
         if earlier is None:
             self.journal.header(**{**header, "code": facts})
         else:
-            run.meter.spent_by_then(self._spent(earlier))
+            run.meter.count_lost_work(self._largest_cost(earlier))
         passed_over, self._passed_over = self._passed_over, ()  # recorded once, not for later fits
         mended = None if earlier is None else earlier.mended
-        fell_back: dict[str, Any] = {"passed_over": [asdict(each) for each in passed_over]} if passed_over else {}
+        resume_notes: dict[str, Any] = {"passed_over": [asdict(each) for each in passed_over]} if passed_over else {}
         if mended:
-            fell_back["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
-        if earlier is not None or self._last_step or fell_back:
-            self.journal.resume(last_valid_step, code=facts, **fell_back)
-        # Start the heartbeat now: until the first record, only it knows the compute that an interruption would waste.
+            resume_notes["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
+        if earlier is not None or self._last_step or resume_notes:
+            self.journal.resume(last_valid_step, code=facts, **resume_notes)
+        # Start the heartbeat now: if the run is killed before its first record, the heartbeat has the wasted compute.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
-    def _spent(self, earlier: JournalView) -> dict[str, float]:
+    def _largest_cost(self, earlier: JournalView) -> dict[str, float]:
         """Return the largest known cost of the run so far, over discarded records and the last heartbeat."""
         discarded = [record.metrics for record in earlier.records if record.step > self._last_step]
         discarded.append((earlier.mended or {}).get("metrics", {}))
-        costs = [*map(spent_in, discarded), spent_by_heartbeat(self.run_dir)]
+        costs = [*map(total_cost, discarded), heartbeat_cost(self.run_dir)]
         return {name: max(cost.get(name, 0.0) for cost in costs) for name in WASTED}
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write one record to the journal."""
-        if self._trial:
+        if self._is_trial:
             return
         self._last_step = step
         self.journal.record(kind, step, metrics)
@@ -159,7 +159,7 @@ class RunLog(Recorder):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write which held-out prompts passed, in addition to the evaluation's record."""
         evaluation = evaluation_of(trainer)
-        if trainer.state.fn == "fit" and evaluation is not None and not self._trial:
+        if trainer.state.fn == "fit" and evaluation is not None and not self._is_trial:
             run = run_of(pl_module)
             run.ranks.share(lambda: self._write_passes(run.completed_steps, evaluation.passes))
 
@@ -172,7 +172,7 @@ class RunLog(Recorder):
         self.journal.checkpoint(step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """End the journal as finished.
+        """Write that the run is finished, if it has made all steps or a callback has stopped it.
 
         This is not in `on_train_end`, because Lightning skips that hook for a run that resumes with no steps left.
         """
@@ -188,22 +188,22 @@ class RunLog(Recorder):
         """Write the reason of a failure to the journal. Never raise, which would hide the first error."""
         if self._journal is None:
             return
-        leave = isinstance(exception, RunInterruptedError) or getattr(exception, "leave_journal", False)
+        keep_open = isinstance(exception, RunInterruptedError) or getattr(exception, "leave_journal", False)
         try:
-            if not leave:
+            if not keep_open:
                 reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
                 self.journal.end(self._last_step, "failed", reason)
             self._close()
-        except Exception as second:
-            log.warning("%s: the journal does not say how the run ended (%s)", self.run_dir, second)
+        except Exception as secondary_error:
+            log.warning("%s: the journal does not say how the run ended (%s)", self.run_dir, secondary_error)
             self._journal = None
 
     def _earlier(self) -> JournalView | None:
-        """Return the journal of an earlier process, or None; opening it has already removed an incomplete last line."""
+        """Return the journal of an earlier process, or None. Opening `journal` removes an incomplete last line."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
     def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], resumes: bool) -> None:
-        """Raise a ConfigurationError if the journal is another run's, or a finished one that would start again."""
+        """Raise a ConfigurationError if the journal is another run's, or if a finished run would start again."""
         for field in ("run", "recipe", "seed"):
             if earlier.header.get(field) != header[field]:
                 self._close()

@@ -75,11 +75,11 @@ def check_trainer(trainer: Trainer) -> None:
             "32-true and choose e.g. precision=bf16 in the recipe"
         )
     check_strategy(trainer.strategy)
-    foreign = [type(each) for each in trainer.callbacks if type(each).__module__.startswith("pytorch_lightning")]  # type: ignore[attr-defined]
-    if foreign:
+    foreign_types = [type(each) for each in trainer.callbacks if type(each).__module__.startswith("pytorch_lightning")]  # type: ignore[attr-defined]
+    if foreign_types:
         raise ConfigurationError(
-            f"callbacks: {foreign[0].__name__} is of pytorch_lightning, another package than the Trainer's; import it "
-            "from lightning.pytorch"
+            f"callbacks: {foreign_types[0].__name__} is of pytorch_lightning, another package than the Trainer's; "
+            "import it from lightning.pytorch"
         )
     evaluates = evaluation_of(trainer) is not None or trainer.state.fn == "validate"
     if evaluates and trainer.state.fn != "predict" and not trainer.datamodule.task.eval_sets():  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_fit(trainer: Trainer) -> None:
-    """Check the settings that matter in `Trainer.fit`; raises like `check_trainer`."""
+    """Check the settings that matter only in `Trainer.fit`; raises like `check_trainer`."""
     if trainer.max_steps < 1:
         raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
     if trainer.accumulate_grad_batches != 1:
@@ -137,10 +137,12 @@ def _check_fit(trainer: Trainer) -> None:
 
 
 def _check_times(callback: Any, evaluation: Evaluate | None, settings: Mapping[str, EvaluationSet]) -> None:
-    """Check that a callback acts only when the set that it monitors is evaluated; else it would read an earlier score.
+    """Check that a callback acts only at steps at which the metric that it monitors is measured.
+
+    At other steps it would use the metric's value of an earlier step.
 
     Raises:
-        ConfigurationError: it also acts at other steps, or the run has no evaluations.
+        ConfigurationError: the callback also acts at other steps, or the run has no evaluations.
     """
     if evaluation is None:
         raise ConfigurationError(
@@ -148,25 +150,25 @@ def _check_times(callback: Any, evaluation: Evaluate | None, settings: Mapping[s
             "Evaluate(every_n_steps=...)"
         )
     monitored = settings.get(str(callback.monitor).split("/")[1])
-    own = evaluation.every_n_steps if monitored is None else monitored.every_n_steps
+    interval = evaluation.every_n_steps if monitored is None else monitored.every_n_steps
     steps = compat.saves_every_n_steps(callback)
-    if own and steps % own:
+    if interval and steps % interval:
         raise ConfigurationError(
             f"callbacks: ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={steps}) would save "
             "weights under the score of earlier ones; leave every_n_train_steps out, or make it a multiple of "
-            f"Evaluate's every_n_steps, {own}"
+            f"Evaluate's every_n_steps, {interval}"
         )
     for name, each in settings.items():
-        if own and monitored is not None and each.every_n_steps is not None and each.every_n_steps % own:
+        if interval and monitored is not None and each.every_n_steps is not None and each.every_n_steps % interval:
             raise ConfigurationError(
                 f"evaluation.sets: {name} is evaluated every {each.every_n_steps} steps, alone at some of them, where "
                 f"{type(callback).__name__} would read the last score of {callback.monitor!r} again; make its "
-                f"every_n_steps a multiple of {own}"
+                f"every_n_steps a multiple of {interval}"
             )
 
 
 def _check_monitor(trainer: Trainer, callback: Any, settings: Mapping[str, EvaluationSet]) -> None:
-    """Refuse a metric that is never logged, which Lightning itself would notice only after the first evaluation.
+    """Refuse to monitor a metric that is never logged: Lightning would notice it only after the first evaluation.
 
     Raises:
         ConfigurationError: the metric is never logged; the message lists valid names.
@@ -175,15 +177,15 @@ def _check_monitor(trainer: Trainer, callback: Any, settings: Mapping[str, Evalu
     evaluation = evaluation_of(trainer)
     valid = [
         metric
-        for each, prompts in sets.items()
-        for metric in _measured(each, prompts, settings[each].samples or 1 if each in settings else 1)
+        for set_name, prompts in sets.items()
+        for metric in _metric_names(set_name, prompts, settings[set_name].samples or 1 if set_name in settings else 1)
     ]
     if evaluation is not None and evaluation.gold_logprob:
         valid += [f"eval/{each}/gold_logprob" for each, prompts in sets.items() if any(p.solution for p in prompts)]
     if name.startswith("eval/"):
         unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:
-        unknown = not name.startswith(_LOGGED) and not _logs_more(trainer)
+        unknown = not name.startswith(_LOGGED) and not _may_log_other_metrics(trainer)
     if unknown:
         raise ConfigurationError(
             f"callbacks: {type(callback).__name__} monitors {name!r}, which nothing logs{did_you_mean(name, valid)}; "
@@ -191,22 +193,22 @@ def _check_monitor(trainer: Trainer, callback: Any, settings: Mapping[str, Evalu
         )
 
 
-def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
-    """Return the names of a held-out set's metrics; maj@k is among them although some verifiers have none."""
+def _metric_names(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
+    """Return the names of a held-out set's metrics, including maj@k, which not every verifier measures."""
     difficulties = sorted({prompt.difficulty for prompt in prompts} - {""})
-    ends = [
+    suffixes = [
         "pass_rate",
         "pass_rate_se",
         "prompts_at_0",
         "prompts_at_1",
         *(f"pass_rate_{difficulty}" for difficulty in difficulties),
     ]
-    ends += [f"{kind}@{k}{end}" for k in sizes(samples) for kind in ("pass", "maj") for end in ("", "_se")]
-    return [f"eval/{name}/{end}" for end in ends]
+    suffixes += [f"{kind}@{k}{end}" for k in sizes(samples) for kind in ("pass", "maj") for end in ("", "_se")]
+    return [f"eval/{name}/{end}" for end in suffixes]
 
 
-def _logs_more(trainer: Trainer) -> bool:
-    """Return whether the run has a callback or module class of the user's own, which may log more metrics."""
+def _may_log_other_metrics(trainer: Trainer) -> bool:
+    """Return whether the run has a callback or module class that the user has written, which may log other metrics."""
     parts = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     return any(not type(part).__module__.startswith(("lightning.", "lightning_scalerl.")) for part in parts)
 
@@ -233,8 +235,8 @@ def prepare_trainer(trainer: Trainer) -> None:
     if trainer.log_every_n_steps == LOG_EVERY:  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
     trainer.num_sanity_val_steps = 0
-    # This warning is for modules whose metrics are measured before the step. Our checkpoints hold the weights that the
-    # metrics were measured on.
+    # Lightning warns that a metric may be of older weights than the checkpoint. Here the metrics are measured on
+    # exactly the weights that are saved.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     # Lightning's data loop uses a deprecated function of torch.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
@@ -249,15 +251,15 @@ def prepare_trainer(trainer: Trainer) -> None:
     if not any(isinstance(each, StepHooks) for each in callbacks):
         # First in the list, so that EarlyStopping and ModelCheckpoint act on a step before its checkpoint is saved.
         callbacks.insert(0, StepHooks())
-    for place, callback in enumerate(callbacks):
+    for index, callback in enumerate(callbacks):
         if type(callback) in (RichProgressBar, TQDMProgressBar):
-            callbacks[place] = StepProgress()
+            callbacks[index] = StepProgress()
         if isinstance(callback, ModelSummary) and type(callback) in (ModelSummary, RichModelSummary):
-            callbacks[place] = ParameterSummary(compat.summary_depth(callback))
+            callbacks[index] = ParameterSummary(compat.summary_depth(callback))
 
 
 def _at_every_step(callback: Any) -> None:
-    """Make a callback act in its end-of-epoch hook if the user chose none. `StepHooks` calls it after each step."""
+    """Let a callback act in its end-of-epoch hook, called by `StepHooks` after each step, if the user chose none."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):
@@ -275,8 +277,8 @@ def count_from(trainer: Trainer, steps: int) -> None:
 class ParameterSummary(ModelSummary):
     """Lightning's table of the module's parts, without FLOPs and without counts of modules in train mode.
 
-    Lightning measures FLOPs on an example input. Our module has none, so it would print 0 for each part; the metric
-    `compute/flops` has the run's FLOPs. The policy switches modes between sampling and training.
+    Lightning measures FLOPs on an example input. Our module has no example input, so it would print 0 for each part;
+    the metric `compute/flops` has the run's FLOPs. Modes are not shown because they alternate in training.
     """
 
     @staticmethod
@@ -301,11 +303,11 @@ class ParameterSummary(ModelSummary):
 class StepHooks(Callback):
     """Calls EarlyStopping and ModelCheckpoint callbacks that monitor `train/...` after every optimizer step.
 
-    At the end of Lightning's epoch they are disabled, because they have already acted on the last step.
+    At the end of Lightning's epoch these callbacks are disabled, because they have already acted on the last step.
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, str]] = []
+        self._disabled: list[tuple[Any, str]] = []
         self._until_first_step: list[EarlyStopping] = []  # callbacks whose `strict` is switched off
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -313,12 +315,14 @@ class StepHooks(Callback):
         pl_module.continuation.check_checkpoint(trainer.ckpt_path)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Let EarlyStopping wait for a user's own metric of a step, of which there is none before the first step."""
+        """Let EarlyStopping accept that a user's metric is missing before the first step."""
         if trainer.global_step > 0:
             return
         for callback in monitoring(trainer):
-            is_own = not str(callback.monitor).startswith("eval/") and callback.monitor not in trainer.callback_metrics
-            if is_own and isinstance(callback, EarlyStopping) and callback.strict:
+            is_user_metric = (
+                not str(callback.monitor).startswith("eval/") and callback.monitor not in trainer.callback_metrics
+            )
+            if is_user_metric and isinstance(callback, EarlyStopping) and callback.strict:
                 callback.strict = False
                 self._until_first_step.append(callback)
 
@@ -328,25 +332,25 @@ class StepHooks(Callback):
             self._until_first_step.pop().strict = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Disable the monitoring callbacks at the end of Lightning's epoch: they have acted on the last step."""
+        """Disable callbacks that monitor `train/...` at the end of Lightning's epoch, as they have acted already."""
         for callback in monitoring(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):
-                    self._held.append((callback, flag))
+                    self._disabled.append((callback, flag))
                     setattr(callback, flag, False)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Re-enable the callbacks that `on_train_epoch_end` disabled."""
-        for callback, flag in self._held:
+        for callback, flag in self._disabled:
             setattr(callback, flag, True)
-        self._held.clear()
+        self._disabled.clear()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Notify the module of the error, since its state may be inconsistent."""
         pl_module.failed(exception)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call the callbacks that monitor `train/...`, for which a step is an epoch."""
+        """Call the end-of-epoch hooks of the callbacks that monitor `train/...`."""
         for callback in monitoring(trainer):
             if str(callback.monitor).startswith("train/"):
                 callback.on_train_epoch_end(trainer, pl_module)

@@ -1,15 +1,15 @@
-"""Checkpoint of a sharded model: a folder in which each rank has written its part of the weights and optimizer state.
+"""Checkpoint of a sharded model: a folder in which each rank writes its part of the weights and optimizer state.
 
     step-00000100.ckpt/
         __0_0.distcp  __1_0.distcp  ...     parts of tensors, by torch.distributed.checkpoint: one file per rank
         .metadata                           torch's index of the parts, for torch's own tools
         meta.pt                             from rank 0: our index, and everything else in a checkpoint
 
-In memory, a checkpoint is the same dictionary whether it comes from a folder or from a single file. From a folder
-(`outline`), sharded tensors are on the meta device, without data. `shard_files.fill` reads them into tensors of any
-layout: whole, or this rank's part with another number of ranks.
+In memory, a checkpoint is the same dictionary whether it comes from a folder or from a single file. In the result of
+`outline`, which reads a folder, sharded tensors are on the meta device, without data. `shard_files.fill` reads their
+data into whole tensors, or into this rank's parts, also with another number of ranks.
 
-Our index repeats torch's because torch's is a pickle: reading it could run code from the file, and it has no checksum.
+Our index repeats torch's index, which is a pickle: reading it could run code from the file, and it has no checksum.
 `shard_files` writes and reads the parts.
 """
 
@@ -68,9 +68,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, a file or a folder, if it exists."""
+    """Delete a checkpoint (a file or a folder) if it exists."""
     if path.is_dir() and not path.is_symlink():
-        # Rename first: a deletion that is interrupted must not leave a partial folder under a valid name.
+        # Rename first: an interrupted deletion must not leave a partial folder under a valid name.
         if path.suffix != VOID:
             path = move(path, path.with_suffix(VOID))
         shutil.rmtree(path, ignore_errors=True)
@@ -80,7 +80,7 @@ def remove(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> Path:
-    """Rename a checkpoint, replacing any other with the new name; returns the new path."""
+    """Rename a checkpoint and return the new path; an existing checkpoint of that name is replaced."""
     if target.is_dir() or (target.exists() and path.is_dir()):
         remove(target)
     return path.replace(target)
@@ -90,7 +90,7 @@ def move(path: Path, target: Path) -> Path:
 
 
 def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return a folder's checkpoint with its sharded tensors on the meta device; `shard_files.fill` reads their data.
+    """Read a folder's checkpoint with its sharded tensors on the meta device; `shard_files.fill` reads their data.
 
     Raises:
         ConfigurationError: the folder is not a checkpoint, or a part is missing.
@@ -103,13 +103,13 @@ def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
     if (problem := problem_of(folder, checkpoint)) is not None:
         raise ConfigurationError(f"ckpt_path: {str(folder)!r} {problem}; {WHOLE_ONE}")
     for name, entry in checkpoint[INDEX].items():
-        blank = torch.empty(entry["size"], dtype=entry["dtype"], device="meta")
-        put(checkpoint, name, blank)
+        placeholder = torch.empty(entry["size"], dtype=entry["dtype"], device="meta")
+        put(checkpoint, name, placeholder)
     return checkpoint
 
 
 def problem_of(folder: Path, meta: Mapping[str, Any]) -> str | None:
-    """Return a line on missing or short files that `meta.pt` refers to, or None if they are complete."""
+    """Return a one-line description of a missing or short file that `meta` refers to, or None if all are complete."""
     if INDEX not in meta:
         return "is of another program: its meta.pt says nothing of parts"
     ends: dict[str, int] = {}
@@ -137,12 +137,12 @@ def put(checkpoint: dict[str, Any], name: str, value: Any) -> None:
     checkpoint[top][int(number)]["state"][int(parameter)][key] = value
 
 
-def damaged(folder: Path, sound: Callable[[BinaryIO], str | None]) -> str | None:
-    """Return a line on damaged bytes in a folder's parts, or None if all are intact.
+def find_damaged_part(folder: Path, find_damage: Callable[[BinaryIO], str | None]) -> str | None:
+    """Return a one-line description of damage in a folder's parts, or None if all parts are intact.
 
     Args:
         folder: a checkpoint folder whose `meta.pt` is intact.
-        sound: stream from `torch.save` -> a line on damage in it, or None.
+        find_damage: takes a stream that `torch.save` has written; returns a description of damage in it, or None.
 
     Raises:
         OSError: a file cannot be read.
@@ -152,7 +152,7 @@ def damaged(folder: Path, sound: Callable[[BinaryIO], str | None]) -> str | None
         return problem
     for *_, file, offset, length in _chunks(meta):
         with (folder / file).open("rb") as handle:
-            if (problem := sound(io.BufferedReader(_Part(handle, offset, length)))) is not None:
+            if (problem := find_damage(io.BufferedReader(_Part(handle, offset, length)))) is not None:
                 return f"{problem}, in {file}"
     return None
 
@@ -161,7 +161,7 @@ class _Part(io.RawIOBase):
     """Section of a file that can be read as if it were a whole file."""
 
     def __init__(self, handle: BinaryIO, offset: int, length: int) -> None:
-        self._handle, self._offset, self._length, self._at = handle, offset, length, 0
+        self._handle, self._offset, self._length, self._position = handle, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -170,37 +170,39 @@ class _Part(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
+        self._position = max(
+            0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        )
+        return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        self._handle.seek(self._offset + self._at)
-        content = self._handle.read(max(0, min(len(buffer), self._length - self._at)))
+        self._handle.seek(self._offset + self._position)
+        content = self._handle.read(max(0, min(len(buffer), self._length - self._position)))
         buffer[: len(content)] = content
-        self._at += len(content)
+        self._position += len(content)
         return len(content)
 
 
-def check_weights(path: Any, checkpoint: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+def check_weights(path: Any, checkpoint: Mapping[str, Any], model_weights: Mapping[str, Tensor]) -> None:
     """Check that a checkpoint's weights fit a model.
 
     Args:
         path: path of the checkpoint, for the error.
         checkpoint: the checkpoint.
-        own: the model's weights by name.
+        model_weights: the model's weights by name.
 
     Raises:
         ConfigurationError: names or shapes differ.
     """
     saved = checkpoint["state_dict"]
-    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    other_shape = [name for name in own if name in saved and saved[name].shape != own[name].shape]
+    missing, unexpected = sorted(model_weights.keys() - saved.keys()), sorted(saved.keys() - model_weights.keys())
+    other_shape = [name for name in model_weights if name in saved and saved[name].shape != model_weights[name].shape]
     if not (missing or unexpected or other_shape):
         return
-    shapes = [f"{name} {tuple(saved[name].shape)}, not {tuple(own[name].shape)}" for name in other_shape[:1]]
+    shapes = [f"{name} {tuple(saved[name].shape)}, not {tuple(model_weights[name].shape)}" for name in other_shape[:1]]
     names = [f"without {missing[0]}" for _ in missing[:1]] + [f"with {unexpected[0]}" for _ in unexpected[:1]]
     raise ConfigurationError(
         f"ckpt_path: {path} is of another model ({', '.join(shapes or names)}); go on with a module made from the "

@@ -1,4 +1,4 @@
-"""Rendezvous of a run's ranks, and exchange of data between them that cannot run code.
+"""Rendezvous of a run's ranks, and exchange of plain data between them.
 
 By default, torch's store listens on all addresses of a node regardless of MASTER_ADDR, and torch unpickles objects from
 other ranks. Here, rank 0 listens only where the ranks need it: at 127.0.0.1 if all are on one node, else at the first
@@ -31,9 +31,9 @@ from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 from sweeps.run import slurm_job
 
-HERE = "127.0.0.1"
-_PLAIN = (bool, int, float, str, Tensor)
-_OWN = (TrainBatch, Denominators)
+LOOPBACK = "127.0.0.1"
+_PLAIN_TYPES = (bool, int, float, str, Tensor)
+_BATCH_TYPES = (TrainBatch, Denominators)
 
 
 class NotPlainError(RuntimeError):
@@ -46,8 +46,8 @@ class NotPlainError(RuntimeError):
 def meet(trainer: Trainer) -> None:
     """Create the process group of a trainer's ranks as Lightning would, but on an address that only the ranks need.
 
-    All ranks call it before Lightning sets up its strategy, which then uses this group. It does nothing for a single
-    rank, for an existing group, and for launchers with their own store (torchrun).
+    All ranks call it before Lightning sets up its strategy, which then uses this group. For a single rank, an existing
+    group, or a launcher with its own store (torchrun), it does nothing.
 
     Raises:
         DistNetworkError: rank 0 cannot listen on the address.
@@ -59,12 +59,12 @@ def meet(trainer: Trainer) -> None:
     if not isinstance(environment, LightningEnvironment | SLURMEnvironment) or strategy.accelerator is None:
         return
     # Respect an address that the user has set: ranks may be in different network namespaces, for instance.
-    on_one_node = trainer.num_nodes == 1 and os.environ.get("MASTER_ADDR", HERE) in (HERE, "localhost")
-    address = HERE if on_one_node else environment.main_address
+    on_one_node = trainer.num_nodes == 1 and os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost")
+    address = LOOPBACK if on_one_node else environment.main_address
     if on_one_node:
         _use_loopback()
-    # None if the name does not resolve to an address of this machine: torch then listens on all addresses, its default.
-    listening = _listening(address, environment.main_port) if trainer.global_rank == 0 else None
+    # Without a socket (the name is no address of this machine), torch listens on all addresses.
+    listening = _listening_socket(address, environment.main_port) if trainer.global_rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address,
         environment.main_port,
@@ -96,24 +96,24 @@ def _use_loopback() -> None:
             os.environ.setdefault(variable, names[0])
 
 
-def _listening(address: str, port: int) -> socket.socket | None:
-    """Open a socket that listens on one address; None if the name has no local address that other nodes can reach."""
+def _listening_socket(address: str, port: int) -> socket.socket | None:
+    """Open a socket that listens on one address; None if the name has no address of this machine for other nodes."""
     addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, place in addresses:
+    for family, socket_type, protocol, _, socket_address in addresses:
         # Debian resolves its own host name to 127.0.1.1, which other nodes cannot reach.
-        if address != HERE and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+        if address != LOOPBACK and ipaddress.ip_address(str(socket_address[0]).partition("%")[0]).is_loopback:
             continue
-        opened = socket.socket(family, kind, protocol)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = socket.socket(family, socket_type, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            opened.bind(place)
-            opened.listen(1024)
+            listener.bind(socket_address)
+            listener.listen(1024)
         except OSError as error:
-            opened.close()
-            if address == HERE:
+            listener.close()
+            if address == LOOPBACK:
                 raise dist.DistNetworkError(f"the ranks cannot meet at {address}:{port}: {error}") from error
             continue
-        return opened
+        return listener
     return None
 
 
@@ -131,33 +131,33 @@ def encode(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def decode(sent: Tensor) -> Any:
+def decode(encoded: Tensor) -> Any:
     """Decode bytes from `encode`; tensors are on the CPU.
 
     Raises:
         NotPlainError: the bytes are not from `encode`. No code in them is run.
     """
     try:
-        with torch.serialization.safe_globals(list(_OWN)):
-            return torch.load(io.BytesIO(sent.numpy().tobytes()), weights_only=True, map_location="cpu")
+        with torch.serialization.safe_globals(list(_BATCH_TYPES)):
+            return torch.load(io.BytesIO(encoded.numpy().tobytes()), weights_only=True, map_location="cpu")
     except Exception as error:  # hostile bytes may fail anywhere in the unpickler
         raise NotPlainError(f"a rank sent what is no plain data ({type(error).__name__}); refused unread") from error
 
 
 def _plain(value: Any) -> Any:
     """Return a value as plain types: tensors are detached, NumPy scalars become Python's, mappings become dicts."""
-    kind = type(value)
-    if value is None or kind in _PLAIN:
+    value_type = type(value)
+    if value is None or value_type in _PLAIN_TYPES:
         return value.detach() if isinstance(value, Tensor) else value
     if isinstance(value, np.generic):
         return value.item()
-    if kind in _OWN:
-        return kind(**{name: _plain(field) for name, field in vars(value).items()})
-    if kind in (list, tuple):
-        return kind(map(_plain, value))
+    if value_type in _BATCH_TYPES:
+        return value_type(**{name: _plain(field) for name, field in vars(value).items()})
+    if value_type in (list, tuple):
+        return value_type(map(_plain, value))
     if isinstance(value, Mapping):
         return {_plain(key): _plain(entry) for key, entry in value.items()}
-    raise NotPlainError(f"{kind.__module__}.{kind.__qualname__}: ranks hand each other plain data only")
+    raise NotPlainError(f"{value_type.__module__}.{value_type.__qualname__}: ranks hand each other plain data only")
 
 
 def send(encoded: Tensor, group: Any) -> None:
@@ -175,9 +175,9 @@ def receive(group: Any) -> Any:
     """
     length = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(length, src=0, group=group)
-    sent = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(sent, src=0, group=group)
-    return decode(sent)
+    encoded = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(encoded, src=0, group=group)
+    return decode(encoded)
 
 
 def all_gather(value: Any, group: Any, count: int) -> list[Any]:
@@ -186,13 +186,13 @@ def all_gather(value: Any, group: Any, count: int) -> list[Any]:
     Raises:
         NotPlainError: see `encode` and `decode`.
     """
-    sent = encode(value)
+    encoded = encode(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-    dist.all_gather(lengths, torch.tensor([sent.numel()]), group=group)
+    dist.all_gather(lengths, torch.tensor([encoded.numel()]), group=group)
     # all_gather needs the same shape on all ranks: exchange the lengths, then pad everything to the longest.
     longest = max(map(int, lengths))
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: sent.numel()] = sent
+    padded[: encoded.numel()] = encoded
     received = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
     dist.all_gather(received, padded, group=group)
     return [decode(encoded[: int(length)]) for encoded, length in zip(received, lengths, strict=True)]

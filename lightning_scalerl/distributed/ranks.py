@@ -1,4 +1,4 @@
-"""Division of a run between several processes ("ranks"): how they share batches, sum gradients and gather results.
+"""Division of a run between several processes ("ranks"), which share batches, sum gradients and gather results.
 
 Rank 0 leads. It alone has the rollout stream, the generator, the evaluation, the counters and the journal. The other
 ranks only train. In every optimizer step,
@@ -6,7 +6,7 @@ ranks only train. In every optimizer step,
     rank 0 assembles the batch -> `share` -> each rank trains on its `rows` -> `sum_gradients` -> clip -> step
                                                                             -> `gather_parts` -> rank 0 records
 
-The batch's denominators are global, so the gradients of the rows add up to the gradient of the batch, and nothing is
+The denominators of a batch are global, so the ranks' gradients add up to the gradient of the batch, and nothing is
 averaged. With a single rank, all functions here return their input.
 
 There are two process groups. Sums of tensors use the strategy's group (NCCL on GPUs), whose usual timeout detects stuck
@@ -41,15 +41,15 @@ from sweeps.run.interruption import interruption
 T = TypeVar("T")
 
 # Timeout of ranks that wait for rank 0 to generate, evaluate or save.
-PATIENCE = timedelta(hours=24)
-# First element of a message from rank 0 to the waiting ranks: the result of its work, or a request before that.
+WAIT_TIMEOUT = timedelta(hours=24)
+# First element of a message from rank 0 to the waiting ranks: "request" during rank 0's work, "result" at its end.
 _RESULT, _REQUEST = "result", "request"
 # Gradients are summed in buffers of about this many numbers (128 MB in FP32).
 BUFFER = 2**25
 
 
 class LeaderFailedError(RuntimeError):
-    """Raised on the other ranks when rank 0 fails; it names the error. Rank 0 raises and records the error itself."""
+    """Raised on the other ranks when rank 0 fails; it names the error, which rank 0 raises and records."""
 
     leave_journal = True  # only rank 0 writes to the journal
 
@@ -62,7 +62,7 @@ class Ranks:
         number: rank of this process, from 0.
         count: number of ranks.
         hosts: gloo process group for waiting on rank 0; None with one rank.
-        strategy: the trainer's strategy, if it is one for several ranks.
+        strategy: the trainer's strategy if it is for several ranks, else None.
         answer: called on the other ranks with a request of rank 0, see `ask`.
     """
 
@@ -74,14 +74,14 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: Trainer, answer: Callable[[Any], None] | None = None) -> Ranks:
-        """Build from a trainer whose strategy is set up. All ranks must call it, because it creates a process group.
+        """Build the record of a trainer whose strategy is set up. All ranks must call it: it creates a process group.
 
         Args:
             trainer: the trainer.
             answer: called on the other ranks with a request of rank 0, see `ask`.
         """
         strategy = trainer.strategy if isinstance(trainer.strategy, DDPStrategy | ShardedStrategy) else None
-        hosts = dist.new_group(backend="gloo", timeout=PATIENCE) if trainer.world_size > 1 else None
+        hosts = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT) if trainer.world_size > 1 else None
         return cls(trainer.global_rank, trainer.world_size, hosts, strategy, answer)
 
     @property
@@ -105,8 +105,8 @@ class Ranks:
         return self.strategy.tensor_parallel if isinstance(self.strategy, ShardedStrategy) else 1
 
     @property
-    def place(self) -> int:
-        """Return the data-parallel index of this rank; its tensor-parallel partners have the same one."""
+    def data_parallel_index(self) -> int:
+        """Return the data-parallel index of this rank, which its tensor-parallel partners share."""
         return self.number // self.partners
 
     @property
@@ -118,14 +118,14 @@ class Ranks:
 
     # --- on the hosts (gloo) -----------------------------------------------------------------------------
 
-    def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:
-        """Do the work on rank 0 and return its result on every rank. An error is raised on every rank.
+    def share(self, work: Callable[[], T], reduce: Callable[[T], T] = lambda result: result) -> T:
+        """Call `work` on rank 0 and return its result on every rank. An error of `work` is raised on every rank.
 
         Meanwhile the other ranks handle requests of rank 0 (`ask`).
 
         Args:
             work: called on rank 0 only; its result must be plain data, see `meeting`.
-            lean: reduces the result to the part that the other ranks need.
+            reduce: reduces the result to what the other ranks need.
 
         Raises:
             LeaderFailedError: on the other ranks, if the work raised an error on rank 0.
@@ -144,7 +144,7 @@ class Ranks:
         try:
             result = work()
             # Inside the `try`: a result that is not plain data must raise on the waiting ranks as well.
-            encoded = encode((_RESULT, None, lean(result)))
+            encoded = encode((_RESULT, None, reduce(result)))
         except Exception as error:
             with suppress(RuntimeError):  # the other ranks may have died
                 send(encode((_RESULT, f"{type(error).__name__}: {error}", None)), self.hosts)
@@ -153,12 +153,12 @@ class Ranks:
         return result
 
     def on_leader(self, work: Callable[[], T]) -> T | None:
-        """Do the work on rank 0 and return its result there, None elsewhere. Errors are raised on every rank."""
+        """Call `work` on rank 0; return its result on rank 0, None on other ranks. Errors are raised on every rank."""
 
-        def lean(result: T | None) -> None:
+        def reduce(result: T | None) -> None:
             """Send nothing: the result need not be plain data."""
 
-        return self.share(work, lean)
+        return self.share(work, reduce)
 
     def ask(self, request: Any) -> None:
         """Send a request to the other ranks, so that they do something together with rank 0 during its work in `share`.
@@ -170,9 +170,9 @@ class Ranks:
             send(encode((_REQUEST, request)), self.hosts)
 
     def share_batch(self, work: Callable[[], TrainBatch | str | None]) -> TrainBatch | str | None:
-        """Assemble a batch on rank 0 and return it on every rank, on the other ranks without its groups.
+        """Assemble a batch on rank 0 by `work` and return it on every rank, on ranks other than 0 without its groups.
 
-        If the work returns None or a string with the reason why there is no batch, every rank gets that.
+        If `work` returns None or a string (the reason why there is no batch), every rank returns that.
         """
         return self.share(work, lambda batch: replace(batch, groups=[]) if isinstance(batch, TrainBatch) else batch)
 
@@ -200,8 +200,8 @@ class Ranks:
         """Restore the SIGTERM handler from before Lightning's, if there was one or there are several ranks.
 
         Lightning's handler marks the run as failed, even if it has just saved its last step. It also broadcasts a
-        tensor as soon as the signal arrives. Ranks at different points would mistake that for a part of their own sums
-        and continue training with wrong values.
+        tensor as soon as the signal arrives. Other ranks may be summing tensors at that moment, would take the
+        broadcast tensor for a part of the sum, and would continue training with wrong values.
         """
         if (
             (self.count > 1 or callable(handler))
@@ -209,8 +209,8 @@ class Ranks:
             and threading.current_thread() is threading.main_thread()
         ):
             # The default action would kill the ranks of a script: treat SIGTERM as a request to stop instead.
-            restored = handler if callable(handler) else lambda *_: interruption.request("SIGTERM")
-            signal.signal(signal.SIGTERM, restored)
+            new_handler = handler if callable(handler) else lambda *_: interruption.request("SIGTERM")
+            signal.signal(signal.SIGTERM, new_handler)
 
     # --- on the devices ----------------------------------------------------------------------------------
 
@@ -222,19 +222,19 @@ class Ranks:
         """
         if self.count == 1:
             return batch
-        # The sort is stable, because every rank sorts on its own and all must arrive at the same order.
+        # The sort is stable, because every rank sorts by itself and all ranks must get the same order.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
-        places = self.count // self.partners
+        num_groups = self.count // self.partners
         if size is None or size.tokens is None:
-            return batch.select(order[self.place :: places])
-        fewest = [(0, place) for place in range(places)]  # tokens so far, a heap
-        own_rows: list[int] = []
+            return batch.select(order[self.data_parallel_index :: num_groups])
+        heap = [(0, index) for index in range(num_groups)]  # (tokens so far, data-parallel index)
+        row_numbers: list[int] = []
         for row, length in zip(order.tolist(), batch.lengths[order].tolist(), strict=True):
-            tokens, place = fewest[0]
-            heapq.heapreplace(fewest, (tokens + length, place))
-            if place == self.place:
-                own_rows.append(row)
-        return batch.select(order.new_tensor(own_rows))
+            tokens, index = heap[0]
+            heapq.heapreplace(heap, (tokens + length, index))
+            if index == self.data_parallel_index:
+                row_numbers.append(row)
+        return batch.select(order.new_tensor(row_numbers))
 
     def passes(self, rows: TrainBatch, size: PassSize) -> Iterator[tuple[Tensor, TrainBatch]]:
         """Yield (row numbers, micro-batch) for this rank's rows.
@@ -243,25 +243,25 @@ class Ranks:
         lockstep. Ranks with fewer rows add blank micro-batches without row numbers (`TrainBatch.blank`).
         """
         cuts = list(rows.cut(size))
-        most = -self._least(-len(cuts))  # the largest number over ranks, as minus the least of the negatives
-        for number in range(most):
+        max_passes = -self._minimum(-len(cuts))  # the largest number over ranks, as minus the least of the negatives
+        for number in range(max_passes):
             if number < len(cuts):
                 yield cuts[number], rows.select(cuts[number])
             else:
                 yield rows.row.new_zeros(0), rows.blank()
 
     def all_would(self, choice: bool) -> bool:
-        """Return whether all ranks of a sharded model have chosen True; without sharding, this rank's own choice."""
-        return bool(self._least(choice))
+        """Return whether `choice` is True on all ranks of a sharded model; without sharding, return `choice`."""
+        return bool(self._minimum(choice))
 
-    def _least(self, value: int) -> int:
-        """Return the smallest value over the ranks of a sharded model; without sharding, this rank's own value."""
+    def _minimum(self, value: int) -> int:
+        """Return the smallest `value` over the ranks of a sharded model; without sharding, return `value`."""
         if not self.sharded:
             return value
         assert isinstance(self.strategy, ShardedStrategy)
-        least = torch.tensor(int(value), device=self.strategy.root_device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+        minimum = torch.tensor(int(value), device=self.strategy.root_device)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
+        return int(minimum)
 
     def unsynchronized(self) -> AbstractContextManager[None]:
         """Turn off DDP's averaging in backward passes in the `with` block: ranks have different numbers of passes."""
@@ -277,19 +277,21 @@ class Ranks:
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # A rank without rows has no gradients but must sum the same buffers, so first agree on which gradients exist.
-        exists = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-        exists = exists.to(trained[0].device)
-        dist.all_reduce(exists, dist.ReduceOp.MAX)
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        has_gradient = has_gradient.to(trained[0].device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
         gradients = []
-        for parameter, on_any_rank in zip(trained, exists.tolist(), strict=True):
+        for parameter, on_any_rank in zip(trained, has_gradient.tolist(), strict=True):
             if on_any_rank and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
-        for buffered in _buffers(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in buffered])
+        for buffer_gradients in _buffers(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in buffer_gradients])
             dist.all_reduce(flat)
-            for gradient, summed in zip(buffered, torch.split(flat, [g.numel() for g in buffered]), strict=True):
+            for gradient, summed in zip(
+                buffer_gradients, torch.split(flat, [g.numel() for g in buffer_gradients]), strict=True
+            ):
                 gradient.copy_(summed.view_as(gradient))
 
     def sum(self, value: Tensor) -> Tensor:
@@ -312,11 +314,11 @@ class Ranks:
             return replace(batch, **{name: getattr(rows, name) for name in names})
         order = torch.argsort(batch.row)
         # Position of each of this rank's rows in the batch: `row` is unique, and searchsorted needs it sorted.
-        place = order[torch.searchsorted(batch.row[order], rows.row)]
+        positions = order[torch.searchsorted(batch.row[order], rows.row)]
         tables = torch.zeros(len(names), *batch.generator_logprobs.shape, device=batch.tokens.device)
         for table, name in zip(tables, names, strict=True):
             values = getattr(rows, name)
-            table[place, : values.shape[1]] = values
+            table[positions, : values.shape[1]] = values
         # Each row is nonzero on one rank (and its partners) only, so the sum gathers the rows exactly.
         results: dict[str, Any] = dict(zip(names, self.sum(tables), strict=True))
         return replace(batch, **results)
@@ -361,7 +363,7 @@ def check_strategy(strategy: Any) -> None:
     """Check that a strategy is supported: a single device, plain data parallelism or FSDP2.
 
     Raises:
-        ConfigurationError: it is another strategy, or its settings do not fit the number of devices.
+        ConfigurationError: the strategy is not supported, or its settings do not fit the number of devices.
     """
     if isinstance(strategy, ShardedStrategy):
         check_divides(strategy.tensor_parallel, strategy.num_nodes * strategy.num_processes)

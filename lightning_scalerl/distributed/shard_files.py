@@ -73,12 +73,12 @@ def write_shards(checkpoint: Mapping[str, Any], folder: Path, group: Any) -> dic
     writer = FileSystemWriter(folder)
     try:
         with checksums():
-            written = save(sharded, storage_writer=writer, planner=_SavePlanner(), process_group=group)
+            saved_metadata = save(sharded, storage_writer=writer, planner=_SavePlanner(), process_group=group)
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
         raise first from error
     if group is None or dist.get_rank() == 0:
-        meta[INDEX] = _index(written)
+        meta[INDEX] = _index(saved_metadata)
     return meta
 
 
@@ -87,15 +87,15 @@ def _name(*path: Any) -> str:
     return ".".join(map(str, path))
 
 
-def _index(written: Metadata) -> dict[str, Any]:
+def _index(saved_metadata: Metadata) -> dict[str, Any]:
     """Return torch's index as plain values, which can be loaded without running code."""
     parts: dict[str, list[tuple[Any, ...]]] = {}
-    for place, info in written.storage_data.items():
-        parts.setdefault(place.fqn, []).append(
-            (tuple(place.offset or ()), str(info.relative_path), int(info.offset), int(info.length))
+    for tensor_index, info in saved_metadata.storage_data.items():
+        parts.setdefault(tensor_index.fqn, []).append(
+            (tuple(tensor_index.offset or ()), str(info.relative_path), int(info.offset), int(info.length))
         )
     index = {}
-    for name, metadata in written.state_dict_metadata.items():
+    for name, metadata in saved_metadata.state_dict_metadata.items():
         assert isinstance(metadata, TensorStorageMetadata)
         sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in metadata.chunks}
         chunks = [(offsets, sizes[offsets], *location) for offsets, *location in parts[name]]
@@ -112,7 +112,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
         for name, entry in self._index.items():
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in entry["chunks"]
@@ -121,8 +121,8 @@ class _Reader(FileSystemReader):
                 TensorProperties(dtype=entry["dtype"]), torch.Size(entry["size"]), chunks
             )
             for number, (offsets, _, file, offset, length) in enumerate(entry["chunks"]):
-                places[MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(file, offset, length)
-        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+                storage[MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(file, offset, length)
+        return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -134,9 +134,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 @torch.no_grad()
 def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors from a checkpoint folder in place; of a sharded tensor only this rank's part.
+    """Read tensors from a checkpoint folder in place; for a sharded tensor, read only this rank's part.
 
-    Each rank reads on its own. At most one part of one tensor, as a rank saved it, is in memory at a time.
+    Each rank reads by itself. At most one part of one tensor, as a rank saved it, is in memory at a time.
 
     Args:
         folder: the checkpoint's folder.

@@ -42,10 +42,10 @@ from lightning_scalerl.distributed.checkpoint_folder import (
 )
 
 NAME = "fsdp2"
-# Forms of a checkpoint: a folder to which each rank writes its part, or a single file gathered and written by rank 0.
+# Forms of a checkpoint: a folder to which each rank writes its part, or a single file that rank 0 gathers and writes.
 CHECKPOINTS = ("shards", "whole")
 # Timeout of ranks that wait for the slowest rank to write its part.
-_PATIENCE = timedelta(hours=24)
+_WAIT_TIMEOUT = timedelta(hours=24)
 # Name of a folder that is renamed to a checkpoint once it is complete.
 _UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.part")
 
@@ -113,7 +113,7 @@ class ShardedStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self._hosts is None:  # a group with a long timeout: ranks wait here for the slowest disk
-            self._hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._hosts = dist.new_group(backend="gloo", timeout=_WAIT_TIMEOUT)
         from lightning_scalerl.distributed.shard_files import write_shards
 
         # All ranks write into the folder of rank 0.
@@ -132,11 +132,11 @@ class ShardedStrategy(ModelParallelStrategy):
         failure: Exception | None = None
         if self.is_global_zero:
             try:
-                configured = self.checkpoint_io
+                configured_io = self.checkpoint_io
                 # Written in the background, the file would not exist yet when the folder is renamed.
-                synchronous = TorchCheckpointIO() if isinstance(configured, AsyncCheckpointIO) else configured
-                synchronous.save_checkpoint(meta, unfinished / META)
-                self._put_in_place(unfinished, target)
+                synchronous_io = TorchCheckpointIO() if isinstance(configured_io, AsyncCheckpointIO) else configured_io
+                synchronous_io.save_checkpoint(meta, unfinished / META)
+                self._publish(unfinished, target)
             except Exception as error:
                 failure = error
         message = self._from_rank_0(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -148,7 +148,7 @@ class ShardedStrategy(ModelParallelStrategy):
             raise RuntimeError(f"checkpoint: rank 0 could not write it, {message}")
 
     @staticmethod
-    def _put_in_place(unfinished: Path, target: Path) -> None:
+    def _publish(unfinished: Path, target: Path) -> None:
         """Sync a complete folder to disk and rename it to its final path."""
         with (unfinished / META).open("rb") as handle:
             os.fsync(handle.fileno())
@@ -190,21 +190,23 @@ class ShardedStrategy(ModelParallelStrategy):
         if strict and saved.keys() != weights.keys():
             missing, unexpected = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
             raise RuntimeError(f"checkpoint: weights {missing[:5]} are missing, {unexpected[:5]} belong to no module")
-        both = weights.keys() & saved.keys()
-        for name in both:
+        common_names = weights.keys() & saved.keys()
+        for name in common_names:
             if not saved[name].is_meta:
                 weights[name].copy_(part_like(saved[name], weights[name]))
         if self._folder is not None:
             from lightning_scalerl.distributed.shard_files import fill
 
-            parts = {f"state_dict.{name}": weights[name] for name in weights if name in both and saved[name].is_meta}
+            parts = {
+                f"state_dict.{name}": weights[name] for name in weights if name in common_names and saved[name].is_meta
+            }
             fill(self._folder, checkpoint, parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimizer's state; of a branch that starts without one, nothing."""
+        """Load this rank's part of the optimizer's state; do nothing if the checkpoint has none (a fresh branch)."""
         if not checkpoint["optimizer_states"]:
             return
-        for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             to_read: dict[str, Tensor] = {}
             parts: dict[int, dict[str, Any]] = {}
@@ -212,7 +214,7 @@ class ShardedStrategy(ModelParallelStrategy):
                 parts[number] = {}
                 for name, value in parameter_state.items():
                     if isinstance(value, Tensor) and value.is_meta:
-                        key = f"optimizer_states.{place}.state.{number}.{name}"
+                        key = f"optimizer_states.{index}.state.{number}.{name}"
                         parts[number][name] = to_read[key] = _blank(value, parameters[number])
                     else:
                         parts[number][name] = part_like(value, parameters[number])
@@ -223,7 +225,7 @@ class ShardedStrategy(ModelParallelStrategy):
             optimizer.load_state_dict({**state, "state": parts})
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a checkpoint: this rank's parts, or whole ones on rank 0's host. All ranks call it."""
+        """Return the weights for a checkpoint: this rank's parts, or whole tensors on rank 0. All ranks call it."""
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
         return state if self.writes_shards else gathered(state, self.global_rank == 0)
@@ -238,15 +240,15 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def _remove_parts(target: Path) -> None:
-    """Delete unfinished folders of killed saves next to a checkpoint: those of the same name, or untouched for a day.
+    """Delete folders of interrupted saves next to a checkpoint, if they have its name or are older than a day.
 
-    A more recent one with another name may belong to another run that is saving into the same folder.
+    A newer folder with another name may belong to another run that is saving into the same folder.
     """
     for path in target.parent.glob("*.part"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir():
-            touched = max((file.stat().st_mtime for file in path.iterdir()), default=path.stat().st_mtime)
+            last_modified = max((file.stat().st_mtime for file in path.iterdir()), default=path.stat().st_mtime)
             same_name = path.name.startswith(f"{target.name}.")
-            if same_name or time.time() - touched > _PATIENCE.total_seconds():
+            if same_name or time.time() - last_modified > _WAIT_TIMEOUT.total_seconds():
                 remove(path)
 
 
@@ -259,7 +261,7 @@ def check_divides(tensor_parallel: int, ranks: int) -> None:
     """Check that `tensor_parallel` divides the number of ranks.
 
     Raises:
-        ConfigurationError: it does not, or it is not a whole number of 1 or more.
+        ConfigurationError: `tensor_parallel` does not divide it, or is not a whole number of 1 or more.
     """
     if ranks % whole_number("strategy.tensor_parallel", tensor_parallel, 1):
         raise ConfigurationError(
@@ -333,9 +335,9 @@ def part_like(value: Any, sample: Tensor) -> Any:
     if not isinstance(sample, DTensor) or not isinstance(value, Tensor) or value.shape != sample.shape:
         return value
     # Every rank has the whole tensor and takes its own part, so nothing is sent.
-    _, place = own_part(sample)
+    _, slices = own_part(sample)
     return DTensor.from_local(
-        value[place].to(sample.device, copy=True),
+        value[slices].to(sample.device, copy=True),
         sample.device_mesh,
         sample.placements,
         run_check=False,
@@ -349,12 +351,12 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:
     if not isinstance(tensor, DTensor):
         return tensor, None
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    return tensor.to_local(), place
+    slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    return tensor.to_local(), slices
 
 
 def _blank(value: Tensor, sample: Tensor) -> Tensor:
-    """Return an empty tensor for one on the meta device: in the layout of `sample` if the shapes agree, else whole."""
+    """Return an empty tensor for a meta tensor: in the layout of `sample` if the shapes agree, else a whole tensor."""
     if isinstance(sample, DTensor) and value.shape == sample.shape:
         return torch.empty_like(sample, dtype=value.dtype)
     return torch.empty_like(value, device="cpu")
@@ -368,9 +370,9 @@ def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
         state: tensors by name, with the same names in the same order on all ranks.
         keep: whether this rank returns the tensors; the other ranks only take part and return an empty dict.
     """
-    kept: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, value in state.items():
         whole = whole_tensor(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else value
         if keep:
-            kept[name] = whole
-    return kept
+            tensors[name] = whole
+    return tensors

@@ -20,7 +20,7 @@ from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
 def process_rank() -> int:
     """Return this process's rank from the variables of its launcher (torchrun, srun or Lightning); 0 without one.
 
-    It needs no Trainer, so it can guard actions that only one process may do before a Trainer exists.
+    It needs no Trainer, so it can be used before a Trainer exists, for actions that only one process may do.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["RANK"])
@@ -69,7 +69,7 @@ def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
         tasks, tasks_per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if tasks == 1:
             return {"accelerator": "auto", "devices": 1}
-        return _several(tasks // tasks_per_node, tasks_per_node, STRATEGIES[strategy](**options))
+        return _several_ranks(tasks // tasks_per_node, tasks_per_node, STRATEGIES[strategy](**options))
     tasks = slurm_job.step_tasks()
     if tasks == 1:
         # Without this plugin Lightning would infer several tasks from SLURM's variables, and requeue the job on SLURM's
@@ -89,7 +89,7 @@ def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port()))
     return {
-        **_several(nodes, tasks // nodes, STRATEGIES[strategy](**options)),
+        **_several_ranks(nodes, tasks // nodes, STRATEGIES[strategy](**options)),
         "plugins": [SLURMEnvironment(auto_requeue=False)],
     }
 
@@ -124,7 +124,7 @@ def free_devices(ranks: int) -> list[str]:
     return visible[ranks:]
 
 
-def _several(nodes: int, tasks_per_node: int, strategy: Strategy) -> dict[str, Any]:
+def _several_ranks(nodes: int, tasks_per_node: int, strategy: Strategy) -> dict[str, Any]:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else tasks_per_node
     if visible < tasks_per_node:
         raise ConfigurationError(

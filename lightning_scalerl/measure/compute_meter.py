@@ -4,8 +4,8 @@
 split into train, generate, checkpoint and idle (the rest). Evaluation is metered separately and is not part of any
 compute axis, so that the frequency of evaluation does not move the curve.
 
-Every second counts once, in the innermost phase at that time. The axis therefore equals the sum of its parts, whichever
-hook starts or stops the clock first.
+Every second counts once, in the innermost phase at that time. So the axis equals the sum of its parts, in whatever
+order hooks start and stop the clock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ComputeMeter:
         self._charges = ChargeLedger()
 
     def start(self) -> None:
-        """Start counting wall clock on the device-hours axis; no effect if it is counted already."""
+        """Start counting wall clock on the device-hours axis; no effect if it is being counted already."""
         self._count_seconds()
         self._running = True
 
@@ -79,11 +79,11 @@ class ComputeMeter:
         """Add the seconds since the last call to the innermost phase."""
         with self._lock:
             now = self._clock.now()
-            passed, self._counted_until = now - self._counted_until, now
+            elapsed, self._counted_until = now - self._counted_until, now
             phase = self._phases[-1] if self._phases else "idle"
-            # Evaluation is not on the axis, so its seconds count even while the clock of the axis is stopped.
+            # Evaluation is not on the axis, so its seconds are counted even while the clock of the axis is stopped.
             if self._running or phase == "evaluate":
-                self._seconds[phase] += passed
+                self._seconds[phase] += elapsed
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -98,7 +98,7 @@ class ComputeMeter:
             self._phases.pop()
 
     def on_event(self, event: Event) -> None:
-        """Count the FLOPs of a generator step; a listener for the events of a rollout stream or an evaluation."""
+        """Count the FLOPs of a generator step. This is a listener for events of a rollout stream or an evaluation."""
         if event.report is None:
             return
         report = event.report
@@ -110,13 +110,13 @@ class ComputeMeter:
             if "evaluate" in self._phases:
                 self._flops["evaluate"] += flops
             else:
-                self._generated(flops, report.decoded_tokens)
+                self._count_sampling(flops, report.decoded_tokens)
             # A lost generator's tokens will be sampled again: estimate their FLOPs by the mean cost of a token.
             if report.lost_tokens and self._sampled["tokens"]:
                 self._lost_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
 
-    def _generated(self, flops: float, tokens: int) -> None:
-        """Count FLOPs of sampling for training; those that repeat lost work count as wasted, not on the axis."""
+    def _count_sampling(self, flops: float, tokens: int) -> None:
+        """Count FLOPs of sampling for training. FLOPs that repeat lost work count as wasted, not on the axis."""
         self._sampled["tokens"] += tokens
         self._sampled["flops"] += flops
         repeated = min(self._lost_flops, flops)
@@ -127,9 +127,9 @@ class ComputeMeter:
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
         """Count the FLOPs of one step: forward and backward together cost three forward passes.
 
-        A critic costs as much as the policy without its head, and a teacher costs by its own size. Weights that are
-        frozen because an adapter is trained cost less: two passes, or one before the first trained weight
-        (`FlopModel.adapting`).
+        A critic costs as much as the policy without its head, and a teacher's cost follows from the teacher's size. If
+        an adapter is trained, frozen weights cost less (`FlopModel.adapting`): two forward passes, and in layers before
+        the first trained weight one.
         """
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
@@ -140,7 +140,7 @@ class ComputeMeter:
         self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
 
     def judged(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
-        """Count the judges' costs for one completion, of training or of an evaluation."""
+        """Count what judge models cost for grading one completion, of training or of an evaluation."""
         with self._lock:
             self._charges.add(charges, evaluation)
 
@@ -149,28 +149,28 @@ class ComputeMeter:
         """Cost of judges in device hours (`compute.judge`); 0 by default."""
         return self._axes.device_hours(self._charges.training)
 
-    def evaluation_so_far(self) -> tuple[float, dict[str, Any]]:
-        """Return FLOPs and judges' charges of evaluation so far, for `evaluation_thrown_away`."""
+    def evaluation_cost(self) -> tuple[float, dict[str, Any]]:
+        """Return the FLOPs and judges' charges of all evaluations so far, for `discard_evaluation`."""
         return self._flops["evaluate"], self._charges.state_dict()
 
-    def evaluation_thrown_away(self, before: tuple[float, dict[str, Any]]) -> None:
-        """Remove the cost of an aborted evaluation: it will run again and must not count twice.
+    def discard_evaluation(self, cost_before: tuple[float, dict[str, Any]]) -> None:
+        """Remove the cost of an aborted evaluation, which will run again and must not count twice.
 
         Args:
-            before: result of `evaluation_so_far` when the evaluation began.
+            before: result of `evaluation_cost` when the evaluation began.
         """
-        self._flops["evaluate"], charges = before
+        self._flops["evaluate"], charges = cost_before
         self._charges.load_state_dict(charges)
 
-    def spent_by_then(self, spent: Mapping[str, float]) -> None:
+    def count_lost_work(self, cost: Mapping[str, float]) -> None:
         """Count as wasted the work that an interrupted run did after the checkpoint from which it resumes.
 
         Args:
-            spent: total cost of the interrupted run, by the names in `WASTED`.
+            cost: total cost of the run when it was interrupted, by the names in `WASTED`.
         """
-        now = spent_in(self.metrics())
+        current_cost = total_cost(self.metrics())
         for name in WASTED:
-            self._wasted[name] += max(0.0, spent.get(name, 0.0) - now[name])
+            self._wasted[name] += max(0.0, cost.get(name, 0.0) - current_cost[name])
 
     def metrics(self) -> dict[str, float]:
         """Return the current values of all compute axes and their parts."""
@@ -198,8 +198,8 @@ class ComputeMeter:
             rewards: sum of the rewards of all rollouts of the step.
         """
         hours = self.metrics()["compute/device_hours"]
-        since, self._hours_at_step = hours - self._hours_at_step, hours
-        return {"time/reward_per_device_hour": rewards / since} if since > 0 else {}
+        hours_since_step, self._hours_at_step = hours - self._hours_at_step, hours
+        return {"time/reward_per_device_hour": rewards / hours_since_step} if hours_since_step > 0 else {}
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the cost of evaluation in FLOPs and seconds, which is not on any compute axis."""
@@ -240,7 +240,7 @@ class ComputeMeter:
         self._hours_at_step = self.metrics()["compute/device_hours"]
 
 
-def spent_in(metrics: Mapping[str, float]) -> dict[str, float]:
+def total_cost(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the total cost in a run's metrics, lost work included, by the names in `WASTED`."""
     return {name: metrics.get(f"compute/{name}", 0.0) + metrics.get(f"compute/wasted_{name}", 0.0) for name in WASTED}
 

@@ -26,7 +26,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Matches the layer in a parameter's name: "model.layers.3" in "model.layers.3.mlp.up_proj.weight".
 _LAYER = re.compile(r"\w+(\.\w+)*?\.(?P<number>\d+)(?=\.)")
 # Configuration fields, by model family: experts per token, and experts in total.
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -35,7 +35,7 @@ class FlopModel:
     """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * (attended tokens, over all tokens and layers).
 
     In the methods, `context` is the number of attended tokens, summed over tokens, as if no layer had a window.
-    `outside` is the part of it that windows exclude, summed over layers (`model.windows`).
+    `outside` is the number of attended tokens that windows exclude, summed over tokens and layers (`model.windows`).
 
     Attributes:
         per_token: FLOPs per token in the plain model without an adapter, as the generator runs it; attention excluded.
@@ -45,8 +45,9 @@ class FlopModel:
         windows: attention windows of the layers.
         adapter: FLOPs per token that low-rank weights add in the trainer.
         frozen: FLOPs per token of the body's weights that get no gradient when an adapter is trained.
-        frozen_head: the same for the head.
-        below: FLOPs per token of the matrices before the first trained weight; their input needs no gradient either.
+        frozen_head: FLOPs per token of the head if it gets no gradient, else 0.
+        flops_below: FLOPs per token of the matrices before the first trained weight; their inputs need no gradient
+            either.
         layers_below: number of whole layers before the first trained weight.
     """
 
@@ -58,15 +59,15 @@ class FlopModel:
     adapter: float = 0.0
     frozen: float = 0.0
     frozen_head: float = 0.0
-    below: float = 0.0
+    flops_below: float = 0.0
     layers_below: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
         """Count a transformer by its parameters.
 
-        A matrix costs two FLOPs per weight and token, regardless of its module. Experts count by the share of them that
-        a token uses. Embeddings are only looked up and cost nothing, unless they are tied to the head.
+        A matrix costs two FLOPs per weight and token, regardless of its module. Experts count in proportion to the
+        number that a token uses. Embeddings are only looked up and cost nothing, except if they are tied to the head.
 
         Raises:
             ConfigurationError: the model's configuration lacks the number of layers, of heads, or of experts per token.
@@ -84,27 +85,27 @@ class FlopModel:
         config = text_config(model)
         head = output_head(model).weight
         # Count only the language model of a multimodal model.
-        whole = model if config is model.config else model.get_decoder()  # type: ignore[operator]
+        decoder = model if config is model.config else model.get_decoder()  # type: ignore[operator]
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
-        chosen, experts = _first_number(config, _CHOSEN), _first_number(config, _EXPERTS)
-        has_head = any(parameter is head for parameter in whole.parameters())
+        experts_per_token, experts = _first_number(config, _EXPERTS_PER_TOKEN), _first_number(config, _EXPERTS)
+        has_head = any(parameter is head for parameter in decoder.parameters())
         per_token, adapter, frozen = 0.0 if has_head else 2.0 * head.numel(), 0.0, 0.0
-        counted: dict[int, float] = {}  # FLOPs per token by the parameter's id
-        for name, parameter in whole.named_parameters():
+        flops_by_id: dict[int, float] = {}  # FLOPs per token by the parameter's id
+        for name, parameter in decoder.named_parameters():
             # A two-dimensional bias has one row per expert; it is added, not multiplied.
             if parameter.dim() < 2 or id(parameter) in embeddings or name.endswith("bias"):
                 continue
             share = 1.0
-            table = parameter.dim() == 3 and (".experts." in name or parameter.shape[0] == experts)
-            if table or _EXPERT.search(name):
-                if not chosen or not experts:
+            is_expert_table = parameter.dim() == 3 and (".experts." in name or parameter.shape[0] == experts)
+            if is_expert_table or _EXPERT.search(name):
+                if not experts_per_token or not experts:
                     raise ConfigurationError(
                         f"model: {type(model).__name__} has experts, and its configuration does not say how many of "
-                        f"them a token uses (looked for {', '.join(_CHOSEN)}; {', '.join(_EXPERTS)}); its FLOPs cannot "
-                        "be counted"
+                        f"them a token uses (looked for {', '.join(_EXPERTS_PER_TOKEN)}; "
+                        f"{', '.join(_EXPERTS)}); its FLOPs cannot be counted"
                     )
-                share = chosen / experts
-            flops = counted[id(parameter)] = 2.0 * parameter.numel() * share
+                share = experts_per_token / experts
+            flops = flops_by_id[id(parameter)] = 2.0 * parameter.numel() * share
             if of_adapter(name):
                 adapter += flops
                 continue
@@ -117,13 +118,13 @@ class FlopModel:
         plain = cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
         if not adapter:
             return plain
-        below, layers_below = _below(model, counted)
+        flops_below, layers_below = _flops_below_adapter(model, flops_by_id)
         return replace(
             plain,
             adapter=adapter,
             frozen=frozen,
             frozen_head=0.0 if head.requires_grad else plain.head,
-            below=below,
+            flops_below=flops_below,
             layers_below=layers_below,
         )
 
@@ -167,10 +168,10 @@ class FlopModel:
     def adapting(self, lengths: list[int], prompt_lengths: list[int], updates: int, forwards: int) -> float:
         """Return the FLOPs that training an adapter adds to those of full training; usually negative.
 
-        The adapter's own weights cost as much as any other weights. An update costs as much as three forward passes:
-        one forward, and two for the gradients of inputs and of weights. A frozen weight saves the last of these,
-        because it needs no gradient of its own. Layers below the first trained weight need neither gradient, which
-        saves two, in their weights and in attention.
+        The adapter's weights cost as much as any other weights. An update costs as much as three forward passes: one
+        forward, one for the gradients of inputs, and one for the gradients of weights. A frozen weight saves the last
+        one. Layers before the first trained weight need neither gradient, which saves two, in their weights and in
+        attention.
 
         Args:
             lengths: tokens of each sequence, prompt included.
@@ -183,13 +184,13 @@ class FlopModel:
         added = (3.0 * updates + forwards) * self.adapter * tokens
         added -= updates * (self.frozen * tokens + self.frozen_head * completion)
         attention = self._attention_of(lengths) * self.layers_below / self.layers
-        return added - updates * (self.below * tokens + 2.0 * attention)
+        return added - updates * (self.flops_below * tokens + 2.0 * attention)
 
     def _attention_of(self, lengths: list[int]) -> float:
         """Return the FLOPs of attention in a forward pass over whole sequences."""
         context = sum((length - 1) * length // 2 for length in lengths)
-        missing = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
-        return self._attention(context, missing)
+        excluded = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
+        return self._attention(context, excluded)
 
     def _attention(self, context: int, outside: int) -> float:
         return self.per_context * context - self.per_layer * outside
@@ -199,17 +200,17 @@ class _FirstLayerDoneError(Exception):
     """Raised by a hook to stop a forward pass after the first layer with a trained weight."""
 
 
-def _below(model: nn.Module, counted: Mapping[int, float]) -> tuple[float, int]:
-    """Return the FLOPs per token of matrices whose input needs no gradient, and the number of whole such layers.
+def _flops_below_adapter(model: nn.Module, flops_by_id: Mapping[int, float]) -> tuple[float, int]:
+    """Return the FLOPs per token of matrices whose input needs no gradient, and the number of layers with such inputs.
 
-    Measured with hooks, by a forward pass of two tokens up to the first layer with a trained weight. Returns (0, 0) if
-    that pass fails, as it does for fake tensors without data where a router has to choose experts.
+    They are measured with hooks, in a forward pass of two tokens up to the first layer with a trained weight. The
+    result is (0, 0) if that pass fails, as it does on fake tensors (without data) if a router has to choose experts.
 
     Args:
         model: a model with an adapter.
         counted: FLOPs per token of its matrices, by the parameter's id.
     """
-    base, below = backbone(model), 0.0
+    base, flops_below = backbone(model), 0.0
     trained_layers = [
         match
         for name, parameter in base.named_parameters()
@@ -224,19 +225,19 @@ def _below(model: nn.Module, counted: Mapping[int, float]) -> tuple[float, int]:
         return any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
 
     def count_matrices(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal below
+        nonlocal flops_below
         if not needs_gradient(module, args, kwargs):
-            below += sum(counted.get(id(parameter), 0.0) for parameter in module.parameters(recurse=False))
+            flops_below += sum(flops_by_id.get(id(parameter), 0.0) for parameter in module.parameters(recurse=False))
 
     def stop(*_: Any) -> None:
         raise _FirstLayerDoneError
 
-    owners = [
+    modules_with_matrices = [
         module
         for module in base.modules()
-        if any(id(parameter) in counted for parameter in module.parameters(recurse=False))
+        if any(id(parameter) in flops_by_id for parameter in module.parameters(recurse=False))
     ]
-    hooks = [module.register_forward_pre_hook(count_matrices, with_kwargs=True) for module in owners]
+    hooks = [module.register_forward_pre_hook(count_matrices, with_kwargs=True) for module in modules_with_matrices]
     layer = base.get_submodule(first[0])
     hooks.append(
         layer.register_forward_pre_hook(
@@ -248,14 +249,14 @@ def _below(model: nn.Module, counted: Mapping[int, float]) -> tuple[float, int]:
         with eval_mode(model), torch.enable_grad():
             base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(base.parameters()).device), use_cache=False)
     except _FirstLayerDoneError:
-        # Layers before it are free as a whole only if no gradient reaches this layer's input.
-        return below, 0 if first_layer_needs_gradient[0] else int(first["number"])
+        # The layers before this one need no gradient only if this layer's input needs none.
+        return flops_below, 0 if first_layer_needs_gradient[0] else int(first["number"])
     except (NotImplementedError, RuntimeError):
         return 0.0, 0
     finally:
         for hook in hooks:
             hook.remove()
-    return below, 0
+    return flops_below, 0
 
 
 def _first_number(config: Any, keys: Sequence[str]) -> int | None:

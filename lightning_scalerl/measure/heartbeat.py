@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_scalerl.measure.compute_meter import WASTED, ComputeMeter, spent_in
+from lightning_scalerl.measure.compute_meter import WASTED, ComputeMeter, total_cost
 from sweeps.run.files import read_json, write_json
 from sweeps.run.journal import finite
 
 HEARTBEAT_FILE = "compute.json"
-FIRST_S, RAREST_S = 1.0, 15.0
+FIRST_INTERVAL_S, MAX_INTERVAL_S = 1.0, 15.0
 _log = logging.getLogger(__name__)
 
 
@@ -33,48 +33,48 @@ class MeterHeartbeat:
     def __init__(self, run_dir: Path, meter: ComputeMeter, guard: Callable[[], None]) -> None:
         self._path = run_dir / HEARTBEAT_FILE
         self._meter, self._guard = meter, guard
-        self._done = threading.Event()
-        self._failing = False
-        self._try_beat()
+        self._stopped = threading.Event()
+        self._last_write_failed = False
+        self._try_write()
         self._thread = threading.Thread(target=self._run, daemon=True, name="meter heartbeat")
         self._thread.start()
 
     def stop(self, finished: bool) -> None:
-        """End the thread and write a last time; the file of a finished run is deleted instead."""
-        self._done.set()
+        """End the thread, and write the file a last time, or delete it if the run is finished."""
+        self._stopped.set()
         self._thread.join()
         with suppress(Exception):  # an error here must not hide the exception that ends the run
-            self._beat()
+            self._write()
             if finished:
                 self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        wait_s = FIRST_S
-        while not self._done.wait(wait_s):
-            wait_s = min(2 * wait_s, RAREST_S)
+        wait_s = FIRST_INTERVAL_S
+        while not self._stopped.wait(wait_s):
+            wait_s = min(2 * wait_s, MAX_INTERVAL_S)
             try:
-                self._try_beat()
+                self._try_write()
             except Exception as error:
                 _log.warning("%s: no longer written (%s)", self._path, error)
                 return
 
-    def _try_beat(self) -> None:
-        """Write; with a full disk or without the file server try again later. The journal's own writes will raise."""
+    def _try_write(self) -> None:
+        """Write the file. On an OSError, such as a full disk, only warn: the journal's writes will raise it."""
         try:
-            self._beat()
+            self._write()
         except OSError as error:
-            if not self._failing:
+            if not self._last_write_failed:
                 _log.warning("%s: not written (%s); it is tried again every few seconds", self._path, error)
-            self._failing = True
+            self._last_write_failed = True
         else:
-            self._failing = False
+            self._last_write_failed = False
 
-    def _beat(self) -> None:
+    def _write(self) -> None:
         self._guard()
-        write_json(self._path, spent_in(self._meter.metrics()))
+        write_json(self._path, total_cost(self._meter.metrics()))
 
 
-def spent_by_heartbeat(run_dir: Path) -> Mapping[str, float]:
+def heartbeat_cost(run_dir: Path) -> Mapping[str, float]:
     """Return the cost in a run's last heartbeat, by the names in `WASTED`; empty without a heartbeat."""
-    spent = read_json(run_dir / HEARTBEAT_FILE)
-    return {name: value for name in WASTED if (value := finite(spent.get(name))) is not None}
+    cost = read_json(run_dir / HEARTBEAT_FILE)
+    return {name: value for name in WASTED if (value := finite(cost.get(name))) is not None}

@@ -1,8 +1,8 @@
 """Mechanism counters: the share of optimizer steps in which a variant's choice changed anything.
 
-There is one counter per axis on which a run departs from its recipe. Each axis decides in `DesignChoice.differs`
-whether its choice acted in a step. Axes of credit and loss compare the tokens' weights in the update with those under
-the recipe's own choice on the same batch; a relative difference in norm above 1e-3 counts.
+There is one counter per axis on which a run differs from its recipe. `DesignChoice.differs` of the axis decides whether
+the run's choice had an effect in a step. Axes of credit and loss compare the tokens' weights in the update with the
+weights under the recipe's choice, on the same batch; a relative difference in norm above 1e-3 counts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
 
 THRESHOLD = 1e-3
-# Far above the rounding of a weight in FP32, and far below that in BF16 (1e-3 in norm) and FP16 (2e-4).
+# Threshold for rounding: far above the relative error of FP32, and far below that of BF16 (1e-3 in norm) and FP16
+# (2e-4).
 ROUNDING = 1e-5
 # Rollouts on which two precisions are compared at each step: about a hundredth of a usual batch.
 PROBE_ROLLOUTS = 8
 
 
 class MechanismCounters:
-    """Counts, for each axis that departs from the recipe, the steps in which it acted.
+    """Counts, for each axis on which the run differs from its recipe, the steps in which the difference had an effect.
 
     Args:
         choices: the run's choices.
@@ -61,7 +62,7 @@ class MechanismCounters:
 
     @property
     def axes(self) -> list[str]:
-        """Axes on which the run departs from its recipe."""
+        """Axes on which the run differs from its recipe."""
         return [ours.axis for ours, _ in self._departures]
 
     def observe(self, batch: TrainBatch, trainer_logprobs: Tensor, first: Tensor | None = None) -> None:
@@ -93,11 +94,11 @@ class MechanismCounters:
             self._acted[ours.axis] += ours.differs(theirs, step)
 
     def metrics(self) -> dict[str, float]:
-        """Return `mechanism/<axis>`, the share of steps so far in which the departure acted."""
+        """Return `mechanism/<axis>`, the share of steps so far in which the difference had an effect."""
         return {f"mechanism/{axis}": self._acted[axis] / max(1, self._steps) for axis in self.axes}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the state of the recipe's choices, which observe each step as well."""
+        """Return the counts, and the state of the recipe's choices, which is updated in each step."""
         remembered = {theirs.axis: state for _, theirs in self._departures if (state := theirs.state_dict())}
         return {"acted": dict(self._acted), "steps": self._steps, "remembered": remembered}
 
@@ -113,10 +114,12 @@ class MechanismCounters:
 def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:
     """Return (the run's choice, the recipe's choice) for every axis on which they differ.
 
-    An axis defined by the user that only one of the two names is neutral in the other.
+    An axis of the user that only `choices` or only `recipe_choices` contains has its neutral choice in the other.
     """
     pairs = []
-    for axis in [axis for axis, _ in choices.items()] + sorted(recipe_choices.own.keys() - choices.own.keys()):
+    for axis in [axis for axis, _ in choices.items()] + sorted(
+        recipe_choices.user_axes.keys() - choices.user_axes.keys()
+    ):
         ours, theirs = choices.on(axis), recipe_choices.on(axis)
         ours, theirs = ours or neutral_of(theirs), theirs or neutral_of(ours)
         if not ours.same_as(theirs):
@@ -160,14 +163,15 @@ class _Step:
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         other = self.choices.having(theirs)
-        # The recipe's normalization may keep running moments. The run never uses it, so they are updated here.
+        # The recipe's normalization may have running moments. Only this counter uses that normalization, so update
+        # them.
         updates_moments = theirs is other.normalization
         if updates_moments and not other.advantage.after_forward:
             remember(self.batch.groups, other)
         if not self._has_inputs(other):
-            # The recipe's choice needs a model that this run does not have, so the two certainly differ.
+            # The recipe's choice needs a model that this run does not have, so the two choices certainly differ.
             return self.batch.rollouts > 0
-        # The twin is the same groups, credited with the recipe's choice on this axis.
+        # The twin is a batch of the same groups, credited with the recipe's choice on this axis.
         device = self.trainer_logprobs.device
         twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
         logprobs = self._aligned(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
@@ -182,29 +186,29 @@ class _Step:
         twin = token_credit(twin, other, lambda numbers: numbers, remember=updates_moments)
         twin = with_selection(twin, other, (self.stream.seed, SELECTION_STREAM, self.completed_steps))
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
-        others = loss_weights(twin, logprobs, other)
-        return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())
+        their_weights = loss_weights(twin, logprobs, other)
+        return bool((ours - their_weights).norm() > (ROUNDING if rounding else THRESHOLD) * their_weights.norm())
 
     def _has_inputs(self, other: Choices) -> bool:
         """Return whether the batch has the outputs of critic and reference that these choices need."""
         ours, theirs = self.choices.kl, other.kl
-        read = [each.reference if each.where else None for each in (ours, theirs)]
-        if theirs.where and (read[0] != read[1] or ours.reads_vocabulary != theirs.reads_vocabulary):
+        references = [each.reference if each.where else None for each in (ours, theirs)]
+        if theirs.where and (references[0] != references[1] or ours.reads_vocabulary != theirs.reads_vocabulary):
             return False
-        of_reference = self.batch.divergences if theirs.reads_vocabulary else self.batch.reference_logprobs
+        reference_scores = self.batch.divergences if theirs.reads_vocabulary else self.batch.reference_logprobs
         inputs = (
             (other.advantage.after_forward, self.batch.values),
-            (theirs.where and not other.kl_in_update, of_reference),
+            (theirs.where and not other.kl_in_update, reference_scores),
         )
         return all(tensor is not None for needed, tensor in inputs if needed)
 
-    def _aligned(self, twin: TrainBatch, ours: Tensor | None, otherwise: Tensor) -> Tensor:
-        """Return `ours` (R, T) with the twin's rows; rows that only the twin has are taken from `otherwise`."""
+    def _aligned(self, twin: TrainBatch, ours: Tensor | None, default: Tensor) -> Tensor:
+        """Return the rows of `ours` (R, T) in the twin's order; rows that only the twin has come from `default`."""
         if ours is None:
-            return otherwise
-        aligned = otherwise.clone()
-        place = {int(row): number for number, row in enumerate(self.batch.row)}
-        shared = [(number, place[int(row)]) for number, row in enumerate(twin.row) if int(row) in place]
+            return default
+        aligned = default.clone()
+        number_of_row = {int(row): number for number, row in enumerate(self.batch.row)}
+        shared = [(number, number_of_row[int(row)]) for number, row in enumerate(twin.row) if int(row) in number_of_row]
         if shared:
             target, source = (torch.tensor(column, device=aligned.device) for column in zip(*shared, strict=True))
             width = min(aligned.shape[1], ours.shape[1])

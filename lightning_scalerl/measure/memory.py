@@ -46,25 +46,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._storages: set[int] = set()
 
     def reset(self) -> None:
         """Set the peak to the bytes that are alive now."""
         self.peak = self.now
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def _subtract(self, key: int, size: int) -> None:
+        self._storages.discard(key)
         self.now -= size
 
     def watch(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed; storages that are already counted are ignored."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
+        if key not in self._storages:
+            self._storages.add(key)
             self.now += size
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, size)
+            weakref.finalize(storage, self._subtract, key, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = _grouped(func) if func in _GROUPED and isinstance(args[0], FakeTensor) else func
@@ -94,11 +94,11 @@ class Memory:
 
     Attributes:
         device: on each training device.
-        leader: in addition on the device of rank 0, if it generates.
+        leader: in addition on the device of rank 0, if rank 0 generates.
         host: on the host.
         parameters: number of the model's parameters.
         tokens: size of the measured pass in tokens, rows x (prompt and completion).
-        row: tokens of one row of that pass.
+        row: tokens of one row of the measured pass.
     """
 
     device: Mapping[str, int]
@@ -115,16 +115,17 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """Sizes of a model and of one of its passes, independent of the number of devices.
 
-    All values but `parameters` and `cache` are for one of the `partners` ranks that split each layer between them.
+    With tensor parallelism, `partners` ranks split each layer between them. All values except `parameters` and `cache`
+    are for one of these ranks.
 
     Attributes:
         parameters: number of the whole model's parameters.
         trained: number of trained parameters.
-        weights: bytes of the weights in the type in which they are kept.
-        body: FP32 bytes without the head.
+        weights: bytes of the weights in the type in which they are stored.
+        body: FP32 bytes of the model without the head.
         layers: FP32 bytes of each block.
         activations: peak bytes of the measured pass beyond weights and gradients.
         cache: bytes of the keys and values of one token.
@@ -149,7 +150,7 @@ class Measured:
     partners: int = 1
 
 
-def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1) -> Measured:
+def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1) -> MeasuredModel:
     """Measure a model and one training pass over rows of full length, on fake tensors.
 
     Args:
@@ -161,7 +162,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
         ConfigurationError: the model cannot be split between `partners` ranks, or does not run on fake tensors.
     """
     choices, context = recipe.choices, recipe.context
-    kind = choices.precision.policy_dtype
+    dtype = choices.precision.policy_dtype
     length = context.max_prompt_tokens + context.max_new_tokens
     size = recipe.batch.pass_size
     rows = size.rollouts if size.tokens is None else max(1, min(size.rollouts, size.tokens // length))
@@ -171,28 +172,30 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
         with FakeTensorMode():
             model = skeleton()
             parameters = _bytes(model) // 4
-            cache = round(cache_gib(model, kind, 1) * GIB)
+            cache = round(cache_gib(model, dtype, 1) * GIB)
             vocabulary = output_head(model).weight.shape[0]
             if partners > 1:
                 narrow(model, partners)
-            parts = vocabulary // output_head(model).weight.shape[0]
+            vocabulary_parts = vocabulary // output_head(model).weight.shape[0]
             whole = _bytes(model)
             body, layers = _bytes(backbone(model)), tuple(_bytes(block) for block in blocks(model))
             weights, trained = whole, whole // 4
             if isinstance(choices.adapter, LoRA):
                 frozen, trained = frozen_and_trained(model, choices.adapter)
                 # Activations are those of full training: a slight overestimate for an adapter.
-                weights += 4 * trained - frozen * (4 - kind.itemsize)
+                weights += 4 * trained - frozen * (4 - dtype.itemsize)
             if recipe.batch.recomputes(parameters) and can_recompute(model):
                 recompute(model, partial(_on_host_hooks, on_host) if recipe.batch.offload else None)
             set_mode(model, recipe.optimizer.dropout)
             policy = Policy(model, choices.precision, context.temperature)
             lengths = (context.max_prompt_tokens, context.max_new_tokens)
-            activations = _pass_bytes(policy, rows, *lengths, packed=recipe.batch.packed, parts=parts)
+            activations = _pass_bytes(
+                policy, rows, *lengths, packed=recipe.batch.packed, vocabulary_parts=vocabulary_parts
+            )
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ConfigurationError(f"model: its memory cannot be foretold ({error_line(error)})") from error
     sizes = (activations, cache, rows * length, length, sum(on_host), whole, partners)
-    return Measured(parameters, trained, weights, body, layers, *sizes)
+    return MeasuredModel(parameters, trained, weights, body, layers, *sizes)
 
 
 def _on_host_hooks(sizes: list[int]) -> saved_tensors_hooks:
@@ -208,49 +211,54 @@ def _on_host_hooks(sizes: list[int]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-def predict_memory(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
+def predict_memory(
+    measured: MeasuredModel, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0
+) -> Memory:
     """Predict the memory that training needs on each device.
 
     Args:
-        of: result of `measure` for this recipe.
+        measured: result of `measure` for this recipe.
         recipe: decides whether there is a critic and a reference, and the generator's precision.
         ranks: number of training devices, tensor-parallel partners included.
         strategy: "ddp" or "fsdp2".
         slots: number of rollouts that rank 0 generates at a time; 0 if the generator has its own devices.
     """
-    choices, whole = recipe.choices, of.whole
+    choices, whole = recipe.choices, measured.whole
     sharded = strategy == "fsdp2" and ranks > 1
-    share = ranks // of.partners if sharded else 1  # each rank holds one of this many shards
+    num_shards = ranks // measured.partners if sharded else 1  # each rank holds one of this many shards
     # -(-a // b) rounds up. Gradients are FP32 (4 bytes).
     states = recipe.optimizer.state_bytes
     device = {
-        "weights": -(-of.weights // share),
-        "gradients": -(-4 * of.trained // share),
-        "Adam's moments": -(-states * of.trained // share),
-        "activations of a pass": of.activations,
+        "weights": -(-measured.weights // num_shards),
+        "gradients": -(-4 * measured.trained // num_shards),
+        "Adam's moments": -(-states * measured.trained // num_shards),
+        "activations of a pass": measured.activations,
     }
     if choices.kl.where:
-        device["reference"] = -(-_reference_bytes(choices.kl, of) // share)
+        device["reference"] = -(-_reference_bytes(choices.kl, measured) // num_shards)
     if choices.critic.has_values:
-        device["critic, its gradients and moments"] = -(-(8 + states) * of.body // (4 * share))
+        device["critic, its gradients and moments"] = -(-(8 + states) * measured.body // (4 * num_shards))
     if sharded:
         # FSDP2 gathers the root and up to two layers at a time, and their gradients are whole until reduce-scatter.
-        device["layers made whole"] = 2 * (whole - sum(of.layers)) + 4 * max(of.layers, default=0)
+        device["layers made whole"] = 2 * (whole - sum(measured.layers)) + 4 * max(measured.layers, default=0)
     elif ranks > 1:
-        device["gradients on their way"] = min(4 * of.trained, 4 * BUFFER)
+        device["gradients on their way"] = min(4 * measured.trained, 4 * BUFFER)
     width = choices.precision.policy_dtype.itemsize
-    generator = {"the generator's weights": width * of.parameters, "its keys and values": slots * of.row * of.cache}
-    host = {"weights on their way to the generator": 4 * of.parameters} if sharded else {}
-    if of.on_host:
-        host["inputs of layers, of each device's pass"] = of.on_host
-    return Memory(device, generator if slots else {}, host, of.parameters, of.tokens, of.row)
+    generator = {
+        "the generator's weights": width * measured.parameters,
+        "its keys and values": slots * measured.row * measured.cache,
+    }
+    host = {"weights on their way to the generator": 4 * measured.parameters} if sharded else {}
+    if measured.on_host:
+        host["inputs of layers, of each device's pass"] = measured.on_host
+    return Memory(device, generator if slots else {}, host, measured.parameters, measured.tokens, measured.row)
 
 
-def _reference_bytes(kl: KL, of: Measured) -> int:
+def _reference_bytes(kl: KL, measured: MeasuredModel) -> int:
     """Return the FP32 bytes of the reference on one of the tensor-parallel partners."""
     if kl.reference is None:
-        return of.whole
-    return 0 if kl.is_served else -(-4 * _parameters_of(kl.reference) // of.partners)
+        return measured.whole
+    return 0 if kl.is_served else -(-4 * _parameters_of(kl.reference) // measured.partners)
 
 
 @lru_cache(maxsize=8)
@@ -260,23 +268,23 @@ def _parameters_of(path: str) -> int:
         return sum(parameter.numel() for parameter in from_config(path)().parameters())
 
 
-def fitted(
+def memory_and_advice(
     skeleton: Callable[[], nn.Module],
     recipe: Recipe,
     ranks: int,
     strategy: str,
     slots: int,
-    most_gib: float | None,
+    cache_limit_gib: float | None,
     limit: int | None,
     partners: int = 1,
 ) -> tuple[Memory, str]:
-    """Return the memory of a run, and advice on a setting that fits; the advice is empty if the run already fits.
+    """Return the memory of a run, and advice on a setting that fits; the advice is "" if the run already fits.
 
     Args:
         skeleton, recipe: as in `measure`.
         ranks, strategy: as in `predict_memory`.
         slots: slots of a generator on rank 0's device; 0 if the generator has its own devices.
-        most_gib: limit in GiB on its keys and values (`generator.cache_gib`); None for no limit.
+        cache_limit_gib: limit in GiB on the generator's keys and values (`generator.cache_gib`); None for no limit.
         limit: bytes of one device; None for no limit.
         partners: as in `measure`; included in `ranks`.
 
@@ -284,23 +292,23 @@ def fitted(
         ConfigurationError: the model cannot be split between `partners` ranks, or does not run on fake tensors.
     """
     measured = measure(skeleton, recipe, partners)
-    slots = decoded_together(measured, slots, most_gib)
+    slots = concurrent_rollouts(measured, slots, cache_limit_gib)
     memory = predict_memory(measured, recipe, ranks, strategy, slots)
     fits = limit is None or memory.peak <= limit
     return memory, "" if fits or limit is None else advice(skeleton, recipe, ranks, strategy, slots, limit, partners)
 
 
-def decoded_together(of: Measured, slots: int, most_gib: float | None) -> int:
-    """Return the number of rollouts that an engine decodes together: its slots, or fewer if its cache is limited.
+def concurrent_rollouts(measured: MeasuredModel, slots: int, cache_limit_gib: float | None) -> int:
+    """Return the number of rollouts that an engine decodes at a time: its slots, or fewer if its cache is limited.
 
     Args:
-        of: result of `measure`.
+        measured: result of `measure`.
         slots: slots of the generator.
-        most_gib: limit in GiB on its keys and values (`generator.cache_gib`); None for no limit.
+        cache_limit_gib: limit in GiB on its keys and values (`generator.cache_gib`); None for no limit.
     """
-    if not slots or most_gib is None:
+    if not slots or cache_limit_gib is None:
         return slots
-    return max(1, min(slots, int(most_gib * GIB / (of.row * of.cache))))
+    return max(1, min(slots, int(cache_limit_gib * GIB / (measured.row * measured.cache))))
 
 
 def _bytes(module: nn.Module) -> int:
@@ -308,7 +316,7 @@ def _bytes(module: nn.Module) -> int:
     return 4 * sum(parameter.numel() for parameter in module.parameters())
 
 
-def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed: bool, parts: int) -> int:
+def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed: bool, vocabulary_parts: int) -> int:
     """Return the peak bytes of a forward and backward pass beyond weights and gradients."""
     model: nn.Module = policy.model
     for parameter in model.parameters():
@@ -324,7 +332,7 @@ def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed:
         inner, length = backbone(model), prompt + completion - 1
         inputs: dict[str, Any] = {"input_ids": tokens[:, :-1]}
         if packed:
-            # The mask is a tensor subclass of its own that holds no data, so it is made outside the fake mode.
+            # The mask is a special tensor subclass without data, so make it outside the fake mode.
             with unset_fake_temporarily():
                 mask = row_mask(inner, [length] * rows, torch.device("cpu"))
             inputs = {"input_ids": tokens[:, :-1].reshape(1, -1), "attention_mask": mask}
@@ -332,16 +340,16 @@ def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed:
         with policy.autocast(policy.precision):
             hidden = inner(**inputs, use_cache=False).last_hidden_state
         states = hidden.view(rows, length, -1)[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
-        score = policy._score if parts == 1 else partial(_score_in_parts, policy, parts)
+        score = policy._score if vocabulary_parts == 1 else partial(_score_in_parts, policy, vocabulary_parts)
         logprobs, _ = score(states, tokens[:, prompt:].reshape(-1), policy.precision, False)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return live.peak - bytes_before
 
 
 def _score_in_parts(
-    policy: Policy, parts: int, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
+    policy: Policy, vocabulary_parts: int, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Score as `Policy._score` does on a rank that holds one of `parts` parts of the vocabulary.
+    """Score as `Policy._score` does on a rank that holds one of `vocabulary_parts` parts of the vocabulary.
 
     Chunks are recomputed in the backward pass, as in `Policy._score`.
     """
@@ -350,7 +358,7 @@ def _score_in_parts(
     def score(states: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
         return token_scores(policy.model, states, chunk_targets, dtype, policy.temperature, entropy_gradient)
 
-    chunk = max(1, policies.MAX_LOGITS // (parts * output_head(policy.model).weight.shape[0]))
+    chunk = max(1, policies.MAX_LOGITS // (vocabulary_parts * output_head(policy.model).weight.shape[0]))
     if len(hidden) <= chunk:
         return score(hidden, targets)
     pieces = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
@@ -387,30 +395,32 @@ def advice(
 ) -> str:
     """Return one line that names the closest setting with which a run fits into a device of `limit` bytes.
 
-    Tried in this order: recompute activations; passes of one row; offload the layers' inputs to the host; generate
-    fewer rollouts at a time; shard the model; use more devices.
+    Settings are tried in this order: recompute activations; passes of one row; offload the layers' inputs to the host;
+    generate fewer rollouts at a time; shard the model; use more devices.
     """
     recomputed = replace(recipe, batch=replace(recipe.batch, recompute=True))
     length = recipe.context.max_prompt_tokens + recipe.context.max_new_tokens
     one_row = replace(recomputed, batch=replace(recomputed.batch, micro_tokens=length))
     if predict_memory(measure(skeleton, recomputed, partners), recomputed, ranks, strategy, slots).peak <= limit:
         return "it would with batch.recompute=true"
-    words = f"batch.recompute=true batch.micro_tokens={length}"
-    a_row = measure(skeleton, one_row, partners)
+    overrides = f"batch.recompute=true batch.micro_tokens={length}"
+    measured_row = measure(skeleton, one_row, partners)
     offloaded = replace(one_row, batch=replace(one_row.batch, offload=True))
-    tries = [(words, a_row, ranks, strategy, slots)]
-    tries.append((f"{words} batch.offload=true", measure(skeleton, offloaded, partners), ranks, strategy, slots))
+    candidates = [(overrides, measured_row, ranks, strategy, slots)]
+    candidates.append(
+        (f"{overrides} batch.offload=true", measure(skeleton, offloaded, partners), ranks, strategy, slots)
+    )
     if slots > 1:
         fewer = max(1, slots // 4)
-        tries.append((f"{words} generator.slots={fewer}", a_row, ranks, strategy, fewer))
+        candidates.append((f"{overrides} generator.slots={fewer}", measured_row, ranks, strategy, fewer))
     counts = (2, 4, 8, 16, 32, 64, 128, 256)
     more = [ranks, *(count for count in counts if count > ranks and count % partners == 0)]
-    tries += [
-        (f"{words} strategy=fsdp2 driver=live on {count} devices", a_row, count, "fsdp2", 0)
+    candidates += [
+        (f"{overrides} strategy=fsdp2 driver=live on {count} devices", measured_row, count, "fsdp2", 0)
         for count in more
         if count > 1
     ]
-    for text, measured, devices, by, at_a_time in tries:
-        if predict_memory(measured, one_row, devices, by, at_a_time).peak <= limit:
+    for text, measured, devices, candidate_strategy, candidate_slots in candidates:
+        if predict_memory(measured, one_row, devices, candidate_strategy, candidate_slots).peak <= limit:
             return f"it would with {text}"
     return "it would not on 256 devices either: lower context.max_new_tokens, or take a smaller model"

@@ -29,14 +29,14 @@ from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 from lightning_scalerl.update.trained import TrainedPolicy
 
-# Rollouts to score again if the batch itself has none to compare.
+# Number of rollouts to score again if no rollout of the batch can be compared directly.
 PROBE_ROLLOUTS = 8
 # Share of gaps above the 99th percentile.
-TAIL = 0.01
-# Among a few dozen tokens a large gap occurs by chance: the percentile is tested at this level of significance.
-BY_CHANCE = 1e-4
-# Tokens below this probability are not compared after the weights have changed.
-LIKELY = 1e-3
+TAIL_SHARE = 0.01
+# Significance level of the test of the 99th percentile: among a few dozen tokens a large gap occurs by chance.
+SIGNIFICANCE = 1e-4
+# Tokens below this probability are not compared if other weights than the current ones sampled them.
+MIN_PROBABILITY = 1e-3
 # Factor on the bounds after the first step. Training can make a policy so sharp that the rounding of a 16-bit type
 # exceeds the bounds: correct runs of experiment=replication reached 1.4 times the bound on the mean. A generator that
 # does not follow the trainer drifts beyond this factor as well.
@@ -47,8 +47,8 @@ MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 class Scorer(Protocol):
     """Generator that can compute log-probabilities of existing completions.
 
-    A generator whose settings prevent this has an attribute `can_score` that is false. If it has a method `score_all`,
-    that is called with several completions at once.
+    If a generator's settings prevent this, its attribute `can_score` is false. If it has a method `score_all`, this is
+    called with several completions at once instead of `score`.
     """
 
     @property
@@ -89,16 +89,16 @@ def start_probe(
     slack = _slack(policy.precision, version)
     names = [name for name, _ in policy.model.named_parameters()]
     digests: set[str | None] = set()
-    for again in (False, True):
+    for is_repeated in (False, True):
         generator.publish(trained.weights(), version)
         digests.add(getattr(generator, "digest", None))
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
-        situation = "published a second time, the same weights give others" if again else "under the same weights"
+        situation = "published a second time, the same weights give others" if is_repeated else "under the same weights"
         _check(probe_metrics(gaps), policy.precision, situation, slack)
-    with trained.moved(names):
+    with trained.perturbed(names):
         generator.publish(trained.weights(), version)
-        # Engines report a digest of the weights that they hold. Two different sets of weights were published, so there
-        # must be exactly two digests.
+        # Engines report a digest of their weights. Two different sets of weights were published, so there must be
+        # exactly two digests.
         digests.add(getattr(generator, "digest", None))
         if hasattr(generator, "digest") and len(digests) != 2:
             raise ConfigurationError(
@@ -106,19 +106,25 @@ def start_probe(
                 f"ones gave {len(digests)} digests, not 2; adapters, frozen copies and tied weights are where to look"
             )
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
-    if _beyond(probe_metrics(gaps), policy.precision, slack):
+    if _exceeds_bounds(probe_metrics(gaps), policy.precision, slack):
         # Perturb one parameter at a time to find out which of them the generator does not follow.
-        lost = []
+        unresponsive = []
         for name in names:
-            with trained.moved([name]):
+            with trained.perturbed([name]):
                 generator.publish(trained.weights(), version)
-                if _beyond(probe_metrics(_sampled_gaps(generator, trained, prompt_tokens)), policy.precision, slack):
-                    lost.append(name)
+                if _exceeds_bounds(
+                    probe_metrics(_sampled_gaps(generator, trained, prompt_tokens)), policy.precision, slack
+                ):
+                    unresponsive.append(name)
         generator.publish(trained.weights(), version)
-        named = f"{', '.join(lost[:5])}{' and others' if len(lost) > 5 else ''}" if lost else "all of them together"
+        names_text = (
+            f"{', '.join(unresponsive[:5])}{' and others' if len(unresponsive) > 5 else ''}"
+            if unresponsive
+            else "all of them together"
+        )
         raise ConfigurationError(
-            f"generator: it computes what the trainer does, but not with other weights: published, {named} did not "
-            "change it as they change the trainer; adapters, frozen copies and tied weights are where to look"
+            f"generator: it computes what the trainer does, but not with other weights: published, {names_text} did "
+            "not change it as they change the trainer; adapters, frozen copies and tied weights are where to look"
         )
     generator.publish(trained.weights(), version)
     if phrase:
@@ -151,8 +157,8 @@ def _sampled_gaps(generator: Generator, trained: TrainedPolicy, prompt_tokens: S
     """Sample rollouts now, and return |trainer's - generator's| log-probability of their tokens."""
     rollouts = _sample(generator, prompt_tokens, START_TOKENS)
     group = Group(0, Prompt("probe", "", ""), list(prompt_tokens), rollouts)
-    ours = _trainer_logprobs([(group, rollout) for rollout in rollouts], trained, PassSize(START_ROLLOUTS))
-    return _gaps(ours, [torch.tensor(rollout.generator_logprobs) for rollout in rollouts])
+    rollout_logprobs = _trainer_logprobs([(group, rollout) for rollout in rollouts], trained, PassSize(START_ROLLOUTS))
+    return _gaps(rollout_logprobs, [torch.tensor(rollout.generator_logprobs) for rollout in rollouts])
 
 
 def logprob_gaps(
@@ -162,7 +168,7 @@ def logprob_gaps(
     version: int,
     size: PassSize,
     generator: object = None,
-    asking: Callable[[], AbstractContextManager[None]] = nullcontext,
+    timing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """Return |trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
@@ -177,33 +183,35 @@ def logprob_gaps(
         version: version of the trainer's weights.
         size: size of the passes that score rollouts again.
         generator: generator that scores rollouts of older weights again, if it can; None to score none again.
-        asking: context manager around the question to the generator, for timing.
+        timing: context manager around the request to the generator.
     """
     if not trained.policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
-        # `fresh`: rollouts whose tokens were all sampled by these weights. The rest of each row is padding.
-        real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
-        fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
-        if fresh.any():
+        # `is_fresh`: rollouts whose tokens were all sampled by these weights. The rest of each row is padding.
+        is_token = column < (batch.lengths - batch.completion_start).unsqueeze(1)
+        is_fresh = is_token & ((batch.weight_versions == version) | ~is_token).all(1, keepdim=True)
+        if is_fresh.any():
             # Inserted tokens were not sampled, and some engines do not record their log-probability.
-            return (trainer_logprobs - batch.generator_logprobs).abs()[fresh & ~batch.forced_mask].cpu()
+            return (trainer_logprobs - batch.generator_logprobs).abs()[is_fresh & ~batch.forced_mask].cpu()
     sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
     fresh_rollouts = [pair for pair in sampled if set(pair[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
     if fresh_rollouts:
-        ours = _trainer_logprobs(fresh_rollouts, trained, size)
-        gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in fresh_rollouts])
+        rollout_logprobs = _trainer_logprobs(fresh_rollouts, trained, size)
+        gaps = _gaps(rollout_logprobs, [torch.tensor(rollout.generator_logprobs) for _, rollout in fresh_rollouts])
         return gaps[~torch.cat([torch.tensor(rollout.inserted) for _, rollout in fresh_rollouts])]
     scorer = cast(Scorer, generator)
     if can_score(generator) and scorer.version == version:
         # Every n-th rollout, so that they come from many prompts: rollouts of one prompt are similar.
-        spread = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]
-        with asking():
-            theirs = generator_scores(scorer, [(group.prompt_tokens, rollout.tokens) for group, rollout in spread])
-        if theirs is None:
+        spaced_rollouts = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]
+        with timing():
+            generator_logprobs = generator_scores(
+                scorer, [(group.prompt_tokens, rollout.tokens) for group, rollout in spaced_rollouts]
+            )
+        if generator_logprobs is None:
             return torch.zeros(0)
-        ours = _trainer_logprobs(spread, trained, size)
+        rollout_logprobs = _trainer_logprobs(spaced_rollouts, trained, size)
         # Tokens that older weights sampled may be very unlikely now, where 16-bit types have large errors: skip them.
-        return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
+        return _gaps(rollout_logprobs, generator_logprobs)[torch.cat(generator_logprobs) > math.log(MIN_PROBABILITY)]
     return torch.zeros(0)
 
 
@@ -241,22 +249,24 @@ def _trainer_logprobs(
     return [logprobs[row] for row in range(len(rollouts))]
 
 
-def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
-    return torch.cat([(row[: len(other)] - other).abs() for row, other in zip(ours, theirs, strict=True)])
+def _gaps(trainer_rows: Sequence[Tensor], generator_rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat(
+        [(row[: len(other)] - other).abs() for row, other in zip(trainer_rows, generator_rows, strict=True)]
+    )
 
 
 def probe_metrics(gaps: Tensor) -> dict[str, float]:
     """Return `train/probe_gap_mean` and `train/probe_gap_p99`; empty without gaps.
 
-    The second is a lower confidence bound of the 99th percentile, at a level of 1 in 10,000 (binomial). For 10,000
-    tokens it is close to the percentile itself, for 60 tokens it is the sixth largest gap. For the mean, gaps are
-    clamped to it.
+    `train/probe_gap_p99` is a lower confidence bound of the 99th percentile, at a level of 1 in 10,000 (binomial). For
+    10,000 tokens it is close to the percentile itself, for 60 tokens it is the sixth largest gap. Gaps are clamped to
+    this bound before the mean is taken.
     """
     if not gaps.numel():
         return {}
     n = gaps.numel()
-    # The m-th largest gap is such a bound if m or more of n tokens exceed the percentile by chance in < 1 of 10,000.
-    rank = next((m for m in range(1, n + 1) if bdtrc(m - 1, n, TAIL) < BY_CHANCE), n)
+    # The m-th largest gap is such a bound if m or more of n tokens exceed the percentile with a probability < 1e-4.
+    rank = next((m for m in range(1, n + 1) if bdtrc(m - 1, n, TAIL_SHARE) < SIGNIFICANCE), n)
     bound = gaps.double().kthvalue(n - rank + 1).values
     return {MEAN: float(gaps.double().clamp(max=bound).mean()), P99: float(bound)}
 
@@ -281,17 +291,17 @@ def check_probe(metrics: Mapping[str, float], precision: Precision, version: int
     _check(metrics, precision, "under the same weights", _slack(precision, version))
 
 
-def _beyond(metrics: Mapping[str, float], precision: Precision, slack: float) -> bool:
+def _exceeds_bounds(metrics: Mapping[str, float], precision: Precision, slack: float) -> bool:
     mean, p99 = precision.probe_bounds
     return P99 in metrics and not (metrics[MEAN] <= slack * mean and metrics[P99] <= slack * p99)
 
 
-def _check(metrics: Mapping[str, float], precision: Precision, when: str, slack: float) -> None:
-    if _beyond(metrics, precision, slack):
+def _check(metrics: Mapping[str, float], precision: Precision, situation: str, slack: float) -> None:
+    if _exceeds_bounds(metrics, precision, slack):
         mean, p99 = (slack * bound for bound in precision.probe_bounds)
         raise ConfigurationError(
             f"generator: its log-probabilities differ from the trainer's by {metrics[MEAN]:.3g} on average and "
-            f"{metrics[P99]:.3g} at the 99th percentile, {when} (allowed in {precision.policy}: "
+            f"{metrics[P99]:.3g} at the 99th percentile, {situation} (allowed in {precision.policy}: "
             f"{mean:g} and {p99:g}); compare precision, temperature and tokenizer on both sides, and "
             "torch.get_float32_matmul_precision()"
         )

@@ -1,4 +1,4 @@
-"""Resolved semantics of a run (every choice and default, versions, commit, seed), which are stored with it."""
+"""Resolved semantics of a run (every choice and default, versions, commit, seed), stored in `semantics.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
     """Return everything that the names in a recipe resolve to, as plain values for `semantics.json`."""
     return {
         **resolved_choices(module.recipe, module.choices),
-        "departs_from_recipe_on": list(_departures(module)),
+        "departs_from_recipe_on": list(_changes_by_axis(module)),
         "context": {
             **asdict(module.recipe.context),
             "top_p": 1.0,
@@ -87,7 +87,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
     }
 
 
-def effective(recipe: Recipe, choices: Choices) -> list[str]:
+def describe_choices(recipe: Recipe, choices: Choices) -> list[str]:
     """Return lines that describe the resolved choices and settings; printed at the start of a run."""
     meaning = {axis: choice.semantics() for axis, choice in choices.items()}
     neutral = {axis for axis, choice in choices.items() if choice.neutral == meaning[axis]}
@@ -132,7 +132,7 @@ def write_semantics(run_dir: Path, module: Any) -> None:
 def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the journal's header, which identifies the run.
 
-    Fields of `identity`, which a study assigns to its members, take precedence over those of a run on its own.
+    Fields of `identity`, which a study gives to its members, override the defaults for a run outside of a study.
     """
     local = {
         "run": "local",
@@ -140,7 +140,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
         "recipe": own_label(module),
         "seed": module.seed,
         "baseline": module.recipe.name,
-        "departures": {axis: ", ".join(changes) for axis, changes in _departures(module).items()},
+        "departures": {axis: ", ".join(changes) for axis, changes in _changes_by_axis(module).items()},
         "settings": {},
         "parameters": parameter_count(module),
         "device": module.device.type,
@@ -152,26 +152,26 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_label(module: Any) -> str:
-    """Return the default name of a run: its recipe plus what it changes in it, as in the labels of a study's members.
+    """Return the default label of a run: its recipe and the changes of the recipe, as in the labels of a study.
 
     Examples: `scalerl+loss=DAPO+loss.clip_high=0.5`, `scalerl+loss.max_ratio=4`.
     """
     parts = [
         f"{axis}.{part}" if "=" in part else f"{axis}={part}"
-        for axis, changes in _departures(module).items()
+        for axis, changes in _changes_by_axis(module).items()
         for part in changes
     ]
     return "+".join([module.recipe.name, *parts])
 
 
-def _departures(module: Any) -> dict[str, list[str]]:
-    """Return what a run changes in its recipe, by axis: by callbacks, or by overrides of the recipe."""
-    named = module.recipe.named or module.recipe.choices
-    return {ours.axis: ours.changes_from(theirs) for ours, theirs in departures(module.choices, named)}
+def _changes_by_axis(module: Any) -> dict[str, list[str]]:
+    """Return a run's changes of its recipe by axis, made by callbacks or by overrides of the recipe."""
+    reference_choices = module.recipe.named or module.recipe.choices
+    return {ours.axis: ours.changes_from(theirs) for ours, theirs in departures(module.choices, reference_choices)}
 
 
 def _task_of(module: Any) -> dict[str, Any]:
-    """Return the task's class, its number of training prompts, and a digest of these and of its identity."""
+    """Return the task's class, its number of training prompts, and a digest of these prompts and its identity."""
     name, prompts, identity = module.continuation.meaning["task"]
     return {"name": name, "prompts": len(prompts), "digest": digest(repr((prompts, identity)))}
 
@@ -184,8 +184,8 @@ def _model_of(module: Any) -> str | None:
 
 def parameter_count(module: Any) -> int:
     """Return the number of the policy's parameters without those of an adapter: the size of the model itself."""
-    named = module.policy.named_parameters()
-    return sum(parameter.numel() for name, parameter in named if not of_adapter(name))
+    named_parameters = module.policy.named_parameters()
+    return sum(parameter.numel() for name, parameter in named_parameters if not of_adapter(name))
 
 
 def versions() -> dict[str, str]:

@@ -59,34 +59,34 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one optimizer step.
 
-    Entropy and the comparison of trainer and generator are measured on the first pass; metrics of the loss are over all
+    Entropy and the comparison of trainer and generator are measured in the first pass, metrics of the loss in all
     passes.
 
     Args:
         batch: the batch of this step.
-        passes: the passes over it.
+        passes: the passes over this batch.
         choices: the run's choices.
         completed_steps: number of steps before this one.
         dropped: number of groups that were sampled for this batch and replaced by a refilling filter.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    everything = [rollout for group in batch.groups for rollout in group.sampled]
-    ungraded = len(everything) - len(rollouts)
+    all_rollouts = [rollout for group in batch.groups for rollout in group.sampled]
+    ungraded = len(all_rollouts) - len(rollouts)
     constant = sum(not has_variance(group.rewards) for group in batch.groups)
     sampled = len(batch.groups) + dropped
     metrics = {
         **(_reward_metrics(rollouts, choices) if rollouts else {}),
-        **_length_metrics(everything, choices, batch),
+        **_length_metrics(all_rollouts, choices, batch),
         **_part_metrics(rollouts),
-        **_environment_metrics(everything),
-        **({"train/ungraded": ungraded / len(everything)} if ungraded else {}),
+        **_environment_metrics(all_rollouts),
+        **({"train/ungraded": ungraded / len(all_rollouts)} if ungraded else {}),
         "train/groups_kept": batch.denominators.prompts / len(batch.groups),
         "train/credited_prompts": batch.denominators.prompts,
         "train/credited_rollouts": batch.denominators.samples,
         "train/credited_tokens": batch.denominators.tokens,
         "train/zero_variance": (constant + dropped) / sampled,
         **({"train/groups_dropped": dropped / sampled} if choices.filter.refills else {}),
-        **staleness(everything, completed_steps),
+        **staleness(all_rollouts, completed_steps),
         **_loss_metrics(passes),
         **_first_pass_metrics(batch, passes[0].parts, choices),
         **_ratio_metrics(batch, passes, choices),
@@ -132,54 +132,54 @@ def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not conversations:
         return {}
     metrics = {
-        "environment/turns": fmean(one.turns for _, one in conversations),
-        "environment/calls": fmean(one.calls for _, one in conversations),
-        "environment/malformed": fmean(one.malformed for _, one in conversations),
-        "environment/raised": fmean(one.raised for _, one in conversations),
-        "environment/failed": fmean(bool(one.failed) for _, one in conversations),
+        "environment/turns": fmean(conversation.turns for _, conversation in conversations),
+        "environment/calls": fmean(conversation.calls for _, conversation in conversations),
+        "environment/malformed": fmean(conversation.malformed for _, conversation in conversations),
+        "environment/raised": fmean(conversation.raised for _, conversation in conversations),
+        "environment/failed": fmean(bool(conversation.failed) for _, conversation in conversations),
         "environment/tokens": fmean(rollout.sources.count(Source.ENVIRONMENT) for rollout, _ in conversations),
-        "environment/characters_cut": fmean(one.cut for _, one in conversations),
+        "environment/characters_cut": fmean(conversation.cut for _, conversation in conversations),
     }
     values: dict[str, list[float]] = {}
-    for rollout, one in conversations:
-        for name, value in one.info.items():
+    for rollout, conversation in conversations:
+        for name, value in conversation.info.items():
             values.setdefault(f"environment/info_{name}", []).append(value)
-        if one.environment and rollout.outcome == "score":
-            values.setdefault(f"environment/pass_rate_{one.environment}", []).append(float(rollout.correct))
-    return metrics | {name: fmean(some) for name, some in values.items()}
+        if conversation.environment and rollout.outcome == "score":
+            values.setdefault(f"environment/pass_rate_{conversation.environment}", []).append(float(rollout.correct))
+    return metrics | {name: fmean(values_of_name) for name, values_of_name in values.items()}
 
 
 def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -> dict[str, float]:
-    """Return the share of rollouts truncated by the curriculum's shorter limit; empty if it does not shorten any.
+    """Return the share of rollouts truncated by the curriculum's shorter limit; empty if the limit is not shorter.
 
-    These rollouts are credited as truncated, so they count in `train/truncated` too. Alarms ignore them.
+    These rollouts also count in `train/truncated`, because they are treated as truncated. Alarms ignore them.
     """
     if choices.curriculum.max_new_tokens(int(limit), 0) == limit:
         return {}
-    cut = sum(rollout.truncated and len(rollout.tokens) < limit for rollout in rollouts)
-    return {"train/cut_by_stage": cut / len(rollouts)}
+    num_cut = sum(rollout.truncated and len(rollout.tokens) < limit for rollout in rollouts)
+    return {"train/cut_by_stage": num_cut / len(rollouts)}
 
 
 def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:
     """Return means over the finite passes: the loss, each of its terms if there are several, and gradient norms."""
-    finite = [one for one in passes if one.finite]
+    finite = [one_pass for one_pass in passes if one_pass.finite]
     if not finite:
         return {}
     names = list(finite[0].totals)
-    totals = {name: sum(float(one.totals[name]) for one in finite) / len(finite) for name in names}
+    totals = {name: sum(float(one_pass.totals[name]) for one_pass in finite) / len(finite) for name in names}
     metrics = {"train/loss": sum(totals.values())}
     if len(names) > 1:
         metrics |= {f"train/loss_{name}": total for name, total in totals.items()}
     for name in finite[0].norms:
-        metrics[f"train/{name}"] = sum(float(one.norms[name]) for one in finite) / len(finite)
+        metrics[f"train/{name}"] = sum(float(one_pass.norms[name]) for one_pass in finite) / len(finite)
     return metrics
 
 
 def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, float]:
     """Return the tokens' staleness in optimizer steps: mean, 95th percentile and maximum.
 
-    Staleness is the number of steps between the weights that sampled a token and the weights that it trains. It has two
-    parts, which are returned as well: `in_flight`, up to the last token of the rollout, and `queued`, from then on.
+    Staleness is the number of steps between the weights that sampled a token and the weights that it trains. Its two
+    parts are returned as well: `in_flight`, until the last token of the rollout was sampled, and `queued`, after that.
     """
     versions = np.array([version for rollout in rollouts for version in rollout.weight_versions])
     lengths = [len(rollout.tokens) for rollout in rollouts]
@@ -203,8 +203,8 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
     """
     tokens = batch.denominators.tokens
     sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
-    weight = square = 0.0
-    scored = [Scored(*part).inside() for part in parts]
+    weight_sum = square_sum = 0.0
+    scored = [Scored(*part).zero_outside_mask() for part in parts]
     for part in scored:
         mask = part.batch.loss_mask
         gap = part.trainer_logprobs - part.batch.generator_logprobs
@@ -213,11 +213,11 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
         sums["logprob_gap"] += float((gap.abs() * mask).sum())
         # k3 estimator of KL(generator || trainer), exp(gap) - 1 - gap (Schulman 2020); clamped against overflow.
         sums["mismatch_kl"] += float(((torch.expm1(gap.clamp(max=MAX_LOG_RATIO)) - gap) * mask).sum())
-        weight += float((ratio * mask).sum())
-        square += float((ratio.square() * mask).sum())
+        weight_sum += float((ratio * mask).sum())
+        square_sum += float((ratio.square() * mask).sum())
     metrics = {f"train/{name}": Rate(value, tokens).value for name, value in sums.items()}
     # Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965): 1 if all tokens have the same weight.
-    metrics["train/effective_samples"] = Rate(weight * weight, tokens * square).value
+    metrics["train/effective_samples"] = Rate(weight_sum * weight_sum, tokens * square_sum).value
     if batch.reference_logprobs is not None or any(part.batch.divergences is not None for part in scored):
         distance = Rate()
         for part in scored:
@@ -241,9 +241,9 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
     """Return metrics of the importance ratio in the loss, over all passes."""
     clip, mean = Rate(), Rate()
     lowest, largest = math.inf, 0.0
-    for one in passes:
-        for part in one.parts:
-            scored = Scored(*part).inside()
+    for one_pass in passes:
+        for part in one_pass.parts:
+            scored = Scored(*part).zero_outside_mask()
             mask = scored.batch.loss_mask
             anchor = choices.correction.anchor(scored.batch)
             ratio = importance_ratio(scored.trainer_logprobs, anchor)

@@ -1,4 +1,4 @@
-"""Alarm for truncated completions: runs with 10 to 15% of them become unstable and do not recover."""
+"""Alarm for truncated completions: runs with 10 to 15% truncated completions become unstable and do not recover."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TruncationAlarm:
         """Add one step's share of truncated completions; return the metric `alarm/truncated`."""
         self._shares.append(truncated)
         mean = sum(self._shares) / len(self._shares)
-        full = len(self._shares) == WINDOW_STEPS
-        level = sum(mean >= share - ROUNDING for share in (ALARM_SHARE, UNSTABLE_SHARE)) if full else 0
+        is_full = len(self._shares) == WINDOW_STEPS
+        level = sum(mean >= share - ROUNDING for share in (ALARM_SHARE, UNSTABLE_SHARE)) if is_full else 0
         if level > self._level:
             log.warning(
                 "step %d: %.0f%% of the completions of the last %d steps were truncated (alarm from %.0f%%): "

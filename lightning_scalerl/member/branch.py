@@ -1,11 +1,11 @@
-"""Branches: a member that starts from another run's checkpoint, with at most one choice changed.
+"""Branches: runs that start from another run's checkpoint (the parent's), with at most one choice changed.
 
 A branch has the parent's weights, optimizer, prompts, work in flight, random states, step and compute. Its journal
-begins with the parent's records up to the branching step, marked as shared by the header's field `branch`. With nothing
-changed, it continues exactly as its parent did.
+begins with the parent's records up to the branching step, marked as shared by the header's field `branch`. A branch
+without a change continues exactly as its parent did.
 
-    plan    `parent_of`, `inherited`, `change_of`: the parent's overrides, and the branch's change of them
-    start   `begin`: the branch gets the parent's checkpoint and records as its first ones
+    plan    `parent_of`, `inherited`, `change_of`: find the parent, its overrides, and what the branch changes
+    start   `begin`: copy the parent's checkpoint and records into the branch's folder
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ FIXED = frozenset(
     {"model", "adapter", "critic", "advantage", "task", "batch", "context", "thinking", "chat", "environment"}
     | {"generator", "driver", "async_mode", "allocation", "length_control", "cost_model", "precision"}
 )
-# Operational keys that a branch takes from its parent, unless they are given.
+# Operational keys whose values a branch inherits from its parent if its overrides do not set them.
 _INHERITED = frozenset({"seed", "budget", "scaled_for"})
 _LAUNCH_KEYS = (OPERATIONAL_KEYS | {GROUP, "cluster", "trainer"}) - _INHERITED
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Start of a run: anew, or from a checkpoint of another run.
+    """Start of a run: from the initial model, or from a checkpoint of another run.
 
     Args:
         run: identity of the parent; on the command line also its folder, or the folder of a study that has one run of
-            the same seed. None for a run that starts anew. The identity contains `curve` instead.
+            the same seed. None for a run that starts from the initial model. Not part of the identity, unlike `curve`.
         step: completed optimizer steps of the parent's checkpoint.
         optimizer: "kept" to start with the parent's optimizer state, "fresh" to start with none.
-        folder: the parent's folder, from which the branch is started; not part of the identity.
-        ancestors: the parent and its own ancestors, each with the last step that this run shares with it; not part of
+        folder: the parent's folder, from which the checkpoint is copied; not part of the identity.
+        ancestors: last step that this run shares with its parent and each ancestor of the parent, by run; not part of
             the identity, because the parent's identity implies them.
-        curve: identity of the parent's curve. It is the same for all seeds, so the seeds of a branch are one curve.
+        curve: identity of the parent's curve, which is the same for all seeds. So all seeds of a branch are one curve.
     """
 
     neutral: ClassVar[Mapping[str, Any]] = {"choice": "Branch", "step": None}
@@ -69,7 +69,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Parent:
-    """Run that a branch starts from, and the step of its checkpoint."""
+    """Run that a branch starts from, with the step of the checkpoint and the setting `branch.optimizer`."""
 
     folder: Path
     spec: RunSpec
@@ -89,14 +89,14 @@ class Parent:
     @property
     def values(self) -> dict[str, Any]:
         """Group `branch` of the branch's configuration."""
-        above: Mapping[str, int] = self.spec.config.get(GROUP, {}).get("ancestors") or {}
+        parents_ancestors: Mapping[str, int] = self.spec.config.get(GROUP, {}).get("ancestors") or {}
         return {
             "_target_": f"lightning_scalerl.{Branch.__name__}",
             "run": self.spec.run,
             "step": self.step,
             "optimizer": self.optimizer,
             "folder": str(self.folder),
-            "ancestors": {self.spec.run: self.step, **above},
+            "ancestors": {self.spec.run: self.step, **parents_ancestors},
             "curve": self.spec.curve,
         }
 
@@ -110,28 +110,29 @@ def checkpoint_at(folder: Path, step: int) -> Path:
 
 
 def parent_of(overrides: Sequence[str], output_dir: Path, seed: int | None) -> Parent | None:
-    """Find the run that a member's overrides branch from; None if they name none.
+    """Find the run that a member's overrides branch from; return None if they do not set `branch.run`.
 
     Args:
         overrides: the member's overrides.
-        output_dir: folder of its study; identities are looked up there and in the studies next to it.
-        seed: the seed that the overrides give; None if they give none.
+        output_dir: folder of the member's study; identities are looked up there and in the studies next to it.
+        seed: the seed that the overrides set; None if they do not set one.
 
     Raises:
-        ConfigurationError: the parent is not there, has another seed or a later start, or a value is invalid.
+        ConfigurationError: the parent does not exist, has another seed, or is itself a branch from this or a later
+            step; or a value is invalid.
     """
-    given = _given(overrides)
-    if given.get("run") is None:
-        if len(given) > (1 if "run" in given else 0):
+    settings = _branch_settings(overrides)
+    if settings.get("run") is None:
+        if len(settings) > (1 if "run" in settings else 0):
             raise ConfigurationError("branch.run: needs a value; give the folder or the identity of the parent run")
         return None
-    if unknown := sorted(given.keys() - {"run", "step", "optimizer"}):
+    if unknown := sorted(settings.keys() - {"run", "step", "optimizer"}):
         raise ConfigurationError(f"branch.{unknown[0]}: unknown; valid: run, step, optimizer")
-    optimizer = given.get("optimizer", KEPT)
+    optimizer = settings.get("optimizer", KEPT)
     if optimizer not in (KEPT, FRESH):
         raise ConfigurationError(f"branch.optimizer: {optimizer!r} is unknown; valid: {KEPT}, {FRESH}")
-    step = whole_number("branch.step", given.get("step"))
-    folder = _folder_of(str(given["run"]), output_dir, seed)
+    step = whole_number("branch.step", settings.get("step"))
+    folder = _find_run(str(settings["run"]), output_dir, seed)
     spec = RunSpec.read(folder)
     if GROUP not in spec.config and "member" in spec.config:
         raise ConfigurationError(
@@ -151,38 +152,44 @@ def parent_of(overrides: Sequence[str], output_dir: Path, seed: int | None) -> P
     return Parent(folder, spec, step, optimizer)
 
 
-def _given(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the branch that overrides give, as `branch.run=...` or `branch={run: ..., step: ...}`."""
+def _branch_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the branch settings that overrides set, by `branch.run=...` or `branch={run: ..., step: ...}`."""
     words = [word for word in overrides if word.lstrip("+").split("=")[0].split(".")[0] == GROUP and "=" in word]
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides([word.lstrip("+") for word in words]):
         _, _, name = override.key_or_group.partition(".")
         value = override.value()
         if not name and value is not None and not isinstance(value, Mapping):
             raise ConfigurationError(f"branch: {value!r} must be {{run: ..., step: ...}}")
-        given |= {name: value} if name else dict(value or {})
-    return given
+        settings |= {name: value} if name else dict(value or {})
+    return settings
 
 
-def _folder_of(name: str, output_dir: Path, seed: int | None) -> Path:
-    """Find a run by its folder, its study's folder and the seed, or its identity."""
-    place = Path(name).expanduser()
-    if (place / SPEC_FILE).is_file():
-        return place.resolve()
-    if (place / "runs").is_dir():
-        runs = [path.parent for path in sorted(place.glob(f"runs/*/{SPEC_FILE}"))]
+def _find_run(name: str, output_dir: Path, seed: int | None) -> Path:
+    """Find a run's folder.
+
+    Args:
+        name: the run's folder, its study's folder (then the seed selects the run), or the run's identity.
+        output_dir: folder of a study; an identity is looked up there and in the studies next to it.
+        seed: seed of the run; None for any.
+    """
+    path = Path(name).expanduser()
+    if (path / SPEC_FILE).is_file():
+        return path.resolve()
+    if (path / "runs").is_dir():
+        runs = [file.parent for file in sorted(path.glob(f"runs/*/{SPEC_FILE}"))]
         specs = {run: RunSpec.read(run) for run in runs}
-        named = {run: spec for run, spec in specs.items() if seed in (None, spec.seed)}
-        if len(named) == 1:
-            return next(iter(named)).resolve()
-        have = ", ".join(f"{run.name} ({spec.title})" for run, spec in named.items()) or "none"
+        matches = {run: spec for run, spec in specs.items() if seed in (None, spec.seed)}
+        if len(matches) == 1:
+            return next(iter(matches)).resolve()
+        have = ", ".join(f"{run.name} ({spec.title})" for run, spec in matches.items()) or "none"
         of_seed = "" if seed is None else f" of seed {seed}"
         raise ConfigurationError(
-            f"branch.run: {place} must have one run{of_seed}, and has {have}; give the folder or identity of one"
+            f"branch.run: {path} must have one run{of_seed}, and has {have}; give the folder or identity of one"
         )
-    found = [path.parent for path in sorted(output_dir.parent.glob(f"*/runs/{name}/{SPEC_FILE}"))] if name else []
-    if found:
-        return found[0].resolve()
+    matches_by_identity = sorted(output_dir.parent.glob(f"*/runs/{name}/{SPEC_FILE}")) if name else []
+    if matches_by_identity:
+        return matches_by_identity[0].parent.resolve()
     raise ConfigurationError(
         f"branch.run: {name!r} is no run here: neither a folder with {SPEC_FILE} nor the identity of a run in "
         f"{output_dir.parent}/*/runs; copy the parent's folder to this machine, and give its path"
@@ -190,26 +197,26 @@ def _folder_of(name: str, output_dir: Path, seed: int | None) -> Path:
 
 
 def own_overrides(overrides: Sequence[str], parent: Parent) -> list[str]:
-    """Return a branch's own overrides, without its parent's and those of group `branch`."""
+    """Return a branch's overrides without overrides of the parent and of group `branch`."""
     return [entry for entry in overrides if _key(entry).split(".")[0] != GROUP and entry not in parent.spec.overrides]
 
 
 def inherited(overrides: Sequence[str], parent: Parent) -> list[str]:
-    """Return the parent's overrides that the branch does not replace, then the branch's own."""
-    own = {_key(entry) for entry in overrides}
-    replaced = {key for key in own if "." not in key}
-    kept = [
+    """Return the parent's overrides that the branch does not replace, followed by `overrides`, the branch's own."""
+    own_keys = {_key(entry) for entry in overrides}
+    replaced = {key for key in own_keys if "." not in key}
+    from_parent = [
         entry
         for entry in parent.spec.overrides
-        if _key(entry) not in own
+        if _key(entry) not in own_keys
         and _key(entry).split(".")[0] not in _LAUNCH_KEYS | replaced
         and not entry.lstrip("+").startswith("hydra")
     ]
-    if not any(_key(entry).split(".")[0] == "budget" for entry in [*kept, *overrides]):
-        kept.append(f"budget.steps={parent.spec.steps}")
-    if not any(_key(entry) == "seed" for entry in [*kept, *overrides]):
-        kept.append(f"seed={parent.spec.seed}")
-    return [*kept, *overrides]
+    if not any(_key(entry).split(".")[0] == "budget" for entry in [*from_parent, *overrides]):
+        from_parent.append(f"budget.steps={parent.spec.steps}")
+    if not any(_key(entry) == "seed" for entry in [*from_parent, *overrides]):
+        from_parent.append(f"seed={parent.spec.seed}")
+    return [*from_parent, *overrides]
 
 
 def _key(override: str) -> str:
@@ -220,13 +227,13 @@ def change_of(identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int
     """Return the configuration group in which a branch differs from its parent, as a tuple of one entry or none.
 
     Args:
-        identity, parent: identity forms of the branch and of its parent.
+        identity, parent: identity forms (`identity_of`) of the branch and of its parent.
         steps: the branch's budget in steps.
         origin: the parent.
 
     Raises:
-        ConfigurationError: several groups are changed, or one that a branch cannot change, or the budget ends before
-            the branch begins.
+        ConfigurationError: the branch changes several groups, or a group in `FIXED`, or the budget ends before the
+            branching step.
     """
     ours, theirs = ({key: value for key, value in form.items() if key != GROUP} for form in (identity, parent))
     changed = changed_keys(ours, theirs)
@@ -254,7 +261,7 @@ def check_checkpoint(origin: Parent) -> None:
     """Check that the parent has a checkpoint at the branching step.
 
     Raises:
-        ConfigurationError: it has none; the message lists the steps that it has.
+        ConfigurationError: the checkpoint is missing; the message lists the steps of the parent's checkpoints.
     """
     if origin.checkpoint.exists():
         return
@@ -270,18 +277,19 @@ def check_checkpoint(origin: Parent) -> None:
 
 
 def branch_of(spec: RunSpec) -> Branch | None:
-    """Return the branch that a member's configuration describes; None if the member starts anew."""
+    """Return group `branch` of a member's configuration; None if the member is not a branch."""
     values = {key: value for key, value in (spec.config.get(GROUP) or {}).items() if key != "_target_"}
     return Branch(**values) if values.get("run") else None
 
 
 def begin(run_dir: Path, spec: RunSpec, branch: Branch) -> None:
-    """Give a branch its parent's checkpoint and records, unless it has begun already.
+    """Copy the parent's checkpoint and records into a branch's folder. Do nothing if the branch has a journal.
 
-    The journal is written last and gets its name when it is complete. So a branch that has a journal has begun.
+    The journal is written last and is renamed to its final name when it is complete. So if a journal exists, everything
+    was copied.
 
     Raises:
-        UserError: the parent is not there any more, or it has no checkpoint or not all records up to that step.
+        UserError: the parent no longer exists, or lacks the checkpoint or a record up to the branching step.
     """
     if (run_dir / JOURNAL_FILE).exists():
         return
@@ -323,10 +331,10 @@ def _parent_journal(branch: Branch) -> JournalView:
 
 
 def fetch_checkpoint(run_dir: Path, branch: Branch) -> Path:
-    """Put the parent's checkpoint into the branch's folder, by hard links where the file system allows them.
+    """Put the parent's checkpoint into the branch's folder, by hard links if possible, and return its path.
 
     Raises:
-        UserError: the parent has no such checkpoint any more.
+        UserError: the checkpoint no longer exists.
     """
     assert branch.step is not None
     source, target = checkpoint_at(Path(str(branch.folder)), branch.step), checkpoint_at(run_dir, branch.step)
@@ -348,27 +356,27 @@ def fetch_checkpoint(run_dir: Path, branch: Branch) -> Path:
 
 
 def shared_checkpoint(branch: Branch | None) -> tuple[str, int] | None:
-    """Return run and step of the parent's checkpoint from which a branch starts; None for a run that starts anew."""
+    """Return run and step of the parent's checkpoint from which a branch starts; None for a run without a parent."""
     return None if branch is None else (str(branch.run), int(branch.step or 0))
 
 
 def start_again(run_dir: Path, branch: Branch, covered: int, leads: bool) -> Path:
-    """Return the checkpoint from which a branch starts when it has none of its own.
+    """Return the path of the parent's checkpoint, for a branch that has no later checkpoint.
 
     Args:
         run_dir: the branch's folder.
-        branch: where it starts.
-        covered: the last step that its journal covers.
-        leads: whether this process writes for the run. Another rank may get here before the writing rank has copied the
-            checkpoint; it then reads the parent's.
+        branch: parent and step of the branch.
+        covered: the last step that the branch's journal covers.
+        leads: whether this process writes for the run. A process of another rank may call this before the checkpoint is
+            copied; it then reads the checkpoint in the parent's folder.
 
     Raises:
         UserError: the journal is damaged within the records that the branch shares with its parent.
     """
     assert branch.step is not None
     if not leads:
-        own = checkpoint_at(run_dir, branch.step)
-        return own if own.exists() else checkpoint_at(Path(str(branch.folder)), branch.step)
+        own_copy = checkpoint_at(run_dir, branch.step)
+        return own_copy if own_copy.exists() else checkpoint_at(Path(str(branch.folder)), branch.step)
     if covered < branch.step:
         raise UserError(
             f"{run_dir / JOURNAL_FILE}: damaged before step {branch.step}, where this branch begins; delete the "
@@ -378,7 +386,7 @@ def start_again(run_dir: Path, branch: Branch, covered: int, leads: bool) -> Pat
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """Link a file; copy it where it cannot be linked. Checkpoints are never changed in place, so a link is safe."""
+    """Hard-link a file, or copy it if linking fails. A link is safe, as checkpoints are never changed in place."""
     try:
         os.link(source, target)
     except FileNotFoundError:
@@ -389,11 +397,11 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _copy_passes(parent: Path, run_dir: Path, step: int) -> None:
-    """Copy the results per prompt up to a step."""
+    """Copy the parent's results per prompt up to a step."""
     try:
         entries = parse_lines((parent / PASSES_FILE).read_bytes())
     except FileNotFoundError:
         return
-    # A start that was killed may have copied them before.
+    # An earlier attempt that was killed may have left a copy.
     (run_dir / PASSES_FILE).unlink(missing_ok=True)
     append_lines(run_dir / PASSES_FILE, [each for each in entries if each.get("step", step + 1) <= step], checksum=True)

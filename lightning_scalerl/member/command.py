@@ -24,9 +24,9 @@ from sweeps.run.spec import RunSpec
 
 _log = logging.getLogger(__name__)
 BASE = "command"
-# Groups with a choice of files, whose values may also appear in other groups: Hydra must compose overrides of them.
-_GROUPS = ("cluster", "member", "hydra")
-_BEGIN = "defaults: [{member: command}, _self_]"
+# Groups whose overrides Hydra must compose: they choose files, which may also set values in other groups.
+_COMPOSED_GROUPS = ("cluster", "member", "hydra")
+_DEFAULTS_LINE = "defaults: [{member: command}, _self_]"
 
 
 def command_conf_dir() -> Path:
@@ -48,7 +48,7 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
         folders: the user's folders of configuration files.
 
     Returns:
-        Path of the file; None if the name does not refer to such a file, because it does not choose a `member`.
+        Path of the file; None if `name` is None or the file does not choose a `member` in its defaults.
 
     Raises:
         ConfigurationError: the file has a command but does not choose `member: command`, or its defaults are invalid.
@@ -61,9 +61,9 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
             continue
         content = _read(path)
         defaults = content.get("defaults") if isinstance(content, Mapping) else None
-        chosen = defaults if isinstance(defaults, list) else []
-        if any(isinstance(item, Mapping) and "member" in item for item in chosen):
-            for item in chosen:
+        default_items = defaults if isinstance(defaults, list) else []
+        if any(isinstance(item, Mapping) and "member" in item for item in default_items):
+            for item in default_items:
                 _check_default(path, item)
             hydra = content.get("hydra")
             for name in ("launcher", "sweeper") if isinstance(hydra, Mapping) else ():
@@ -71,13 +71,13 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
                     raise ConfigurationError(f"{path}: hydra.{name}: {hydra[name]!r} must be a group of settings")
             return path.resolve()
         if isinstance(content, Mapping) and "command" in content:
-            raise ConfigurationError(f"{path}: has a command and no member; begin it with {_BEGIN}")
+            raise ConfigurationError(f"{path}: has a command and no member; begin it with {_DEFAULTS_LINE}")
         if isinstance(content, Mapping) and not isinstance(content.get("defaults", []), list):
             raise ConfigurationError(
-                f"{path}: defaults: {defaults!r} must be a list; begin the file with {_BEGIN} for a study of a "
+                f"{path}: defaults: {defaults!r} must be a list; begin the file with {_DEFAULTS_LINE} for a study of a "
                 "command, else with defaults: [train, _self_]"
             )
-        for item in chosen:
+        for item in default_items:
             _check_default(path, item, "for a study of a command, begin it")
     return None
 
@@ -94,14 +94,14 @@ def _read(path: Path) -> Any:
         raise ConfigurationError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        raise ConfigurationError(f"{path}: {place}not YAML ({error.problem}); correct it there") from error
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ConfigurationError(f"{path}: {position}not YAML ({error.problem}); correct it there") from error
     except RecursionError as error:
         raise ConfigurationError(f"{path}: nested too deep to be read; give plainer values") from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ConfigurationError(f"{path}: holds no settings; begin it with {_BEGIN}") from error
+        raise ConfigurationError(f"{path}: holds no settings; begin it with {_DEFAULTS_LINE}") from error
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"{path}: not YAML ({' '.join(str(error).split())}); correct it") from error
 
@@ -110,16 +110,18 @@ def _check_default(path: Path, item: Any, begin: str = "begin it") -> None:
     """Check an item of a file's `defaults`, because Hydra fails on some invalid items with an internal error.
 
     Raises:
-        ConfigurationError: it is neither a name nor a group with its choice, or it chooses another `member`.
+        ConfigurationError: the item is neither a name nor a group with its choice, or it chooses another `member`.
     """
     choices = list(item.values()) if isinstance(item, Mapping) else [item]
     names = choices[0] if isinstance(item, Mapping) and isinstance(choices[0], list) else choices
     if len(choices) != 1 or not all(isinstance(name, str) or (name is None and item is not None) for name in names):
         raise ConfigurationError(
-            f"{path}: defaults: {item!r} must be a name, or one group and its choice; {begin} with {_BEGIN}"
+            f"{path}: defaults: {item!r} must be a name, or one group and its choice; {begin} with {_DEFAULTS_LINE}"
         )
     if isinstance(item, Mapping) and item.get("member", BASE) != BASE:
-        raise ConfigurationError(f"{path}: defaults: member: {item['member']!r} must be {BASE}; begin it with {_BEGIN}")
+        raise ConfigurationError(
+            f"{path}: defaults: member: {item['member']!r} must be {BASE}; begin it with {_DEFAULTS_LINE}"
+        )
 
 
 def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
@@ -132,20 +134,20 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
     Raises:
         ConfigurationError: the first problem, in one line.
     """
-    # Imported here because it needs NumPy, which most uses of the command line do not.
+    # This needs NumPy, which most commands do not.
     from sweeps.command.plan import Composed, make_specs
 
     *user_folders, file = folders
     path = Path(file)
     use_folders(user_folders)
     try:
-        base = _composed(named_study([], path), path, user_folders)
-        plain = _plain(base)
+        base = _compose_file(named_study([], path), path, user_folders)
+        file_values = _file_values(base)
         members = []
         for overrides in override_lists:
-            config = _changed(base, overrides)
-            values = _values(_composed(overrides, path, user_folders) if config is None else config, path)
-            members.append(Composed(values, plain, tuple(overrides)))
+            config = _with_values(base, overrides)
+            values = _values(_compose_file(overrides, path, user_folders) if config is None else config, path)
+            members.append(Composed(values, file_values, tuple(overrides)))
         return make_specs(members, path.stem, path.parent, tuple(map(str, folders)))
     except UserError as error:
         raise ConfigurationError(str(error)) from error
@@ -160,9 +162,9 @@ def run_command(run_dir: Path, progress: bool = False) -> None:
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Restrict Hydra in the `with` block to the groups that all studies share and the base of command members.
+    """Hide from Hydra, in the `with` block, our groups except the launch settings and the base of command members.
 
-    The user's keys may then have the same names as our other groups, such as `loss`, `model` or `task`.
+    Then the user's keys may have the names of hidden groups, such as `loss`, `model` or `task`.
     """
     # Load plugins now: some add groups to the store, which would be lost when the store is restored.
     Plugins.instance()
@@ -170,33 +172,34 @@ def shared_groups() -> Iterator[None]:
     previous = store.repo
     store.repo = {key: copy.deepcopy(group) for key, group in previous.items() if key != "variant"}
     try:
-        for folder, group in _shared():
+        for folder, group in _shared_folders():
             for path in sorted(folder.glob("*.yaml")):
                 text = path.read_text(encoding="utf-8")
                 package = "_global_" if "@package _global_" in text else None
                 store.store(path.stem, OmegaConf.create(text), group=group, package=package)
         yield
     finally:
-        # Other compositions find these groups in `conf/`; Hydra would mistake the copy in the store for their schema.
+        # Other compositions find these groups in `conf/`. Hydra would use a copy left in the store as their schema.
         store.repo = previous
 
 
-def _shared() -> list[tuple[Path, str]]:
-    """Return the folders of the shared groups, each with the name of its group."""
+def _shared_folders() -> list[tuple[Path, str]]:
+    """Return the folders of the groups that stay visible, each with the name of its group."""
     shared = [(conf_dir() / group, group) for group in ("cluster", "hydra/launcher", "hydra/sweeper")]
     return [*shared, (command_conf_dir() / "base", "member")]
 
 
-def _composed(overrides: Sequence[str], path: Path, folders: Folders) -> DictConfig:
+def _compose_file(overrides: Sequence[str], path: Path, folders: Folders) -> DictConfig:
     with shared_groups():
         config: DictConfig = compose(overrides, folders, base=(path.parent, path.stem))
     return config
 
 
-def _changed(base: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
-    """Return a copy of the configuration with plain values changed, which saves a tenth of a second of composition.
+def _with_values(base: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
+    """Set plain values in a copy of the configuration, without Hydra, which would take a tenth of a second longer.
 
-    Returns None if an override does anything else, or is invalid: then Hydra has to compose the configuration.
+    Returns:
+        The copy; None if an override does not only set a plain value or is invalid, so that Hydra must compose.
     """
     config = copy.deepcopy(base)
     try:
@@ -205,7 +208,11 @@ def _changed(base: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
             plain = (
                 override.type == OverrideType.CHANGE and override.package is None and not override.is_sweep_override()
             )
-            if not plain or key.split(".")[0] in _GROUPS or not isinstance(value, str | int | float | bool | None):
+            if (
+                not plain
+                or key.split(".")[0] in _COMPOSED_GROUPS
+                or not isinstance(value, str | int | float | bool | None)
+            ):
                 return None
             if OmegaConf.is_config(OmegaConf.select(config, key)):
                 return None
@@ -216,8 +223,8 @@ def _changed(base: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
     return config
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    """Return the values of the file alone: resolved, or unresolved if they refer to a value that it leaves open."""
+def _file_values(config: DictConfig) -> dict[str, Any]:
+    """Return the values of the file, resolved; if a reference cannot be resolved without overrides, unresolved."""
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException:
@@ -226,6 +233,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _values(config: DictConfig, path: Path) -> dict[str, Any]:
+    """Return a member's configuration as resolved plain values; raise a ConfigurationError if a value is missing."""
     try:
         missing = sorted(OmegaConf.missing_keys(config))
         values: Any = {} if missing else OmegaConf.to_container(config, resolve=True)

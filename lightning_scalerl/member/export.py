@@ -64,9 +64,9 @@ def export_run(
         tokenizer = load_tokenizer(source)
         saved = outline(path) if is_folder(path) else torch.load(path, "cpu", weights_only=True, mmap=True)
         adapter = build(config, "adapter") if "adapter" in config else NoAdapter()
-        at = int(saved["scalerl"]["stream"]["completed_steps"])
+        step_of_weights = int(saved["scalerl"]["stream"]["completed_steps"])
         rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
-        facts = _facts(spec, view, at) | model_card_facts(rendering)
+        facts = _facts(spec, view, step_of_weights) | model_card_facts(rendering)
         model = load_model(source, blank=is_folder(path) and not adapter.adapts)
         adapt(model, adapter)
         weights = {
@@ -83,11 +83,11 @@ def export_run(
             save_model(model, rendering.to_save(), directory, dtype, facts)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
-    return f"{spec.title}, step {at}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
+    return f"{spec.title}, step {step_of_weights}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
 
 
 def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
-    """Return a weight of the policy's model by name; in a checkpoint of shards it is read now."""
+    """Return a weight of the policy's model by name, read from disk if the checkpoint is a folder of shards."""
     value: Tensor = saved["state_dict"][f"{_PREFIX}{name}"]
     if not value.is_meta:
         return value
@@ -99,23 +99,23 @@ def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
 def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
     """Return the checkpoint of a step, or the newest readable one if `step` is None."""
     steps = [step_of(path) for path in checkpoints(folder)]
-    listed = f"there are those of step {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
+    available = f"there are those of step {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
     if step is not None:
         if step not in steps:
-            raise UserError(f"--step {step}: no such checkpoint in {folder}; {listed}")
+            raise UserError(f"--step {step}: no such checkpoint in {folder}; {available}")
         path = folder / checkpoint_name(step)
         if (why := unusable(path, run)) is not None:
-            raise UserError(f"--step {step}: {path} cannot be used, {why}; {listed}")
+            raise UserError(f"--step {step}: {path} cannot be used, {why}; {available}")
         return path
     newest = newest_checkpoint(folder, run=run).path
     if newest is None:
-        raise UserError(f"{folder}: no checkpoint that can be read; {listed}; train the run, or go on with it")
+        raise UserError(f"{folder}: no checkpoint that can be read; {available}; train the run, or go on with it")
     return newest
 
 
 def _facts(spec: RunSpec, view: JournalView, step: int) -> dict[str, Any]:
-    """Return the facts for the model card: names, identities, and evaluations of exactly these weights."""
-    measured = {
+    """Return the facts for the model card: names, identities, and pass rates evaluated at `step`."""
+    pass_rates = {
         name: value
         for record in view.of_kind("eval")
         if record.step == step
@@ -129,7 +129,7 @@ def _facts(spec: RunSpec, view: JournalView, step: int) -> dict[str, Any]:
         "run": spec.run,
         "seed": spec.seed,
         "optimizer steps": step,
-        **{name: f"{value:.4g}" for name, value in measured.items()},
+        **{name: f"{value:.4g}" for name, value in pass_rates.items()},
         "trained from": json.dumps(spec.config["model"]),
         "versions": json.dumps(view.header.get("versions", {})),
         "commit": view.header.get("commit") or "",

@@ -1,4 +1,4 @@
-"""Identification of a study's members: they are composed, checked and named before anything runs."""
+"""Planning of a study's members: compose, check, identify and name them before anything runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_scalerl.composition import (
     axes_of,
     build,
     build_recipe,
-    chosen,
+    choice_overrides,
+    chosen_node,
     compose,
     composer_of,
-    departing,
     group_of,
     use_folders,
 )
@@ -41,7 +41,7 @@ from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
 _LONGEST_NAME = 255  # limit of file systems on a folder's name, in bytes
-# Operational settings, with their minima.
+# Operational settings that are whole numbers, with their minima.
 _WHOLE_NUMBERS = {
     "checkpoint.every_n_steps": 1,
     "rollouts.groups": 0,
@@ -49,16 +49,16 @@ _WHOLE_NUMBERS = {
     "launch.max_parallel": 1,
     "launch.threads": 1,
 }
-# The same as in `distributed.start`, which cannot be imported here because it imports torch.
+# Copies of constants of `distributed.start`, which is not imported here because it imports torch.
 STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
-# Settings whose classes do not import Lightning: errors in them are reported without waiting seconds for that import.
+# Settings whose classes do not import Lightning: they are checked first, to report errors before that slow import.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
-# A warning is printed from this number of draws per prompt: if one of two groups passes, the pool is exhausted by then.
-_DRAWN_OFTEN = 2.0
+# Number of draws per prompt from which a warning is printed: if every second group passes, the pool is exhausted then.
+_EXHAUSTING_DRAWS = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
-# Groups that are not part of a curve's label: it contains the recipe's name anyway, all seeds of a curve share it, and
-# operational settings do not matter.
+# Groups whose overrides do not appear in a curve's label: the label starts with the recipe's name, is the same for all
+# seeds, and does not depend on operational settings.
 UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
 
 
@@ -74,25 +74,25 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     Raises:
         ConfigurationError: the first problem, in one line.
     """
-    everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
+    common = set.intersection(*(set(overrides) for overrides in override_lists))
     parents = [_parent_of(overrides) for overrides in override_lists]
     used_folders = use_folders(
-        dict.fromkeys([*folders, *(place for each in parents if each for place in each.spec.folders)])
+        dict.fromkeys([*folders, *(folder for parent in parents if parent for folder in parent.spec.folders)])
     )
-    composed = composer_of(used_folders)
+    composer = composer_of(used_folders)
     # Compose all members first, so that errors from Hydra are reported before any slow import.
     drafts = [
-        _draft(list(overrides), everywhere, composed, parent)
+        _draft(list(overrides), common, composer, parent)
         for overrides, parent in zip(override_lists, parents, strict=True)
     ]
     builder = _Builder()
     for draft in drafts:
         _check_settings(draft.values)
         _check_light_parts(draft.values, builder)
-    known: dict[bytes, dict[str, Any]] = {}
+    identities: dict[bytes, dict[str, Any]] = {}
     clean: dict[tuple[str, int], Any] = {}
     specs = [
-        replace(_identified(draft, used_folders, builder, known, clean), overrides=_to_paste(draft.overrides))
+        replace(_identified(draft, used_folders, builder, identities, clean), overrides=_storable(draft.overrides))
         for draft in drafts
     ]
     checked: set[str] = set()
@@ -101,7 +101,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
             _check(spec, builder)
             checked.add(spec.curve)
     for spec, parent in zip(specs, parents, strict=True):
-        # A branch that has begun has its own copy of the checkpoint.
+        # A branch with a journal already has a copy of the checkpoint.
         if parent is not None and not (Path(spec.config["output_dir"]) / "runs" / spec.run / JOURNAL_FILE).exists():
             check_checkpoint(parent)
     for spec in specs:
@@ -110,7 +110,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
 
 
 def _parent_of(overrides: Sequence[str]) -> Parent | None:
-    """Return the run that a member branches from; None if it starts anew."""
+    """Return the run that a member branches from; None if it is not a branch."""
     if not any(group_of(entry) == BRANCH for entry in overrides):
         return None
     study = _value(overrides, "study")
@@ -119,8 +119,8 @@ def _parent_of(overrides: Sequence[str]) -> Parent | None:
     return parent_of(overrides, output_dir, int(seed) if seed is not None and seed.isdecimal() else None)
 
 
-def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides that may be stored: all but the tracking address, which may contain a login."""
+def _storable(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides without the tracking address, which may contain a password and must not be stored."""
     return tuple(entry for entry in overrides if group_of(entry) != "mlflow")
 
 
@@ -129,14 +129,15 @@ class _Draft:
     """Member that is composed but not yet identified.
 
     Attributes:
-        values: its configuration.
+        values: the member's configuration.
         reference: configuration of its recipe, with the same settings but without its departures.
-        recipe: name of the recipe.
-        variant: label of its variant, such as `loss=dapo`; None without a variant.
+        recipe: name of the recipe; for a branch, the parent's label.
+        variant: label of the member's variant, such as `loss=dapo`; None without a variant.
         by_hand: overrides of axes on the command line, by axis.
         settings: other overrides that are not common to all members.
-        overrides: its overrides. A branch's begin with its parent's, so that branches of the branch inherit them too.
-        parent: the run that it branches from; `reference` is then the parent's configuration.
+        overrides: all overrides. For a branch, the parent's come first, so that branches of the branch inherit them.
+        parent: the run that the member branches from; None if it is not a branch. With a parent, `reference` has the
+            parent's overrides, too.
     """
 
     values: dict[str, Any]
@@ -150,19 +151,19 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Check the seed and the number of steps, which a member's identity needs."""
+    """Check that the seed and the number of steps are whole numbers."""
     seed = values.get("seed")
     try:
-        good = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed)
+        is_whole = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed)
     except (TypeError, ValueError, OverflowError):
-        good = False
-    if not good:
+        is_whole = False
+    if not is_whole:
         raise ConfigurationError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
     whole_number("budget.steps", _setting(values, "budget.steps"))
 
 
 def _setting(config: Mapping[str, Any], field: str) -> Any:
-    """Return the value of `GROUP.NAME`; None if the group has no such name.
+    """Return the value of the key `field` (GROUP.NAME); None if the group has no such name.
 
     Raises:
         ConfigurationError: the group is a plain value or was removed.
@@ -203,11 +204,13 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         if (count := _setting(config, field)) is not None:
             whole_number(field, count)
     check_layout(config)
-    form = _setting(config, "strategy.checkpoint") if "strategy" in config else None
-    if form is not None and form not in CHECKPOINTS:
-        raise ConfigurationError(f"strategy.checkpoint: {shown(form)} is unknown; valid: {', '.join(CHECKPOINTS)}")
-    if "strategy" in config and (partners := _setting(config, "strategy.tensor_parallel")) is not None:
-        whole_number("strategy.tensor_parallel", partners, 1)
+    checkpoint_form = _setting(config, "strategy.checkpoint") if "strategy" in config else None
+    if checkpoint_form is not None and checkpoint_form not in CHECKPOINTS:
+        raise ConfigurationError(
+            f"strategy.checkpoint: {shown(checkpoint_form)} is unknown; valid: {', '.join(CHECKPOINTS)}"
+        )
+    if "strategy" in config and (tensor_parallel := _setting(config, "strategy.tensor_parallel")) is not None:
+        whole_number("strategy.tensor_parallel", tensor_parallel, 1)
     address = _setting(config, "mlflow.uri")
     if not isinstance(address, str | None):
         raise ConfigurationError(
@@ -226,12 +229,12 @@ def _check_settings(config: Mapping[str, Any]) -> None:
 
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
-    """Check data, scale and the model's path before the axes are built, which need seconds to import Lightning."""
+    """Check data, scale and the model's path, before axes are built, because they import Lightning, which is slow."""
     from lightning_scalerl.member.identity import part_of
     from lightning_scalerl.task.base import check_task
 
     check_task(builder(config, "task"))
-    model = chosen(config, "model")
+    model = chosen_node(config, "model")
     check_scale(config.get("scaled_for"), model["_target_"] == config.get("scaled_for"))
     part_of("model", model)
     for group in _WITHOUT_LIGHTNING:
@@ -241,44 +244,52 @@ def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
 
 def _check_output_dir(config: Mapping[str, Any]) -> None:
     """Check that `output_dir` is a valid path."""
-    place = config["output_dir"]
-    if not isinstance(place, str) or not place.strip() or "\0" in place:
-        raise ConfigurationError(f"output_dir: {place!r} names no folder; give one, or leave it out (outputs/STUDY)")
-    for part in Path(place).parts:
+    output_dir = config["output_dir"]
+    if not isinstance(output_dir, str) or not output_dir.strip() or "\0" in output_dir:
+        raise ConfigurationError(
+            f"output_dir: {output_dir!r} names no folder; give one, or leave it out (outputs/STUDY)"
+        )
+    for part in Path(output_dir).parts:
         if len(part.encode()) > _LONGEST_NAME:
             raise ConfigurationError(
-                f"output_dir: {place[:60] + '...'!r} has a name of {len(part.encode())} bytes in it; file systems take "
-                f"{_LONGEST_NAME}"
+                f"output_dir: {output_dir[:60] + '...'!r} has a name of {len(part.encode())} bytes in it; file systems "
+                f"take {_LONGEST_NAME}"
             )
 
 
-def _draft(overrides: list[str], everywhere: set[str], composed: Composer, parent: Parent | None = None) -> _Draft:
-    """Compose a member and its recipe, and sort its overrides; all members share those in `everywhere`.
+def _draft(overrides: list[str], common: set[str], composer: Composer, parent: Parent | None = None) -> _Draft:
+    """Compose a member and its reference, and sort its overrides into departures and settings.
 
-    A branch also has its parent's overrides, and its parent takes the place of the recipe.
+    Args:
+        overrides: the member's overrides.
+        common: overrides that all members share; they are left out of labels.
+        composer: composes configurations.
+        parent: the run that the member branches from; None if it is not a branch. A branch inherits the parent's
+            overrides, and is compared with the parent instead of the recipe.
     """
 
     def with_parent(entries: list[str]) -> list[str]:
         return entries if parent is None else inherited(entries, parent)
 
-    own = overrides if parent is None else own_overrides(overrides, parent)
-    of_branch = [] if parent is None else [entry for entry in overrides if group_of(entry) == BRANCH]
-    overrides = with_parent(own)
+    own_entries = overrides if parent is None else own_overrides(overrides, parent)
+    branch_entries = [] if parent is None else [entry for entry in overrides if group_of(entry) == BRANCH]
+    overrides = with_parent(own_entries)
     branch = {} if parent is None else {BRANCH: parent.values}
-    values = {**composed.resolved(overrides), **branch}
+    values = {**composer.resolved(overrides), **branch}
     _check_numbers(values)
     axes = axes_of(values)
     _check_keys(values, overrides, axes)
-    departures = departing(own, axes)
+    departures = choice_overrides(own_entries, axes)
     reference = values
     if departures:
-        reference = {**composed.resolved(with_parent([each for each in own if each not in departures])), **branch}
+        without_departures = with_parent([entry for entry in own_entries if entry not in departures])
+        reference = {**composer.resolved(without_departures), **branch}
     by_hand: dict[str, list[str]] = {}
     for entry in departures:
         if group_of(entry) != "variant":
             by_hand.setdefault(group_of(entry), []).append(entry.lstrip("+"))
     unlabelled = UNLABELLED | set(axes)
-    distinctive = [entry for entry in own if parent is not None or entry not in everywhere]
+    distinctive = [entry for entry in own_entries if parent is not None or entry not in common]
     settings = [entry.lstrip("+") for entry in distinctive if group_of(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
     for entry in overrides:
@@ -287,23 +298,23 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer, paren
                 f"{entry}: a run is named after what it changes in its recipe; leave it out, or give a file of yours "
                 "in a folder variant/ the label (docs/guide/extend.md)"
             )
-    varies = parent is None or any(group_of(entry) == "variant" for entry in own)
-    variant = _label(values, overrides, composed.folders) if varies else None
+    has_variant = parent is None or any(group_of(entry) == "variant" for entry in own_entries)
+    variant = _label(values, overrides, composer.folders) if has_variant else None
     label = parent.label if parent else recipe
-    return _Draft(values, reference, label, variant, by_hand, settings, [*overrides, *of_branch], parent)
+    return _Draft(values, reference, label, variant, by_hand, settings, [*overrides, *branch_entries], parent)
 
 
 def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
-    """Check a configuration before it is shown: a misleading label is refused, as for a run.
+    """Make the checks of a run before Hydra prints a configuration.
 
     Raises:
-        ConfigurationError: it cannot be composed, or its label and its choices contradict each other.
+        ConfigurationError: the configuration cannot be composed, or its label contradicts its choices.
     """
     _check_label(_draft(list(overrides), set(overrides), composer_of(use_folders(folders))))
 
 
 def _check_label(draft: _Draft) -> None:
-    """Check that no override changes the axis that the variant changes, because the label would be wrong then."""
+    """Refuse an override of the axis that the variant changes, because it would make the label wrong."""
     axis = group_of(draft.variant) if draft.variant else ""
     if axis in draft.by_hand:
         raise ConfigurationError(
@@ -313,15 +324,15 @@ def _check_label(draft: _Draft) -> None:
 
 def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Sequence[str]) -> None:
     """Check that every top-level key is a setting or an axis: other keys would silently have no effect."""
-    known = {*AXES, *SETTINGS, *OPERATIONAL_KEYS}
+    project_keys = {*AXES, *SETTINGS, *OPERATIONAL_KEYS}
     for entry in overrides:
         name = entry.lstrip("~").split("=")[0]
-        if entry.startswith("~") and "." not in name and (name in AXES or name not in known):
+        if entry.startswith("~") and "." not in name and (name in AXES or name not in project_keys):
             raise ConfigurationError(f"{entry}: an axis cannot be taken away; pick another of its choices instead")
     for key in values:
         if key == "trainer":
             raise ConfigurationError(ONE_TRAINER)
-        if key not in known and key not in axes:
+        if key not in project_keys and key not in axes:
             raise ConfigurationError(
                 f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ "
                 "(docs/guide/extend.md)"
@@ -332,7 +343,7 @@ def _identified(
     draft: _Draft,
     folders: Sequence[str],
     builder: _Builder,
-    known: dict[bytes, dict[str, Any]],
+    identities: dict[bytes, dict[str, Any]],
     clean: dict[tuple[str, int], Any],
 ) -> RunSpec:
     """Compute a member's identity, its departures from the recipe and its label.
@@ -341,16 +352,16 @@ def _identified(
         draft: the composed member.
         folders: the user's folders of configuration files.
         builder: builds the parts of the configuration.
-        known: cache of identities, by a digest of the values.
+        identities: cache of identity forms, by a digest of the values.
         clean: see `make_spec`.
     """
     from lightning_scalerl.member.identity import identity_of
 
     def cached_identity(values: Mapping[str, Any]) -> dict[str, Any]:
         key = hashlib.blake2b(repr(science(values)).encode(errors="surrogatepass"), digest_size=16).digest()
-        if key not in known:
-            known[key] = identity_of(values)
-        return known[key]
+        if key not in identities:
+            identities[key] = identity_of(values)
+        return identities[key]
 
     for axis in axes_of(draft.values):
         builder(draft.values, axis)  # raises for a value out of range, or for a class that is not a choice on this axis
@@ -362,9 +373,9 @@ def _identified(
     if draft.parent is not None:
         if draft.values["race"]["mode"] != "none":
             raise ConfigurationError("race.mode: branches cannot be raced; give race.mode=none")
-        identity_then = cached_identity(draft.parent.spec.config)
-        differing = change_of(identity, identity_then, int(draft.values["budget"]["steps"]), draft.parent)
-        settings = [entry for entry in settings if group_of(entry) in differing]
+        parent_identity = cached_identity(draft.parent.spec.config)
+        changed_groups = change_of(identity, parent_identity, int(draft.values["budget"]["steps"]), draft.parent)
+        settings = [entry for entry in settings if group_of(entry) in changed_groups]
         if draft.parent.optimizer == FRESH:
             settings.append(f"{BRANCH}.optimizer={FRESH}")
     if draft.variant:
@@ -394,6 +405,7 @@ def _identified(
 
 
 def _value(overrides: Sequence[str], key: str) -> str | None:
+    """Return the value of the last override of a key; None if there is none."""
     values = [entry.split("=", 1)[1] for entry in overrides if entry.split("=")[0] == key]
     return values[-1] if values else None
 
@@ -408,7 +420,7 @@ def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders
 
 
 class _Builder:
-    """Builds parts of configurations, each distinct part only once."""
+    """Builds objects from groups of configurations; equal groups give the same object."""
 
     def __init__(self) -> None:
         self._built: dict[str, Any] = {}
@@ -425,16 +437,16 @@ class _Builder:
 
 
 def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if the pool may be exhausted within the budget, which would end the run early."""
+    """Return a warning if the prompt pool may be exhausted within the budget, which would end the run early."""
     resampling, prompts = builder(spec.config, "resampling"), len(builder(spec.config, "task").train_prompts())
     batch = spec.config["batch"]
     # Draws per prompt over the whole run.
-    drawn = spec.steps * batch["prompts"] / prompts
-    if drawn < _DRAWN_OFTEN or not resampling.retires((1.0,)):
+    draws = spec.steps * batch["prompts"] / prompts
+    if draws < _EXHAUSTING_DRAWS or not resampling.retires((1.0,)):
         return ()
     return (
         f"warning: the pool may be exhausted: {spec.steps} steps of {batch['prompts']} prompts draw each of {prompts} "
-        f"prompts {drawn:.0f} times, and resampling retires one for good once its group of {batch['completions']} has "
+        f"prompts {draws:.0f} times, and resampling retires one for good once its group of {batch['completions']} has "
         "passed; a run with no prompt left ends there. A larger pool, fewer budget.steps, or resampling=uniform",
     )
 
@@ -443,7 +455,7 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
     """Check a member's recipe, the neutral choices of the user's axes, its curriculum and its evaluation."""
     recipe = build_recipe(spec.config, spec.recipe, builder)
     recipe.check(recipe.choices)
-    for choice in recipe.choices.own.values():
+    for choice in recipe.choices.user_axes.values():
         choice.neutral_choice()
     from lightning_scalerl.task.base import check_curriculum
 

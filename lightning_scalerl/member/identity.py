@@ -3,12 +3,12 @@
 An identity is a hash of this form (`sweeps.run.spec`). Moving a class, or adding an axis or a parameter, must not
 change existing identities. Therefore:
 
-- a class or function counts by its name, without its module;
+- a class or function is represented by its name, without its module;
 - a group at its neutral choice is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
-- remarks, such as the origin of a value, are left out (attribute `remarks`);
-- data counts by its content, whatever its path: the method `content` of its class computes it from the parameters. The
-  same holds for a model whose path is a parameter (attribute `models`).
+- parameters without effect on learning, such as the origin of a value, are left out (attribute `remarks`);
+- data is represented by its content, not its path: the method `content` of its class computes it from the parameters.
+  The same holds for a model whose path is a parameter (attribute `models`).
 
 The attributes belong to the class that `_target_` names. tests/member/identities.json freezes the results.
 """
@@ -28,7 +28,7 @@ from lightning_scalerl.model.place import content as model_content
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
 # Hydra's keys for how an object is built; they are not parameters of the object.
-_HOW = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
+_HYDRA_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
 
 
 def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
         run_dir: directory from which it was read.
 
     Raises:
-        ConfigurationError: its content has another identity, or the identity cannot be computed.
+        ConfigurationError: the content has another identity, or the identity cannot be computed.
     """
     ids = identities(identity_of(spec.config), spec.seed)
     if ids != (spec.run, spec.curve) or spec.config.get("seed") != spec.seed:
@@ -74,9 +74,11 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
             f"curve {ids[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
             "launch this as a run of its own"
         )
-    # Except for its departures, a run is built from its recipe's choices (`reference`), so they must agree.
-    own, recipe = ({axis: config[axis] for axis in axes_of(config)} for config in (spec.config, spec.reference))
-    if changed := set(changed_keys(identity_of(own), identity_of(recipe))) - spec.departures.keys():
+    # A run is built from the choices in `reference`, except on the axes of `departures`. The others must agree.
+    own_choices, recipe_choices = (
+        {axis: config[axis] for axis in axes_of(config)} for config in (spec.config, spec.reference)
+    )
+    if changed := set(changed_keys(identity_of(own_choices), identity_of(recipe_choices))) - spec.departures.keys():
         raise ConfigurationError(
             f"{run_dir / SPEC_FILE}: config and reference differ in {', '.join(sorted(changed))}, which departures "
             "does not name; restore what was changed, or launch this as a run of its own"
@@ -107,22 +109,24 @@ def _part(value: Any) -> Any:
 
 
 def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that count by the content of files; empty if the target uses no files.
+    """Return the parameters that are represented by the content of files; empty if the target uses no files.
 
     Raises:
         ConfigurationError: a file cannot be read.
     """
     target, parameters = locate(str(value["_target_"])) if "_target_" in value else None, _parameters(value)
     content = getattr(target, "content", None)
-    named = [name for name in getattr(target, "models", ()) if parameters.get(name)]
-    models = {name: _of_model(parameters[name], f"{getattr(target, 'axis', 'model')}.{name}") for name in named}
+    parameter_names = [name for name in getattr(target, "models", ()) if parameters.get(name)]
+    models = {
+        name: _model_entry(parameters[name], f"{getattr(target, 'axis', 'model')}.{name}") for name in parameter_names
+    }
     return models if content is None else {**models, **content(parameters)}
 
 
-def _of_model(path: Any, setting: str) -> Any:
-    """Return a model's entry in an identity. For an address it is a constant: the served model counts by itself."""
+def _model_entry(path: Any, setting: str) -> Any:
+    """Return a model's entry in an identity. It is a constant for an address: parameter `served` names that model."""
     return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 
 def _parameters(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): item for key, item in value.items() if key not in _HOW}
+    return {str(key): item for key, item in value.items() if key not in _HYDRA_KEYS}

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.distributed.sharded import check_divides
-from lightning_scalerl.measure.memory import Memory, fitted, from_config
+from lightning_scalerl.measure.memory import Memory, from_config, memory_and_advice
 from lightning_scalerl.member.identify import check_layout
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
@@ -31,11 +31,11 @@ def memory_of(
         limit: bytes of one device; None for no limit.
 
     Returns:
-        The memory, the number of devices, the strategy, and advice on a setting that fits into `limit` (empty if the
-        run fits).
+        The memory, the number of devices, the strategy, and advice on a setting that fits into `limit` ("" if the run
+        fits or there is no limit).
 
     Raises:
-        UserError: the overrides do not compose, or the model's memory cannot be predicted.
+        UserError: the overrides are invalid, or the model's memory cannot be predicted.
     """
     try:
         return _memory_of(overrides, devices, limit)
@@ -52,10 +52,10 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
     # The generators of a live driver use other devices than the trainer.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
-    most_gib = config.generator.get("cache_gib")
-    partners = config.strategy.get("tensor_parallel") or 1
-    check_divides(partners, devices)
-    memory, remedy = fitted(skeleton, recipe, devices, strategy, slots, most_gib, limit, partners)
+    cache_gib = config.generator.get("cache_gib")
+    tensor_parallel = config.strategy.get("tensor_parallel") or 1
+    check_divides(tensor_parallel, devices)
+    memory, remedy = memory_and_advice(skeleton, recipe, devices, strategy, slots, cache_gib, limit, tensor_parallel)
     return memory, devices, strategy, remedy
 
 

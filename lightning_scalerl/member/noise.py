@@ -29,7 +29,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
 
     Args:
         model: folder of a run (its newest checkpoint is used), or folder or hub id of a model.
-        overrides: for a model at least its task; none for a run.
+        overrides: for a model, overrides with at least a task; must be empty for a run.
         repeats: number of evaluations.
         trust: run any code that a run names, without the checks of `member.trust`.
 
@@ -67,12 +67,13 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
                 repeats_by_set.setdefault(name, []).append((rates, reported))
     except (ConfigurationError, CannotGoOnError) as error:
         raise UserError(str(error)) from error
-    samples = {name: one.samples or evaluation.samples for name, one in evaluation.settings(datamodule.task).items()}
+    settings = evaluation.settings(datamodule.task)
+    samples = {name: set_settings.samples or evaluation.samples for name, set_settings in settings.items()}
     return [_row(name, repeated, samples[name]) for name, repeated in repeats_by_set.items()]
 
 
 def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:
-    """Return the configuration, and the checkpoint to evaluate (None for the weights of the model itself)."""
+    """Return the configuration, and the path of the checkpoint to evaluate (None for the model's own weights)."""
     if (Path(model) / SPEC_FILE).is_file():
         if overrides:
             raise UserError(
@@ -97,15 +98,15 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
     """Return the row of one held-out set from the pass rates per prompt and reported errors of all repeats."""
     if len({rates.numel() for rates, _ in repeats}) > 1:
         raise UserError(f"{name}: its verifier graded other prompts from time to time; see scalerl rollouts for why")
-    rates = torch.stack([one for one, _ in repeats])  # (repeats, prompts)
+    rates = torch.stack([repeat_rates for repeat_rates, _ in repeats])  # (repeats, prompts)
     count, prompts = rates.shape
     means = rates.mean(1)
     spread = float(means.std())
     low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
     by_prompt = rates.mean(0)
-    # The variance between prompts includes sampling noise of each prompt's mean (`within`): subtract it.
-    within = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
-    between = max(0.0, float(by_prompt.var()) - within) if prompts > 1 else 0.0
+    # The variance between prompts includes the sampling variance of each prompt's mean: subtract it.
+    sampling_variance = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
+    prompt_variance = max(0.0, float(by_prompt.var()) - sampling_variance) if prompts > 1 else 0.0
     return {
         "set": name,
         "prompts": prompts,
@@ -115,5 +116,5 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
         "sampling_error_low": spread * math.sqrt((count - 1) / low),
         "sampling_error_high": spread * math.sqrt((count - 1) / high),
         "foretold": math.sqrt(sum(reported**2 for _, reported in repeats) / count),
-        "prompt_error": math.sqrt(between / prompts),
+        "prompt_error": math.sqrt(prompt_variance / prompts),
     }

@@ -32,7 +32,7 @@ def rescore_run(
 
     Args:
         run_dir: directory of a run of `scalerl train`.
-        reward: name or location of a verifier (`math`, `file.py:function`); None for the task's own.
+        reward: name or location of a verifier (`math`, `file.py:function`); None for the task's verifier.
         out: file to write the groups with their new grades to; None to write nothing.
         trust: run any code that the run names, without the checks of `member.trust`.
 
@@ -54,37 +54,47 @@ def rescore_run(
         config = OmegaConf.create(dict(spec.config))
         if reward is not None:
             reward_sum("--reward", reward)  # raises an error that names the option, before anything is built
-        by_task = reward is None or _graded_by(config.task, reward)
+        uses_task_grader = reward is None or _set_reward(config.task, reward)
         task = build(config, "task")
         settings = build(config, "verify") if "verify" in config else Verification()
-        grader = task.grader() if by_task else reward_sum("--reward", str(reward))
+        grader = task.grader() if uses_task_grader else reward_sum("--reward", str(reward))
         prompts = {prompt.prompt_id: prompt for prompt in task.train_prompts()}
-        lost = [
+        missing_prompts = [
             group["prompt_id"]
             for group in groups
             if group["prompt_id"] not in prompts or prompts[group["prompt_id"]].text != group["prompt"]
         ]
-        if lost:
-            raise UserError(f"{run_dir}: its task holds no prompt {lost[0]!r} any more; the data has changed")
-        outcomes = _graded(groups, prompts, grader, settings, trusted=by_task and task.trusted)
+        if missing_prompts:
+            raise UserError(
+                f"{run_dir}: its task holds no prompt {missing_prompts[0]!r} any more; the data has changed"
+            )
+        outcomes = _grade(groups, prompts, grader, settings, trusted=uses_task_grader and task.trusted)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     if out is not None:
-        append_lines(out, [_regraded(group, task, new) for group, new in zip(groups, outcomes, strict=True)])
+        append_lines(
+            out,
+            [
+                _with_outcomes(group, task, group_outcomes)
+                for group, group_outcomes in zip(groups, outcomes, strict=True)
+            ],
+        )
     sources = sorted({group["source"] for group in groups})
     pairs = list(zip(groups, outcomes, strict=True))
     return [_row(source, [pair for pair in pairs if pair[0]["source"] == source], task) for source in sources]
 
 
-def _graded_by(task: Any, reward: str) -> bool:
-    """Set the reward of a data set's task, or of all tasks of a mixture, so that they keep the columns that it needs.
+def _set_reward(task: Any, reward: str) -> bool:
+    """Set the verifier in the configuration of a `DatasetTask` or of a mixture of them.
+
+    The task then keeps the columns of its rows that this verifier reads.
 
     Returns:
-        False if a task is of another kind.
+        Whether all tasks are `DatasetTask`s; others are not changed.
     """
     if "tasks" in task:
         # A list, not a generator: all tasks must be changed.
-        return all([_graded_by(part, reward) for part in task.tasks.values()])
+        return all([_set_reward(part, reward) for part in task.tasks.values()])
     if not str(task.get("_target_", "")).endswith("DatasetTask"):
         return False
     task.rewards = reward
@@ -93,9 +103,10 @@ def _graded_by(task: Any, reward: str) -> bool:
     return True
 
 
-def _graded(
+def _grade(
     groups: Sequence[Group], prompts: dict[str, Prompt], grader: Grader, settings: Verification, trusted: bool
 ) -> list[list[Outcome]]:
+    """Grade all rollouts, and return the outcomes of each group."""
     verifiers = settings.verifiers(grader, trusted)
     try:
         tickets = []
@@ -110,12 +121,13 @@ def _graded(
 
 
 def _sample(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
+    """Return a stored rollout as the argument of a grader."""
     truncated = stored["finish_reason"] == "length"
     answer = stored.get("answer", stored["completion"])
     return Sample(prompt, stored["completion"], answer, tuple(stored["ids"]), truncated, step)
 
 
-def _regraded(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
+def _with_outcomes(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
     """Return a stored group with new outcomes."""
     rollouts = [
         {
@@ -134,19 +146,24 @@ def _regraded(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
 def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) -> dict[str, Any]:
     """Return the row of one task from its groups and their new outcomes."""
     before = [rollout for group, _ in pairs for rollout in group["rollouts"]]
-    after = [rollout for group, outcomes in pairs for rollout in _regraded(group, task, outcomes)["rollouts"]]
-    both = [(old, new) for old, new in zip(before, after, strict=True) if old["outcome"] == new["outcome"] == "score"]
+    after = [rollout for group, outcomes in pairs for rollout in _with_outcomes(group, task, outcomes)["rollouts"]]
+    both = [
+        (old, group_outcomes)
+        for old, group_outcomes in zip(before, after, strict=True)
+        if old["outcome"] == group_outcomes["outcome"] == "score"
+    ]
     return {
         "source": source,
         "rollouts": len(before),
         "before": _means(before),
         "after": _means(after),
-        "changed": sum(old["correct"] != new["correct"] for old, new in both),
+        "changed": sum(old["correct"] != group_outcomes["correct"] for old, group_outcomes in both),
         "reasons": _reasons(after),
     }
 
 
 def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return mean reward and pass rate of the graded rollouts, and the numbers of abstentions and errors."""
     scored = [rollout for rollout in rollouts if rollout["outcome"] == "score"]
     count = max(1, len(scored))
     return {
@@ -158,6 +175,6 @@ def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reasons(rollouts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the reasons of errors, the most frequent first."""
-    reasons = Counter(str(one["extra"].get("why", "")) for one in rollouts if one["outcome"] == "error")
+    """Return the `REASONS` most frequent reasons of errors, the most frequent first."""
+    reasons = Counter(str(rollout["extra"].get("why", "")) for rollout in rollouts if rollout["outcome"] == "error")
     return [reason for reason, _ in reasons.most_common(REASONS)]

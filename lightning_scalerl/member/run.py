@@ -45,8 +45,9 @@ def silence_libraries() -> None:
 def run_member(run_dir: Path, progress: bool = False) -> None:
     """Run the member in `run_dir` to the end of its budget, from its newest checkpoint if it has one.
 
-    If several processes do this at the same time, one of them runs the member, and another takes over if it dies. (A
-    scheduler that loses contact to a job starts a second copy.) All ranks of one job count as one process.
+    Several processes may call this at the same time, for example if a scheduler loses contact to a job and starts a
+    second copy. One of them then runs the member, and another takes over if that process dies. All ranks of one job
+    count as one process.
 
     Raises:
         RunInterruptedError: the run received a request to stop, and has saved a checkpoint.
@@ -80,13 +81,13 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 
 
 def _repair_journal(broken: Break, checkpoints: Path, lease: Lease) -> None:
-    """Cut the journal at the break, and set aside the checkpoints after it, which it does not cover."""
+    """Cut the journal at the break, and rename later checkpoints so that the run does not use them."""
     lease.check()
     set_aside(checkpoints, broken.step, UNRECORDED)
-    kept = mend(broken)
-    where = f"from step {broken.step} or before" if broken.step >= 0 else "from the start, for no checkpoint is older"
-    beyond = ", checkpoints beyond it as *.unrecorded" if any(checkpoints.glob(f"step-*{UNRECORDED}")) else ""
-    print(f"{broken.why}; kept as {kept.name}{beyond}, and the run goes on {where}", flush=True)
+    damaged_copy = mend(broken)
+    start = f"from step {broken.step} or before" if broken.step >= 0 else "from the start, for no checkpoint is older"
+    checkpoint_note = ", checkpoints beyond it as *.unrecorded" if any(checkpoints.glob(f"step-*{UNRECORDED}")) else ""
+    print(f"{broken.why}; kept as {damaged_copy.name}{checkpoint_note}, and the run goes on {start}", flush=True)
 
 
 def _fit(
@@ -98,28 +99,28 @@ def _fit(
     covered: int,
     branch: Branch | None,
 ) -> None:
-    """Build module, callbacks and trainer from the configuration, and fit from the newest covered checkpoint."""
-    # The module gets the recipe's choices. Departures are passed as callbacks, as in a user's script.
+    """Build module, callbacks and trainer, and fit from the newest checkpoint up to step `covered` of the journal."""
+    # The module gets the recipe's choices. Choices that differ are passed as callbacks, as in a user's script.
     settings = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     recipe_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
     reference = build_recipe(OmegaConf.create({**settings, **recipe_choices}), spec.baseline)
     # A variant may also change settings; those are part of the configuration already.
     changed = [build(config, axis) for axis in spec.departures if axis in axes_of(spec.config)]
     # Nodes and devices are not arguments of the strategy: they are requested from the launcher (`spec.layout`).
-    configured = config.get("strategy", {"name": "ddp"})
-    strategy = {str(key): value for key, value in configured.items() if key not in ("nodes", "devices")}
+    strategy_config = config.get("strategy", {"name": "ddp"})
+    strategy = {str(key): value for key, value in strategy_config.items() if key not in ("nodes", "devices")}
     devices = trainer_settings(strategy.pop("name"), spec.layout, **strategy)
     sharded = isinstance(devices.get("strategy"), ShardedStrategy)
     module = ScaleRL(model=build(config, "model"), recipe=reference, streamed=sharded)
     task = build(config, "task")
-    guard = lease.check if lease is not None else None
+    check_lease = lease.check if lease is not None else None
     newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered, shared=shared_checkpoint(branch))
     if branch is not None and newest.path is None:
         newest = replace(newest, path=start_again(run_dir, branch, covered, leads=lease is not None))
     log = RunLog(
         run_dir,
         spec.header(),
-        guard,
+        check_lease,
         announce=True,
         passed_over=newest.passed_over,
         code=[*spec.folders, *files_named(spec.config)],
@@ -135,11 +136,11 @@ def _fit(
             *changed,
             build(config, "evaluation"),
             log,
-            RolloutLog(run_dir, guard=guard, **config.get("rollouts", {})),
+            RolloutLog(run_dir, guard=check_lease, **config.get("rollouts", {})),
             ResumableCheckpoint(
                 run_dir / "checkpoints",
                 config.checkpoint.every_n_steps,
-                guard,
+                check_lease,
                 keep_steps=config.checkpoint.get("keep_steps", ()),
             ),
         ],

@@ -17,12 +17,12 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import identity_of
 from lightning_scalerl.translate.record import Run
 from lightning_scalerl.translate.to_trl import VERSION
-from lightning_scalerl.translate.trl_member import refuse
+from lightning_scalerl.translate.trl_member import translate_for_trl
 from sweeps.run.spec import RunSpec, make_spec
 
 GROUP = "trainer"
-# Groups that only concern the study: a member's command must not depend on where and how it is launched, nor contain an
-# address. The runner fills in seed and budget. `_COMMAND_KEYS` are keys of these groups that do belong in the command.
+# Groups whose overrides are not copied into a member's command: the command must not depend on where and how it is
+# launched, and must not contain an address. The runner adds seed and budget. `_COMMAND_KEYS` are the exceptions.
 _STUDY_GROUPS = frozenset({"seed", "budget", "study", "output_dir", "label", "cluster", "launch", "race", "mlflow"})
 _COMMAND_KEYS = ("launch.threads",)
 # Program for TRL's interpreter: it checks for the packages and prints TRL's version.
@@ -44,16 +44,16 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
             f"{BRANCH}: starts from a checkpoint of ours, which TRL cannot read; leave out {GROUP}=trl"
         )
     used_folders = use_folders(folders)
-    ours = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
-    specs = plan_members(ours, folders)
+    our_overrides = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
+    specs = plan_members(our_overrides, folders)
     trl_specs: list[RunSpec] = []
     optimizers: dict[str, dict[str, Any]] = {}  # by curve: members that differ only in their seed need one check
-    for spec, overrides, own_overrides in zip(specs, override_lists, ours, strict=True):
+    for spec, overrides, own_overrides in zip(specs, override_lists, our_overrides, strict=True):
         if spec.curve not in optimizers:
-            translation, _ = refuse(Run.of(own_overrides, list(used_folders)))
+            translation, _ = translate_for_trl(Run.of(own_overrides, list(used_folders)))
             optimizers[spec.curve] = {"trainer": "trl", **translation.optimizer}
         command = _command(_python(overrides), spec, own_overrides, optimizers[spec.curve])
-        trl_specs.append(_on_trl(spec, _python(overrides), command, tuple(overrides)))
+        trl_specs.append(_trl_spec(spec, _python(overrides), command, tuple(overrides)))
     return trl_specs
 
 
@@ -63,7 +63,7 @@ def _belongs_in_command(entry: str) -> bool:
 
 
 def _python(overrides: Sequence[str]) -> str:
-    """Return the interpreter that a member's overrides name, after a check of its TRL."""
+    """Return the interpreter that a member's overrides name, after checking its version of TRL."""
     interpreters = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
     if not interpreters:
         raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
@@ -86,7 +86,7 @@ def _checked_interpreter(python: str) -> str:
     return python
 
 
-def _on_trl(spec: RunSpec, python: str, command: Mapping[str, Any], pasted: tuple[str, ...]) -> RunSpec:
+def _trl_spec(spec: RunSpec, python: str, command: Mapping[str, Any], pasted: tuple[str, ...]) -> RunSpec:
     """Return the specification of the same recipe trained by TRL: another curve, labelled with `+trainer=trl`."""
     suffix = f"+{GROUP}=trl"
     label = f"{spec.baseline}{suffix}{spec.recipe.removeprefix(spec.baseline)}"

@@ -47,15 +47,16 @@ _VERIFIERS = ("rewards", "use", "verifier")
 _RUNS = "runs"  # folder of the runs in a study's folder
 
 
-def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
+def check_run(run_dir: Path, spec: RunSpec, finished: bool = False) -> None:
     """Check that all code in a run's specification is ours or the user's, and that the specification has its identity.
 
-    It also puts the run's folders into use (`use_folders`), because their definitions are looked up.
+    It also registers the run's folders (`use_folders`), because names are looked up in them.
 
     Args:
         run_dir: directory of the run.
         spec: the specification read from it.
-        done: whether the run has finished and none of it will run. Its identity, which needs its data, is not checked.
+        finished: whether the run has finished, so that it is not started. Then its identity, which depends on its data,
+            is not checked.
 
     Raises:
         UserError: a check failed; one line with the field, its value and the remedy.
@@ -68,19 +69,22 @@ def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
         if not (Path(folder).is_absolute() and belongs_to_user(Path(folder), study) and belongs_to_user(file)):
             raise refusal(file, "folders", folder, "a folder of yours")
     if "command" in spec.config:
-        if not done:
+        if not finished:
             (_check_trl if _TRAINER in spec.config else _check_command)(file, spec, study)
         return
     try:
         _check_names(file, {"config": spec.config, "reference": spec.reference}, spec.folders, study)
-        if not done:
+        if not finished:
             _check_identity(file, spec)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
 
 
 def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec]:
-    """Check members of a study (`check_run`). It has the signature of a planner, so that it can run in its own process.
+    """Check members of a study by `check_run`.
+
+    The signature and the empty result are those of a planner (`plan_members`), so that this can run in a process of
+    its own.
 
     Args:
         words: for each member, its folder and its identity in the ledger.
@@ -98,12 +102,20 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
+    """Check that all code that the configurations name is public or the user's.
+
+    Args:
+        file: the specification, for error messages.
+        configs: configurations, by the field of the specification that holds them.
+        folders: the user's folders of configuration files.
+        study: the study's folder, which must not contain the code.
+    """
     # This comes before `use_folders`, so that our names are not looked up in the user's folders.
     other_names = [
         (field, name)
         for part, config in configs.items()
-        for field, name in dict.fromkeys(_code_named(config, part))
-        if not _is_ours(field, name)
+        for field, name in dict.fromkeys(_names_of_code(config, part))
+        if not _is_public(field, name)
     ]
     use_folders(folders)
     for field, name in other_names:
@@ -111,7 +123,7 @@ def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str],
             raise refusal(file, field, name, "a public name of lightning_scalerl, nor code of yours")
 
 
-def _code_named(config: Any, path: str) -> Iterator[tuple[str, str]]:
+def _names_of_code(config: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield (field, text) for every text in a configuration that names code."""
     if isinstance(config, Mapping):
         for key, value in config.items():
@@ -122,31 +134,31 @@ def _code_named(config: Any, path: str) -> Iterator[tuple[str, str]]:
             else:
                 if key in _VERIFIERS and isinstance(value, list | tuple):
                     yield from ((field, entry) for entry in value if isinstance(entry, str))
-                yield from _code_named(value, field)
+                yield from _names_of_code(value, field)
     elif isinstance(config, list | tuple):
         for number, value in enumerate(config):
-            yield from _code_named(value, f"{path}[{number}]")
+            yield from _names_of_code(value, f"{path}[{number}]")
 
 
-def _is_ours(field: str, name: str) -> bool:
+def _is_public(field: str, name: str) -> bool:
     if field.endswith("._target_"):
-        return name in _choosable()
+        return name in _buildable_names()
     return not field.endswith("._args_") and name.isidentifier()
 
 
 @cache
-def _choosable() -> frozenset[str]:
+def _buildable_names() -> frozenset[str]:
     """Return the public names that a configuration may build.
 
     `run_member` is not among them, because it would run code that another folder names.
     """
     files = conf_dir().rglob("*.yaml")
-    named = {name for file in files for name in _NAMED_IN_CONF.findall(file.read_text(encoding="utf-8"))}
-    return frozenset(named | {f"{_PACKAGE}.{name}" for name in axis_names()})
+    names = {name for file in files for name in _NAMED_IN_CONF.findall(file.read_text(encoding="utf-8"))}
+    return frozenset(names | {f"{_PACKAGE}.{name}" for name in axis_names()})
 
 
 def _is_own_code(name: str, folders: Sequence[str], study: Path) -> bool:
-    """Return whether a name is defined in a file of the user, or in one of `folders`, which belong to the user."""
+    """Return whether a name is defined in a file that belongs to the user, or in one of the user's `folders`."""
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         return function.isidentifier() and belongs_to_user(Path(file), study)
@@ -178,47 +190,47 @@ def _check_command(file: Path, spec: RunSpec, _: Path) -> None:
     The study file is the last of the folders. It was already checked to belong to the user and to be outside of the
     study's folder.
     """
-    foreign = _foreign(file, spec, "the command of a study's file of yours")
+    refused = _refusal_of_command(file, spec, "the command of a study's file of yours")
     study_file = Path(spec.folders[-1]) if spec.folders else None
-    if study_file is None or not study_file.is_file() or _names_a_command(spec):
-        raise foreign
+    if study_file is None or not study_file.is_file() or _overrides_command(spec):
+        raise refused
     try:
-        (again,) = plan_commands([spec.overrides], spec.folders)
+        (replanned,) = plan_commands([spec.overrides], spec.folders)
     except ConfigurationError as error:
         raise UserError(f"{file}: {error}") from error
-    if again.run != spec.run or again.config["command"] != spec.config["command"]:
-        raise foreign
+    if replanned.run != spec.run or replanned.config["command"] != spec.config["command"]:
+        raise refused
 
 
-def _foreign(file: Path, spec: RunSpec, expected: str) -> UserError:
+def _refusal_of_command(file: Path, spec: RunSpec, expected: str) -> UserError:
     line = spec.config["command"].get("line") if isinstance(spec.config["command"], Mapping) else None
     return refusal(file, "config.command.line", line, expected)
 
 
-def _names_a_command(spec: RunSpec) -> bool:
-    """Return whether an override changes the command itself or how it is launched, which only the file may decide."""
+def _overrides_command(spec: RunSpec) -> bool:
+    """Return whether an override changes the command or its launch, which only the study's file may set."""
     return any(group_of(word) in ("command", "member", "hydra") for word in spec.overrides)
 
 
 def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
-    """Check that a member's command is the one that its overrides produce here, from code of ours or the user's.
+    """Check that a member's command equals the command that its overrides produce here.
 
-    Names are checked before anything is built from the overrides, and the interpreter before it is started.
+    Names of code are checked before anything is built from the overrides, and the interpreter before it is started.
     """
     from lightning_scalerl.member.trl import plan_trl  # only for members of TRL
 
-    foreign = _foreign(file, spec, "the command that this version makes of its overrides")
+    refused = _refusal_of_command(file, spec, "the command that this version makes of its overrides")
     trainer, command = spec.config[_TRAINER], spec.config["command"]
     python = trainer.get("python") if isinstance(trainer, Mapping) else None
     if not _is_own_interpreter(python, study):
         raise refusal(file, f"config.{_TRAINER}.python", python, "an interpreter of yours or of the system's")
-    if not isinstance(command, Mapping) or _names_a_command(spec):
-        raise foreign
+    if not isinstance(command, Mapping) or _overrides_command(spec):
+        raise refused
     try:
         composed = OmegaConf.to_container(compose(spec.overrides, spec.folders), resolve=True)
         _check_names(file, {"overrides": composed}, spec.folders, study)
-        # Give the absolute path of the interpreter: a relative one refers to the folder of the launch.
-        (again,) = plan_trl([[*spec.overrides, f"{_TRAINER}.python={python}"]], spec.folders)
+        # Use the absolute path of the interpreter: a relative path refers to the folder of the launch.
+        (replanned,) = plan_trl([[*spec.overrides, f"{_TRAINER}.python={python}"]], spec.folders)
     except ConfigurationError as error:
         raise UserError(f"{file}: {error}") from error
     # Python searches its working folder for modules, so that folder must belong to the user too.
@@ -228,8 +240,8 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     line, here = command.get("line"), Path(sys.executable)
     if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # bin/python3, bin/python
         line = [str(here), *line[1:]]
-    if again.run != spec.run or {**again.config["command"], "folder": folder} != {**command, "line": line}:
-        raise foreign
+    if replanned.run != spec.run or {**replanned.config["command"], "folder": folder} != {**command, "line": line}:
+        raise refused
 
 
 def _is_another_name_of(path: Path, python: Path) -> bool:
@@ -249,6 +261,7 @@ def _is_own_interpreter(python: Any, study: Path) -> bool:
 
 
 def _check_identity(file: Path, spec: RunSpec) -> None:
+    """Check that the specification has the identity that it names, if its data is available."""
     try:
         identity = identity_of(spec.config)
     except ConfigurationError:

@@ -19,14 +19,13 @@ class Sample:
     Attributes:
         prompt: the prompt.
         completion: the whole text, without special tokens and without the stop text or token.
-        answer: the text after the thinking: the whole completion if there is no thinking, empty if thinking has not
-            ended.
+        answer: the text after the thinking: the whole completion if there is no thinking, "" if thinking has not ended.
         tokens: the completion's token ids.
         truncated: whether the completion reached the token limit.
-        step: number of optimizer steps when it finished.
+        step: number of completed optimizer steps when the completion finished.
         turns: with an environment, all turns and observations as pairs of source and text; sources are "sampled",
             "forced" and "environment". `completion`, `answer` and `tokens` are then those of the model's last turn.
-        settled: the outcome, if no verifier decides it.
+        settled: the outcome if it is known without a verifier, else None.
     """
 
     prompt: Prompt
@@ -41,15 +40,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Charge:
-    """Cost of one answer of a judge that is a service.
+    """Cost of one answer of a judge model that is a service.
 
     Attributes:
-        key: hash of the question. A run counts each key once; an empty key (an answer that no cache keeps, such as a
-            failed one) counts every time.
+        key: hash of the question. A run counts each key once, except the empty key, which stands for answers that are
+            not cached (such as failures).
         seconds: time of the requests, without pauses between them.
         prompt_tokens, completion_tokens: as the service reports them.
         cost: price of the tokens, in the unit of the prices that the user gave.
-        paid: whether the service was asked now; False if the answer was in the cache.
+        paid: whether the service was asked; False if the answer was in the cache.
     """
 
     key: str
@@ -71,9 +70,9 @@ class Grade:
         correct: whether the completion counts as a pass; None to derive it from the reward.
         extra: texts to record with the completion (`rollouts.jsonl`), by name.
         terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
-        answer: the answer that the completion gives, in a form in which the grader's equal answers are equal texts;
-            empty if it gives none; None if the grader does not distinguish answers. Only wrong answers need it, since
-            all right ones are equal (`sweeps.run.pass_at_k`).
+        answer: the answer in the completion, normalized so that equal answers are equal texts; "" if the completion has
+            no answer; None if the grader does not return answers. It matters only for wrong answers, because all right
+            answers are equal (`sweeps.run.pass_at_k`).
         charges: costs of the judges that were asked.
     """
 
@@ -95,7 +94,7 @@ class Grader(Protocol):
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Grade one completion. An exception counts as an error of the infrastructure, never as a reward of 0."""
+        """Grade one completion. An exception counts as an infrastructure error, never as a reward of 0."""
         ...
 
 
@@ -106,7 +105,7 @@ def needs_group(grader: object, prompt: Prompt) -> bool:
 
 
 def ready(grader: object) -> Sequence[str]:
-    """Try a grader that is a service, before anything is computed; returns one line per service that it asks.
+    """Try the services that a grader uses, before anything is computed; return one line per service.
 
     Raises:
         ConfigurationError: a service does not answer, or its key is missing.
@@ -130,7 +129,7 @@ class Outcome:
         seconds: grading time of all attempts together.
         attempts: number of attempts.
         correct, extra, terms, answer: see `Grade`.
-        charges: costs of the judges in all attempts together, also in those that failed.
+        charges: costs of judges in all attempts, including failed attempts.
     """
 
     kind: Kind
@@ -147,7 +146,7 @@ class Outcome:
 
 
 def charges_of(result: Grade | Exception) -> tuple[Charge, ...]:
-    """Return the charges of a grade, or those that an exception carries because a judge failed after it was asked."""
+    """Return the charges of a grade, or of an exception, if a judge failed after it was asked."""
     return tuple(getattr(result, "charges", ()))
 
 

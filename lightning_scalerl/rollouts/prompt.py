@@ -17,12 +17,12 @@ class Prompt:
         answer: the reference answer, in the form that the task's verifier needs.
         difficulty: a label such as a number of digits, for metrics by difficulty.
         messages: the conversation as {"role", "content"} mappings; empty if the prompt is plain text.
-        columns: all columns of the data row it comes from, by name.
-        source: name of the data set it comes from, in a mixture of several.
-        question: the text without the instructions that the task adds before and after it; empty if there are none.
-        family: name of the prompts that were made alike (one template, one text), for errors of other prompts; empty if
-            the row names none.
-        opening: row, seed and first observation of its environment; None without one.
+        columns: all columns of the prompt's data row, by name.
+        source: in a mixture of several tasks, the name of the prompt's task.
+        question: the text without the instructions that the task adds before and after it; "" if the task adds none.
+        family: label of prompts with a common origin (one template, one text), for clustered standard errors; "" if the
+            row has no label.
+        opening: row, seed and first observation of the prompt's environment; None without an environment.
         solution: a completion that is known to be right, for its log-likelihood at evaluations; empty if there is none.
     """
 

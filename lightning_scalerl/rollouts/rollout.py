@@ -37,7 +37,7 @@ class Source(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `start` up to, but not including, `end` of a rollout, of one source and one version of the weights."""
+    """Tokens `start` to `end` (exclusive) of a rollout, all from one source and one version of the weights."""
 
     source: Source
     version: int
@@ -50,14 +50,14 @@ class Conversation:
     """Record of a rollout's conversation with an environment.
 
     Attributes:
-        starts: first token of each turn of the model, in the completion.
+        starts: index of the first token of each of the model's turns in the completion.
         rewards: the environment's reward of each turn; the last turn has the final reward as well.
         rewarded: whether the environment has given any reward.
         calls: number of tool calls, malformed ones included.
         malformed: number of calls that could not be read.
         raised: number of calls whose tool raised an exception.
         cut: number of characters that were cut off observations.
-        failed: why the environment failed; empty if it did not.
+        failed: why the environment failed; "" if it did not.
         environment: name of the environment, if there are several.
         info: numbers that the environment reported last, by name.
     """
@@ -84,10 +84,10 @@ class Rollout:
     """One completion as the generator sampled it.
 
     Attributes:
-        tokens: token ids, a list of length T like the next three.
+        tokens: token ids, a list of length T, as are the next three attributes.
         generator_logprobs: log-probabilities at sampling time.
-        weight_versions: for each token, the version of the weights that sampled it: their number of optimizer steps.
-            For an inserted token, the version in use when it was inserted.
+        weight_versions: for each token, the version (number of optimizer steps) of the weights that sampled it; for an
+            inserted token, the version in use when it was inserted.
         sources: for each token, its `Source`. Only sampled tokens enter loss and ratio.
         finish_reason: "stop" (end of sequence) or "length" (truncated).
         reward: the reward that is trained on.
@@ -98,7 +98,7 @@ class Rollout:
         extra: texts that the grader reported along with the grade.
         terms: the weighted terms, if the grade is a sum of several rewards.
         staged: whether a curriculum has weighted these terms differently from the task.
-        conversation: record of its conversation with an environment; None for a completion of one turn.
+        conversation: record of the conversation with an environment; None without an environment.
     """
 
     tokens: list[int]
@@ -133,12 +133,12 @@ class Rollout:
 
     @property
     def inserted(self) -> list[bool]:
-        """For each token, whether it was inserted, not sampled."""
+        """For each token, whether it was inserted instead of sampled."""
         return [source != Source.SAMPLED for source in self.sources]
 
     @property
     def by_source(self) -> list[tuple[Source, int, int]]:
-        """Return source, start and end of the runs of tokens that share their source, in order."""
+        """Return (source, start, end) of each maximal run of tokens with the same source, in order."""
         runs, start = [], 0
         for source, tokens in groupby(self.sources):
             end = start + sum(1 for _ in tokens)
@@ -148,7 +148,7 @@ class Rollout:
 
     @property
     def spans(self) -> list[Span]:
-        """Return the runs of tokens that share their source and weight version, in order."""
+        """Return the maximal runs of tokens with the same source and weight version, in order."""
         spans, start = [], 0
         for (source, version), tokens in groupby(zip(self.sources, self.weight_versions, strict=True)):
             end = start + sum(1 for _ in tokens)
@@ -164,7 +164,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     environment if any token is an environment's. Fields with one entry per rollout: lengths, reward, correct,
     finish_reason, outcome, grade, parts, extra, terms, staged, and conversation if any rollout has one.
     """
-    # Flat tensors because a checkpoint needs half a minute for nested lists of millions of numbers.
+    # Use flat tensors: saving nested lists of millions of numbers takes half a minute.
     per_token = {
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
         for name, kind in _PER_TOKEN.items()
@@ -192,7 +192,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> list[Rollout]:
-    """Restore exactly the rollouts that `packed` was given."""
+    """Restore the rollouts from the result of `packed`."""
     lengths = state["lengths"].tolist()
     sources = state["forced"].to(torch.int8) * Source.FORCED
     if "environment" in state:
@@ -230,10 +230,10 @@ class Group:
     Attributes:
         admission: number of the group in order of admission, from 0; unique within a run.
         prompt: the prompt.
-        prompt_tokens: its token ids.
+        prompt_tokens: token ids of the prompt.
         rollouts: the rollouts with a score.
-        history: pass rates of the prompt's groups that were complete when this one was admitted.
-        ungraded: the rollouts without a score, which count as not sampled.
+        history: pass rates of the prompt's earlier groups that were complete when this group was admitted.
+        ungraded: the rollouts without a score, which are ignored in training and in pass rates.
     """
 
     admission: int
@@ -260,7 +260,7 @@ class Group:
 
     @property
     def comparable(self) -> bool:
-        """Return whether enough rollouts have a score: at least two if some could not be graded, else one."""
+        """Return whether enough rollouts have a score: at least two if any could not be graded, else at least one."""
         return len(self.rollouts) >= (2 if self.ungraded else 1)
 
     @property
@@ -281,8 +281,7 @@ class Group:
 class Denominators:
     """Divisors of the aggregations, counted over the *global* batch of one optimizer step.
 
-    They are always passed in and never recomputed for a rank or micro-batch, so any split of a batch gives the same
-    gradient.
+    They are never recomputed for a rank or micro-batch, so any split of a batch gives the same gradient.
 
     Attributes:
         prompts: groups that carry credit.
@@ -303,7 +302,7 @@ class Denominators:
 class PassSize:
     """Upper limits of one forward pass, in rollouts and in tokens; None for no limit on tokens.
 
-    Padding counts as tokens unless the batch is `packed`.
+    Padding counts as tokens, except in a `packed` batch, which has none.
     """
 
     rollouts: int
@@ -323,7 +322,7 @@ class TrainBatch:
         generator_logprobs: (R, T).
         weight_versions: (R, T).
         loss_mask: (R, T), 1 for sampled tokens that carry credit.
-        forced_mask: (R, T), 1 for inserted tokens: forced ones and an environment's.
+        forced_mask: (R, T), 1 for inserted tokens, which are forced or come from an environment.
         advantages: (R, T).
         sample_tokens: (R,), loss-mask tokens of the rollout.
         group_tokens: (R,), loss-mask tokens of the rollout's whole group.
@@ -332,14 +331,14 @@ class TrainBatch:
         pass_rates: (R,), mean pass rate of the prompt's groups so far, including this one.
         denominators: counts over the whole batch, also in a micro-batch.
         groups: all groups of the batch, with or without credit.
-        anchor_logprobs: (R, T), the trainer's log-probabilities before the update; None unless a choice needs them.
-        reference_logprobs: (R, T), log-probabilities of the frozen reference; None unless axis `kl` needs them.
-        divergences: (R, T), KL(policy, reference) over the vocabulary, without gradient; None unless it was computed.
+        anchor_logprobs: (R, T), the trainer's log-probabilities before the update; None if no choice needs them.
+        reference_logprobs: (R, T), log-probabilities of the frozen reference; None if axis `kl` does not need them.
+        divergences: (R, T), KL(policy, reference) over the vocabulary, without gradient; None if it is not computed.
         values: (R, T), the critic's values before the update; None without a critic.
         returns: (R, T), the targets of the values; None without a critic.
-        group: (R,), number of the rollout's group. Rollouts of one group share a prompt. None if unknown, in which
-            case no prompt is shared.
-        selected: (R, T) bool, tokens that the loss treats differently (`Loss.select`); None if it treats all alike.
+        group: (R,), number of the rollout's group, so that rollouts of one group can share the forward pass of their
+            prompt; None to share none.
+        selected: (R, T) bool, tokens that the loss treats differently (`Loss.select`); None if there are none.
         packed: whether models get the rows concatenated without padding (`model.packed`).
     """
 
@@ -373,7 +372,7 @@ class TrainBatch:
         return int(self.tokens.shape[0])
 
     def select(self, rows: Tensor) -> TrainBatch:
-        """Return the rollouts `rows` as a smaller batch, as wide as their longest; denominators stay global."""
+        """Return the rollouts `rows` as a batch, as wide as the longest of them; denominators stay global."""
         values: dict[str, Any] = {}
         width = int(self.lengths[rows].max()) if rows.numel() else 0
         completion = int((self.lengths[rows] - self.completion_start[rows]).max()) if rows.numel() else 0
@@ -396,7 +395,7 @@ class TrainBatch:
                 values[entry.name] = value.new_zeros((1, columns) if value.dim() == 2 else (1,))
         values["lengths"] += 2
         values["completion_start"] += 1
-        # At least 1, because aggregations divide by them.
+        # Counts of at least 1, because aggregations divide by them.
         values["sample_tokens"] += 1
         values["group_tokens"] += 1
         values["row"] -= 1
@@ -447,10 +446,10 @@ class TrainBatch:
 BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "divergences", "values", "returns")
 
 
-def inside(mask: Tensor, table: Tensor) -> Tensor:
+def zero_outside(mask: Tensor, table: Tensor) -> Tensor:
     """Return `table` with 0 outside the mask, even where it holds NaN or infinity. Shapes: both (R, T).
 
-    Must come before any arithmetic: multiplying by a mask of 0 keeps a NaN, in the value and in the gradient.
+    Call it before any arithmetic: multiplying by a mask of 0 keeps a NaN, in the value and in the gradient.
     """
     return torch.where(mask > 0, table, 0.0)
 
@@ -459,8 +458,8 @@ def inside(mask: Tensor, table: Tensor) -> Tensor:
 class Scored:
     """Output of policy and critic for a (micro-)batch; each tensor is (R, T) and zero after a completion's end.
 
-    `entropies` have a gradient only if a term needs it. `values` is None without a critic, and `divergences` (the KL to
-    the reference over the vocabulary, with gradient) unless the term of axis `kl` reads it.
+    `entropies` have a gradient only if a term needs it. `values` is None without a critic. `divergences` is the KL to
+    the reference over the vocabulary, with gradient; None if axis `kl` does not use it.
     """
 
     batch: TrainBatch
@@ -469,7 +468,7 @@ class Scored:
     values: Tensor | None = None
     divergences: Tensor | None = None
 
-    def inside(self) -> Scored:
+    def zero_outside_mask(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
         Every computation on credited tokens starts from this copy, so that no value of an inserted or masked token
@@ -477,13 +476,15 @@ class Scored:
         """
         batch, mask = self.batch, self.batch.loss_mask
         tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}
-        cleared: dict[str, Any] = {name: inside(mask, table) for name, table in tables.items() if table is not None}
+        cleared: dict[str, Any] = {
+            name: zero_outside(mask, table) for name, table in tables.items() if table is not None
+        }
         return Scored(
             replace(batch, **cleared),
-            inside(mask, self.trainer_logprobs),
-            inside(mask, self.entropies),
-            None if self.values is None else inside(mask, self.values),
-            None if self.divergences is None else inside(mask, self.divergences),
+            zero_outside(mask, self.trainer_logprobs),
+            zero_outside(mask, self.entropies),
+            None if self.values is None else zero_outside(mask, self.values),
+            None if self.divergences is None else zero_outside(mask, self.divergences),
         )
 
 
@@ -492,7 +493,7 @@ Part = tuple[TrainBatch, Tensor, Tensor]
 
 
 def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Assemble the batch's log-probabilities and entropies (R, T) from its parts; rows in no part are zero."""
+    """Assemble the batch's log-probabilities and entropies (R, T) from its parts; rows without a part are zero."""
     logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
     # `row` identifies a rollout in batch and parts, but need not be sorted in the batch.
     order = torch.argsort(batch.row)

@@ -7,18 +7,18 @@ uses, and never the module itself:
     DataPath            data_path          rank 0: task -> prompts -> stream -> verifiers -> generator -> driver
     Updates             updates            optimizer, learning rates, loss scale, skipped updates, health
     Records             records            metrics -> callbacks and loggers
-    Continuation        continuation       does this fit continue the last fit's run?
+    Continuation        continuation       decides whether this fit continues the last fit's run
 
 A `Stage` holds the inputs of one fit, validation or prediction (recipe, choices, models, task, seed). A fit builds a
-data path from it, and an evaluation only a `Sampling` (prompts, generator, verifiers). Both classes are in `sampling`.
+`DataPath` from it. An evaluation builds only a `Sampling` (prompts, generator, verifiers).
 The hooks of `ScaleRL` call the other files:
 
     __init__                       models            arguments -> recipe, `Models`
-                                     trials            is the model's head supported, does it take packed rows?
+                                     trials            check that the model's head is supported; try packed rows
     setup                          setup             callbacks -> choices -> models on their device -> `DataPath`
                                      placement         adapt, check, move and shard the models
                                      streamed          each rank reads its part of the weights
-                                     memory            do they fit into the device?
+                                     memory            check that the models fit into the device's memory
     configure_model                placement         shard the models
     on_fit_start, on_train_start   fit               probe of the generator
     next_batch                     fit               stop between steps, exhausted prompts

@@ -64,7 +64,7 @@ def load_state(
     records: Records,
     branches: bool = False,
 ) -> None:
-    """Restore the run; a rank that the saved run did not have keeps its fresh random state.
+    """Restore the run. A rank whose number the saved run did not have keeps its fresh random state.
 
     `branches`: whether the checkpoint belongs to the parent that this run branches from.
     """
@@ -98,8 +98,8 @@ def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module,
     if not in_fit and models.policy.adapter is None:
         saved = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
         if saved.get("choice") == LoRA.__name__:
-            own = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
-            adapt_policy(models.policy, LoRA(*own))
+            arguments = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
+            adapt_policy(models.policy, LoRA(*arguments))
     check_whole(ckpt_path)
     if models.critic is None:
         # An evaluation, or a new run that starts from this policy, does not need the critic's weights.
@@ -111,7 +111,7 @@ def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module,
 
 
 def steps_of(checkpoint: Mapping[str, Any]) -> int:
-    """Return the number of completed steps of the run in a checkpoint; 0 without one."""
+    """Return the number of completed steps of the run in a checkpoint; 0 for a checkpoint without a run."""
     return int(checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0))
 
 
@@ -121,40 +121,40 @@ def identity_of(trainer: Any, run: Run) -> dict[str, Any]:
     The title is the label in the run's journal.
     """
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
-    given = logs[0].identity if logs else {}
+    logged = logs[0].identity if logs else {}
     choices = {axis: str(choice.semantics()["choice"]) for axis, choice in run.choices.items()}
-    named = {"run": given.get("run"), "title": str(given.get("recipe", own_label(run)))}
-    if "branch" in given:
-        named["branch"] = given["branch"]
-    return {**named, "recipe": run.recipe.name, "seed": run.seed, "choices": choices}
+    names = {"run": logged.get("run"), "title": str(logged.get("recipe", own_label(run)))}
+    if "branch" in logged:
+        names["branch"] = logged["branch"]
+    return {**names, "recipe": run.recipe.name, "seed": run.seed, "choices": choices}
 
 
-def branches_from(own: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return where this run branches from its parent, if the checkpoint is the parent's at that step; None otherwise.
+def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the entry `branch` of this run's identity if the checkpoint is the parent's at that step, else None.
 
     Args:
-        own: identity of this run.
+        identity: identity of this run.
         checkpoint: the checkpoint.
     """
-    branch, theirs = own.get("branch"), checkpoint.get(IDENTITY)
-    if branch is None or not isinstance(theirs, dict) or theirs.get("run") != branch["run"]:
+    branch, saved_identity = identity.get("branch"), checkpoint.get(IDENTITY)
+    if branch is None or not isinstance(saved_identity, dict) or saved_identity.get("run") != branch["run"]:
         return None
     return dict(branch) if steps_of(checkpoint) == branch["step"] else None
 
 
-def _compared(identity: Mapping[str, Any], key: str) -> Any:
-    """Return a value of an identity. Earlier versions stored `+axis=choice` after the recipe, which choices repeat."""
+def _comparable_value(identity: Mapping[str, Any], key: str) -> Any:
+    """Return a value of an identity, without `+axis=choice`, which earlier versions appended to the recipe's name."""
     value = identity.get(key)
     return str(value).partition("+")[0] if key == "recipe" else value
 
 
-def check_run(own: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any) -> None:
-    """Refuse a checkpoint without a run to continue, or with another run that this one does not branch from.
+def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any) -> None:
+    """Refuse a checkpoint without a run, or of a run that is neither this run nor the parent that it branches from.
 
     A checkpoint without identity, from an earlier version, is accepted.
 
     Args:
-        own: identity of this run.
+        identity: identity of this run.
         checkpoint: the checkpoint.
         ckpt_path: path of the checkpoint, for the error message.
 
@@ -166,24 +166,26 @@ def check_run(own: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any
             "ckpt_path: this checkpoint holds no run to go on with; begin one with its weights: "
             "ScaleRL.load_from_checkpoint(path)"
         )
-    theirs = checkpoint.get(IDENTITY)
-    if not isinstance(theirs, dict) or branches_from(own, checkpoint) is not None:
+    saved_identity = checkpoint.get(IDENTITY)
+    if not isinstance(saved_identity, dict) or branches_from(identity, checkpoint) is not None:
         return
     # If both runs belong to studies, compare only their run names: a new version may have renamed choices.
-    named = None not in (own["run"], theirs.get("run"))
-    keys = ("run",) if named else ("recipe", "seed", "choices")
+    in_studies = None not in (identity["run"], saved_identity.get("run"))
+    keys = ("run",) if in_studies else ("recipe", "seed", "choices")
     # For an axis that is newer than the checkpoint, assume the neutral choice.
-    theirs = {**theirs, "choices": {**_neutral(), **(theirs.get("choices") or {})}}
-    if all(_compared(own, key) == _compared(theirs, key) for key in keys):
+    saved_identity = {**saved_identity, "choices": {**_neutral(), **(saved_identity.get("choices") or {})}}
+    if all(_comparable_value(identity, key) == _comparable_value(saved_identity, key) for key in keys):
         return
-    both = [f"{each.get('title')} seed {each.get('seed')}" for each in (theirs, own)]
-    if named:
-        both = [f"{text} ({each['run']})" for text, each in zip(both, (theirs, own), strict=True)]
-    now, saved = own["choices"], theirs.get("choices") or {}
-    other = [axis for axis in now if saved.get(axis) not in (None, now[axis])]
-    differ = ", ".join(f"{axis} {saved[axis]}, not {now[axis]}" for axis in other)
+    descriptions = [f"{each.get('title')} seed {each.get('seed')}" for each in (saved_identity, identity)]
+    if in_studies:
+        descriptions = [
+            f"{text} ({each['run']})" for text, each in zip(descriptions, (saved_identity, identity), strict=True)
+        ]
+    choices, saved_choices = identity["choices"], saved_identity.get("choices") or {}
+    changed_axes = [axis for axis in choices if saved_choices.get(axis) not in (None, choices[axis])]
+    differ = ", ".join(f"{axis} {saved_choices[axis]}, not {choices[axis]}" for axis in changed_axes)
     raise ConfigurationError(
-        f"ckpt_path: {ckpt_path} is of another run, {both[0]}, and this one is {both[1]}"
+        f"ckpt_path: {ckpt_path} is of another run, {descriptions[0]}, and this one is {descriptions[1]}"
         f"{differ and f' ({differ})'}; give a checkpoint of this run, or begin another with the weights: "
         "ScaleRL.load_from_checkpoint(path)"
     )
@@ -198,31 +200,44 @@ def _neutral() -> dict[str, str]:
 T = TypeVar("T", bound=LightningModule)
 
 
-def from_folder(kind: type[T], folder: Path, strict: bool, weights_only: bool, arguments: Mapping[str, Any]) -> T:
-    """Make a module with the weights of a folder of shards, loaded in place, for `ScaleRL.load_from_checkpoint`.
+def from_folder(
+    module_class: type[T], folder: Path, strict: bool, weights_only: bool, arguments: Mapping[str, Any]
+) -> T:
+    """Make a module with the weights of a checkpoint that is a folder of shards (`ScaleRL.load_from_checkpoint`).
 
     Args:
-        kind: class of the module.
+        module_class: class of the module.
         folder: folder of the checkpoint.
         strict: whether the names of all weights must agree.
         weights_only: whether torch may unpickle only plain values and tensors.
         arguments: arguments of the class that override those in the checkpoint.
 
     Raises:
-        ConfigurationError: a file is missing in the folder, it belongs to another model, or an argument is missing.
+        ConfigurationError: a file of the folder is missing, the weights belong to another model, or an argument of the
+            class is missing.
     """
     from lightning_scalerl.distributed.shard_files import fill
 
     check_whole(folder)
     checkpoint = outline(folder, weights_only)
-    saved = checkpoint.get("hyper_parameters", {})
-    known = inspect.signature(kind.__init__).parameters
-    module = kind(**{**{name: value for name, value in saved.items() if name in known}, **arguments})
+    hyper_parameters = checkpoint.get("hyper_parameters", {})
+    parameters = inspect.signature(module_class.__init__).parameters
+    module = module_class(
+        **{**{name: value for name, value in hyper_parameters.items() if name in parameters}, **arguments}
+    )
     module.on_load_checkpoint(checkpoint)
-    own = module.state_dict()
+    own_state = module.state_dict()
     if strict:
-        check_weights(folder, checkpoint, own)
-    given = checkpoint["state_dict"]
-    module.load_state_dict({name: value for name, value in given.items() if not value.is_meta}, strict=False)
-    fill(folder, checkpoint, {f"state_dict.{name}": own[name] for name in own if name in given and given[name].is_meta})
+        check_weights(folder, checkpoint, own_state)
+    saved_weights = checkpoint["state_dict"]
+    module.load_state_dict({name: value for name, value in saved_weights.items() if not value.is_meta}, strict=False)
+    fill(
+        folder,
+        checkpoint,
+        {
+            f"state_dict.{name}": own_state[name]
+            for name in own_state
+            if name in saved_weights and saved_weights[name].is_meta
+        },
+    )
     return module

@@ -1,7 +1,7 @@
 """Continuation of runs: decides whether a fit continues the run of the module's last fit.
 
-The inputs are the resolved settings of a fit, and how the last fit ended. The result is whether both belong to one run,
-or an error that names the differences.
+The inputs are the resolved settings of a fit, and how the last fit ended. If both fits do not belong to one run, an
+error names the differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Continuation:
     def __init__(self) -> None:
         self.meaning: dict[str, Any] | None = None
         self.failure: str | None = None
-        self._under_way = False
+        self._training = False
 
     def resumes(self, meaning: dict[str, Any], steps: int) -> bool:
         """Return whether a fit with these settings continues the last one, which has trained `steps` steps.
@@ -38,10 +38,10 @@ class Continuation:
             return False
         if self.failure is not None:
             return False  # it needs a checkpoint, which `check_checkpoint` checks
-        other = sorted(key for key in meaning if meaning[key] != self.meaning[key])
-        if other:
+        changed = sorted(key for key in meaning if meaning[key] != self.meaning[key])
+        if changed:
             raise ConfigurationError(
-                f"fit: this module has trained {steps} steps, and {', '.join(other)} would change now; "
+                f"fit: this module has trained {steps} steps, and {', '.join(changed)} would change now; "
                 "another run begins with another module: ScaleRL(module.policy.model, tokenizer=module.tokenizer, ...)"
             )
         return True
@@ -61,10 +61,10 @@ class Continuation:
 
     def fit_began(self) -> None:
         """Record that training has started: from now on an error leaves the module in an inconsistent state."""
-        self._under_way = True
+        self._training = True
 
     def fit_ended(self, error: BaseException | None = None) -> None:
         """Record how the fit ended. After an error other than a clean interruption, the next fit needs a checkpoint."""
-        if self._under_way and error is not None and not isinstance(error, RunInterruptedError | SIGTERMException):
+        if self._training and error is not None and not isinstance(error, RunInterruptedError | SIGTERMException):
             self.failure = type(error).__name__
-        self._under_way = False
+        self._training = False

@@ -28,7 +28,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 
 
 class DataPath:
-    """Parts of a run before and after the training step; `state` is their state in a checkpoint.
+    """Parts of a run before and after the training step; `state` registers what a checkpoint must contain.
 
     Args:
         stage: choices and models of the fit.
@@ -60,7 +60,7 @@ class DataPath:
             charged=meter.judged,
         )
         # Start these after all other checks, because they may start processes.
-        verifiers, self._tried = self.sampling.new_verifiers()
+        verifiers, self._trial_lines = self.sampling.new_verifiers()
         try:
             self.generator = self.sampling.new_generator()
         except BaseException:
@@ -89,15 +89,15 @@ class DataPath:
         self.state.register("mechanism", self.mechanism)
         self.state.register("alarm", self.alarm)
         self.state.register("random", TorchRandomState())
-        self._unpublished: dict[str, Any] | None = None
+        self._state_without_weights: dict[str, Any] | None = None
 
     def _conversations(self) -> Conversations | None:
-        """Return the conversations of training, with processes of their own; None without environments."""
+        """Return the conversations of training, with a separate pool of processes; None without environments."""
         dialogue = self.sampling.dialogue
         if dialogue is None:
             return None
         stream, pool = self.stream, dialogue.settings.pool()
-        # In real time the trainer does not wait for environments; in virtual time it does, and that is idle time.
+        # With the virtual driver the trainer waits for environments, which is idle time.
         idle = partial(self.meter.phase, "idle") if isinstance(self.stage.recipe.driver, Virtual) else nullcontext
         return Conversations(dialogue, pool, self.sampling.limits, stream.prompt_of, idle)
 
@@ -109,12 +109,12 @@ class DataPath:
     @property
     def notes(self) -> list[str]:
         """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
-        return [*self.sampling.notes, *self._tried.splitlines()]
+        return [*self.sampling.notes, *self._trial_lines.splitlines()]
 
     def compute(self) -> dict[str, Any]:
         """Return all compute axes, which are a part of every record."""
         axes = {**self.meter.metrics(), **self.driver.metrics()}
-        # The meter has added the judges' hours to the device hours; the virtual clock knows nothing of judges.
+        # The virtual clock does not include the device hours of judges, unlike the meter.
         if "compute/virtual_device_hours" in axes:
             axes["compute/virtual_device_hours"] += self.meter.judge_device_hours
         return axes
@@ -123,31 +123,35 @@ class DataPath:
         """Return the state for a checkpoint."""
         with self.driver.quiet():
             state = self.state.state_dict()
-        # In virtual time, later rollouts depend on the last published weights, which may differ from the trainer's, so
-        # they are saved. In real time they are not needed, and next to a folder of shards they would add a whole model.
+        # With the virtual driver, later rollouts depend on the last published weights, which may differ from the
+        # trainer's, so they are saved. The live driver does not need them, and in a folder of shards they would add a
+        # whole model.
         if self.stage.models.ranks.writes_shards and isinstance(self.driver, LiveDriver):
             state["generator"]["weights"] = None
         return state
 
     def restore(self, state: dict[str, Any], branches: bool = False) -> None:
-        """Restore a state that `saved` returned; a generator without weights waits for `publish_again`.
+        """Restore a state that `saved` returned. A generator without saved weights is restored by `publish_again`.
 
-        `branches`: whether the state is the parent's. Its mechanism counters are then ignored, because they count other
-        axes than this run's.
+        `branches`: whether the state is that of the parent from which this run branches. Then the mechanism counters
+        are not restored, because the parent's are for other axes.
         """
         if branches:
             state = {**state, "mechanism": self.mechanism.state_dict()}
         generator = state["generator"]
-        published = generator.get("weights", ...) is not None
-        self.state.load_state_dict(state, later=() if published else ("generator",))
-        self._unpublished = None if published else generator
+        has_weights = generator.get("weights", ...) is not None
+        self.state.load_state_dict(state, skipped=() if has_weights else ("generator",))
+        self._state_without_weights = None if has_weights else generator
 
     def publish_again(self) -> None:
-        """Restore a generator whose weights were not saved; it gets the trainer's weights after the last step.
+        """Restore a generator whose weights were not saved, with the trainer's weights after the last step.
 
-        Call it once the trainer's weights are loaded.
+        Call this once the trainer's weights are loaded.
         """
-        state, self._unpublished = self._unpublished, None
+        state, self._state_without_weights = self._state_without_weights, None
         if state is not None:
-            published = {"weights": self.stage.models.trained.weights(), "version": self.stream.completed_steps}
-            self.generator.load_state_dict({**state, **published})
+            weights_and_version = {
+                "weights": self.stage.models.trained.weights(),
+                "version": self.stream.completed_steps,
+            }
+            self.generator.load_state_dict({**state, **weights_and_version})

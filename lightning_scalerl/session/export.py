@@ -25,9 +25,9 @@ from lightning_scalerl.session.models import Models
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.update.trained import TrainedPolicy
 
-# Largest allowed log-probability difference between the trained policy and the saved plain model, both in FP32.
+# Largest allowed log-probability difference between the trained policy and the model with a merged adapter, in FP32.
 MERGED_BOUND = 1e-4
-ROWS, TOKENS = 4, 8
+NUM_ROWS, NUM_TOKENS = 4, 8
 
 
 def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Path, dtype: str, adapter: bool) -> Path:
@@ -64,42 +64,44 @@ def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Pa
 
 def card_of(recipe: Recipe, choices: Choices, steps: int, trained_from: str | None) -> dict[str, Any]:
     """Return the entries of a model card that say how the policy was trained."""
-    named = {axis: type(choice).__name__ for axis, choice in choices.items()}
+    choice_names = {axis: type(choice).__name__ for axis, choice in choices.items()}
     return {
         "recipe": recipe.name,
         "optimizer steps": steps,
         "trained from": trained_from,
-        "choices": ", ".join(f"{axis}: {name}" for axis, name in named.items()),
+        "choices": ", ".join(f"{axis}: {name}" for axis, name in choice_names.items()),
     }
 
 
 def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:
-    """Check on a few tokens that a plain model with merged weights computes the same as the trained policy, in FP32.
+    """Check on a few random tokens that a model with merged weights agrees with the trained policy, in FP32.
 
     Raises:
         RuntimeError: their log-probabilities differ by more than `MERGED_BOUND`.
     """
     vocabulary = output_head(model).weight.shape[0]
-    drawn = torch.randint(vocabulary, (ROWS, 2 * TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
+    token_rows = torch.randint(
+        vocabulary, (NUM_ROWS, 2 * NUM_TOKENS), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     rollouts = [
         Rollout(
-            tokens=row[TOKENS:],
-            generator_logprobs=[0.0] * TOKENS,
-            weight_versions=[0] * TOKENS,
-            sources=[Source.SAMPLED] * TOKENS,
+            tokens=row[NUM_TOKENS:],
+            generator_logprobs=[0.0] * NUM_TOKENS,
+            weight_versions=[0] * NUM_TOKENS,
+            sources=[Source.SAMPLED] * NUM_TOKENS,
             finish_reason="length",
         )
-        for row in drawn
+        for row in token_rows
     ]
     groups = [
-        Group(number, Prompt("export", "", ""), row[:TOKENS], [rollout])
-        for number, (row, rollout) in enumerate(zip(drawn, rollouts, strict=True))
+        Group(number, Prompt("export", "", ""), row[:NUM_TOKENS], [rollout])
+        for number, (row, rollout) in enumerate(zip(token_rows, rollouts, strict=True))
     ]
     batch = lay_out([(group, group.rollouts[0], [0.0], 0, number) for number, group in enumerate(groups)])
-    single = Precision("fp32")
-    plain = Policy(model, single, trained.policy.temperature)
+    fp32 = Precision("fp32")
+    plain = Policy(model, fp32, trained.policy.temperature)
     with torch.no_grad(), eval_mode(plain):
-        gap = float((plain(batch)[0] - trained.logprobs(batch, single).cpu()).abs().max())
+        gap = float((plain(batch)[0] - trained.logprobs(batch, fp32).cpu()).abs().max())
     if not gap <= MERGED_BOUND:
         raise RuntimeError(
             f"export: the model with its adapter merged in differs from the trained policy by {gap:.3g} in "

@@ -1,4 +1,4 @@
-"""Start and end of a fit, around the training steps: probe, first weights, stop, exhausted prompts, evaluation."""
+"""Start and end of a fit: probe of the generator, stop on request, end when the prompts are exhausted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def probe(path: DataPath) -> None:
 
 
 def stop_between_steps(trainer: Any, run: Run) -> NoReturn:
-    """Save the stream in the middle of generation, and end the run.
+    """Save a checkpoint, with the rollouts in flight, and end the fit by an error.
 
     Raises:
         RunInterruptedError: the run can be continued from the saved state.
@@ -44,8 +44,8 @@ def stop_between_steps(trainer: Any, run: Run) -> NoReturn:
     raise RunInterruptedError(f"step {run.completed_steps}: {run.stop_reason}")
 
 
-def batch_or_why_none(path: DataPath, stop_reason: Callable[[], str | None]) -> TrainBatch | str | None:
-    """Return the next batch, None if a stop was requested, or as text the reason why there is no further batch.
+def next_batch_or_reason(path: DataPath, stop_reason: Callable[[], str | None]) -> TrainBatch | str | None:
+    """Return the next batch, None if a stop was requested, or the reason (a string) why there is no further batch.
 
     Raises:
         PoolExhaustedError: the pool is exhausted before the first step, so the run has no curve.

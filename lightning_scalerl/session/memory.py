@@ -12,7 +12,7 @@ import torch
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.memory import GIB
-from lightning_scalerl.measure.memory import Memory, fitted
+from lightning_scalerl.measure.memory import Memory, memory_and_advice
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.models import Models
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
-    """Return a line on the device memory that a fit will use; empty if it cannot be predicted.
+    """Predict the device memory of a fit, and return a line about it; "" if it cannot be predicted.
 
     A run on the CPU is never refused: host memory is shared, and may be larger than it seems.
 
@@ -34,21 +34,26 @@ def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
     recipe, ranks = replace(recipe, choices=choices), models.ranks
     strategy = "fsdp2" if ranks.sharded else "ddp"
     skeleton = partial(model.__class__, model.config)
-    given = getattr(recipe.generator, "keywords", {})
-    beside = recipe.driver.engine_devices > 0  # engines on separate devices take no memory here
-    slots, most_gib = 0 if beside else int(given.get("slots") or 0), given.get("cache_gib")
+    generator_arguments = getattr(recipe.generator, "keywords", {})
+    separate_engines = recipe.driver.engine_devices > 0  # engines on separate devices take no memory here
+    slots, cache_gib = (
+        0 if separate_engines else int(generator_arguments.get("slots") or 0),
+        generator_arguments.get("cache_gib"),
+    )
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
-            found, remedy = fitted(skeleton, recipe, ranks.count, strategy, slots, most_gib, limit, ranks.partners)
+            memory, remedy = memory_and_advice(
+                skeleton, recipe, ranks.count, strategy, slots, cache_gib, limit, ranks.partners
+            )
     except Exception as error:  # a model that cannot be analysed without data may still train
         _log.warning("memory: cannot be predicted for this model (%r); the run starts without the check", error)
         return ""
     if remedy:
         raise ConfigurationError(
-            f"memory: this run takes about {found.peak / GIB:.1f} GiB on its fullest device, which has "
-            f"{limit / GIB:.1f} ({listed(found)}); {remedy}"
+            f"memory: this run takes about {memory.peak / GIB:.1f} GiB on its fullest device, which has "
+            f"{limit / GIB:.1f} ({listed(memory)}); {remedy}"
         )
-    return f"memory: about {found.peak / GIB:.1f} of {limit / GIB:.1f} GiB on the fullest device ({listed(found)})"
+    return f"memory: about {memory.peak / GIB:.1f} of {limit / GIB:.1f} GiB on the fullest device ({listed(memory)})"
 
 
 def device_bytes(device: torch.device) -> int | None:

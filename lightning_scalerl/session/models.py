@@ -61,13 +61,13 @@ class Models:
         stop_tokens: token ids that end a completion.
         packed: whether the recipe asks for packed rows.
         path: path of the policy's model; None if it was made from a model object.
-        files: files of the policy's weights, which are not read yet; a string is the reason why each rank reads the
-            whole model although `streamed` was requested. None without `streamed`.
+        files: with `streamed`, the files of the policy's weights, which are not read yet, or a string, the reason why
+            each rank has to read the whole model. None without `streamed`.
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model to which axis `kl` measures the distance: the model that training started from, or a
-            teacher, which may be served elsewhere. None if no distance is measured.
+        reference: frozen model to which axis `kl` measures the distance: the initial model, or a teacher, which a vLLM
+            server may run. None if no distance is measured.
         teacher: description of the teacher for the run's semantics; empty without one.
         teacher_flops: cost of the teacher's passes; None without one.
         trained: access to the policy between passes.
@@ -89,32 +89,32 @@ class Models:
         self.packed = packed
         self.path = path
         self.files = files if isinstance(files, WeightFiles) else None
-        self.read_whole = files if isinstance(files, str) else None
+        self.why_not_streamed = files if isinstance(files, str) else None
         self.critic: ValueModel | None = None
         self.reference: Policy | VLLMTeacher | None = None
         self.teacher: dict[str, Any] = {}
         self.teacher_flops: FlopModel | None = None
         self._fingerprint: str | None = None
-        self._in_bf16 = False
+        self._stores_bf16 = False
         self.ranks = Ranks()
         self.device = torch.device("cpu")
         self.trained = TrainedPolicy(policy, lambda: self.ranks, self.load)
 
     def load(self) -> nn.Module:
-        """Load the whole language model from its path, with the values that the run stores (`store_in_bf16`)."""
+        """Load the whole language model from its path, rounded to BF16 if `store_in_bf16` was called."""
         assert self.path is not None
         model = load_model(self.path)
-        if self._in_bf16:
+        if self._stores_bf16:
             round_weights(model)
         return model
 
     def store_in_bf16(self) -> None:
-        """Round the trained weights to BF16 values, now or when they are read, because the optimizer stores only these.
+        """Round the trained weights to BF16, as the optimizer will; weights that are not read yet when they are read.
 
-        Without an adapter the reference and the critic's body get the same values, because they are copies.
+        Without an adapter, the reference and the critic's body are also rounded, because they are copies.
         """
         if self.policy.adapter is None:
-            self._in_bf16 = True
+            self._stores_bf16 = True
             if self.files is not None:
                 self.files = replace(self.files, in_bf16=True)
         if not is_blank(self.policy):
@@ -126,18 +126,18 @@ class Models:
         return tokens
 
     @property
-    def made_on(self) -> torch.device:
+    def creation_device(self) -> torch.device:
         """Device on which a whole model is created: the host if it will be sharded, else this rank's device."""
         return torch.device("cpu") if self.ranks.sharded else self.device
 
     @property
     def notes(self) -> list[str]:
-        """Lines on a model that came with an adapter, and on one that each rank reads whole."""
+        """Lines for the user, if the model came with an adapter or each rank reads the whole model."""
         adapter, notes = self.policy.adapter, []
         if adapter is not None and "choice" not in adapter:
             notes.append(f"adapter: the model came with one, which is trained: {adapter}")
-        if self.read_whole is not None:
-            notes.append(f"model: every rank reads the whole of it before it keeps its part: {self.read_whole}")
+        if self.why_not_streamed is not None:
+            notes.append(f"model: every rank reads the whole of it before it keeps its part: {self.why_not_streamed}")
         return notes
 
     def begin(self, choices: Choices, capacity: int) -> None:
@@ -153,7 +153,7 @@ class Models:
         if choices.critic.has_values and self.critic is None:
             model = self.policy.model if self.policy.adapter is None else plain_model(self.policy)
             critic = ValueModel(model, choices.precision)
-            self.critic = critic if is_blank(critic) else critic.to(self.made_on)
+            self.critic = critic if is_blank(critic) else critic.to(self.creation_device)
         kl = choices.kl
         if kl.reads_vocabulary and self.ranks.sharded:
             raise ConfigurationError(
@@ -171,9 +171,9 @@ class Models:
 
     def _load_teacher(self, kl: KL, capacity: int) -> None:
         """Make the reference from the model that `kl.reference` names, or connect to the server at that address."""
-        place = str(kl.served if kl.is_served else kl.reference)
+        location = str(kl.served if kl.is_served else kl.reference)
         with naming("kl.served" if kl.is_served else "kl.reference"):
-            check_same_tokens(self.tokenizer, load_tokenizer(place), place)
+            check_same_tokens(self.tokenizer, load_tokenizer(location), location)
             if kl.is_served:
                 if self.policy.temperature != 1:
                     raise ConfigurationError(
@@ -181,11 +181,11 @@ class Models:
                         f"{self.policy.temperature:g}; give the model's folder as kl.reference"
                     )
                 with torch.device("meta"):
-                    model = from_config(place)()
+                    model = from_config(location)()
                 self.reference = VLLMTeacher(str(kl.reference), capacity, kl.timeout_s)
-                self._fingerprint = digest_of(place)
+                self._fingerprint = digest_of(location)
             else:
-                model = load_model(place)
+                model = load_model(location)
                 check_attention(model)
                 self._freeze(model)
                 assert isinstance(self.reference, Policy)
@@ -195,9 +195,9 @@ class Models:
                     check_tensor_parallel(model, self.ranks.partners)
             self.teacher_flops = FlopModel.of(model)
         self.teacher = {
-            "model": place,
+            "model": location,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "files": digest_of(place),
+            "files": digest_of(location),
             "revision": getattr(model.config, "_commit_hash", None),
             **({"address": kl.reference} if kl.is_served else {}),
         }
@@ -208,31 +208,30 @@ class Models:
             self.reference.close()
             self.reference = None
 
-    def restore_reference(self, fingerprint_then: str | None) -> None:
-        """Restore the reference of a resumed run that has one, even if these models were made with other weights.
+    def restore_reference(self, saved_fingerprint: str | None) -> None:
+        """Make the reference equal to the saved run's, if this module was made with other weights than that run.
 
         Args:
-            fingerprint_then: fingerprint of the run's reference; None if the run measured no distance, so that its
-                initial model is unknown.
+            saved_fingerprint: fingerprint of the saved run's reference; None if that run measured no distance, so
+                that its initial model is unknown.
 
         Raises:
-            ConfigurationError: the fingerprint matches neither the model that this reference was made with nor the
-                model at `path`.
+            ConfigurationError: the fingerprint matches neither the current reference nor the model at `path`.
         """
-        if self.reference is None or self.reference_fingerprint() == fingerprint_then:
+        if self.reference is None or self.reference_fingerprint() == saved_fingerprint:
             return
-        if self.teacher and fingerprint_then is not None:
+        if self.teacher and saved_fingerprint is not None:
             raise ConfigurationError(
                 f"kl.reference: {self.teacher['model']} has other weights than when the run of this checkpoint began; "
                 "give the teacher that it had"
             )
         if self.path is not None and not self.teacher:
             model = self.load()
-            if self.policy.adapter is not None:  # round it as the run's reference was rounded
+            if self.policy.adapter is not None:  # round the model as the run's reference was rounded
                 keep_in(model, self.policy.precision.policy_dtype)
                 model.float()
             self._freeze(model)
-            if fingerprint_then in (None, self.reference_fingerprint()):
+            if saved_fingerprint in (None, self.reference_fingerprint()):
                 return
         raise ConfigurationError(
             "kl: the reference is the model that training began with, and this module was made with other weights than "
@@ -252,7 +251,7 @@ class Models:
         self._fingerprint = None
         reference = Policy(model, self.policy.precision, self.policy.temperature).requires_grad_(False).eval()
         reference.packs = self.policy.packs
-        self.reference = reference if is_blank(reference) else reference.to(self.made_on)
+        self.reference = reference if is_blank(reference) else reference.to(self.creation_device)
 
 
 @contextmanager
@@ -261,24 +260,28 @@ def naming(setting: str) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        head, separator, rest = str(error).partition(": ")
+        head, separator, message = str(error).partition(": ")
         if head not in ("model", "model.path"):
             raise
-        raise ConfigurationError(f"{setting}{separator}{rest.replace('model.path', setting)}") from error
+        raise ConfigurationError(f"{setting}{separator}{message.replace('model.path', setting)}") from error
 
 
-def check_same_tokens(ours: Any, theirs: Any, place: str) -> None:
+def check_same_tokens(ours: Any, theirs: Any, location: str) -> None:
     """Check that a teacher's tokenizer gives every token the same id as the policy's.
 
     Raises:
         ConfigurationError: an id differs; the message names the first such token.
     """
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    own_vocabulary, other_vocabulary = ours.get_vocab(), theirs.get_vocab()
+    differing = sorted(
+        token
+        for token in own_vocabulary.keys() | other_vocabulary.keys()
+        if own_vocabulary.get(token) != other_vocabulary.get(token)
+    )
     if differing:
         raise ConfigurationError(
-            f"model: {place} has another tokenizer than the model in training ({len(differing)} tokens differ, such as "
-            f"{differing[0]!r}); distil from a model of the same family"
+            f"model: {location} has another tokenizer than the model in training ({len(differing)} tokens differ, such "
+            f"as {differing[0]!r}); distil from a model of the same family"
         )
 
 
@@ -338,34 +341,34 @@ def make(
         policy.adapter = arguments["model_adapter"] = described(model)
     if built.choices.adapter.adapts:
         adapt_policy(policy, built.choices.adapter)
-    made = Models(policy, tokenizer, stop_tokens(model, tokenizer), built.batch.packed, path, files)
-    return built, made, arguments
+    models = Models(policy, tokenizer, stop_tokens(model, tokenizer), built.batch.packed, path, files)
+    return built, models, arguments
 
 
 def adapt_policy(policy: Policy, choice: Adapter) -> None:
-    """Add the adapter of axis `adapter` to a policy, once.
+    """Add the adapter of axis `adapter` to a policy, if it does not have it yet.
 
     Raises:
         ConfigurationError: the policy already has an adapter of another choice, or its model came with one.
     """
-    wanted = choice.semantics()
+    semantics = choice.semantics()
     if policy.adapter is None and choice.adapts:
         adapt(policy.model, choice)
-        policy.adapter = wanted
-    elif policy.adapter is not None and policy.adapter != wanted:
-        given = "choice" not in policy.adapter
-        if given and not choice.adapts:
+        policy.adapter = semantics
+    elif policy.adapter is not None and policy.adapter != semantics:
+        came_with_model = "choice" not in policy.adapter
+        if came_with_model and not choice.adapts:
             return
         raise ConfigurationError(
-            f"adapter: the model that was handed in has a LoRA adapter already ({_line(policy.adapter)}); choose "
+            f"adapter: the model that was handed in has a LoRA adapter already ({_text(policy.adapter)}); choose "
             "adapter=none to train that one, or merge it first: model.merge_and_unload()"
-            if given
-            else f"adapter: this module's model has the adapter {_line(policy.adapter)}, and {_line(wanted)} is asked "
-            "for now; give the choice that it has, or begin with another module"
+            if came_with_model
+            else f"adapter: this module's model has the adapter {_text(policy.adapter)}, and {_text(semantics)} is "
+            "asked for now; give the choice that it has, or begin with another module"
         )
 
 
-def _line(semantics: Mapping[str, Any]) -> str:
+def _text(semantics: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in semantics.items())
 
 

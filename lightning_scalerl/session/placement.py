@@ -1,4 +1,4 @@
-"""Placement of a run's models: reads, adapts and checks them, moves them to their device, shards them over ranks."""
+"""Placement of a run's models: read, adapt and check them, move them to their device, and shard them over ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def read_whole_model(models: Models, strategy: Strategy, choices: Choices) -> No
     if not is_blank(policy):
         return
     if not isinstance(strategy, ShardedStrategy):
-        models.read_whole = 'Trainer(strategy="fsdp2") alone shards it'
+        models.why_not_streamed = 'Trainer(strategy="fsdp2") alone shards it'
     elif choices.adapter.adapts:
-        models.read_whole = "an adapter is put into it"
+        models.why_not_streamed = "an adapter is put into it"
     else:
         return
     policy.model = models.load()
@@ -41,7 +41,7 @@ def read_whole_model(models: Models, strategy: Strategy, choices: Choices) -> No
 
 
 def prepare_adapter(policy: Policy, choices: Choices, fits: bool) -> None:
-    """Add the adapter that a callback chooses, and cast an adapted model's frozen weights to the policy's dtype."""
+    """Add the adapter of the choices, and cast an adapted model's frozen weights to the policy's dtype."""
     # A validate-only Trainer may omit the adapter callback that was used in training.
     if fits or choices.adapter.adapts:
         adapt_policy(policy, choices.adapter)
@@ -50,10 +50,10 @@ def prepare_adapter(policy: Policy, choices: Choices, fits: bool) -> None:
 
 
 def recompute_activations(models: Models, batch: BatchSettings) -> None:
-    """Turn on gradient checkpointing if the recipe enables it; a model that already uses it keeps it.
+    """Turn on gradient checkpointing if the recipe enables it; otherwise leave the model's setting as it is.
 
     Raises:
-        ConfigurationError: the recipe enables it, but the model's class does not support it.
+        ConfigurationError: the recipe enables gradient checkpointing, but the model's class does not support it.
     """
     model: nn.Module = models.policy.model
     if not batch.recomputes(sum(parameter.numel() for parameter in model.parameters())):
@@ -74,7 +74,7 @@ def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
     """Check, if the strategy shards, that the optimizer makes the same step on parts of weights as on whole weights.
 
     Raises:
-        ConfigurationError: the steps differ, so the run would depend on the number of its devices.
+        ConfigurationError: the steps differ, so that results would depend on the number of devices.
     """
     if isinstance(strategy, ShardedStrategy) and not optimizer.shards:
         raise ConfigurationError(
@@ -84,12 +84,12 @@ def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
 
 
 def check_partners(policy: Policy, strategy: Strategy, dropout: bool) -> None:
-    """Check that tensor-parallel partners can split the model.
+    """Check that the model can be split among the ranks of a tensor-parallel group ("partners").
 
     Call this before ranks wait for each other, so that every rank raises the error instead of hanging.
 
     Raises:
-        ConfigurationError: an earlier Trainer had other partners, or the model cannot be split among the current ones.
+        ConfigurationError: an earlier Trainer split the model differently, or the model cannot be split.
     """
     partners = strategy.tensor_parallel if isinstance(strategy, ShardedStrategy) else 1
     if is_sharded(policy) and isinstance(strategy, ShardedStrategy):
@@ -103,15 +103,15 @@ def check_partners(policy: Policy, strategy: Strategy, dropout: bool) -> None:
             raise ConfigurationError(
                 f"strategy.tensor_parallel: {partners}, and the model has an adapter, which is not split; give 1"
             )
-        if dropout:  # partners would drop different parts of activations that they share
+        if dropout:  # partners would drop different parts of the same activations
             raise ConfigurationError(
                 f"strategy.tensor_parallel: {partners}, and optimizer.dropout is on; give 1, or optimizer.dropout=false"
             )
         check_tensor_parallel(policy.model, partners)
 
 
-def place(models: Models) -> None:
-    """Move the policy to this rank's device. Lightning does so only after `setup`, and the generator copies it before.
+def place_policy(models: Models) -> None:
+    """Move the policy to this rank's device now: Lightning moves it after `setup`, but the generator copies it before.
 
     A model that will be sharded stays on the host until each rank moves its own part (`shard_models`).
 
@@ -125,13 +125,13 @@ def place(models: Models) -> None:
             f'strategy="{NAME}", or from a checkpoint with another module'
         )
     if not is_sharded(policy) and not is_blank(policy):
-        policy.to(models.made_on)
+        policy.to(models.creation_device)
         if not policy.tried and not sharded:
             try_out(policy, models.packed)
 
 
 def shard_models(models: Models) -> None:
-    """Shard policy, critic and reference over the ranks if the strategy shards; skip models that already are."""
+    """Shard policy, critic and reference over the ranks if the strategy shards; skip models already sharded."""
     policy, ranks, files = models.policy, models.ranks, models.files
     if not isinstance(ranks.strategy, ShardedStrategy):
         return

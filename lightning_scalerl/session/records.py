@@ -1,4 +1,4 @@
-"""Records of a run: sends measured metrics to every logger, `Recorder` and monitoring callback of the Trainer.
+"""Records of a run: measured metrics for every logger, `Recorder` and monitoring callback of the Trainer.
 
 Rank 0 measures the metrics. A record adds all compute axes and the number of completed steps.
 """
@@ -26,15 +26,15 @@ class Records:
     # Set by `begin`.
     _trainer: Trainer
     _ranks: Ranks
-    _path: DataPath | None
+    _data_path: DataPath | None
 
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
         self._logged: tuple[int, set[str]] = (-1, set())
 
     def begin(self, trainer: Trainer, ranks: Ranks, path: DataPath | None) -> None:
-        """Record a new fit from now on, and let its callbacks monitor the latest metrics."""
-        self._trainer, self._ranks, self._path = trainer, ranks, path
+        """Set the fit whose metrics are recorded, and let its callbacks monitor the latest metrics."""
+        self._trainer, self._ranks, self._data_path = trainer, ranks, path
         self._logged = (-1, set())
         trainer.callback_metrics.update(_tensors(self.latest))
 
@@ -42,7 +42,7 @@ class Records:
         """Measure on rank 0, send the metrics and all compute axes to every logger and `Recorder`, and return them.
 
         All ranks call it, because every rank's callbacks may monitor the metrics. Lightning's `log` is not used: at the
-        end of an epoch it would write values from its beginning.
+        end of an epoch it would write values from the epoch's beginning.
 
         Args:
             kind: "train" or "eval".
@@ -56,21 +56,21 @@ class Records:
         return values
 
     def _measure_and_write(self, kind: str, measure: Measure) -> dict[str, float]:
-        assert self._path is not None
-        trainer, step = self._trainer, self._path.stream.completed_steps
-        values = {name: float(value) for name, value in {**measure(), **self._path.compute()}.items()}
+        assert self._data_path is not None
+        trainer, step = self._trainer, self._data_path.stream.completed_steps
+        values = {name: float(value) for name, value in {**measure(), **self._data_path.compute()}.items()}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Recorder):
                 callback.on_record(kind, step, values)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if kind == "eval" or (every and step % every == 0):
+        log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if kind == "eval" or (log_every_n_steps and step % log_every_n_steps == 0):
             # Both the train and the eval record of a step contain the compute axes; a logger gets each metric once per
             # step.
             self._logged = self._logged if self._logged[0] == step else (step, set())
-            fresh = {name: value for name, value in values.items() if name not in self._logged[1]}
-            self._logged[1].update(fresh)
+            new_values = {name: value for name, value in values.items() if name not in self._logged[1]}
+            self._logged[1].update(new_values)
             for logger in trainer.loggers:
-                logger.log_metrics(fresh, step)
+                logger.log_metrics(new_values, step)
                 logger.save()
         return values
 

@@ -51,9 +51,9 @@ class Stage:
 
 
 class Sampling:
-    """Prompts of a stage, rendered, tokenized and measured, with access to the generator and verifiers for them.
+    """Prompts of a stage, rendered and tokenized, with access to a generator and verifiers for them.
 
-    All prompts are measured before any compute. Otherwise a prompt that is too long would end the run when it is drawn,
+    The length of every prompt is checked here. Otherwise a prompt that is too long would end the run when it is drawn,
     and again at every resume.
 
     Args:
@@ -66,12 +66,13 @@ class Sampling:
 
     def __init__(self, stage: Stage, *, training: bool) -> None:
         self.stage = stage
-        # The fit's driver, set once it is built: evaluations use its engine, which has the only copy of the weights.
+        # The fit's driver, set once it is built. Evaluations use its generator, as the only one with current weights.
         self.driver: Driver | None = None
         sets = {TRAINING: stage.task.train_prompts()} if training else {}
-        sets |= {f"held-out ({name})": some[: stage.held_out] for name, some in stage.task.eval_sets().items()}
-        context, control, models = stage.recipe.context, stage.choices.length_control.end_of_thinking, stage.models
-        self.rendering = Rendering(models.tokenizer, stage.recipe.chat, models.stop_tokens, control)
+        sets |= {f"held-out ({name})": prompts[: stage.held_out] for name, prompts in stage.task.eval_sets().items()}
+        context, models = stage.recipe.context, stage.models
+        end_of_thinking = stage.choices.length_control.end_of_thinking
+        self.rendering = Rendering(models.tokenizer, stage.recipe.chat, models.stop_tokens, end_of_thinking)
         settings = stage.recipe.environment
         self._pool: EnvironmentPool | None = None  # of evaluations
         self.dialogue: Dialogue | None = None
@@ -94,7 +95,7 @@ class Sampling:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on the prompts of a fit: their lengths, and one as the model reads it."""
+        """Lines for the user on the prompts of a fit: their lengths, and the first prompt as the model reads it."""
         prompts = self.sets[TRAINING].prompts
         shown = self.rendering.text(prompts[0])
         return [
@@ -107,7 +108,7 @@ class Sampling:
 
     @contextmanager
     def generating(self) -> Iterator[Generator]:
-        """Lend the fit's generator with nothing in flight, or a new one outside a fit."""
+        """Lend a generator: in a fit the driver's, with its rollouts set aside; otherwise a new one."""
         if self.driver is not None:
             with self.driver.quiet(), self.driver.generator.aside():
                 yield self.driver.generator
@@ -120,7 +121,7 @@ class Sampling:
 
     @contextmanager
     def verifying(self) -> Iterator[Verifiers]:
-        """Lend the fit's verifiers, or new ones outside a fit."""
+        """Lend verifiers: in a fit the driver's, otherwise new ones."""
         if self.driver is not None:
             yield self.driver.verifiers
             return
@@ -131,7 +132,7 @@ class Sampling:
             verifiers.close()
 
     def new_verifiers(self) -> tuple[Verifiers, str]:
-        """Start the verifiers that grade completions, and try them on known answers; also return a line on that."""
+        """Start verifiers and try them on known answers; return them, and a text for the user about the trial."""
         task = self.stage.task
         grader = task.grader()
         services = ready(grader)
@@ -139,21 +140,21 @@ class Sampling:
         if self.dialogue is not None:
             verifiers = SettledFirst(verifiers)
         try:
-            tried = check_verifiers(verifiers, task.known(), partial(passes, task))
+            trial_line = check_verifiers(verifiers, task.known(), partial(passes, task))
         except BaseException:
             verifiers.close()
             raise
-        return verifiers, "\n".join([*services, tried])
+        return verifiers, "\n".join([*services, trial_line])
 
     def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
-        """Return a completion in the form that a grader takes."""
-        speaker = self.rendering if self.dialogue is None else self.dialogue
-        return speaker.sample(prompt, rollout, step)
+        """Return a completion as a `Sample`, the argument of a grader."""
+        renderer = self.rendering if self.dialogue is None else self.dialogue
+        return renderer.sample(prompt, rollout, step)
 
     def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
-        """Return the conversations of an evaluation, whose groups have the indices of these prompts as keys.
+        """Return the conversations of an evaluation; None without environments.
 
-        None without environments.
+        The key of a group of the evaluation must be the index of its prompt in `prompts`.
         """
         if self.dialogue is None or self._pool is None:
             return None
@@ -166,7 +167,7 @@ class Sampling:
         return Limits(context.max_turns, context.max_turn_tokens)
 
     def close(self) -> None:
-        """End the environments of evaluations, and the process of the chat template."""
+        """End the environments' processes of evaluations, and the process of the chat template."""
         if self._pool is not None:
             self._pool.shutdown()
         if self.dialogue is not None:
@@ -204,9 +205,9 @@ class Sampling:
             ConfigurationError: the phrase that ends thinking does not fit into a completion.
         """
         stage, tokenizer = self.stage, self.stage.models.tokenizer
-        control, context = stage.choices.length_control, stage.recipe.context
-        phrase = stage.models.encode(control.phrase) if control.phrase else []
-        problem = control.check_limit(context.max_new_tokens, len(phrase))
+        length_control, context = stage.choices.length_control, stage.recipe.context
+        phrase = stage.models.encode(length_control.phrase) if length_control.phrase else []
+        problem = length_control.check_limit(context.max_new_tokens, len(phrase))
         if problem:
             raise ConfigurationError(problem)
         stop = tuple(stage.recipe.chat.stop)
@@ -216,7 +217,7 @@ class Sampling:
             stop_tokens=stage.models.stop_tokens,
             temperature=context.temperature,
             phrase=phrase,
-            thinking_ended=EndOfThinking(tokenizer, control.end_of_thinking),
+            thinking_ended=EndOfThinking(tokenizer, length_control.end_of_thinking),
             stop_text=StopTexts(tokenizer, stop) if stop else None,
         )
 
@@ -231,18 +232,18 @@ def _check_rows(stage: Stage, tokens: Mapping[str, Sequence[Sequence[int]]]) -> 
     """
     tokenizer = stage.models.tokenizer
     rows = int(stage.models.policy.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    ours: dict[str, Iterable[int]] = {
-        f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()
+    tokens_by_source: dict[str, Iterable[int]] = {
+        f"{name} prompts": (token for prompt in prompts for token in prompt) for name, prompts in tokens.items()
     }
-    ours["length_control.phrase"] = stage.models.encode(stage.choices.length_control.phrase)
-    ours["the tokenizer's eos_token"] = [tokenizer.eos_token_id]
-    for where, read in ours.items():
-        missing = sorted({token for token in read if token >= rows})
+    tokens_by_source["length_control.phrase"] = stage.models.encode(stage.choices.length_control.phrase)
+    tokens_by_source["the tokenizer's eos_token"] = [tokenizer.eos_token_id]
+    for origin, token_ids in tokens_by_source.items():
+        missing = sorted({token for token in token_ids if token >= rows})
         if not missing:
             continue
         shown = ", ".join(f"{token} ({tokenizer.convert_ids_to_tokens(token)})" for token in missing[:8])
         raise ConfigurationError(
-            f"model: it has {rows} rows of embeddings, numbered from 0, and {where} need"
-            f"{'s' * where.startswith('the')} tokens without one: {shown}{', ...' if len(missing) > 8 else ''}; give "
+            f"model: it has {rows} rows of embeddings, numbered from 0, and {origin} need"
+            f"{'s' * origin.startswith('the')} tokens without one: {shown}{', ...' if len(missing) > 8 else ''}; give "
             f"it its own tokenizer, or save it after model.resize_token_embeddings({max(missing) + 1}) or more"
         )

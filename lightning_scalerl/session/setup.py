@@ -31,7 +31,7 @@ from lightning_scalerl.session.models import Models
 from lightning_scalerl.session.placement import (
     check_partners,
     check_sharded,
-    place,
+    place_policy,
     prepare_adapter,
     read_whole_model,
     recompute_activations,
@@ -44,7 +44,7 @@ from lightning_scalerl.task.beside import TaskWithEvaluationSets
 def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
     """Check and prepare the Trainer; return the recipe's choices for axes that no callback covers.
 
-    Repeated calls return the same instances.
+    Repeated calls return the same objects.
 
     Args:
         trainer: the Trainer.
@@ -64,16 +64,16 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
         prepare_trainer(trainer)
     # Trainer.validate after a fit uses that fit's choices, regardless of this Trainer's callbacks.
     base = recipe.choices if fitted is None or trainer.state.fn == "fit" else fitted
-    own = {*map(id, recipe.choices), *map(id, base)}
-    claimed = by_axis(choice for choice in _choices_among(trainer) if id(choice) not in own)
-    return [choice for axis, choice in base.items() if axis not in claimed]
+    recipe_objects = {*map(id, recipe.choices), *map(id, base)}
+    covered = by_axis(choice for choice in _choices_among(trainer) if id(choice) not in recipe_objects)
+    return [choice for axis, choice in base.items() if axis not in covered]
 
 
 def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
-    """Return the choices of a stage, which are among the Trainer's callbacks.
+    """Return the choices of a stage: those among the Trainer's callbacks.
 
     Raises:
-        ConfigurationError: they are incompatible, or the stage is not supported.
+        ConfigurationError: the choices are incompatible, or the stage is not supported.
     """
     if stage in STAGES:
         raise ConfigurationError(STAGES[stage])
@@ -83,7 +83,7 @@ def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
 
 
 def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trainer) -> str:
-    """Prepare the models for this stage on their device; return a line on the memory that a fit will use.
+    """Prepare the models for this stage on their device; return a line for the user on the memory of a fit.
 
     Raises:
         ConfigurationError: model, adapter, ranks or memory do not fit together.
@@ -104,7 +104,7 @@ def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trai
     models.ranks, models.device = Ranks.of(trainer, models.trained.answer), strategy.root_device
     recompute_activations(models, recipe.batch)
     memory = check_memory(models, recipe, choices) if fits else ""
-    place(models)
+    place_policy(models)
     return memory
 
 
@@ -131,7 +131,10 @@ def set_up_fit(
     last: DataPath | None,
     steps: int,
 ) -> tuple[DataPath | None, bool]:
-    """Build the data path of a fit and its models other than the policy; also return whether it continues the last fit.
+    """Build the data path of a fit (on rank 0), its critic and its reference.
+
+    Returns:
+        The data path, None on other ranks; and whether the fit continues the run of the module's last fit.
 
     Args:
         stage: choices and models of the fit.
@@ -142,7 +145,7 @@ def set_up_fit(
         steps: number of completed steps.
 
     Raises:
-        ConfigurationError: settings, task or model are incompatible, or it would be another run than the last fit's.
+        ConfigurationError: settings, task or model are incompatible with each other or with the last fit's run.
     """
     check_curriculum(stage.task, stage.choices.curriculum)
     prompts = [(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()]
@@ -154,11 +157,11 @@ def set_up_fit(
     models = stage.models
     if not resumes:
         models.critic = None
-        if continuation.failure is None:  # else the run resumes from a checkpoint, and keeps its reference
+        if continuation.failure is None:  # after a failure the run resumes from a checkpoint, with the same reference
             models.reference = None
         # The choices are reused across fits, so drop the running statistics of normalization.
-        for row in (stage.choices, stage.recipe.choices):
-            row.normalization.forget()
+        for choices in (stage.choices, stage.recipe.choices):
+            choices.normalization.forget()
     # Every rank has models and loss. Rank 0 also has the data path, which is built last, after all cheap checks.
     context = stage.recipe.context
     models.begin(stage.choices, context.max_prompt_tokens + context.max_new_tokens)

@@ -17,26 +17,26 @@ from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.update.health import at_the_limit
 
 
-def generator_gaps(path: DataPath, batch: TrainBatch, done: Pass) -> Tensor:
-    """Return the log-probability gaps between trainer and generator before the first update."""
-    if not done.finite:  # a skipped update, whose numbers say nothing about the generator
+def generator_gaps(path: DataPath, batch: TrainBatch, first_pass: Pass) -> Tensor:
+    """Return the log-probability gaps between trainer and generator before the first update; empty if not finite."""
+    if not first_pass.finite:  # NaN or infinity from the trainer: no comparison with the generator is possible
         return torch.zeros(0)
-    trainer_logprobs, _ = whole(batch, done.parts)
+    trainer_logprobs, _ = whole(batch, first_pass.parts)
     scorer = path.generator if path.driver.may_probe else None
     trained, size = path.stage.models.trained, path.stage.recipe.batch.pass_size
     version = path.stream.completed_steps
-    return logprob_gaps(batch, trainer_logprobs, trained, version, size, scorer, lambda: _asking(path))
+    return logprob_gaps(batch, trainer_logprobs, trained, version, size, scorer, lambda: _probing(path))
 
 
 def count_mechanisms(path: DataPath, batch: TrainBatch, passes: Sequence[Pass]) -> None:
-    """Count the axes that depart from the recipe and had an effect in this step."""
+    """Count, for each axis that differs from the recipe, whether the difference had an effect in this step."""
     if path.mechanism.axes:
         last, first = (whole(batch, each.parts)[0] for each in (passes[-1], passes[0]))
         path.mechanism.observe(batch, last, first)
 
 
 @contextmanager
-def _asking(path: DataPath) -> Iterator[None]:
+def _probing(path: DataPath) -> Iterator[None]:
     """Record the time of a generator probe under the driver's phase."""
     with path.meter.phase(path.driver.probe_phase), path.driver.asking():
         yield

@@ -21,9 +21,9 @@ from lightning_scalerl.model.value import ValueModel
 
 
 def empty_or_loaded_model(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
-    """Return a model without data and the files of its weights; if that is impossible, a whole model and the reason."""
-    found = "an adapter is put into it" if adapter.adapts else load_blank(path)
-    return found if isinstance(found, tuple) else (load_model(path), found)
+    """Return a model without data and the files of its weights; if not possible, the whole model and the reason."""
+    model_and_files = "an adapter is put into it" if adapter.adapts else load_blank(path)
+    return model_and_files if isinstance(model_and_files, tuple) else (load_model(path), model_and_files)
 
 
 def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dict[str, str | None]:
@@ -37,12 +37,12 @@ def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dic
     if not isinstance(root, ValueModel):
         return {f"model.{name}": name for name in files.names}
     body = next(name for name, part in model.named_modules() if part is backbone(model))
-    inside = {f"body.{name.removeprefix(f'{body}.')}": name for name in files.names if name.startswith(f"{body}.")}
-    return {name: inside.get(name) for name in root.state_dict()}
+    body_names = {f"body.{name.removeprefix(f'{body}.')}": name for name in files.names if name.startswith(f"{body}.")}
+    return {name: body_names.get(name) for name in root.state_dict()}
 
 
 def within(root: nn.Module, work: Callable[[], None]) -> None:
-    """Call `work` in place of a sharded model's forward pass, with its root weights gathered. All ranks call it."""
+    """Call `work` as a sharded model's forward pass, in which its root weights are gathered. All ranks call it."""
     root.forward = work
     try:
         root()
@@ -52,7 +52,7 @@ def within(root: nn.Module, work: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def read_parts(root: nn.Module, names: Mapping[str, str | None], files: WeightFiles, device: torch.device) -> None:
-    """Load the data of a sharded model on the meta device: this rank's part of each weight, zeros for new weights.
+    """Fill a sharded model on the meta device: read this rank's part of each weight, and set new weights to zero.
 
     Args:
         root: the model. Its non-persistent buffers already have their data, on the host.
@@ -71,9 +71,9 @@ def read_parts(root: nn.Module, names: Mapping[str, str | None], files: WeightFi
         part._buffers[name] = table.to(device)
     state: dict[str, Any] = root.state_dict()
     for name, value in state.items():
-        own, place = own_part(value)
-        stored = names[name]
-        if stored is None:
-            own.zero_()
-        elif own.numel():
-            own.copy_(files.read(stored, place))
+        part_of_rank, place = own_part(value)
+        name_in_file = names[name]
+        if name_in_file is None:
+            part_of_rank.zero_()
+        elif part_of_rank.numel():
+            part_of_rank.copy_(files.read(name_in_file, place))

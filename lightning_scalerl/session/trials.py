@@ -1,4 +1,4 @@
-"""Trials of a model that need its weights: is its output head supported, and can it process packed rows?"""
+"""Checks that need a model's weights: that its output head is supported, and whether it can process packed rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 def try_out(policy: Policy, packed: bool) -> None:
-    """Try a policy's model in FP32 once it has weights, before an adapter is added.
+    """Check a policy's model by small forward passes in FP32, once it has weights and before an adapter is added.
 
     For a sharded model all ranks call it, within a forward pass. If the model's attention has no FP32 kernel, the model
-    is tried in the policy's dtype, and only on its device, as such kernels need one.
+    is checked in the policy's dtype and on its device, because such kernels need a GPU.
 
     Args:
         policy: the policy; afterwards `packs` says whether its rows are packed.

@@ -16,11 +16,11 @@ from lightning_scalerl.update.muon import hidden_matrices
 
 
 class Updates:
-    """Optimizer steps of a run, new for every run. The optimizer is built for the run's first fit.
+    """State of the optimizer steps of one run. The optimizer is built for the run's first fit.
 
     Args:
-        recipe: gives the optimizer, the schedule and the limits of health.
-        choices: give the critic's learning rate and whether the loss is scaled (FP16).
+        recipe: the run's recipe; its optimizer, schedule and health bounds are used.
+        choices: the run's choices; the critic's learning rate and the policy's precision are used.
     """
 
     def __init__(self, recipe: Recipe, choices: Choices) -> None:
@@ -28,15 +28,15 @@ class Updates:
         self.loss_scale = LossScale(acts=choices.precision.policy == "fp16")
         self.skipped = SkippedUpdates()
         self.health = HealthWatch(recipe.health, recipe.reward.incorrect)
-        rate, own = recipe.optimizer.lr, getattr(choices.critic, "lr", None)
+        rate, critic_rate = recipe.optimizer.lr, getattr(choices.critic, "lr", None)
         # Rates of the policy and of the critic (if any), before the schedule's factor.
-        self._rates = [rate, rate if own is None else own] if choices.critic.has_values else [rate]
+        self._rates = [rate, rate if critic_rate is None else critic_rate] if choices.critic.has_values else [rate]
         self._optimizer: torch.optim.Optimizer | None = None
-        self._own_settings: list[dict[str, Any]] = []  # settings of each parameter group in the recipe
-        self._branches = False
+        self._recipe_settings: list[dict[str, Any]] = []  # settings of each parameter group in the recipe
+        self._is_branch = False
 
     def optimizer(self, models: Models) -> torch.optim.Optimizer:
-        """Return the recipe's optimizer for policy and critic, each with its learning rate; always the same one."""
+        """Return the optimizer of policy and critic, each with its learning rate; later calls return the same one."""
         if self._optimizer is None:
             roots = [models.policy] if models.critic is None else [models.policy, models.critic]
             adapted = models.policy.adapter is not None
@@ -46,9 +46,9 @@ class Updates:
             ]
             hidden = {id(each) for root in roots for each in hidden_matrices(root)}
             self._optimizer = self._recipe.optimizer.build(groups, hidden)
-            # An optimizer may split the groups; the schedule applies to the rate of each.
+            # An optimizer may split the groups, so read the learning rates from its groups.
             self._rates = [group["lr"] for group in self._groups]
-            self._own_settings = [{key: group[key] for key in group if key != "params"} for group in self._groups]
+            self._recipe_settings = [{key: group[key] for key in group if key != "params"} for group in self._groups]
         return self._optimizer
 
     def branch(self, checkpoint: dict[str, Any], optimizer: str) -> None:
@@ -60,17 +60,17 @@ class Updates:
         """
         if optimizer == "fresh":
             checkpoint["optimizer_states"] = []
-        self._branches = True
+        self._is_branch = True
 
     def begin(self) -> None:
-        """Restore a branch's own settings, once the optimizer's state is loaded.
+        """In a branch, set the recipe's optimizer settings again, once the optimizer's state is loaded.
 
-        The parent's state also contains the parent's settings (betas, weight decay), and the branch may change one.
+        The loaded state also contains the parent's settings (betas, weight decay), which the branch may change.
         """
-        if self._branches:
-            for group, settings in zip(self._groups, self._own_settings, strict=True):
+        if self._is_branch:
+            for group, settings in zip(self._groups, self._recipe_settings, strict=True):
                 group.update(settings)
-        self._branches = False
+        self._is_branch = False
 
     @property
     def learning_rate(self) -> float:

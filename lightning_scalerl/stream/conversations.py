@@ -1,12 +1,12 @@
-"""Conversations of rollouts with environments. They connect the generator, where rollouts wait, with the processes.
+"""Conversations of rollouts with environments, between the generator and the environments' processes.
 
-A rollout that has ended a turn waits in the generator (`GroupRequest.waits`). Its turn goes to the environment, and the
-observation comes back as tokens to insert, or the rollout ends. All limits on turns are applied here, so that they are
-the same for every generator. The order of calls for a waiting rollout:
+A rollout that has ended a turn waits in the generator (`GroupRequest.waits`). The turn is sent to the environment. Then
+the environment's observation is inserted as tokens, or the rollout ends. All limits on turns are applied here, so that
+they are the same for every generator. The order of calls for a waiting rollout:
 
-    start     its turn is sent to the environment
-    replies   the environment has answered: insert tokens, end the rollout, or sample it again
-    conclude  the generator has reported it as finished: it gets the record of its conversation
+    start     send the turn to the environment
+    replies   wait for the environment's answer: insert tokens, end the rollout, or sample it again
+    conclude  store the record of the conversation in a finished rollout
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_scalerl.rollouts.grade import Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Conversation, Rollout
 
-Place = tuple[int, int]
+RolloutKey = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Dialogue:
         settings: the run's environments.
         rendering: tokenizer and chat template.
         pool: processes in which the environments are tried.
-        sets: prompts by name of the set. Their environments are reset once, to get their first observations.
+        sets: prompts by name of the set. The environment of each prompt is reset once, to get its first observation.
 
     Attributes:
         prompts: the sets, with the first observations of the environments.
 
     Raises:
-        ConfigurationError: an environment cannot be used, or fails at a prompt; or the chat template cannot.
+        ConfigurationError: an environment or the chat template cannot be used, or an environment fails at a prompt.
     """
 
     def __init__(
@@ -65,17 +65,19 @@ class Dialogue:
     ) -> None:
         self.settings, self.rendering = settings, rendering
         self.declared = pool.declare()
-        for name, one in self.declared.items():
-            if settings.reward == "environment" and not one.owns_reward:
+        for name, declared in self.declared.items():
+            if settings.reward == "environment" and not declared.owns_reward:
                 raise ConfigurationError(
                     f"environment.reward: environment, but {name or 'the environment'} has no get_reward(); give it "
                     "one, or set environment.reward=task"
                 )
         name = convention_of(rendering.template) if settings.convention == "auto" else settings.convention
         self.convention = CONVENTIONS[name]
-        self._turns = {name: self._turns_of(one) for name, one in self.declared.items()}
-        rendering.tools_of = self._in_template
-        self.prompts: dict[str, Sequence[Prompt]] = {name: self._begun(prompts, pool) for name, prompts in sets.items()}
+        self._turns = {name: self._turns_of(declared) for name, declared in self.declared.items()}
+        rendering.tools_of = self._tools_of
+        self.prompts: dict[str, Sequence[Prompt]] = {
+            name: self._with_first_observations(prompts, pool) for name, prompts in sets.items()
+        }
 
     def _turns_of(self, declared: Declared) -> Turns:
         """Check the chat template over several turns with an environment's tools."""
@@ -91,7 +93,7 @@ class Dialogue:
         """Return the tools that the chat template shows; with the convention "plain" the prompt describes them."""
         return () if self.convention.name == "plain" else declared.tools
 
-    def _in_template(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
+    def _tools_of(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
         return self._template_tools(self.declared_of(prompt))
 
     def close(self) -> None:
@@ -99,11 +101,11 @@ class Dialogue:
         for turns in self._turns.values():
             turns.close()
 
-    def _begun(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
+    def _with_first_observations(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
         """Reset each prompt's environment once, and return the prompts with its first observation."""
         openings = [_opening(prompt) for prompt in prompts]
         numbers = [pool.open(row, seed) for row, seed in openings]
-        begun = []
+        prompts_with_start = []
         for prompt, (row, seed), number in zip(prompts, openings, numbers, strict=True):
             start = pool.wait(number)
             pool.close(number)
@@ -113,11 +115,11 @@ class Dialogue:
                     f"environment: it fails at prompt {prompt.prompt_id!r} before the first step ({start.kind}: "
                     f"{start.why}); its row has {columns} (all columns of the data with task.keep_columns=true)"
                 )
-            begun.append(replace(self._shown(prompt, start), opening=(row, seed, start)))
-        return begun
+            prompts_with_start.append(replace(self._with_start(prompt, start), opening=(row, seed, start)))
+        return prompts_with_start
 
-    def _shown(self, prompt: Prompt, start: Observation) -> Prompt:
-        """Return a prompt with the tools and the environment's first observation, as part of its last message."""
+    def _with_start(self, prompt: Prompt, start: Observation) -> Prompt:
+        """Return a prompt whose last message also has the environment's first observation and, if enabled, tools."""
         tools = self.declared_of(prompt).tools
         described = self.settings.describe_tools and tools and self.convention.name == "plain"
         added = [text for text in (description(tools) if described else "", *start.texts) if text]
@@ -147,9 +149,10 @@ class Dialogue:
         return Turn(text, tuple(self.convention.parse(text, declared.tools)) if declared.form == "tools" else ())
 
     def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
-        """Return a rollout in the form that a grader takes: its last turn, and in addition the whole conversation.
+        """Return a rollout as the argument of a grader: its last turn, and in addition the whole conversation.
 
-        The outcome is settled if the environment has failed, or gives the reward (`environment.reward`).
+        `Sample.settled` is set, so that nothing is graded, if the environment failed or gives the reward itself
+        (`environment.reward`).
         """
         conversation = rollout.conversation
         if conversation is None:
@@ -177,7 +180,14 @@ class Dialogue:
         turns_of: Sequence[Turn],
         sampled: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        """Return the tokens to insert behind the sampled turns, given the texts of the observations."""
+        """Return the tokens to insert after each rollout's sampled turn.
+
+        Args:
+            prompts: prompt of each rollout.
+            replies: texts of the observations.
+            turns_of: the turns that the observations answer.
+            sampled: tokens of these turns.
+        """
         tokens: list[list[int]] = [[] for _ in prompts]
         for name, turns in self._turns.items():
             rows = [row for row, prompt in enumerate(prompts) if self.name_of(prompt) == name]
@@ -192,28 +202,29 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Reply:
-    """Consequence of an environment's answer for a waiting rollout.
+    """What to do with a waiting rollout after its environment has answered.
 
-    `kind` is "insert" (continue behind `tokens`), "end" (`truncated`: by a limit) or "restart" (sample it again).
+    `kind` is "insert" (append `tokens` and continue), "end" (`truncated`: because of a limit) or "restart" (sample the
+    rollout again from its prompt).
     """
 
     kind: Literal["insert", "end", "restart"]
     tokens: tuple[int, ...] = ()
     truncated: bool = False
 
-    def apply(self, generator: TurnGenerator, place: Place) -> None:
-        """Apply it to the rollout in the generator."""
+    def apply(self, generator: TurnGenerator, rollout_key: RolloutKey) -> None:
+        """Apply the reply to the rollout in the generator."""
         if self.kind == "insert":
-            generator.insert(*place, self.tokens)
+            generator.insert(*rollout_key, self.tokens)
         elif self.kind == "end":
-            generator.end(*place, truncated=self.truncated)
+            generator.end(*rollout_key, truncated=self.truncated)
         else:
-            generator.restart(*place)
+            generator.restart(*rollout_key)
 
 
 @dataclass
 class _OpenConversation:
-    """Conversation of one rollout, from the end of its first turn to its own end."""
+    """Conversation of one rollout, from the end of its first turn until the rollout has finished."""
 
     prompt: Prompt
     starts: list[int] = field(default_factory=lambda: [0])
@@ -243,7 +254,7 @@ class Conversations:
         pool: processes of the environments; closed by `close`.
         limits: limits of a conversation.
         prompt_of: key of a group -> its prompt.
-        idle: returns a context manager that records its duration as idle time, for waits on environments.
+        idle: returns a context manager in which time counts as idle; used while waiting for environments.
     """
 
     def __init__(
@@ -256,100 +267,115 @@ class Conversations:
     ) -> None:
         self._dialogue, self._pool, self._limits, self._idle = dialogue, pool, limits, idle
         self._prompt_of, self._settings = prompt_of, dialogue.settings
-        self._of: dict[Place, _OpenConversation] = {}
+        self._conversations: dict[RolloutKey, _OpenConversation] = {}
         # Rollouts that wait for an answer, in the order of `start`, each with the number of tokens that still fit.
-        self._pending: dict[Place, int] = {}
-        self._backlog: list[Place] = []  # pending, but without a process yet
+        self._pending: dict[RolloutKey, int] = {}
+        self._backlog: list[RolloutKey] = []  # pending, but without a process yet
 
     def request(self, request: GroupRequest) -> GroupRequest:
         """Return a group's request, with rollouts that wait after each turn."""
         return replace(request, waits=True, turn_tokens=self._limits.turn_tokens or 0)
 
     def start(self, waiting: WaitingRollout) -> float:
-        """Send a rollout's turn to its environment; return the declared seconds until the answer.
+        """Send a rollout's turn to its environment; do nothing if that turn was sent before.
 
-        A rollout whose turn was sent before is ignored.
+        Returns:
+            The seconds that the environment declares for its answer, for virtual time; 0 if nothing was sent.
         """
-        place = waiting.key, waiting.index
-        known = self._of.get(place)
-        if place in self._pending and known is not None:
-            if known.rollout is not None and known.rollout.tokens == waiting.rollout.tokens:
+        rollout_key = waiting.key, waiting.index
+        earlier = self._conversations.get(rollout_key)
+        if rollout_key in self._pending and earlier is not None:
+            if earlier.rollout is not None and earlier.rollout.tokens == waiting.rollout.tokens:
                 return 0.0
-            self.leave(place)
-        one = self._of.setdefault(place, _OpenConversation(self._prompt_of(waiting.key)))
+            self.leave(rollout_key)
+        conversation = self._conversations.setdefault(rollout_key, _OpenConversation(self._prompt_of(waiting.key)))
         rollout = waiting.rollout
-        if waiting.answers < len(one.starts) - 1:
+        if waiting.answers < len(conversation.starts) - 1:
             # The rollout's engine was lost, and the rollout was sampled again from its prompt.
-            self.leave(place)
-            one = self._of[place] = _OpenConversation(one.prompt)
-        one.rollout = rollout
-        one.cut = rollout.truncated and (waiting.room == 0 or self._settings.at_max_turn_tokens == "truncated")
-        one.turn = None if one.cut else self._dialogue.turn(one.prompt, one.sampled)
-        self._pending[place] = waiting.room
-        declared = self._dialogue.declared_of(one.prompt)
+            self.leave(rollout_key)
+            conversation = self._conversations[rollout_key] = _OpenConversation(conversation.prompt)
+        conversation.rollout = rollout
+        conversation.cut = rollout.truncated and (waiting.room == 0 or self._settings.at_max_turn_tokens == "truncated")
+        conversation.turn = None if conversation.cut else self._dialogue.turn(conversation.prompt, conversation.sampled)
+        self._pending[rollout_key] = waiting.room
+        declared = self._dialogue.declared_of(conversation.prompt)
         seconds = 0.0
-        if one.turn is not None and declared.form == "tools" and not one.turn.calls and not declared.owns_reward:
-            # The turn has no call and the environment gives no reward, so there is nothing to ask it.
-            one.exchanges.append((one.turn, Observation(terminated=True)))
-            one.turn, one.over = None, True
-        elif one.turn is not None:
-            seconds = declared.seconds * max(1, len(one.turn.calls))
-            self._ask(place)
-        elif self._needs_finish(one):
-            self._ask(place)
+        if (
+            conversation.turn is not None
+            and declared.form == "tools"
+            and not conversation.turn.calls
+            and not declared.owns_reward
+        ):
+            # Without a tool call and without a reward from the environment, there is nothing to send.
+            conversation.exchanges.append((conversation.turn, Observation(terminated=True)))
+            conversation.turn, conversation.over = None, True
+        elif conversation.turn is not None:
+            seconds = declared.seconds * max(1, len(conversation.turn.calls))
+            self._ask(rollout_key)
+        elif self._needs_finish(conversation):
+            self._ask(rollout_key)
         else:
-            one.over = True
+            conversation.over = True
         return seconds
 
-    def replies(self, places: Iterable[Place]) -> dict[Place, Reply]:
+    def replies(self, rollout_keys: Iterable[RolloutKey]) -> dict[RolloutKey, Reply]:
         """Wait for the environments of these rollouts, and return the replies."""
-        places = list(places)
+        rollout_keys = list(rollout_keys)
         with self._idle():
-            for place in places:
-                self._settle(place)
-            replies = self._replied(places)
-            # Some have no room for the observation, and ask their environment for its last reward.
-            for place in places:
-                if place not in replies:
-                    self._settle(place)
-        return {**replies, **self._replied([place for place in places if place not in replies])}
+            for rollout_key in rollout_keys:
+                self._settle(rollout_key)
+            replies = self._take_replies(rollout_keys)
+            # A rollout without room for the observation has now asked its environment for a last reward.
+            for rollout_key in rollout_keys:
+                if rollout_key not in replies:
+                    self._settle(rollout_key)
+        return {
+            **replies,
+            **self._take_replies([rollout_key for rollout_key in rollout_keys if rollout_key not in replies]),
+        }
 
-    def ready(self) -> dict[Place, Reply]:
+    def ready(self) -> dict[RolloutKey, Reply]:
         """Return the replies for all rollouts whose environment has answered, without waiting."""
-        by_number = {one.number: place for place, one in self._of.items() if one.request}
+        keys_by_number = {
+            conversation.number: rollout_key
+            for rollout_key, conversation in self._conversations.items()
+            if conversation.request
+        }
         for number, answer in self._pool.done():
-            if number in by_number:
-                self._answered(by_number[number], answer)
+            if number in keys_by_number:
+                self._handle_answer(keys_by_number[number], answer)
         self._ask_backlog()
-        waits = {place for place, one in self._of.items() if one.request} | set(self._backlog)
-        return self._replied([place for place in self._pending if place not in waits])
+        waiting_keys = {
+            rollout_key for rollout_key, conversation in self._conversations.items() if conversation.request
+        } | set(self._backlog)
+        return self._take_replies([rollout_key for rollout_key in self._pending if rollout_key not in waiting_keys])
 
     def answer(self, generator: TurnGenerator, waiting: Sequence[WaitingRollout]) -> None:
         """Send the turns of waiting rollouts, wait for the answers, and continue the rollouts; used by evaluations."""
-        for one in waiting:
-            self.start(one)
-        for place, reply in self.replies((one.key, one.index) for one in waiting).items():
-            reply.apply(generator, place)
+        for rollout in waiting:
+            self.start(rollout)
+        for rollout_key, reply in self.replies((rollout.key, rollout.index) for rollout in waiting).items():
+            reply.apply(generator, rollout_key)
 
     def conclude(self, finished: FinishedRollout) -> None:
-        """Give a finished rollout the record of its conversation, which is forgotten here."""
-        place = finished.key, finished.index
-        one = self._of.pop(place)
-        finished.rollout.conversation = self._record(one)
+        """Store the record of its conversation in a finished rollout, and forget the conversation here."""
+        rollout_key = finished.key, finished.index
+        conversation = self._conversations.pop(rollout_key)
+        finished.rollout.conversation = self._record(conversation)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, rollout_key: RolloutKey) -> None:
         """Forget a conversation that does not continue."""
-        one = self._of.pop(place, None)
-        self._pending.pop(place, None)
-        if place in self._backlog:
-            self._backlog.remove(place)
-        if one is not None and one.number is not None:
-            self._pool.close(one.number)
+        conversation = self._conversations.pop(rollout_key, None)
+        self._pending.pop(rollout_key, None)
+        if rollout_key in self._backlog:
+            self._backlog.remove(rollout_key)
+        if conversation is not None and conversation.number is not None:
+            self._pool.close(conversation.number)
 
     def clear(self) -> None:
         """Forget all conversations."""
-        for place in list(self._of):
-            self.leave(place)
+        for rollout_key in list(self._conversations):
+            self.leave(rollout_key)
 
     def close(self) -> None:
         """End all processes."""
@@ -357,39 +383,47 @@ class Conversations:
 
     # --- requests to the pool ------------------------------------------------------------------------------
 
-    def _needs_finish(self, one: _OpenConversation) -> bool:
-        """Return whether the environment has a reward to give when a limit ends the conversation."""
-        declared = self._dialogue.declared_of(one.prompt)
+    def _needs_finish(self, conversation: _OpenConversation) -> bool:
+        """Return whether to ask the environment for a reward when a limit ends the conversation."""
+        declared = self._dialogue.declared_of(conversation.prompt)
         return declared.form == "tools" and declared.owns_reward
 
-    def _ask(self, place: Place) -> None:
-        """Send the next request of a conversation, if there is a process for it; else put it into the backlog."""
-        one = self._of[place]
-        if one.number is None and not self._room():
-            self._backlog.append(place)
+    def _ask(self, rollout_key: RolloutKey) -> None:
+        """Send the next request of a conversation; without a free process, put the conversation into the backlog."""
+        conversation = self._conversations[rollout_key]
+        if conversation.number is None and not self._room():
+            self._backlog.append(rollout_key)
             return
-        if one.number is None:
-            row, seed, start = one.prompt.opening
-            one.number, one.request = self._pool.open(row, seed, History(start, tuple(one.exchanges))), "open"
-        elif one.turn is not None:
-            self._pool.act(one.number, one.turn)
-            one.request = "step"
+        if conversation.number is None:
+            row, seed, start = conversation.prompt.opening
+            conversation.number, conversation.request = (
+                self._pool.open(row, seed, History(start, tuple(conversation.exchanges))),
+                "open",
+            )
+        elif conversation.turn is not None:
+            self._pool.act(conversation.number, conversation.turn)
+            conversation.request = "step"
         else:
-            self._pool.finish(one.number)
-            one.request = "finish"
+            self._pool.finish(conversation.number)
+            conversation.request = "finish"
 
     def _room(self) -> bool:
-        """Return whether another conversation can be opened; one whose model is sampling may give up its process."""
-        holding = [place for place, one in self._of.items() if one.number is not None]
-        if len(holding) < self._settings.processes:
+        """Return whether a process is free for another conversation.
+
+        If none is free, take the process of a replayable conversation that has no pending request.
+        """
+        keys_with_process = [
+            rollout_key for rollout_key, conversation in self._conversations.items() if conversation.number is not None
+        ]
+        if len(keys_with_process) < self._settings.processes:
             return True
-        for place in holding:
-            one = self._of[place]
+        for rollout_key in keys_with_process:
+            conversation = self._conversations[rollout_key]
             # The conversation is replayed in another process when its next turn ends.
-            if not one.request and self._dialogue.declared_of(one.prompt).replayable:
-                assert one.number is not None
-                self._pool.close(one.number)
-                one.number = None
+            if not conversation.request and self._dialogue.declared_of(conversation.prompt).replayable:
+                assert conversation.number is not None
+                self._pool.close(conversation.number)
+                conversation.number = None
                 return True
         return False
 
@@ -400,173 +434,187 @@ class Conversations:
             if len(self._backlog) == before:
                 return
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, rollout_key: RolloutKey) -> None:
         """Wait until the environment has answered all requests of the current turn."""
-        one = self._of[place]
+        conversation = self._conversations[rollout_key]
         while True:
-            if place in self._backlog:
+            if rollout_key in self._backlog:
                 if self._room():
-                    self._backlog.remove(place)
-                    self._ask(place)
+                    self._backlog.remove(rollout_key)
+                    self._ask(rollout_key)
                     continue
-                # Another one must be answered first, so that its process becomes free.
-                busy = next((other for other, its in self._of.items() if its.request), None)
+                # Handle the answer to another conversation first, so that its process becomes free.
+                busy = next(
+                    (other for other, other_conversation in self._conversations.items() if other_conversation.request),
+                    None,
+                )
                 if busy is None:
                     raise RuntimeError(
                         f"environment.processes: all {self._settings.processes} are held by conversations that cannot "
                         "be replayed; give as many processes as rollouts are in flight"
                     )
-                number = self._of[busy].number
+                number = self._conversations[busy].number
                 assert number is not None
-                self._answered(busy, self._pool.wait(number))
-            elif one.request:
-                assert one.number is not None
-                self._answered(place, self._pool.wait(one.number))
+                self._handle_answer(busy, self._pool.wait(number))
+            elif conversation.request:
+                assert conversation.number is not None
+                self._handle_answer(rollout_key, self._pool.wait(conversation.number))
             else:
                 return
 
-    def _answered(self, place: Place, answer: Answer) -> None:
-        """Take an answer of the pool; send the next request if the turn has one."""
-        one = self._of[place]
-        request, one.request = one.request, ""
+    def _handle_answer(self, rollout_key: RolloutKey, answer: Answer) -> None:
+        """Record an answer of the pool; send the next request if the turn needs another one."""
+        conversation = self._conversations[rollout_key]
+        request, conversation.request = conversation.request, ""
         if isinstance(answer, Failure):
-            one.number, one.failure, one.over = None, answer, True
+            conversation.number, conversation.failure, conversation.over = None, answer, True
         elif request == "open":
-            self._ask(place)
+            self._ask(rollout_key)
         elif request == "step":
-            assert one.turn is not None
-            one.exchanges.append((one.turn, answer))
-            one.turn = None
-            one.over = answer.terminated or answer.truncated
-            if not one.over and len(one.exchanges) >= self._limits.turns:
-                self._end_by_limit(place)
+            assert conversation.turn is not None
+            conversation.exchanges.append((conversation.turn, answer))
+            conversation.turn = None
+            conversation.over = answer.terminated or answer.truncated
+            if not conversation.over and len(conversation.exchanges) >= self._limits.turns:
+                self._end_by_limit(rollout_key)
         else:
-            one.ending, one.over = answer, True
+            conversation.ending, conversation.over = answer, True
 
-    def _end_by_limit(self, place: Place) -> None:
-        """End a conversation by a limit on turns or tokens; the environment may still give a reward."""
-        one = self._of[place]
-        one.cut = True
-        if self._needs_finish(one):
-            self._ask(place)
+    def _end_by_limit(self, rollout_key: RolloutKey) -> None:
+        """End a conversation because of a limit on turns or tokens, after asking for a last reward if there is one."""
+        conversation = self._conversations[rollout_key]
+        conversation.cut = True
+        if self._needs_finish(conversation):
+            self._ask(rollout_key)
         else:
-            one.over = True
+            conversation.over = True
 
     # --- replies ---------------------------------------------------------------------------------------------
 
-    def _replied(self, places: Sequence[Place]) -> dict[Place, Reply]:
-        """Return the replies of settled conversations; one without room for its observation is ended first."""
-        replies: dict[Place, Reply] = {}
+    def _take_replies(self, rollout_keys: Sequence[RolloutKey]) -> dict[RolloutKey, Reply]:
+        """Return the replies of settled conversations, and end conversations without room for their observation."""
+        replies: dict[RolloutKey, Reply] = {}
         continuing = []
-        for place in places:
-            one = self._of[place]
-            if not one.over:
-                continuing.append(place)
+        for rollout_key in rollout_keys:
+            conversation = self._conversations[rollout_key]
+            if not conversation.over:
+                continuing.append(rollout_key)
                 continue
-            replayable = self._dialogue.declared_of(one.prompt).replayable
-            if one.failure is not None and one.failure.kind == "replay" and not replayable:
-                replies[place] = Reply("restart")
-                self.leave(place)
+            replayable = self._dialogue.declared_of(conversation.prompt).replayable
+            if conversation.failure is not None and conversation.failure.kind == "replay" and not replayable:
+                replies[rollout_key] = Reply("restart")
+                self.leave(rollout_key)
                 continue
-            replies[place] = Reply("end", truncated=self._truncated(one))
+            replies[rollout_key] = Reply("end", truncated=self._truncated(conversation))
         if continuing:
-            waiting = [self._of[place] for place in continuing]
+            waiting = [self._conversations[rollout_key] for rollout_key in continuing]
             inserted = self._dialogue.insertions(
-                [one.prompt for one in waiting],
-                [self._texts(one) for one in waiting],
-                [one.exchanges[-1][0] for one in waiting],
-                [one.sampled for one in waiting],
+                [conversation.prompt for conversation in waiting],
+                [self._observation_texts(conversation) for conversation in waiting],
+                [conversation.exchanges[-1][0] for conversation in waiting],
+                [conversation.sampled for conversation in waiting],
             )
-            for place, tokens in zip(continuing, inserted, strict=True):
-                one = self._of[place]
-                assert one.rollout is not None
-                if len(tokens) >= self._pending[place]:
-                    self._end_by_limit(place)
-                    if one.over:
-                        replies[place] = Reply("end", truncated=True)
+            for rollout_key, tokens in zip(continuing, inserted, strict=True):
+                conversation = self._conversations[rollout_key]
+                assert conversation.rollout is not None
+                if len(tokens) >= self._pending[rollout_key]:
+                    self._end_by_limit(rollout_key)
+                    if conversation.over:
+                        replies[rollout_key] = Reply("end", truncated=True)
                     continue
-                one.starts.append(len(one.rollout.tokens) + len(tokens))
-                replies[place] = Reply("insert", tuple(tokens))
-        for place, reply in replies.items():
-            self._pending.pop(place, None)
-            one_left = self._of.get(place)
-            if reply.kind == "end" and one_left is not None and one_left.number is not None:
-                self._pool.close(one_left.number)
-                one_left.number = None
+                conversation.starts.append(len(conversation.rollout.tokens) + len(tokens))
+                replies[rollout_key] = Reply("insert", tuple(tokens))
+        for rollout_key, reply in replies.items():
+            self._pending.pop(rollout_key, None)
+            remaining = self._conversations.get(rollout_key)
+            if reply.kind == "end" and remaining is not None and remaining.number is not None:
+                self._pool.close(remaining.number)
+                remaining.number = None
         return replies
 
-    def _texts(self, one: _OpenConversation) -> tuple[str, ...]:
+    def _observation_texts(self, conversation: _OpenConversation) -> tuple[str, ...]:
         """Return the texts of the last observation; before the last turn, `last_turn` is appended."""
-        texts = one.exchanges[-1][1].texts
-        last = len(one.exchanges) == self._limits.turns - 1
+        texts = conversation.exchanges[-1][1].texts
+        last = len(conversation.exchanges) == self._limits.turns - 1
         if last and self._settings.last_turn:
             return (*texts[:-1], "\n".join([*texts[-1:], self._settings.last_turn]))
         return texts
 
-    def _truncated(self, one: _OpenConversation) -> bool:
+    def _truncated(self, conversation: _OpenConversation) -> bool:
         """Return whether a conversation that is over counts as truncated."""
-        if one.exchanges and one.exchanges[-1][1].truncated and one.turn is None and not one.cut:
+        if (
+            conversation.exchanges
+            and conversation.exchanges[-1][1].truncated
+            and conversation.turn is None
+            and not conversation.cut
+        ):
             return True
-        assert one.rollout is not None
-        by_turns = one.cut and len(one.exchanges) >= self._limits.turns and not one.rollout.truncated
-        return one.cut and not (by_turns and self._settings.at_max_turns == "answer")
+        assert conversation.rollout is not None
+        by_turns = (
+            conversation.cut
+            and len(conversation.exchanges) >= self._limits.turns
+            and not conversation.rollout.truncated
+        )
+        return conversation.cut and not (by_turns and self._settings.at_max_turns == "answer")
 
-    def _record(self, one: _OpenConversation) -> Conversation:
+    def _record(self, conversation: _OpenConversation) -> Conversation:
         """Return the record of a conversation that is over."""
-        observations = [observation for _, observation in one.exchanges]
+        observations = [observation for _, observation in conversation.exchanges]
         rewards = [observation.reward for observation in observations]
-        # A turn that was cut off has no observation. `finish` has no turn of its own.
-        rewards += [None] * (len(one.starts) - len(rewards))
-        ending = [] if one.ending is None else [one.ending]
-        final = one.ending.reward if one.ending is not None else None
+        # A turn that was cut off has no observation. The reward of `finish` is added to the last turn.
+        rewards += [None] * (len(conversation.starts) - len(rewards))
+        ending = [] if conversation.ending is None else [conversation.ending]
+        final = conversation.ending.reward if conversation.ending is not None else None
         by_turn = [reward or 0.0 for reward in rewards]
         by_turn[-1] += final or 0.0
         last_info = (observations + ending)[-1].info if observations or ending else {}
         return Conversation(
-            starts=tuple(one.starts),
+            starts=tuple(conversation.starts),
             rewards=tuple(by_turn),
             rewarded=any(reward is not None for reward in (*rewards, final)),
-            calls=sum(len(turn.calls) for turn, _ in one.exchanges),
+            calls=sum(len(turn.calls) for turn, _ in conversation.exchanges),
             malformed=sum(observation.malformed for observation in observations),
             raised=sum(observation.raised for observation in observations),
             cut=sum(observation.cut for observation in observations),
-            failed="" if one.failure is None else f"{one.failure.kind}: {one.failure.why}",
-            environment=self._dialogue.name_of(one.prompt),
+            failed="" if conversation.failure is None else f"{conversation.failure.kind}: {conversation.failure.why}",
+            environment=self._dialogue.name_of(conversation.prompt),
             info={name: value for name, value in last_info.items() if isinstance(value, float)},
         )
 
     # --- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the conversations; a turn that waits for its environment is left out, because it is sent again."""
+        """Return the conversations without pending turns, which are sent again after a resume."""
         state = []
-        for place, one in self._of.items():
-            waits = place in self._pending
-            exchanges = one.exchanges[: len(one.starts) - 1] if waits else one.exchanges
+        for rollout_key, conversation in self._conversations.items():
+            is_pending = rollout_key in self._pending
+            exchanges = conversation.exchanges[: len(conversation.starts) - 1] if is_pending else conversation.exchanges
             entry = {
-                "place": list(place),
-                "starts": list(one.starts),
+                "place": list(rollout_key),
+                "starts": list(conversation.starts),
                 "exchanges": [(asdict(turn), asdict(observation)) for turn, observation in exchanges],
-                "ending": None if waits or one.ending is None else asdict(one.ending),
-                "failure": None if waits or one.failure is None else asdict(one.failure),
+                "ending": None if is_pending or conversation.ending is None else asdict(conversation.ending),
+                "failure": None if is_pending or conversation.failure is None else asdict(conversation.failure),
             }
             state.append(entry)
         return state
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore the conversations. Environments are replayed when their rollouts wait again."""
+        """Restore the conversations. An environment is replayed when its rollout waits again."""
         self.clear()
         for entry in state:
             key, index = entry["place"]
-            one = _OpenConversation(self._prompt_of(key), list(entry["starts"]))
-            one.exchanges = [(_turn(turn), _observation(observation)) for turn, observation in entry["exchanges"]]
-            one.ending = None if entry["ending"] is None else _observation(entry["ending"])
-            one.failure = None if entry["failure"] is None else Failure(**entry["failure"])
-            self._of[key, index] = one
+            conversation = _OpenConversation(self._prompt_of(key), list(entry["starts"]))
+            conversation.exchanges = [
+                (_turn(turn), _observation(observation)) for turn, observation in entry["exchanges"]
+            ]
+            conversation.ending = None if entry["ending"] is None else _observation(entry["ending"])
+            conversation.failure = None if entry["failure"] is None else Failure(**entry["failure"])
+            self._conversations[key, index] = conversation
 
 
 def _opening(prompt: Prompt) -> tuple[dict[str, Any], int]:
-    """Return the row and the seed with which a prompt's environment is reset; neither depends on the run's seed."""
+    """Return the row and the seed for resetting a prompt's environment; neither depends on the run's seed."""
     row = dict(prompt.columns) or {"prompt": prompt.text, "answer": prompt.answer}
     seed = row.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):

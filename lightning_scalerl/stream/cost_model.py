@@ -26,12 +26,12 @@ class CostModel:
         colocated: whether the same devices generate and train in turns; only for async modes that drain.
         decode_s: fixed cost of one decoding step on a generator device (reading the weights).
         decode_rollout_s: added to a decoding step per rollout that the device decodes.
-        decode_context_s: added to a decoding step per cached token that those rollouts attend to.
+        decode_context_s: added to a decoding step per cached token that the device's rollouts attend to.
         prefill_token_s: prefill per prompt (or recomputed) token, on one device.
         train_s: fixed cost of one optimizer step.
         train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: pause of the generators while new weights arrive.
-        grade_s: time from the end of a rollout to its grade. Verifiers are unlimited, so rollouts never queue for one.
+        grade_s: time from the end of a rollout to its grade. It contains no queueing: verifiers are unlimited.
         tensor_parallel: number of generator devices that form one engine and share each of its decoding steps.
         tensor_parallel_s: added to each decoding step when `tensor_parallel` is above 1 (the all-reduce).
         source: origin of the rates, in words.
@@ -86,22 +86,24 @@ class CostModel:
         return self.generator_devices if self.colocated else self.generator_devices + self.trainer_devices
 
     def conflict(self, drains: bool) -> str | None:
-        """Return one line if the async mode cannot run on this cluster, else None."""
+        """Return a one-line error if the async mode cannot run on this cluster, else None."""
         if self.colocated and not drains:
             return "cost_model.colocated: true, but the async mode never drains; devices cannot do both at once"
         return None
 
     def generator_step_s(self, report: StepReport) -> float:
-        """Return the seconds of one generator step (a token for each rollout in flight), set by the fullest engine."""
+        """Return the seconds of one generator step (a token per rollout in flight) on the engine with most rollouts."""
         engines = self.generator_devices // self.tensor_parallel
-        share = math.ceil(report.decoded_tokens / engines)
+        rollouts_per_engine = math.ceil(report.decoded_tokens / engines)
         seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
         # Prefill yields a rollout's first token, so a step in which all rollouts start costs no decoding.
-        if share:
+        if rollouts_per_engine:
             # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts per engine, each attending to c tokens.
             context = report.decoded_context / report.decoded_tokens
-            alone_s = self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
-            seconds += alone_s / self.tensor_parallel
+            one_device_s = self.decode_s + rollouts_per_engine * (
+                self.decode_rollout_s + context * self.decode_context_s
+            )
+            seconds += one_device_s / self.tensor_parallel
             if self.tensor_parallel > 1:
                 seconds += self.tensor_parallel_s
         return seconds

@@ -3,8 +3,8 @@
 `assemble` is a pure function of the groups and the choices. The mechanism counters (`measure.mechanism`) rely on this:
 they assemble the same groups again with another choice, to see whether a variant changed anything.
 
-Only rewards are used here, before any forward pass. Estimators that need a model (`Advantage.after_forward`) compute
-their advantages later, in `update.token_credit`.
+Here credit depends on rewards only; no forward pass is made. Estimators that need a model (`Advantage.after_forward`)
+compute advantages later, in `update.token_credit`.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         max_new_tokens: the completion limit in tokens, for aggregations that divide by a constant.
 
     Returns:
-        A batch of the rollouts that carry credit; `groups` keeps all of them.
+        A batch of the rollouts that carry credit; its attribute `groups` has all sampled groups.
     """
-    # Indices instead of groups: `first_row` below locates a rollout among all sampled ones, kept or not.
-    kept = [number for number, group in enumerate(groups) if enters(group, choices)]
-    compared = [(number, part) for number in kept for part in choices.credit.compared(groups[number])]
-    values = [part.values for _, part in compared]
+    # Use indices, not groups: `first_row` below counts all sampled rollouts, also those of dropped groups.
+    kept_numbers = [number for number, group in enumerate(groups) if enters(group, choices)]
+    comparisons = [(number, one) for number in kept_numbers for one in choices.credit.comparisons(groups[number])]
+    values = [comparison.values for _, comparison in comparisons]
     if choices.advantage.after_forward:
         # Placeholders: `update.token_credit` fills them in after the forward pass.
         advantages = [torch.zeros_like(part) for part in values]
     else:
         advantages = choices.normalization.scale([choices.advantage.estimate(part) for part in values], values)
         # Axes defined by the user adjust the result last.
-        for axis in choices.own.values():
-            advantages = axis.adjust_advantages(advantages, [groups[number] for number, _ in compared])
-    # Advantages by group and rollout: one, or one per turn (the comparisons of a group are in the order of turns).
-    credits: dict[int, list[list[float]]] = {number: [[] for _ in groups[number].rollouts] for number in kept}
-    for (number, part), advantage in zip(compared, advantages, strict=True):
-        for index, value in zip(part.rows, advantage.tolist(), strict=True):
-            credits[number][index].append(value)
+        for axis in choices.user_axes.values():
+            advantages = axis.adjust_advantages(advantages, [groups[number] for number, _ in comparisons])
+    # Advantages by group and rollout: one value, or one value per turn in the order of turns.
+    advantages_of: dict[int, list[list[float]]] = {
+        number: [[] for _ in groups[number].rollouts] for number in kept_numbers
+    }
+    for (number, comparison), advantage in zip(comparisons, advantages, strict=True):
+        for index, value in zip(comparison.rows, advantage.tolist(), strict=True):
+            advantages_of[number][index].append(value)
     first_row = _offsets(groups)
     rows = []
     prompts = 0
-    for number in kept:
+    for number in kept_numbers:
         group = groups[number]
         credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
         # Inserted tokens were not sampled, so they do not count in any denominator.
@@ -60,7 +62,9 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         # A group whose rollouts are all masked as truncated does not count as a prompt of the loss.
         prompts += bool(credited)
         for index in credited:
-            rows.append((group, group.rollouts[index], credits[number][index], group_tokens, first_row[number] + index))
+            rows.append(
+                (group, group.rollouts[index], advantages_of[number][index], group_tokens, first_row[number] + index)
+            )
     batch = lay_out(rows)
     batch.groups = groups
     batch.denominators = Denominators(
@@ -88,17 +92,17 @@ def enters(group: Group, choices: Choices) -> bool:
 
 
 def remember(groups: list[Group], choices: Choices) -> None:
-    """Update the running moments of a normalization, if it keeps any, with the moments of this batch.
+    """Update the running moments of the normalization, if it has any, with the moments of this batch.
 
-    Called once per batch, before `assemble`, which stays pure because of this.
+    Call it once per batch, before `assemble`, which is pure and cannot update them.
     """
     if choices.advantage.after_forward:
         return
 
     # Passed as a function: a normalization without running moments never calls it.
     def moments() -> Moments:
-        parts = [part for group in groups if enters(group, choices) for part in choices.credit.compared(group)]
-        estimates = [choices.advantage.estimate(part.values) for part in parts]
+        comparisons = [part for group in groups if enters(group, choices) for part in choices.credit.comparisons(group)]
+        estimates = [choices.advantage.estimate(part.values) for part in comparisons]
         return Moments.of(torch.cat(estimates)) if estimates else Moments()
 
     choices.normalization.remember(moments)

@@ -27,7 +27,7 @@ class Virtual:
     """Generate and train in turns in this process; a cost model gives the time of each event."""
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
-    # Engines outside this process are charged in addition to the trainer's devices. Here there are none.
+    # Number of devices outside this process that are charged in addition to the trainer's devices.
     engine_devices: ClassVar[int] = 0
 
     def driver(
@@ -62,8 +62,8 @@ class Live:
             "file:/path" or "srun". They replace the `generators` processes.
         bucket_mib: size in MiB of the chunks in which weights are copied and sent.
         tensor_parallel: number of GPUs that share each engine (vLLM).
-        devices: one CUDA_VISIBLE_DEVICES per process, such as ["1", "2"]. Empty for the visible GPUs on which no rank
-            trains, or, without such GPUs, those of the trainer.
+        devices: value of CUDA_VISIBLE_DEVICES for each process, such as ["1", "2"]. If empty, the processes use the
+            visible GPUs on which no rank trains; if there are no such GPUs, those on which ranks train.
         silence_s: seconds without a message after which a process is considered hung and replaced.
         start_s: start-up timeout of a process, in seconds.
         probe_every: optimizer steps between two comparisons of the trainer's log-probabilities with the generators'.

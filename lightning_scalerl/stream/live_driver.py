@@ -20,17 +20,17 @@ from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.events import Event
-from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
+from lightning_scalerl.stream.rollout_stream import RolloutKey, RolloutStream
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 from sweeps.run.activity import activity
 
 # Poll interval in seconds: each wait checks this often whether to stop.
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 @dataclass
 class _Times:
-    """Running totals in seconds: wall clock, work of the trainer, and work of all generators summed."""
+    """Running totals in seconds: wall clock (`passed`), work of the trainer, and work of all generators together."""
 
     passed: float = 0.0
     trained: float = 0.0
@@ -41,8 +41,8 @@ class LiveDriver:
     """Provides the TrainBatch of each optimizer step as soon as it is due.
 
     Args:
-        stream: the ledger of groups, which says whether one may be admitted and which batch is due.
-        generator: the generator processes, which sample on their own.
+        stream: the ledger of groups, which decides when a group may be admitted and which batch is due.
+        generator: the generator processes, which sample without being called.
         weights: returns the trainer's current weights, to publish them.
         verifiers: grade finished rollouts while generation continues.
         listeners: called with every event.
@@ -66,8 +66,8 @@ class LiveDriver:
         self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
         self._conversations = conversations
-        self._restored = True  # a checkpoint may have restored waiting rollouts
-        self._grading: dict[int, Place] = {}  # by ticket
+        self._may_have_restored = True  # a checkpoint may have restored waiting rollouts
+        self._grading: dict[int, RolloutKey] = {}  # by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every
         self._lock = threading.RLock()
@@ -78,7 +78,7 @@ class LiveDriver:
         self._times = _Times()
         self._since: float | None = None  # the time up to which `_times` are counted; None before the first count
         self._counted_busy_s = 0.0
-        # Rates per engine and of the trainer count from the first batch of this process, not of the whole run.
+        # Rates of engines and trainer cover the time since the first batch of this process, not the whole run.
         self._passed_s = 0.0
         self._work_at_start = [Work() for _ in generator.work]
         self._trained_tokens = 0
@@ -87,7 +87,7 @@ class LiveDriver:
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Wait until a batch is due and return it. The call also marks the step on the previous batch as finished.
 
-        Returns None once `stop` returns True; the next call then simply continues the wait.
+        Returns None as soon as `stop` returns True; the next call continues to wait.
 
         Raises:
             RewardError: a verifier failed.
@@ -115,7 +115,7 @@ class LiveDriver:
                     return batch
             if stop():
                 return None
-            self._changed.wait(LOOK_S)
+            self._changed.wait(POLL_S)
 
     def _publish(self) -> None:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
@@ -127,15 +127,15 @@ class LiveDriver:
         try:
             while not self._closing.is_set():
                 with self._lock:
-                    self._turn()
+                    self._poll()
                 # Wait without the lock, so that the trainer can publish or take a batch meanwhile.
-                self.generator.wait(LOOK_S)
+                self.generator.wait(POLL_S)
         except BaseException as error:
-            # An exception would be lost in this thread: `next_batch` raises it in the trainer's.
+            # An exception would be lost in this thread: `next_batch` raises it in the trainer's thread.
             self._error = error
             self._changed.set()
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         """Collect finished and graded rollouts, then admit groups into the free slots."""
         report = self.generator.collect()
         for listener in self.listeners:
@@ -157,23 +157,23 @@ class LiveDriver:
             self._changed.set()
 
     def _converse(self, conversations: Conversations, report: StepReport) -> None:
-        """Send the turns that have ended to their environments, and continue the rollouts that have an answer."""
-        for waiting in self.generator.waiting if self._restored else report.waiting:
+        """Send finished turns to their environments, and continue the rollouts whose environment has answered."""
+        for waiting in self.generator.waiting if self._may_have_restored else report.waiting:
             conversations.start(waiting)
-        self._restored = False
-        for place, reply in conversations.ready().items():
+        self._may_have_restored = False
+        for rollout_key, reply in conversations.ready().items():
             try:
-                reply.apply(self.generator, place)
-            except KeyError:  # its engine was lost meanwhile, and it is sampled again
-                conversations.leave(place)
+                reply.apply(self.generator, rollout_key)
+            except KeyError:  # the rollout's engine was lost meanwhile, and the rollout is sampled again
+                conversations.leave(rollout_key)
         for finished in report.finished:
             conversations.conclude(finished)
 
-    def _grade(self, bundle: Sequence[tuple[Place, Sample]]) -> None:
-        """Submit a bundle of `RolloutStream.ended` for grading; an empty one is ignored."""
+    def _grade(self, bundle: Sequence[tuple[RolloutKey, Sample]]) -> None:
+        """Submit the samples of `RolloutStream.ended` for grading; do nothing if there are none."""
         if bundle:
             tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
-            self._grading |= {ticket: place for (place, _), ticket in zip(bundle, tickets, strict=True)}
+            self._grading |= {ticket: rollout_key for (rollout_key, _), ticket in zip(bundle, tickets, strict=True)}
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -259,7 +259,7 @@ class LiveDriver:
         conversations = state.pop("conversations", ())
         if self._conversations is not None:
             self._conversations.load_state_dict(conversations)
-            self._restored = True
+            self._may_have_restored = True
         self._times = _Times(**state)
         self.verifiers.forget(self._grading)
         self._grading = {}

@@ -1,6 +1,6 @@
 """Resumable source of training prompts: a finite pool, reshuffled every epoch.
 
-A curriculum decides which prompts are available yet, and resampling retires prompts by their pass rates.
+A curriculum decides from which step on a prompt is available, and resampling retires prompts by their pass rates.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PromptSource:
         pool: the prompts, with unique ids.
         random_key: seed of the orders; each epoch appends its number to it.
         resampling: decides which prompts are retired; a retired prompt is never drawn again.
-        curriculum: decides which prompts may be drawn yet; None for all. An epoch covers these prompts, and one that is
-            let in during an epoch still gets its turn in that epoch.
+        curriculum: decides which prompts may be drawn at a step; None for all. An epoch draws each of them once, also a
+            prompt that becomes available during the epoch.
 
     Raises:
         ConfigurationError: an empty pool, a prompt id that occurs twice, or a prompt without the difficulty that the
@@ -56,12 +56,12 @@ class PromptSource:
         self._key = random_key
         self._resampling = resampling
         self._curriculum = curriculum or NoCurriculum()
-        # The curriculum's rank of each prompt: the easiest has rank 0 and is let in first.
+        # The curriculum's rank of each prompt: the easiest prompt has rank 0 and is available first.
         self._curriculum_rank = self._curriculum.places(self._pool)
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
-        # Places drawn so far in this epoch's order: all before `_position`, and later ones that are in `_taken`.
+        # Positions drawn so far in this epoch's order: all before `_position`, and the later ones in `_taken`.
         self._position = 0
         self._taken: set[int] = set()
         self._order = self._shuffled(0)
@@ -73,14 +73,14 @@ class PromptSource:
 
     def _shuffled(self, epoch: int) -> list[int]:
         # Depends on key and epoch alone, so that checkpoints need not store the order.
-        source = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, epoch))))
-        return [int(place) for place in source.permutation(len(self._pool))]
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, epoch))))
+        return [int(position) for position in generator.permutation(len(self._pool))]
 
     def next(self, completed_steps: int = 0) -> Prompt:
-        """Draw the next prompt that is not retired and that the curriculum lets in after `completed_steps` steps.
+        """Draw the next prompt that is not retired and that the curriculum makes available at `completed_steps`.
 
         Raises:
-            PoolExhaustedError: none is left.
+            PoolExhaustedError: all prompts are retired.
         """
         if self.exhausted:
             raise PoolExhaustedError(
@@ -90,7 +90,7 @@ class PromptSource:
         # Round before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
         allowed = math.ceil(round(self._curriculum.share(completed_steps) * len(self._pool), 6))
         if self._retired and allowed < len(self._pool):
-            # If every prompt let in so far is retired, let the next easiest in early: else nothing could be drawn.
+            # If every available prompt is retired, make the next easiest available early: else nothing could be drawn.
             easiest = min(
                 rank
                 for rank, prompt in zip(self._curriculum_rank, self._pool, strict=True)
@@ -98,8 +98,8 @@ class PromptSource:
             )
             allowed = max(allowed, easiest + 1)
         while True:
-            if (place := self._first(allowed)) is not None:
-                return self._pool[self._order[place]]
+            if (position := self._first(allowed)) is not None:
+                return self._pool[self._order[position]]
             # This epoch has no prompt left: start the next one.
             self._epoch += 1
             self._position = 0
@@ -107,33 +107,30 @@ class PromptSource:
             self._order = self._shuffled(self._epoch)
 
     def _first(self, allowed: int) -> int | None:
-        """Take the first undrawn place of this epoch's order whose prompt may be drawn, or return None."""
-        place = self._position
-        while place < len(self._order):
-            number = self._order[place]
+        """Draw the first position of this epoch that has an available prompt, and return it; None if there is none."""
+        position = self._position
+        while position < len(self._order):
+            number = self._order[position]
             retired = self._pool[number].prompt_id in self._retired
-            if not retired and place not in self._taken and self._curriculum_rank[number] < allowed:
-                self._taken.add(place)
+            if not retired and position not in self._taken and self._curriculum_rank[number] < allowed:
+                self._taken.add(position)
                 self._advance()
-                return place
+                return position
             # A retired prompt never returns: mark it as taken, so that the position can move past it.
             if retired:
-                self._taken.add(place)
-            place += 1
+                self._taken.add(position)
+            position += 1
         self._advance()
         return None
 
     def _advance(self) -> None:
-        # Keep `_taken` small, because checkpoints contain it: only places after the position stay in it.
+        # Keep `_taken` small, because checkpoints contain it: remove positions that `_position` has passed.
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1
 
     def resolved(self, prompt_id: str, pass_rate: float) -> None:
-        """Record the pass rate of a complete group, and retire the prompt if the resampling rule says so.
-
-        Groups that the filter drops count too.
-        """
+        """Record the pass rate of a complete group, also if the filter drops it, and retire its prompt if due."""
         history = self._history.setdefault(prompt_id, [])
         history.append(pass_rate)
         if self._resampling.retires(history):
@@ -207,9 +204,12 @@ class PromptSet:
         """Return one line with the number of prompts and their lengths in tokens."""
         lengths = [len(ids) for ids in self.tokens]
         # inverted_cdf returns a length that occurs, not one interpolated between two.
-        middle, most = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
-        left = f"; {self.dropped} longer ones left out" if self.dropped else ""
-        return f"{len(lengths)} {name}: {middle} tokens in the middle, {most} at 95%, {max(lengths)} the longest{left}"
+        median, percentile_95 = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
+        dropped_note = f"; {self.dropped} longer ones left out" if self.dropped else ""
+        return (
+            f"{len(lengths)} {name}: {median} tokens in the middle, {percentile_95} at 95%, {max(lengths)} the longest"
+            f"{dropped_note}"
+        )
 
 
 def fitting(
@@ -218,7 +218,7 @@ def fitting(
     max_prompt_tokens: int,
     too_long: str = "refuse",
 ) -> dict[str, PromptSet]:
-    """Return the prompts of each set that fit the context; longer ones are refused or dropped.
+    """Return the prompts of each set that fit the context; refuse or drop longer prompts.
 
     Args:
         sets: prompts by the name of their set.
@@ -243,7 +243,7 @@ def fitting(
         fitting_sets[name] = PromptSet(
             [prompts[number] for number in fit], [tokens[name][number] for number in fit], len(lengths) - len(fit)
         )
-    if excess and (too_long == "refuse" or not all(kept.prompts for kept in fitting_sets.values())):
+    if excess and (too_long == "refuse" or not all(prompt_set.prompts for prompt_set in fitting_sets.values())):
         raise ConfigurationError(
             f"context.max_prompt_tokens: {' and '.join(excess)} have more than {max_prompt_tokens} tokens, the "
             f"longest {longest}; raise it, or leave them out with context.too_long=drop"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Second element of a random key, after the seed. Different values, so that two streams never share random numbers.
+# A random key is (seed, stream, ...). Streams have different values, so that they never share random numbers.
 TRAINING_STREAM = 0
 
 

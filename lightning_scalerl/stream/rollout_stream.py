@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_scalerl.axes.curriculum import weighed_sum
+from lightning_scalerl.axes.curriculum import weighted_sum
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.rollouts.grade import Charge, Outcome, Sample, needs_group
@@ -24,7 +24,7 @@ from lightning_scalerl.task.base import RewardScale, Task, passes
 from lightning_scalerl.verify.verification import ErrorWatch, Verification
 
 # Key of a rollout: the admission number of its group, and its index in the group.
-Place = tuple[int, int]
+RolloutKey = tuple[int, int]
 
 
 @dataclass
@@ -33,10 +33,10 @@ class _OpenGroup:
 
     prompt: Prompt
     prompt_tokens: list[int]
-    version: int  # of the weights at admission: no token of the group was sampled by older ones
+    version: int  # of the weights at admission: no token of the group was sampled by older weights
     rollouts: list[Rollout | None]  # None until the rollout is graded
     history: tuple[float, ...]  # pass rates of the prompt's groups that were complete at admission
-    # Optimizer steps completed at admission. They pick the curriculum's stage for the rewards of the whole group.
+    # Optimizer steps completed at admission. The curriculum's stage at this step applies to all rewards of the group.
     admitted_at: int
 
 
@@ -79,16 +79,16 @@ class RolloutStream:
     surplus: int = 0  # rollouts of the admitted groups beyond `completions` per group
     training: bool = False  # the trainer is working on a batch
     dropped_for_batch: int = 0  # dropped groups attributed to the last batch taken
-    _dropped_since: int = 0  # dropped groups not yet attributed to a batch
-    _taken_at: int = 0  # completed steps when the last batch was taken
+    _dropped_unattributed: int = 0  # dropped groups not yet attributed to a batch
+    _steps_when_taken: int = 0  # completed steps when the last batch was taken
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
     # Finished rollouts that wait for their grade, with the number of completed steps when they finished.
-    _ungraded: dict[Place, tuple[Rollout, int]] = field(default_factory=dict)
+    _ungraded: dict[RolloutKey, tuple[Rollout, int]] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.watch = ErrorWatch(self.verification)
-        # Names of the rewards that the curriculum may weigh.
+        # Names of the rewards whose weights the curriculum may change.
         self.reward_sums = self.task.reward_sums()
         self._grader = self.task.grader()
 
@@ -97,23 +97,25 @@ class RolloutStream:
         self.completed_steps += 1
 
     @property
-    def _done(self) -> int:
+    def _finished_steps(self) -> int:
         """Number of steps that count as finished for the rules of the async mode.
 
-        The current step counts once the driver ends it: in virtual time that is later than its computation.
+        The current step counts as finished when the driver ends it: in virtual time that is later than its computation.
         """
-        return self._taken_at if self.training else self.completed_steps
+        return self._steps_when_taken if self.training else self.completed_steps
 
     def may_admit(self) -> bool:
-        """Return whether the async mode admits another group now, and the pool has a prompt for it."""
-        if not self._opens():
+        """Return whether to admit another group now: the async mode allows it, and the pool has a prompt."""
+        if not self._mode_admits():
             return False
-        # With the pool exhausted, first train on the groups in flight or ready; only then let `admit` raise.
+        # With an exhausted pool, first train on the groups in flight or ready; after that let `admit` raise an error.
         return not (self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step))
 
-    def _opens(self) -> bool:
+    def _mode_admits(self) -> bool:
         """Return whether the async mode's rule admits another group; dropped groups do not count as admitted."""
-        return self.choices.async_mode.may_admit(self.admitted - self.dropped, self._done, self.groups_per_step)
+        return self.choices.async_mode.may_admit(
+            self.admitted - self.dropped, self._finished_steps, self.groups_per_step
+        )
 
     def admit(self, version: int) -> GroupRequest:
         """Admit the next prompt's group and return the request for the generator.
@@ -135,8 +137,8 @@ class RolloutStream:
         limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         if limit < self.max_new_tokens and points:
-            # The curriculum's stage has a shorter limit: move the points to the same share of it. The phrase and one
-            # token of an answer must still fit, or thinking would be truncated instead of interrupted.
+            # The curriculum's stage has a shorter limit: scale the points by the same factor. The phrase and one token
+            # of an answer must still fit, or thinking would be truncated instead of interrupted.
             last = max(1, limit - self.phrase_tokens - 1)
             points = tuple(min(last, max(1, point * limit // self.max_new_tokens)) for point in points)
         return GroupRequest(
@@ -152,46 +154,49 @@ class RolloutStream:
         """Return the prompt of an open group."""
         return self._open[key].prompt
 
-    def ended(self, finished: FinishedRollout) -> list[tuple[Place, Sample]]:
-        """Record a finished rollout; return the samples to grade now (`_bundle`), whose outcomes go to `graded`."""
-        place = finished.key, finished.index
-        self._ungraded[place] = finished.rollout, self.completed_steps
-        return self._bundle(place)
+    def ended(self, finished: FinishedRollout) -> list[tuple[RolloutKey, Sample]]:
+        """Record a finished rollout; return the samples to grade now. Pass their outcomes to `graded`.
 
-    def _sample(self, place: Place) -> Sample:
-        return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
+        The samples are the rollout alone. If the group is graded in one call, they are the whole group once its last
+        rollout has finished, and none before.
+        """
+        rollout_key = finished.key, finished.index
+        self._ungraded[rollout_key] = finished.rollout, self.completed_steps
+        return self._bundle(rollout_key)
+
+    def _sample(self, rollout_key: RolloutKey) -> Sample:
+        return self.sample(self._open[rollout_key[0]].prompt, *self._ungraded[rollout_key])
 
     def by_group(self, key: int) -> bool:
         """Return whether an open group is graded in one call, once all of its rollouts have finished."""
         return needs_group(self._grader, self._open[key].prompt)
 
-    def _bundle(self, place: Place) -> list[tuple[Place, Sample]]:
-        """Return the samples that can be graded now that this rollout has finished.
-
-        Usually that is this rollout alone. If its group is graded in one call, the result is empty until the last
-        rollout of the group has finished; then it is the whole group.
-        """
-        key = place[0]
+    def _bundle(self, rollout_key: RolloutKey) -> list[tuple[RolloutKey, Sample]]:
+        """Return the samples that can be graded now that this rollout has finished; see `ended`."""
+        key = rollout_key[0]
         if not self.by_group(key):
-            return [(place, self._sample(place))]
+            return [(rollout_key, self._sample(rollout_key))]
         finished = sorted(other for other in self._ungraded if other[0] == key)
         missing = sum(rollout is None for rollout in self._open[key].rollouts) - len(finished)
         return [] if missing else [(other, self._sample(other)) for other in finished]
 
-    def bundles(self) -> list[list[tuple[Place, Sample]]]:
-        """Return the bundles of all finished rollouts without a grade, in order; a resumed run grades them again."""
+    def bundles(self) -> list[list[tuple[RolloutKey, Sample]]]:
+        """Return the samples of all finished rollouts without a grade, in bundles as `ended` returns them."""
         # One entry per bundle: a group that is graded in one call appears once.
-        by_bundle = {(place[0], 0) if self.by_group(place[0]) else place: place for place in self._ungraded}
-        return [bundle for place in by_bundle.values() if (bundle := self._bundle(place))]
+        by_bundle = {
+            (rollout_key[0], 0) if self.by_group(rollout_key[0]) else rollout_key: rollout_key
+            for rollout_key in self._ungraded
+        }
+        return [bundle for rollout_key in by_bundle.values() if (bundle := self._bundle(rollout_key))]
 
-    def graded(self, place: Place, outcome: Outcome) -> None:
+    def graded(self, rollout_key: RolloutKey, outcome: Outcome) -> None:
         """Record the outcome of a finished rollout; the last outcome of a group completes the group.
 
         Raises:
             RewardError: too many rollouts cannot be graded.
         """
-        key, index = place
-        group, (rollout, _) = self._open[key], self._ungraded.pop(place)
+        key, index = rollout_key
+        group, (rollout, _) = self._open[key], self._ungraded.pop(rollout_key)
         self.charged(outcome.charges)
         self.watch.observe(group.prompt, outcome)
         scored = outcome.kind == "score" or (outcome.kind == "error" and self.verification.on_error == "zero")
@@ -202,14 +207,14 @@ class RolloutStream:
         if scored:
             rollout.grade = outcome.reward
             rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
-            # The order matters: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
-            # applies, and axes defined by the user come last.
+            # The order matters: the curriculum weights the reward's terms, `reward` rescales the sum, the length
+            # penalty is added, and axes defined by the user come last.
             factors = self.choices.curriculum.reward_factors(self.reward_sums, group.admitted_at)
-            weighed = weighed_sum(outcome.reward, outcome.terms, factors)
-            rollout.terms, rollout.staged = dict(outcome.terms), weighed != outcome.reward
-            scaled = self.reward.scale(weighed)
+            weighted = weighted_sum(outcome.reward, outcome.terms, factors)
+            rollout.terms, rollout.staged = dict(outcome.terms), weighted != outcome.reward
+            scaled = self.reward.scale(weighted)
             rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, rollout.length)
-            for axis in self.choices.own.values():
+            for axis in self.choices.user_axes.values():
                 rollout.reward = axis.adjust_reward(rollout.reward, rollout)
         group.rollouts[index] = rollout
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
@@ -230,43 +235,43 @@ class RolloutStream:
             self._ready.append(complete)
 
     def _drop(self) -> None:
-        """Count a dropped group, and give up if one batch has cost too many of them."""
+        """Count a dropped group; raise PoolExhaustedError if too many groups were dropped for one batch."""
         self.dropped += 1
-        self._dropped_since += 1
+        self._dropped_unattributed += 1
         # A mode that drains samples several batches before it trains on the first of them.
         mode = self.choices.async_mode
         batches = mode.max_staleness + 1 if mode.drains else 1
-        most = self.choices.filter.most_dropped * self.groups_per_step * batches
-        whose = "one batch" if batches == 1 else f"{batches} batches"
-        if self._dropped_since > most:
+        most_dropped = self.choices.filter.most_dropped * self.groups_per_step * batches
+        purpose = "one batch" if batches == 1 else f"{batches} batches"
+        if self._dropped_unattributed > most_dropped:
             raise PoolExhaustedError(
-                f"filter.most_dropped: {self._dropped_since} groups were dropped for {whose} of "
+                f"filter.most_dropped: {self._dropped_unattributed} groups were dropped for {purpose} of "
                 f"{self.groups_per_step}, more than {self.choices.filter.most_dropped} for each: all rollouts of a "
                 "prompt get the same reward; use a harder or an easier pool, more completions a prompt, or "
                 "filter=zero_variance"
             )
 
     def batch_due(self) -> bool:
-        """Return whether P groups are ready, and training on them now lets no other group become too stale.
+        """Return whether P groups are ready, and training on them now makes no other group too stale.
 
-        A mode that drains waits for everything in flight. Otherwise a group of version v must train by step v + k, with
-        k = `max_staleness`. The groups that this batch leaves out must fit into the batches up to their deadlines. If
-        they do not, the trainer waits until more of the oldest groups are ready. Waiting for all of them always
-        suffices, because of the admission rule.
+        A mode that drains waits for all rollouts in flight. Otherwise a group of version v must train by step v + k,
+        with k = `max_staleness`. The groups that are not in this batch must fit into the batches up to their deadlines.
+        If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the admission rule,
+        waiting for all groups is always sufficient.
         """
         if len(self._ready) < self.groups_per_step:
             return False
         mode = self.choices.async_mode
         if mode.drains:
-            more = self._opens() and not self.prompts.exhausted
+            more = self._mode_admits() and not self.prompts.exhausted
             return not self._open and not more
-        left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
-        left = sorted(left + [group.version for group in self._open.values()])
+        remaining = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
+        remaining = sorted(remaining + [group.version for group in self._open.values()])
         # Number the groups that are not in the next batch from 0, the oldest first. Group n, sampled by version v,
         # trains at step s + 1 + n // P at the earliest (s: completed steps, P: groups per step). It must train by step
         # v + k (k: max_staleness), so n < P (v + k - s).
         spare = mode.max_staleness - self.completed_steps
-        return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
+        return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(remaining))
 
     def take(self) -> TrainBatch:
         """Return the batch that is due, made of the oldest groups, and mark the trainer as busy with it.
@@ -278,9 +283,9 @@ class RolloutStream:
         # A mode that drains samples several batches at once: attribute the dropped groups to them evenly.
         batches = max(1, len(self._ready) // self.groups_per_step) if self.choices.async_mode.drains else 1
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
-        self.training, self._taken_at = True, self.completed_steps
-        self.dropped_for_batch = self._dropped_since // batches
-        self._dropped_since -= self.dropped_for_batch
+        self.training, self._steps_when_taken = True, self.completed_steps
+        self.dropped_for_batch = self._dropped_unattributed // batches
+        self._dropped_unattributed -= self.dropped_for_batch
         scored = sum(len(group.rollouts) for group in groups)
         errors = sum(rollout.outcome == "error" for group in groups for rollout in group.ungraded)
         self.watch.check_step(scored, errors, self.completed_steps)
@@ -294,7 +299,7 @@ class RolloutStream:
         return {
             "completed_steps": self.completed_steps,
             "admitted": self.admitted,
-            "dropped": [self.dropped, self.dropped_for_batch, self._dropped_since],
+            "dropped": [self.dropped, self.dropped_for_batch, self._dropped_unattributed],
             "surplus": self.surplus,
             "training": self.training,
             "open": {
@@ -304,7 +309,9 @@ class RolloutStream:
                     "admitted_at": group.admitted_at,
                     "history": list(group.history),
                     "finished": [rollout is not None for rollout in group.rollouts],
-                    "ended": [[index, at] for (place, index), (_, at) in self._ungraded.items() if place == key],
+                    "ended": [
+                        [index, at] for (rollout_key, index), (_, at) in self._ungraded.items() if rollout_key == key
+                    ],
                 }
                 for key, group in self._open.items()
             },
@@ -318,27 +325,29 @@ class RolloutStream:
                 }
                 for group in self._ready
             ],
-            "rollouts": packed([*self._finished(), *(rollout for group in self._ready for rollout in group.sampled)]),
-            "ungraded": packed([self._ungraded[place][0] for place in self._ended()]),
+            "rollouts": packed(
+                [*self._graded_rollouts(), *(rollout for group in self._ready for rollout in group.sampled)]
+            ),
+            "ungraded": packed([self._ungraded[rollout_key][0] for rollout_key in self._ungraded_keys()]),
             "watch": self.watch.state_dict(),
         }
 
-    def _finished(self) -> Sequence[Rollout]:
+    def _graded_rollouts(self) -> Sequence[Rollout]:
         """Return the graded rollouts of open groups, in the order of the groups."""
         return [rollout for group in self._open.values() for rollout in group.rollouts if rollout is not None]
 
-    def _ended(self) -> list[Place]:
+    def _ungraded_keys(self) -> list[RolloutKey]:
         """Return the keys of finished rollouts without a grade, in the order in which they are saved."""
-        return [place for key in self._open for place in self._ungraded if place[0] == key]
+        return [rollout_key for key in self._open for rollout_key in self._ungraded if rollout_key[0] == key]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the stream exactly as it was when `state_dict` was called."""
         self.completed_steps = state["completed_steps"]
         self.admitted = state["admitted"]
-        self.dropped, self.dropped_for_batch, self._dropped_since = state.get("dropped", [0, 0, 0])
+        self.dropped, self.dropped_for_batch, self._dropped_unattributed = state.get("dropped", [0, 0, 0])
         self.surplus = state.get("surplus", 0)
         self.training = state["training"]
-        self._taken_at = self.completed_steps - 1  # states are taken between steps
+        self._steps_when_taken = self.completed_steps - 1  # states are taken between steps
         rollouts = iter(unpacked(state["rollouts"]))
         ended = iter(unpacked(state["ungraded"]) if "ungraded" in state else [])
         if "watch" in state:

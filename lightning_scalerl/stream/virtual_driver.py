@@ -1,7 +1,7 @@
 """Driver of the rollout stream in virtual time: generator and trainer run in parallel on a discrete-event clock.
 
-This process does one thing after the other. The cost model gives the time at which each event would happen on a
-cluster, and the order of events decides which weights sample each token.
+This process generates and trains in turns. The cost model gives the time at which each event would happen on a cluster,
+and the order of events decides which weights sample each token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
 from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event, VirtualClock
-from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
+from lightning_scalerl.stream.rollout_stream import RolloutKey, RolloutStream
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 
 
@@ -32,7 +32,7 @@ class VirtualDriver:
     """Provides the TrainBatch of each optimizer step, simulating one event at a time.
 
     Args:
-        stream: the ledger of groups, which says whether one may be admitted and which batch is due.
+        stream: the ledger of groups, which decides when a group may be admitted and which batch is due.
         generator: samples one token of every rollout in flight per step.
         weights: returns the trainer's current weights, to publish them.
         cost_model: durations in virtual time.
@@ -52,22 +52,22 @@ class VirtualDriver:
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     conversations: Conversations | None = None
     clock: VirtualClock = field(default_factory=VirtualClock)
-    _decoded: StepReport | None = None  # the generator's current step, which ends at `clock.generator_until_s`
+    _current_step: StepReport | None = None  # the generator's current step, which ends at `clock.generator_until_s`
     # Pending grades: (virtual time at which the grade arrives, rollout, ticket), the earliest first. The order holds
     # without sorting because every grade takes `grade_s`.
-    _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
+    _grading: deque[tuple[float, RolloutKey, int]] = field(default_factory=deque)
     # Rollouts that wait for an environment: (virtual time of its answer, order of waiting, rollout), as a heap.
-    _answering: list[tuple[float, int, Place]] = field(default_factory=list)
-    _waited: int = 0  # number of turns so far; orders answers that come at the same time
+    _answering: list[tuple[float, int, RolloutKey]] = field(default_factory=list)
+    _turn_count: int = 0  # number of turns so far; orders answers that come at the same time
     # Times of answers from a loaded checkpoint; kept until the generator's state is loaded too.
-    _loaded_answers: list[tuple[float, Place]] | None = None
+    _loaded_answers: list[tuple[float, RolloutKey]] | None = None
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Advance virtual time until the trainer is free and its next batch is due, and return the batch.
 
-        The state is consistent between any two events, and can be saved there. Returns None once `stop` returns True
-        between two events; the next call continues from there. In virtual time the step on the returned batch ends at
-        `clock.trainer_until_s`.
+        The state is consistent, and can be saved, between any two events. There `stop` is called: if it returns True,
+        the result is None, and the next call continues from there. In virtual time the step on the returned batch ends
+        at `clock.trainer_until_s`.
 
         Raises:
             RewardError: a verifier failed.
@@ -111,30 +111,30 @@ class VirtualDriver:
         """Handle the next event: a grade, an answer, the end of a training step, or the generator's next token."""
         stream, clock = self.stream, self.clock
         # At equal times, grades come first, then answers, then the end of a training step, then the generator.
-        others = [clock.trainer_until_s] if stream.training else []
-        others += [clock.generator_until_s] if self._decoded is not None else []
+        step_ends = [clock.trainer_until_s] if stream.training else []
+        step_ends += [clock.generator_until_s] if self._current_step is not None else []
         answers = [self._answering[0][0]] if self._answering else []
-        if self._grading and self._grading[0][0] <= min(others + answers, default=self._grading[0][0]):
+        if self._grading and self._grading[0][0] <= min(step_ends + answers, default=self._grading[0][0]):
             clock.now_s = max(clock.now_s, self._grading[0][0])
-            self._graded()
-        elif self._answering and self._answering[0][0] <= min(others, default=self._answering[0][0]):
+            self._take_grade()
+        elif self._answering and self._answering[0][0] <= min(step_ends, default=self._answering[0][0]):
             clock.now_s = max(clock.now_s, self._answering[0][0])
-            self._answered()
-        elif stream.training and (self._decoded is None or clock.trainer_until_s <= clock.generator_until_s):
+            self._continue_rollouts()
+        elif stream.training and (self._current_step is None or clock.trainer_until_s <= clock.generator_until_s):
             clock.now_s = clock.trainer_until_s
             stream.training = False
             self._emit("trained")
             self._publish()
-        elif self._decoded is not None:
+        elif self._current_step is not None:
             clock.now_s = clock.generator_until_s
-            report, self._decoded = self._decoded, None
-            # Submit all before waiting for any, so that they are graded in parallel. Grades that take no virtual time
-            # are awaited at once; the others arrive while sampling continues.
+            report, self._current_step = self._current_step, None
+            # Submit all rollouts before waiting for a grade, so that they are graded in parallel. If grades take no
+            # virtual time, wait for them now; otherwise they arrive while sampling continues.
             self._converse(report)
             for finished in report.finished:
                 self._grade(stream.ended(finished), clock.now_s + self.cost_model.grade_s)
             while self._grading and self._grading[0][0] <= clock.now_s:
-                self._graded()
+                self._take_grade()
         else:
             raise SchedulerStuckError(
                 f"async_mode: {type(stream.choices.async_mode).__name__} neither trains nor generates after "
@@ -142,75 +142,80 @@ class VirtualDriver:
             )
 
     def _converse(self, report: StepReport) -> None:
-        """Send the turns that have ended to their environments, and conclude the conversations that have ended."""
+        """Send finished turns to their environments, and conclude the conversations of finished rollouts."""
         if self.conversations is None:
             return
         for waiting in report.waiting:
             due_s = self.clock.now_s + self.conversations.start(waiting)
-            heapq.heappush(self._answering, (due_s, self._waited, (waiting.key, waiting.index)))
-            self._waited += 1
+            heapq.heappush(self._answering, (due_s, self._turn_count, (waiting.key, waiting.index)))
+            self._turn_count += 1
         for finished in report.finished:
             self.conversations.conclude(finished)
         # Answers that take no virtual time come before the generator's next step.
         while self._answering and self._answering[0][0] <= self.clock.now_s:
-            self._answered()
+            self._continue_rollouts()
 
-    def _answered(self) -> None:
-        """Wait for all environments whose answers come at the next virtual time, and continue their rollouts."""
+    def _continue_rollouts(self) -> None:
+        """Wait for the environments whose answers are due first in virtual time, and continue their rollouts."""
         assert self.conversations is not None
-        due_s, places = self._answering[0][0], []
+        due_s, rollout_keys = self._answering[0][0], []
         while self._answering and self._answering[0][0] == due_s:
-            places.append(heapq.heappop(self._answering)[2])
-        for place, reply in self.conversations.replies(places).items():
-            reply.apply(cast(TurnGenerator, self.generator), place)
+            rollout_keys.append(heapq.heappop(self._answering)[2])
+        for rollout_key, reply in self.conversations.replies(rollout_keys).items():
+            reply.apply(cast(TurnGenerator, self.generator), rollout_key)
         self._emit("answer")
 
     def _send_again(self) -> None:
-        """After a checkpoint was loaded, send the turns that wait to their environments again."""
+        """After a checkpoint was loaded, send the turns of waiting rollouts to their environments again."""
         due, self._loaded_answers = self._loaded_answers, None
         if due is None or self.conversations is None:
             return
-        waiting = {(one.key, one.index): one for one in cast(TurnGenerator, self.generator).waiting}
-        for due_s, place in due:
-            self.conversations.start(waiting.pop(place))
-            heapq.heappush(self._answering, (due_s, self._waited, place))
-            self._waited += 1
+        waiting = {
+            (waiting_rollout.key, waiting_rollout.index): waiting_rollout
+            for waiting_rollout in cast(TurnGenerator, self.generator).waiting
+        }
+        for due_s, rollout_key in due:
+            self.conversations.start(waiting.pop(rollout_key))
+            heapq.heappush(self._answering, (due_s, self._turn_count, rollout_key))
+            self._turn_count += 1
         # The other waiting rollouts have ended their turn in the generator's current step, which reports them.
         if waiting:
-            assert self._decoded is not None
-            self._decoded = replace(self._decoded, waiting=tuple(waiting.values()))
+            assert self._current_step is not None
+            self._current_step = replace(self._current_step, waiting=tuple(waiting.values()))
 
-    def _grade(self, bundle: Sequence[tuple[Place, Sample]], due_s: float) -> None:
-        """Submit a bundle of `RolloutStream.ended` for grading; its grades arrive at `due_s` of virtual time."""
+    def _grade(self, bundle: Sequence[tuple[RolloutKey, Sample]], due_s: float) -> None:
+        """Submit the samples of `RolloutStream.ended` for grading; the grades arrive at virtual time `due_s`."""
         if bundle:
             tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
-            self._grading += [(due_s, place, ticket) for (place, _), ticket in zip(bundle, tickets, strict=True)]
+            self._grading += [
+                (due_s, rollout_key, ticket) for (rollout_key, _), ticket in zip(bundle, tickets, strict=True)
+            ]
 
-    def _graded(self) -> None:
+    def _take_grade(self) -> None:
         """Wait for the next pending grade and pass it to the ledger."""
         key = self._grading[0][1][0]
-        # A group that is graded in one call is handled as one event. With a checkpoint in between, a resumed run would
-        # grade its remaining rollouts without the others.
-        count = sum(place[0] == key for _, place, _ in self._grading) if self.stream.by_group(key) else 1
+        # All grades of a group that is graded in one call are one event. A checkpoint between them would let a resumed
+        # run grade the remaining rollouts without the others.
+        count = sum(rollout_key[0] == key for _, rollout_key, _ in self._grading) if self.stream.by_group(key) else 1
         for _ in range(count):
-            _, place, ticket = self._grading.popleft()
-            self.stream.graded(place, self.verifiers.wait(ticket))
+            _, rollout_key, ticket = self._grading.popleft()
+            self.stream.graded(rollout_key, self.verifiers.wait(ticket))
             self._emit("finish")
 
     def _publish(self) -> None:
-        """Publish the weights if the async mode does so after this step; the generators pause meanwhile."""
+        """Publish the weights, if the async mode does so after this step. Virtual generators pause for `publish_s`."""
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
         if not mode.publishes(version):
             return
         # The tokens of the current step were sampled with the old weights: swap after they are done.
-        arrival_s = self.clock.now_s if self._decoded is None else self.clock.generator_until_s
+        arrival_s = self.clock.now_s if self._current_step is None else self.clock.generator_until_s
         self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
         self.generator.publish(self.weights(), version, mode.recompute_kv)
         self._emit("publish")
 
     def _start_generator(self) -> None:
         """If the generator is idle, admit new groups and start its next step: one token per rollout in flight."""
-        if self._decoded is not None:
+        if self._current_step is not None:
             return
         # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
@@ -219,16 +224,16 @@ class VirtualDriver:
             self._emit("admit")
         if not self.generator.in_flight:
             return
-        # If all rollouts wait for environments, a step would do nothing and take no time, in an endless loop.
+        # If all rollouts wait for environments, a step would take no virtual time and the loop would never end.
         if self.conversations is not None and cast(TurnGenerator, self.generator).idle:
             return
         # The step is computed now, but its rollouts count as finished at `generator_until_s`.
-        self._decoded = self.generator.step()
-        seconds = self.cost_model.generator_step_s(self._decoded)
+        self._current_step = self.generator.step()
+        seconds = self.cost_model.generator_step_s(self._current_step)
         self.clock.generator_until_s = max(self.clock.now_s, self.clock.generator_from_s) + seconds
         self.clock.generator_busy_s += seconds
         self.clock.generator_step_s = seconds
-        self._emit("decode", self._decoded)
+        self._emit("decode", self._current_step)
 
     def _emit(self, kind: str, report: StepReport | None = None) -> None:
         for listener in self.listeners:
@@ -261,20 +266,20 @@ class VirtualDriver:
         """Return the clock, the generator's current step, and the times at which pending grades and answers arrive."""
         state = self._state()
         if self.conversations is not None:
-            due = [(due_s, list(place)) for due_s, _, place in sorted(self._answering)]
+            due = [(due_s, list(rollout_key)) for due_s, _, rollout_key in sorted(self._answering)]
             if self._loaded_answers is not None:
-                due = [(due_s, list(place)) for due_s, place in self._loaded_answers]
+                due = [(due_s, list(rollout_key)) for due_s, rollout_key in self._loaded_answers]
             state |= {"conversations": self.conversations.state_dict(), "answering": due}
         return state
 
     def _state(self) -> dict[str, Any]:
-        grading = [(due_s, list(place)) for due_s, place, _ in self._grading]
-        if self._decoded is None:
+        grading = [(due_s, list(rollout_key)) for due_s, rollout_key, _ in self._grading]
+        if self._current_step is None:
             return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
-        finished = self._decoded.finished
+        finished = self._current_step.finished
         decoded = {
             # Waiting rollouts are in the generator's state.
-            **{name: getattr(self._decoded, name) for name in (*COUNTS, "lost_tokens")},
+            **{name: getattr(self._current_step, name) for name in (*COUNTS, "lost_tokens")},
             "finished": [(done.key, done.index) for done in finished],
             "rollouts": packed([done.rollout for done in finished]),
         }
@@ -287,9 +292,9 @@ class VirtualDriver:
         self._grading.clear()
         due = {(key, index): due_s for due_s, (key, index) in state.get("grading", ())}
         bundles = {bundle[0][0]: bundle for bundle in self.stream.bundles()}
-        for place in [place for place in due if place in bundles]:
-            self._grade(bundles[place], due[place])
-        self._decoded = None
+        for rollout_key in [rollout_key for rollout_key in due if rollout_key in bundles]:
+            self._grade(bundles[rollout_key], due[rollout_key])
+        self._current_step = None
         self._answering.clear()
         if self.conversations is not None:
             self.conversations.load_state_dict(state.get("conversations", ()))
@@ -297,6 +302,6 @@ class VirtualDriver:
         if state["decoded"] is not None:
             entry = dict(state["decoded"])
             rollouts = unpacked(entry.pop("rollouts"))
-            places = zip(entry.pop("finished"), rollouts, strict=True)
-            finished = [FinishedRollout(key, index, rollout) for (key, index), rollout in places]
-            self._decoded = StepReport(finished=finished, **entry)
+            rollout_keys = zip(entry.pop("finished"), rollouts, strict=True)
+            finished = [FinishedRollout(key, index, rollout) for (key, index), rollout in rollout_keys]
+            self._current_step = StepReport(finished=finished, **entry)

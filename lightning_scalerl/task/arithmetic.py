@@ -31,10 +31,10 @@ def problem(first: int, second: int) -> str:
 
 
 def solution(first: int, second: int, digits: int) -> str:
-    """Return the only correct completion, with the full stop that ends it."""
+    """Return the only correct completion, including the full stop at its end."""
     thinking, answer, carry = [], [], 0
-    for place in range(digits):
-        a, b = first // 10**place % 10, second // 10**place % 10
+    for position in range(digits):
+        a, b = first // 10**position % 10, second // 10**position % 10
         total = a + b + carry
         thinking.append(f"{a}{b}{total:02d}")
         answer.append(str(total % 10))
@@ -42,17 +42,17 @@ def solution(first: int, second: int, digits: int) -> str:
     return "".join(thinking) + "#" + "".join(answer) + str(carry) + STOP
 
 
-def draw_number(digits: int, source: random.Random) -> int:
+def draw_number(digits: int, rng: random.Random) -> int:
     """Draw a number with exactly `digits` digits (0 counts as one digit)."""
-    return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+    return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
 class ArithmeticTask(PoolTask):
     """Finite pool of additions of mixed difficulty, and a held-out set.
 
     Args:
-        train: number of training prompts with 1 digit, 2 digits, and so on.
-        heldout: number of held-out prompts, likewise. No held-out prompt is in the pool.
+        train: numbers of training prompts with 1 digit, 2 digits, and so on.
+        heldout: numbers of held-out prompts with 1 digit, 2 digits, and so on. No held-out prompt is in the pool.
         seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
     """
 
@@ -62,26 +62,26 @@ class ArithmeticTask(PoolTask):
         for field, counts in (("train", train), ("heldout", heldout)):
             if not 0 < len(counts) <= MAX_DIGITS or any(count < 0 for count in counts) or not sum(counts):
                 raise ConfigurationError(f"task.{field}: {list(counts)} must give 1 to {MAX_DIGITS} counts, not all 0")
-        source = random.Random(f"arithmetic {seed}")
+        rng = random.Random(f"arithmetic {seed}")
         pool: list[Prompt] = []
         heldout_prompts: list[Prompt] = []
         for digits in range(1, MAX_DIGITS + 1):
-            wanted_train = train[digits - 1] if digits <= len(train) else 0
-            wanted_heldout = heldout[digits - 1] if digits <= len(heldout) else 0
-            prompts = self._distinct(digits, wanted_train + wanted_heldout, source)
-            heldout_prompts += prompts[:wanted_heldout]
-            pool += prompts[wanted_heldout:]
+            num_train = train[digits - 1] if digits <= len(train) else 0
+            num_heldout = heldout[digits - 1] if digits <= len(heldout) else 0
+            prompts = self._distinct(digits, num_train + num_heldout, rng)
+            heldout_prompts += prompts[:num_heldout]
+            pool += prompts[num_heldout:]
         self._train, self._heldout = pool, {"heldout": heldout_prompts}
 
     @staticmethod
-    def _distinct(digits: int, count: int, source: random.Random) -> list[Prompt]:
-        # There are 10 or 9 * 10**(digits - 1) numbers with this many digits, and pairs of them.
+    def _distinct(digits: int, count: int, rng: random.Random) -> list[Prompt]:
+        # Numbers with this many digits: 10, or 9 * 10**(digits - 1). A problem is a pair of numbers.
         possible = (10**digits - (10 ** (digits - 1) if digits > 1 else 0)) ** 2
         if count > possible:
             raise ConfigurationError(f"task: {count} problems of {digits} digits wanted, only {possible} exist")
         pairs: dict[tuple[int, int], None] = {}
         while len(pairs) < count:
-            pairs[draw_number(digits, source), draw_number(digits, source)] = None
+            pairs[draw_number(digits, rng), draw_number(digits, rng)] = None
         return [
             Prompt(
                 prompt_id=f"{first}+{second}/{digits}",

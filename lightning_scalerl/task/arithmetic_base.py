@@ -1,10 +1,10 @@
 """Base model of task=arithmetic: trained in about a minute, cached, and able to add, but unreliably.
 
 A small Llama is trained on worked solutions with randomly corrupted digits. It learns the rule, but samples wrong
-digits about as often as the data had them. Reinforcement learning can then improve on that.
+digits about as often as they occur in the data. Reinforcement learning can then improve the model.
 
-The weights of the demo's base model come with the package: every demo starts from the same weights, and a minute
-earlier. `python -m lightning_scalerl.task.arithmetic_base` creates that file again.
+The weights of the demo's base model come with the package, so that every demo starts from the same weights and needs no
+training first. `python -m lightning_scalerl.task.arithmetic_base` creates that file again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_scalerl.task.base_training import (
     load_packaged,
     model_name,
     small_llama,
-    trained,
+    train_model,
     word_tokenizer,
     write_packaged,
 )
@@ -57,11 +57,11 @@ def arithmetic_base_model(
     Args:
         width: hidden size, a multiple of 32.
         layers: number of decoder layers.
-        batches, batch_size, learning_rate: of training with AdamW; after a warm-up the learning rate falls to a tenth
-            along a cosine.
+        batches, batch_size, learning_rate: settings of the training with AdamW. After a warm-up the learning rate falls
+            to a tenth along a cosine.
         corruption: probability that a digit of a worked solution is replaced by a random one.
-        digits: length of the longest numbers in the training data. The model cannot add longer ones, under any recipe,
-            so with longer prompts the ceiling is below 1.
+        digits: length of the longest numbers in the training data. No recipe teaches the model to add longer numbers,
+            so prompts with longer numbers lower the ceiling of the pass rate.
         seed: seed of weights and data.
 
     Raises:
@@ -98,10 +98,10 @@ def _check(
     width: int, layers: int, batches: int, batch_size: int, corruption: float, learning_rate: float, digits: int
 ) -> None:
     """Check the settings before a minute is spent on training."""
-    whole = {"width": width, "layers": layers, "batch_size": batch_size, "digits": digits}
+    whole_numbers = {"width": width, "layers": layers, "batch_size": batch_size, "digits": digits}
     if batches != 0:  # 0 is allowed: random weights without training
-        whole["batches"] = batches
-    for name, value in whole.items():
+        whole_numbers["batches"] = batches
+    for name, value in whole_numbers.items():
         whole_number(f"model.{name}", value)
     check_width(width)
     if not isinstance(corruption, int | float) or not 0 <= corruption <= 1:
@@ -126,20 +126,19 @@ def new_model(width: int, layers: int, seed: int) -> Any:
     return small_llama(VOCABULARY, STOP, 64, width, layers, seed)
 
 
-def corrupted(text: str, corruption: float, source: random.Random) -> str:
+def corrupt(text: str, corruption: float, rng: random.Random) -> str:
     """Return `text` with each digit replaced by a random digit with probability `corruption`."""
     return "".join(
-        str(source.randrange(10)) if character.isdigit() and source.random() < corruption else character
-        for character in text
+        str(rng.randrange(10)) if character.isdigit() and rng.random() < corruption else character for character in text
     )
 
 
-def _batch(digits: int, size: int, corruption: float, source: random.Random) -> Tensor:
+def _batch(digits: int, size: int, corruption: float, rng: random.Random) -> Tensor:
     """Draw a batch (size, tokens) of one difficulty, so that no padding is needed."""
     rows = []
     for _ in range(size):
-        first, second = draw_number(digits, source), draw_number(digits, source)
-        text = problem(first, second) + corrupted(solution(first, second, digits), corruption, source)
+        first, second = draw_number(digits, rng), draw_number(digits, rng)
+        text = problem(first, second) + corrupt(solution(first, second, digits), corruption, rng)
         rows.append([VOCABULARY.index(character) for character in text])
     return torch.tensor(rows)
 
@@ -154,15 +153,15 @@ def _train(
     digits: int,
     seed: int,
 ) -> Any:
-    source = random.Random(f"arithmetic base {seed}")
+    rng = random.Random(f"arithmetic base {seed}")
     prompt_tokens = len(problem(0, 0))
 
     def loss_of(model: Any, number: int) -> Tensor:
-        tokens = _batch(1 + number % digits, batch_size, corruption, source)
+        tokens = _batch(1 + number % digits, batch_size, corruption, rng)
         logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt_tokens - 1 :]
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
 
-    return trained(lambda: new_model(width, layers, seed), loss_of, batches, learning_rate)
+    return train_model(lambda: new_model(width, layers, seed), loss_of, batches, learning_rate)
 
 
 if __name__ == "__main__":

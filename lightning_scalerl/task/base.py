@@ -42,11 +42,11 @@ class Task(ABC):
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the verifier's reward for a completion (text without special tokens), or None to abstain.
 
-        An exception counts as an error of the infrastructure, never as a reward of 0.
+        An exception counts as an infrastructure error, never as a reward of 0.
         """
 
     def stated(self, completion: str) -> str | None:
-        """Return the answer that a completion gives, for majority votes (`Grade.answer`); None by default."""
+        """Return the answer in a completion, for majority votes (`Grade.answer`); None (no votes) by default."""
         return None
 
     def grader(self) -> Grader:
@@ -95,7 +95,7 @@ class PoolTask(Task):
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """Grader that calls a task's own `reward`."""
+    """Grader that calls the method `reward` of a task."""
 
     task: Any
 
@@ -109,9 +109,9 @@ class TaskGrader:
 class RewardScale:
     """Linear map from a verifier's reward r to the training reward: incorrect + (correct - incorrect) * r.
 
-    Verifiers return 0 to 1 here; the ScaleRL paper (arXiv 2510.13786) uses -1 and 1. With a normalization the scale
-    only matters if something is added to the reward: a length penalty of 1 is half the range from -1 to 1, but the
-    whole range from 0 to 1.
+    Verifiers of this project return 0 to 1; the ScaleRL paper (arXiv 2510.13786) uses -1 and 1. With a normalization of
+    advantages, the scale only matters if something is added to the reward: a length penalty of 1 is half of the range
+    from -1 to 1, but the whole range from 0 to 1.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "RewardScale", "correct": 1.0, "incorrect": 0.0}
@@ -130,7 +130,7 @@ class RewardScale:
             )
 
     def scale(self, reward: float) -> float:
-        """Return the training reward; bit for bit the verifier's with the default scale of 0 to 1."""
+        """Return the training reward; with the default scale of 0 to 1, exactly the verifier's reward."""
         if self.incorrect == 0.0 and self.correct == 1.0:
             return reward
         return self.incorrect + (self.correct - self.incorrect) * reward
@@ -171,11 +171,11 @@ def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any
         content_of: (field for errors, location) -> a value that represents the content, such as a digest.
     """
     heldout = parameters.get("heldout")
-    named = heldout.items() if isinstance(heldout, Mapping) else ()
+    heldout_sets = heldout.items() if isinstance(heldout, Mapping) else ()
     train = parameters.get("train")
     return {
         "train": None if train is None else content_of("task.train", train),
-        "heldout": {name: content_of(f"task.heldout.{name}", location) for name, location in named},
+        "heldout": {name: content_of(f"task.heldout.{name}", location) for name, location in heldout_sets},
     }
 
 
@@ -187,7 +187,7 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 def check_curriculum(task: Task, curriculum: Curriculum) -> None:
-    """Refuse a curriculum that weighs rewards which the task does not have.
+    """Refuse a curriculum that sets weights of rewards which the task does not have.
 
     Raises:
         ConfigurationError: one line that names the reward.
@@ -198,7 +198,7 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
 
 
 def passes(task: Task, outcome: Outcome) -> bool:
-    """Return whether a score counts as a pass: as the grader decided, or else by the task's `is_correct`."""
+    """Return whether a score counts as a pass: the grader's decision, or if it made none, the task's `is_correct`."""
     return task.is_correct(outcome.reward) if outcome.correct is None else outcome.correct
 
 
@@ -207,10 +207,11 @@ def check_task(task: Any, evaluated: bool = True) -> Task:
 
     Args:
         task: object from the user.
-        evaluated: whether it must have a held-out set. Members of a study must, because their curves are pass rates.
+        evaluated: whether the task must have a held-out set. Members of a study need one, because their curves are pass
+            rates on it.
 
     Raises:
-        ConfigurationError: it lacks prompts, a verifier or a held-out set.
+        ConfigurationError: the task lacks prompts, a verifier or a held-out set.
     """
     for method, description in (
         ("reward", "for a verifier: reward(prompt, completion) -> float"),

@@ -99,7 +99,7 @@ def write_packaged(folder: Path, name: str, model: Any) -> Path:
 
 
 def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], tokenizer: Callable[[], Any]) -> str:
-    """Return the path of a base model in the cache; `make` creates the model if it is not there."""
+    """Return the path of a base model in the cache; if it is not there, create it with `make` and `tokenizer`."""
     path = cache_dir() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
@@ -113,12 +113,14 @@ def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], toke
     return str(path)
 
 
-def trained(make: Callable[[], Any], loss_of: Callable[[Any, int], Tensor], batches: int, learning_rate: float) -> Any:
-    """Return a model trained with AdamW; after a warm-up the learning rate falls to a tenth along a cosine.
+def train_model(
+    make: Callable[[], Any], loss_of: Callable[[Any, int], Tensor], batches: int, learning_rate: float
+) -> Any:
+    """Train a model with AdamW and return it. After a warm-up the learning rate falls to a tenth along a cosine.
 
     Args:
-        make: makes the model with its first weights.
-        loss_of: model and number of the batch -> its loss.
+        make: makes the model with its initial weights.
+        loss_of: (model, number of the batch) -> loss of the batch.
         batches: number of batches.
         learning_rate: highest learning rate.
     """

@@ -1,4 +1,4 @@
-"""A task together with sets that are only evaluated, each with a task of its own (`evaluation.sets`)."""
+"""A task combined with the held-out sets of other tasks, which are only evaluated (`evaluation.sets`)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_scalerl.task.overlap import question_key
 class TaskWithEvaluationSets(Task):
     """The task that a run trains on, with held-out sets of other tasks in addition to its own.
 
-    A set is named after its entry, or after the entry and itself (`aime_2024`) if its task has several held-out sets.
-    Training prompts that are in such a set are kept, because a set must not change what a run trains on; their number
-    is reported.
+    Such a set has the name of its entry in `evaluation.sets`; if the entry's task has several held-out sets, the names
+    are ENTRY_SET (`aime_2024`). Training prompts that also occur in such a set stay in training, because a set must not
+    change what a run trains on; `notes` reports their number.
 
     Args:
         trained: the task that the run trains on.
         sets: tasks with held-out sets, by name of the entry in `evaluation.sets`.
 
     Raises:
-        ConfigurationError: a task has no held-out prompts, or two sets have one name.
+        ConfigurationError: a task has no held-out prompts, or two sets have the same name.
     """
 
     def __init__(self, trained: Task, sets: Mapping[str, Task]) -> None:
@@ -42,8 +42,8 @@ class TaskWithEvaluationSets(Task):
             heldout = set_names(name, task)
             if not heldout or not all(heldout.values()):
                 raise ConfigurationError(f"{field}: its task has no held-out prompts; give {field}.task.heldout")
-            if taken := sorted(set(heldout) & set(self._heldout)):
-                raise ConfigurationError(f"{field}: there is another held-out set {taken[0]}; rename this one")
+            if duplicates := sorted(set(heldout) & set(self._heldout)):
+                raise ConfigurationError(f"{field}: there is another held-out set {duplicates[0]}; rename this one")
             self.names[name] = list(heldout)
             self._heldout |= {
                 set_name: [replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=field) for prompt in prompts]
@@ -70,22 +70,22 @@ class TaskWithEvaluationSets(Task):
 
     def known(self) -> Sequence[Known]:
         """Return the known right and wrong completions of all tasks."""
-        others = [
+        known_of_sets = [
             replace(known, sample=replace(known.sample, prompt=replace(known.sample.prompt, source=source)))
             for source, task in self._by_source.items()
             for known in task.known()
         ]
-        return [*self.trained.known(), *others]
+        return [*self.trained.known(), *known_of_sets]
 
     def notes(self) -> Sequence[str]:
         """Return the remarks of all tasks, and how many training prompts are in a set that is only evaluated."""
         pool = {question_key(prompt) for prompt in self.train_prompts()}
-        own = set(self.trained.eval_sets())
+        own_sets = set(self.trained.eval_sets())
         lines = list(self.trained.notes())
         for name, task in self._sets.items():
             lines += [f"evaluation.sets.{name}: {line}" for line in task.notes()]
         for set_name, prompts in self._heldout.items():
-            shared = 0 if set_name in own else sum(question_key(prompt) in pool for prompt in prompts)
+            shared = 0 if set_name in own_sets else sum(question_key(prompt) in pool for prompt in prompts)
             if shared:
                 lines.append(f"warning: {shared} of {len(prompts)} prompts of the set {set_name} are trained on")
         return lines

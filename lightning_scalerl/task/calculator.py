@@ -57,10 +57,10 @@ class CalculatorTask(PoolTask):
     def __init__(self, train: int, heldout: int, digits: tuple[int, int] = (3, MAX_DIGITS), seed: int = 0) -> None:
         for field, count in (("train", train), ("heldout", heldout)):
             whole_number(f"task.{field}", count)
-        least, most = digits
-        if not 1 <= least <= most <= MAX_DIGITS:
+        min_digits, max_digits = digits
+        if not 1 <= min_digits <= max_digits <= MAX_DIGITS:
             raise ConfigurationError(f"task.digits: {list(digits)} must be two numbers in order, of 1 to {MAX_DIGITS}")
-        possible = (10**most - (10 ** (least - 1) if least > 1 else 0)) ** 2
+        possible = (10**max_digits - (10 ** (min_digits - 1) if min_digits > 1 else 0)) ** 2
         if train + heldout > possible // 2:
             raise ConfigurationError(
                 f"task: {train + heldout} prompts wanted, and only {possible} sums exist; give less"
@@ -68,7 +68,7 @@ class CalculatorTask(PoolTask):
         source = random.Random(f"calculator {seed}")
         pairs: dict[tuple[int, int], None] = {}
         while len(pairs) < train + heldout:
-            pairs[draw(least, most, source), draw(least, most, source)] = None
+            pairs[draw_number(min_digits, max_digits, source), draw_number(min_digits, max_digits, source)] = None
         prompts = [
             Prompt(prompt_id=f"{first}+{second}", text=f"{first}+{second}", answer=str(first + second))
             for first, second in pairs
@@ -84,7 +84,7 @@ class CalculatorTask(PoolTask):
         return completion
 
 
-def draw(least: int, most: int, source: random.Random) -> int:
-    """Draw a number of `least` to `most` digits; each number of digits is equally likely."""
-    digits = source.randint(least, most)
+def draw_number(min_digits: int, max_digits: int, source: random.Random) -> int:
+    """Draw a number of `min_digits` to `max_digits` digits; each number of digits is equally likely."""
+    digits = source.randint(min_digits, max_digits)
     return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)

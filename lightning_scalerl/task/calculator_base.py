@@ -24,11 +24,11 @@ from lightning_scalerl.task.base_training import (
     load_packaged,
     model_name,
     small_llama,
-    trained,
+    train_model,
     word_tokenizer,
     write_packaged,
 )
-from lightning_scalerl.task.calculator import MAX_DIGITS, draw
+from lightning_scalerl.task.calculator import MAX_DIGITS, draw_number
 
 STOP = "."
 VOCABULARY = (PAD, *"0123456789+=?()", STOP, "<call>", "</call>", "calculate")
@@ -51,13 +51,13 @@ def calculator_base_model(
 ) -> str:
     """Return the path of the base model with these settings.
 
-    A model that is not in the cache is trained first, in about a minute on one core. The default one comes with the
+    A model that is not in the cache is trained first, in about a minute on one core. The default model comes with the
     package instead.
 
     Args:
         width: hidden size, a multiple of 32.
         layers: number of decoder layers.
-        batches, batch_size, learning_rate: of training with AdamW.
+        batches, batch_size, learning_rate: settings of the training with AdamW.
         calls: probability with which the model calls the calculator.
         corruption: probability that a digit that is copied is replaced by a random one.
         seed: seed of weights and data.
@@ -101,23 +101,23 @@ def new_model(width: int, layers: int, seed: int) -> Any:
     return small_llama(VOCABULARY, STOP, 128, width, layers, seed)
 
 
-def _conversation(calls: bool, corruption: float, source: random.Random) -> tuple[list[str], list[float]]:
+def _conversation(calls: bool, corruption: float, rng: random.Random) -> tuple[list[str], list[float]]:
     """Return the tokens of a conversation, and a mask with 1 for the model's tokens."""
 
-    def copied(text: str, probability: float) -> list[str]:
-        return [str(source.randrange(10)) if sign != "+" and source.random() < probability else sign for sign in text]
+    def copy_digits(text: str, probability: float) -> list[str]:
+        return [str(rng.randrange(10)) if sign != "+" and rng.random() < probability else sign for sign in text]
 
-    first, second = draw(1, MAX_DIGITS, source), draw(1, MAX_DIGITS, source)
+    first, second = draw_number(1, MAX_DIGITS, rng), draw_number(1, MAX_DIGITS, rng)
     question, result = f"{first}+{second}", str(first + second)
-    spoken: list[tuple[list[str], float]] = [([*question, "="], 0.0)]
+    turns: list[tuple[list[str], float]] = [([*question, "="], 0.0)]
     if calls:
-        call = copied(question, corruption)
+        call = copy_digits(question, corruption)
         answer = str(sum(map(int, "".join(call).split("+"))))
-        spoken += [(["<call>", "calculate", "(", *call, ")", "</call>", STOP], 1.0), (["?", *answer, "="], 0.0)]
-        spoken += [([*copied(answer, corruption), STOP], 1.0)]
+        turns += [(["<call>", "calculate", "(", *call, ")", "</call>", STOP], 1.0), (["?", *answer, "="], 0.0)]
+        turns += [([*copy_digits(answer, corruption), STOP], 1.0)]
     else:
-        spoken += [([*copied(result, 0.5), STOP], 1.0)]
-    return [token for part, _ in spoken for token in part], [mask for part, mask in spoken for _ in part]
+        turns += [([*copy_digits(result, 0.5), STOP], 1.0)]
+    return [token for part, _ in turns for token in part], [mask for part, mask in turns for _ in part]
 
 
 def _train(
@@ -130,23 +130,23 @@ def _train(
     learning_rate: float,
     seed: int,
 ) -> Any:
-    source = random.Random(f"calculator base {seed}")
+    rng = random.Random(f"calculator base {seed}")
 
     def loss_of(model: Any, number: int) -> Tensor:
-        # Every second conversation has a call, so that calls are learned quickly. The weights of the token that decides
-        # make calls as rare as they should be.
-        rows = [_conversation(row % 2 == 0, corruption, source) for row in range(batch_size)]
+        # Every second conversation has a call, so that calls are learned quickly. Loss weights on the first token of
+        # the model, which decides whether there is a call, make the model call with probability `calls`.
+        rows = [_conversation(row % 2 == 0, corruption, rng) for row in range(batch_size)]
         width = max(len(tokens) for tokens, _ in rows)
         tokens = torch.tensor([[_ID[token] for token in row] + [0] * (width - len(row)) for row, _ in rows])
         mask = torch.tensor([masks + [0.0] * (width - len(masks)) for _, masks in rows])
-        decides = (mask.cumsum(1) == 1) & (mask > 0)
-        called = (torch.arange(batch_size) % 2 == 0).unsqueeze(1)
-        weights = torch.where(decides, torch.where(called, 2 * calls, 2 * (1 - calls)), mask)[:, 1:]
+        is_deciding_token = (mask.cumsum(1) == 1) & (mask > 0)
+        has_call = (torch.arange(batch_size) % 2 == 0).unsqueeze(1)
+        weights = torch.where(is_deciding_token, torch.where(has_call, 2 * calls, 2 * (1 - calls)), mask)[:, 1:]
         logits = model(tokens[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         return (losses * weights.flatten()).sum() / mask.sum()
 
-    return trained(lambda: new_model(width, layers, seed), loss_of, batches, learning_rate)
+    return train_model(lambda: new_model(width, layers, seed), loss_of, batches, learning_rate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tasks gsm8k, math, polaris, humaneval, arc, ...: the rows of a public data set, graded the way it prescribes."""
+"""Tasks gsm8k, math, polaris, humaneval, arc, ...: rows of a public data set, graded as the data set prescribes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
 # Number of rows on whose answers the verifier is tested before the first step.
-TRIED = 4
-_SHOWN = 10  # number of unusable rows that are listed, each with its reason
+NUM_KNOWN_ROWS = 4
+_MAX_LISTED = 10  # number of unusable rows that are listed, each with its reason
 
 
 class DatasetTask(PoolTask):
@@ -42,13 +42,13 @@ class DatasetTask(PoolTask):
             columns are `prompt` and `answer`; the column `answer` is optional if only functions grade.
         instruction: appended to every question after a line break; empty for nothing.
         prefix: prepended to every question.
-        right, wrong: templates of a completion known to be right, or wrong, with the row's columns as fields, such as
-            "\\\\boxed{{{answer}}}". The verifier is tested on a few of them before the first step.
+        right, wrong: templates of a completion that is right, or wrong, with the row's columns as fields, such as
+            "\\\\boxed{{{answer}}}". The verifier is tested on a few such completions before the first step.
         duplicates: rule for training prompts that occur twice: "drop" the later one, "refuse" or "keep".
-        leaks: the same for training prompts that are in a held-out set too.
+        leaks: rule for training prompts that are also in a held-out set: "drop", "refuse" or "keep".
         sandbox: settings of the verifier `code` (`verify.programs.Programs`), such as {memory_mib: 2048}.
-        keep_columns: keep all columns of a row, for an environment's `reset(**row)`. With reward functions they are
-            kept in any case.
+        keep_columns: keep all columns of a row, for an environment's `reset(**row)`. With reward functions all columns
+            are kept in any case.
 
     Raises:
         ConfigurationError: a file, row, field, rule or reward cannot be used; the error names it.
@@ -77,20 +77,21 @@ class DatasetTask(PoolTask):
         keep_columns: bool = False,
     ) -> None:
         check_rules(duplicates=duplicates, leaks=leaks)
-        _check_given(train, heldout, rewards)
-        heldout = _by_name(heldout)
+        _check_inputs(train, heldout, rewards)
+        heldout = _named_sets(heldout)
         self._rewards = reward_sum("task.rewards", _with_sandbox(rewards, dict(sandbox or {})))
         graders = [reward.grader for reward in self._rewards.rewards]
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
         # Columns are sent with every completion and may hold megabytes, so keep them only if a function may read them.
-        with_function = any(isinstance(grader, FunctionGrader) for grader in graders)
-        self._keeps_columns = keep_columns or with_function
-        only_functions = all(isinstance(grader, FunctionGrader) or _needs_none(grader) for grader in graders)
-        self._reads_all_rows = with_function or all(map(_needs_none, graders))
+        has_function = any(isinstance(grader, FunctionGrader) for grader in graders)
+        self._keeps_columns = keep_columns or has_function
+        only_functions = all(isinstance(grader, FunctionGrader) or _ignores_answer(grader) for grader in graders)
+        self._reads_all_rows = has_function or all(map(_ignores_answer, graders))
         read = _reader(format, fields)
-        # A configuration always names the columns, so a function that takes the answer gets none only in a script.
-        takes_answer = any(isinstance(grader, FunctionGrader) and grader.takes_answer for grader in graders)
-        optional = only_functions and not (fields and takes_answer)
+        # If `fields` names the columns, a function that takes the answer needs the column; only without it is it
+        # optional.
+        function_takes_answer = any(isinstance(grader, FunctionGrader) and grader.takes_answer for grader in graders)
+        optional = only_functions and not (fields and function_takes_answer)
         self._read = _OptionalAnswer(read) if optional and isinstance(read, Columns) else read
         self._identity = rewards
         self._prefix, self._instruction = prefix, instruction
@@ -121,7 +122,7 @@ class DatasetTask(PoolTask):
             ConfigurationError: a file cannot be read.
         """
         rewards = _rewards_content(parameters.get("rewards"))
-        heldout = _by_name(parameters.get("heldout"))
+        heldout = _named_sets(parameters.get("heldout"))
         content = contents(
             {**parameters, "heldout": heldout}, lambda field, location: source_of(field, location).content()
         )
@@ -129,7 +130,7 @@ class DatasetTask(PoolTask):
         return content | {"heldout": {"share": heldout}} if isinstance(heldout, float) else content
 
     def identity(self) -> Any:
-        """Return the digests of the reward functions: with other functions it is another task."""
+        """Return the digests of the reward functions: other functions make another task."""
         return _rewards_content(self._identity)
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
@@ -175,7 +176,7 @@ class DatasetTask(PoolTask):
         rows = source.read()
         prompts: list[Prompt] = []
         unanswered: list[int] = []
-        refused: list[str] = []
+        ungradable: list[str] = []
         for number, row in enumerate(rows):
             try:
                 problem = self._read(row)
@@ -189,8 +190,8 @@ class DatasetTask(PoolTask):
             if no_answer(problem.answer) and not self._reads_all_rows:
                 unanswered.append(number)
                 continue
-            if (reason := self._unjudgeable(problem.answer)) is not None:
-                refused.append(f"row {number}: {reason}")
+            if (reason := self._ungradable_reason(problem.answer)) is not None:
+                ungradable.append(f"row {number}: {reason}")
                 continue
             if complete:
                 self._check_arguments(row, "the rows have" if number == 0 else f"row {number} of {field} has")
@@ -199,20 +200,22 @@ class DatasetTask(PoolTask):
             self._notes.append(
                 f"{field}: {len(unanswered)} of {len(rows)} rows have no answer (first row {unanswered[0]}); left out"
             )
-        self._notes += [f"{field}: {source.path}, {line}; left out" for line in refused[:_SHOWN]]
-        if len(refused) > _SHOWN:
-            self._notes.append(f"{field}: {source.path}: {len(refused) - _SHOWN} more rows cannot be judged; left out")
-        if not prompts and refused:
-            raise ConfigurationError(f"{field}: no row of {source.path} can be judged; {refused[0]}")
+        self._notes += [f"{field}: {source.path}, {line}; left out" for line in ungradable[:_MAX_LISTED]]
+        if len(ungradable) > _MAX_LISTED:
+            self._notes.append(
+                f"{field}: {source.path}: {len(ungradable) - _MAX_LISTED} more rows cannot be judged; left out"
+            )
+        if not prompts and ungradable:
+            raise ConfigurationError(f"{field}: no row of {source.path} can be judged; {ungradable[0]}")
         if not prompts:
             raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
-        _check_ids(prompts)
+        _make_ids_unique(prompts)
         if remember:
             self._collect_known(prompts)
         return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
 
     def _check_arguments(self, row: Row, columns: str) -> None:
-        """Check that a row has all columns that the reward functions take; `columns` introduces them in the error."""
+        """Check that a row has all columns that the reward functions take; `columns` begins the list in the error."""
         for reward in self._rewards.rewards:
             if isinstance(reward.grader, FunctionGrader) and (missing := reward.grader.missing(row)):
                 raise ConfigurationError(
@@ -220,8 +223,8 @@ class DatasetTask(PoolTask):
                     f"{fields_of([dict(row)])}"
                 )
 
-    def _unjudgeable(self, answer: Any) -> str | None:
-        """Return the reason why a reward cannot grade with this answer, or None if all can."""
+    def _ungradable_reason(self, answer: Any) -> str | None:
+        """Return the reason why a reward cannot grade with this answer, or None if all rewards can."""
         graders = [reward.grader for reward in self._rewards.rewards]
         reasons = (grader.unjudgeable(answer) for grader in graders if isinstance(grader, Programs))
         return next((reason for reason in reasons if reason is not None), None)
@@ -248,24 +251,24 @@ class DatasetTask(PoolTask):
     def _collect_known(self, prompts: Sequence[Prompt]) -> None:
         """Collect right and wrong completions of a few random rows, for `known`.
 
-        They come from the template, else from the row's own solution, else from the verifier.
+        A completion comes from the template; without one, from the row's solution; without that, from the verifier.
         """
         first = self._rewards.rewards[0].grader
-        chosen = random.Random(0).sample(range(len(prompts)), min(TRIED, len(prompts)))
+        chosen = random.Random(0).sample(range(len(prompts)), min(NUM_KNOWN_ROWS, len(prompts)))
         for number in sorted(chosen):
             prompt = prompts[number]
             by_verifier = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
             right_template, wrong_template = self._templates
             right = prompt.solution or by_verifier[0]
             if right_template is not None:
-                right = self._filled(right_template, prompt)
-            wrong = by_verifier[1] if wrong_template is None else self._filled(wrong_template, prompt)
+                right = self._fill_template(right_template, prompt)
+            wrong = by_verifier[1] if wrong_template is None else self._fill_template(wrong_template, prompt)
             for text, is_right in ((right, True), (wrong, False)):
                 if text:
                     self._known.append(Known(Sample(prompt, text, text), is_right))
 
     @staticmethod
-    def _filled(template: str | None, prompt: Prompt) -> str | None:
+    def _fill_template(template: str | None, prompt: Prompt) -> str | None:
         if template is None:
             return None
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
@@ -275,18 +278,18 @@ class DatasetTask(PoolTask):
         return template.format(**{**prompt.columns, "answer": prompt.answer})
 
 
-def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
+def _check_inputs(train: Any, heldout: Any, rewards: Any) -> None:
     """Check that training rows and rewards are given, and that `heldout` has a valid form.
 
     Raises:
-        ConfigurationError: one of them is missing or invalid.
+        ConfigurationError: an argument is missing or invalid.
     """
     if train is None and (heldout is None or isinstance(heldout, float)):
         raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
     if isinstance(heldout, float):
         if not 0 < heldout < 1:
             raise ConfigurationError(f"task.heldout: {heldout!r} is no share of the training prompts; give e.g. 0.1")
-    elif heldout is not None and (not isinstance(_by_name(heldout), Mapping) or not len(heldout)):
+    elif heldout is not None and (not isinstance(_named_sets(heldout), Mapping) or not len(heldout)):
         problem = (
             f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}, or be the share of "
             "the training prompts to hold out, such as 0.1, or None for no evaluation in a script"
@@ -300,12 +303,12 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
         )
 
 
-def _needs_none(grader: Grader) -> bool:
+def _ignores_answer(grader: Grader) -> bool:
     """Return whether a grader is a judge whose prompt does not show the row's answer."""
     return isinstance(grader, Judge) and not grader.needs_answer
 
 
-def _by_name(heldout: Any) -> Any:
+def _named_sets(heldout: Any) -> Any:
     """Return held-out sets by name. A single set in memory gets the name `heldout`; other forms are unchanged."""
     rows = isinstance(heldout, list | tuple) and all(isinstance(row, Mapping) for row in heldout)
     single = not isinstance(heldout, Mapping) and (rows or hasattr(heldout, "column_names"))
@@ -318,13 +321,13 @@ def _rewards_content(rewards: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OptionalAnswer:
-    """Reader of rows whose graders need no answer: a column `answer` is optional, one of another name is not."""
+    """Reader of rows whose graders need no answer: the column `answer` may be missing, a column of another name not."""
 
     columns: Columns
 
     def __call__(self, row: Row) -> Problem:
-        absent = self.columns.answer == Columns.answer and Columns.answer not in row
-        return (replace(self.columns, answer=None) if absent else self.columns)(row)
+        lacks_answer = self.columns.answer == Columns.answer and Columns.answer not in row
+        return (replace(self.columns, answer=None) if lacks_answer else self.columns)(row)
 
 
 def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
@@ -358,7 +361,7 @@ def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
     return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in entries]
 
 
-def _check_ids(prompts: list[Prompt]) -> None:
+def _make_ids_unique(prompts: list[Prompt]) -> None:
     """Make prompt ids unique by appending the row's number. Data sets may repeat ids, so this is not an error."""
     taken = {prompt.prompt_id for prompt in prompts}
     seen: set[str] = set()

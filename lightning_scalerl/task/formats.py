@@ -1,7 +1,7 @@
 """Readers that turn rows of data sets into problems, one function per format.
 
-Each takes a row and returns a `Problem`, or raises `KeyError` for a missing column. `Columns` reads rows of any format
-by column names from the user.
+Each function takes a row and returns a `Problem`, or raises `KeyError` for a missing column. `Columns` reads rows of
+any format by column names from the user.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ def mbpp(row: Row) -> Problem:
     tests = [str(test) for test in _first(row, "test_list")]
     prelude = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
-    # Only these names are taken from the program, so that it cannot replace anything else that the tests compare with.
-    used = used_names("\n".join(tests))
-    known = [name for name in defined_names(_optional(row, "code")) if name in used]
-    called = [name for name in known if re.search(rf"\b{name}\s*\(", "\n".join(tests))]
-    entry_point = called[0] if len(called) == 1 else None
+    # The tests see only these names of the program, so that it cannot replace anything else that they compare with.
+    names_in_tests = used_names("\n".join(tests))
+    program_names = [name for name in defined_names(_optional(row, "code")) if name in names_in_tests]
+    called_names = [name for name in program_names if re.search(rf"\b{name}\s*\(", "\n".join(tests))]
+    entry_point = called_names[0] if len(called_names) == 1 else None
     answer: dict[str, Any] = {"tests": "\n".join(tests), "prelude": prelude, "entry_point": entry_point}
-    if names := [name for name in known if name != entry_point]:
+    if names := [name for name in program_names if name != entry_point]:
         answer["names"] = names
     return Problem(text, answer, name=_optional(row, "task_id"), right=_optional(row, "code") or None)
 
@@ -217,8 +217,8 @@ def hellaswag(row: Row) -> Problem:
 
 
 def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Problem:
-    listed = "\n".join(f"{letter}) {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
-    return Problem(f"{question}\n\n{listed}", ascii_uppercase[right], name=name)
+    answer_list = "\n".join(f"{letter}) {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
+    return Problem(f"{question}\n\n{answer_list}", ascii_uppercase[right], name=name)
 
 
 def truthfulqa(row: Row) -> Problem:
@@ -232,8 +232,8 @@ def truthfulqa(row: Row) -> Problem:
 def natural_questions(row: Row) -> Problem:
     """Read a row of nq_open or a similar data set: question, answer (a list of accepted answers)."""
     answers = _first(row, "answer", "answers")
-    listed = answers if isinstance(answers, list | tuple) else [answers]
-    return Problem(str(_first(row, "question")), [str(answer) for answer in listed if not no_answer(answer)])
+    answer_list = answers if isinstance(answers, list | tuple) else [answers]
+    return Problem(str(_first(row, "question")), [str(answer) for answer in answer_list if not no_answer(answer)])
 
 
 def verl(row: Row) -> Problem:
@@ -273,7 +273,7 @@ class Columns:
     Args:
         prompt: column with texts or lists of messages.
         answer: column with answers; None if a reward function reads the row itself.
-        difficulty, id: columns with these, or None.
+        difficulty, id: columns with the label of difficulty and the id; None if there is no such column.
     """
 
     prompt: str = "prompt"

@@ -39,9 +39,9 @@ VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
 
 
 class JsonlTask(PoolTask):
-    """Prompts from JSON-lines files, one object per line: `prompt`, `answer`, maybe `id`, `difficulty` and `family`.
+    """Prompts from JSON-lines files: one object per line with `prompt` and `answer`.
 
-    The default `id` is the number of the line.
+    Optional keys are `id` (by default the number of the line), `difficulty` and `family`.
 
     Args:
         train: file with the training pool.
@@ -81,7 +81,7 @@ def load_verifier(name: str) -> Verifier:
     """Return a built-in verifier by name, or the user's by `module:function`.
 
     Raises:
-        ConfigurationError: it cannot be imported or is not callable.
+        ConfigurationError: the verifier cannot be imported or is not callable.
     """
     if name in VERIFIERS:
         return VERIFIERS[name]

@@ -1,4 +1,4 @@
-"""Task `mixture`: training on several tasks together; each keeps its own held-out sets and so its own curve."""
+"""Task `mixture`: training on several tasks together. Each task keeps its held-out sets, and so has its own curve."""
 
 from __future__ import annotations
 
@@ -21,62 +21,66 @@ class MixtureGrader:
     Attributes:
         graders: graders by the source of a prompt.
         correct: whether a reward counts as a pass, by source.
-        otherwise: grader of prompts from any other source; None if there are none.
+        default_grader: grader of prompts from any other source; None if there are no such prompts.
     """
 
     graders: Mapping[str, Grader]
     correct: Mapping[str, Callable[[float], bool]]
-    otherwise: Grader | None = None
+    default_grader: Grader | None = None
 
-    def _of(self, prompt: Prompt) -> Grader:
+    def _grader_of(self, prompt: Prompt) -> Grader:
         return (
-            self.graders[prompt.source] if self.otherwise is None else self.graders.get(prompt.source, self.otherwise)
+            self.graders[prompt.source]
+            if self.default_grader is None
+            else self.graders.get(prompt.source, self.default_grader)
         )
 
     @property
-    def _all(self) -> list[Grader]:
-        return [*self.graders.values(), *([] if self.otherwise is None else [self.otherwise])]
+    def _all_graders(self) -> list[Grader]:
+        return [*self.graders.values(), *([] if self.default_grader is None else [self.default_grader])]
 
     def prepare(self) -> None:
-        """Prepare the graders of all tasks that need it."""
-        for grader in self._all:
+        """Prepare the graders of all tasks whose graders have a method `prepare`."""
+        for grader in self._all_graders:
             if hasattr(grader, "prepare"):
                 grader.prepare()
 
     def ready(self) -> Sequence[str]:
-        """Try the graders of all tasks that are services; returns one line per service."""
-        return [line for grader in self._all for line in ready(grader)]
+        """Try the graders that are services; return one line per service."""
+        return [line for grader in self._all_graders for line in ready(grader)]
 
     @property
     def longest_s(self) -> float:
-        """Time limit of one grade in seconds: that of the slowest task."""
-        return max(float(getattr(grader, "longest_s", 0.0)) for grader in self._all)
+        """Time limit of one grade in seconds: the largest limit of the tasks."""
+        return max(float(getattr(grader, "longest_s", 0.0)) for grader in self._all_graders)
 
     def needs_s(self, sample: Sample) -> float:
         """Return the seconds that the task's grader may need for this sample; 0 if it does not declare them."""
-        grader = self._of(sample.prompt)
+        grader = self._grader_of(sample.prompt)
         return float(grader.needs_s(sample)) if hasattr(grader, "needs_s") else 0.0
 
     @property
     def functions(self) -> Sequence[str]:
         """Names of the user's own functions among the rewards of all tasks."""
-        return [name for grader in self._all for name in getattr(grader, "functions", ())]
+        return [name for grader in self._all_graders for name in getattr(grader, "functions", ())]
 
     def needs_group(self, prompt: Prompt) -> bool:
         """Return whether the task's grader is called with all completions of a group at once."""
-        return needs_group(self._of(prompt), prompt)
+        return needs_group(self._grader_of(prompt), prompt)
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
         """Grade all completions of a group with their task's grader."""
         prompt = samples[0].prompt
-        grades = grade_together(self._of(prompt), samples)
-        return [grade if isinstance(grade, Exception) else self._qualified(prompt.source, grade) for grade in grades]
+        grades = grade_together(self._grader_of(prompt), samples)
+        return [
+            grade if isinstance(grade, Exception) else self._with_task_name(prompt.source, grade) for grade in grades
+        ]
 
     def grade(self, sample: Sample) -> Grade:
         """Grade with the task's grader, and prefix the names of parts and terms with the task's name."""
-        return self._qualified(sample.prompt.source, self._of(sample.prompt).grade(sample))
+        return self._with_task_name(sample.prompt.source, self._grader_of(sample.prompt).grade(sample))
 
-    def _qualified(self, source: str, grade: Grade) -> Grade:
+    def _with_task_name(self, source: str, grade: Grade) -> Grade:
         """Apply the task's rule for a pass if the grader has not decided, and prefix names with the task's name."""
         if source not in self.graders:
             return grade
@@ -91,13 +95,13 @@ class MixtureGrader:
 class MixtureTask(PoolTask):
     """Union of the pools of several tasks; an epoch is a pass over all of them.
 
-    A held-out set is named after its task and itself (`math_test`), or after the task alone if the task has only one
-    set. Fits use the first set of the first task by default; `--metric eval/<set>/pass_rate` selects another.
+    A held-out set is named TASK_SET (`math_test`), or TASK if the task has only one set. Fits use the first set of the
+    first task by default; `--metric eval/<set>/pass_rate` selects another.
 
     Args:
         tasks: the tasks by name.
-        repeat: number of times that a task's prompts are in the pool, by task name; 1 by default.
-        leaks: rule for training prompts that another task holds out: "drop", "refuse" or "keep".
+        repeat: number of times that each prompt of a task is in the pool, by task name; 1 by default.
+        leaks: rule for training prompts that are in another task's held-out set: "drop", "refuse" or "keep".
 
     Raises:
         ConfigurationError: there is no task, or a name is invalid.
@@ -107,19 +111,21 @@ class MixtureTask(PoolTask):
         check_rules(leaks=leaks)
         if not isinstance(tasks, Mapping) or not tasks:
             raise ConfigurationError("task.tasks: give at least one task by its name")
-        bad = [name for name in tasks if not str(name).replace("_", "").isalnum()]
-        if bad:
-            raise ConfigurationError(f"task.tasks: {bad[0]!r} must be of letters, digits and _: metrics bear it")
+        invalid_names = [name for name in tasks if not str(name).replace("_", "").isalnum()]
+        if invalid_names:
+            raise ConfigurationError(
+                f"task.tasks: {invalid_names[0]!r} must be of letters, digits and _: metrics bear it"
+            )
         self._tasks = {str(name): check_task(task) for name, task in tasks.items()}
         nested = [name for name, task in self._tasks.items() if isinstance(task, MixtureTask)]
         if nested:
             raise ConfigurationError(f"task.tasks: {nested[0]} is a mixture itself; give its tasks in its place")
-        named = [set_name for name, task in self._tasks.items() for set_name in set_names(name, task)]
-        duplicates = sorted({name for name in named if named.count(name) > 1})
+        all_set_names = [set_name for name, task in self._tasks.items() for set_name in set_names(name, task)]
+        duplicates = sorted({name for name in all_set_names if all_set_names.count(name) > 1})
         if duplicates:
             raise ConfigurationError(f"task.tasks: two held-out sets would be called {duplicates[0]}; rename a task")
-        times = dict(repeat or {})
-        for name, count in times.items():
+        repeats = dict(repeat or {})
+        for name, count in repeats.items():
             if name not in self._tasks or isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigurationError(
                     f"task.repeat: {name}: {count!r} must be a whole number, 1 or more, and {name} one of "
@@ -129,7 +135,7 @@ class MixtureTask(PoolTask):
         self._train = [
             replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}{f'#{copy}' if copy else ''}", source=name)
             for name, task in self._tasks.items()
-            for copy in range(times.get(name, 1))
+            for copy in range(repeats.get(name, 1))
             for prompt in task.train_prompts()
         ]
         self._heldout = {
@@ -140,14 +146,16 @@ class MixtureTask(PoolTask):
 
         # Each task has checked its pool against its own held-out sets; check it against the other tasks' sets.
         self._notes: list[str] = []
-        kept: list[Prompt] = []
+        remaining: list[Prompt] = []
         for name in self._tasks:
-            others = {key: prompts for key, prompts in self._heldout.items() if prompts and prompts[0].source != name}
+            other_sets = {
+                key: prompts for key, prompts in self._heldout.items() if prompts and prompts[0].source != name
+            }
             task_prompts = [prompt for prompt in self._train if prompt.source == name]
-            without_leaks, notes = without_overlap(task_prompts, others, "keep", leaks)
-            kept += without_leaks
+            without_leaks, notes = without_overlap(task_prompts, other_sets, "keep", leaks)
+            remaining += without_leaks
             self._notes += [f"{name}: {line}" for line in notes if line.startswith("task.leaks")]
-        self._train = kept
+        self._train = remaining
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,19 +204,21 @@ class MixtureTask(PoolTask):
         ]
 
 
-def _one_or_more(reward: float) -> bool:
+def _is_default_pass(reward: float) -> bool:
     return reward >= 1.0
 
 
 def rule_for_passes(task: Task) -> Callable[[float], bool]:
-    """Return the rule by which a reward of a task counts as a pass.
+    """Return the function that decides whether a task's reward counts as a pass.
 
-    A bound method takes its whole task along to the verifier processes, which the default rule avoids.
+    For a task without a rule of its own this is a plain function: a bound method would be sent to the verifier
+        processes
+    with the whole task.
     """
-    return _one_or_more if type(task).is_correct is Task.is_correct else task.is_correct
+    return _is_default_pass if type(task).is_correct is Task.is_correct else task.is_correct
 
 
 def set_names(name: str, task: Task) -> dict[str, Sequence[Prompt]]:
-    """Return a task's held-out sets, named after the task if it has one, else after the task and the set."""
+    """Return a task's held-out sets, named NAME if there is only one set, else NAME_SET."""
     sets = task.eval_sets()
     return {name if len(sets) == 1 else f"{name}_{set_name}": prompts for set_name, prompts in sets.items()}

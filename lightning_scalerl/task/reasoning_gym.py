@@ -1,7 +1,8 @@
 """Task `reasoning_gym`: problems of the package reasoning-gym, graded by the generator that produced them.
 
 A generator derives row i from `seed + i`, so different seeds share most of their rows. Training and held-out rows
-therefore come from one list of distinct questions. The digest of a question decides its side, independent of the seed.
+therefore come from one list of distinct questions. The digest of a question decides whether it is held out, for every
+seed.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 # Packages that reasoning-gym imports at once although only some generators use them. pycosat needs a C compiler.
 _OPTIONAL_PACKAGES = ("pycosat", "cellpylib", "zss", "bfi", "pytz", "pyfiglet")
 # Draws per requested row, and the minimum number of draws, before a generator counts as exhausted.
-_DRAWS_PER_ROW, _LEAST_DRAWS = 20, 1000
-# Limit on levels of difficulty: metrics are recorded for each of them.
-_MOST_LEVELS = 30
+_DRAWS_PER_ROW, _MIN_DRAWS = 20, 1000
+# Limit on the number of levels of difficulty, because metrics are recorded for each level.
+_MAX_LEVELS = 30
 # Rows on whose answers the verifier is tested before the first step.
-_TRIED = 4
+_NUM_KNOWN_ROWS = 4
 # Settings of a generator that the task sets itself.
 _SET_BY_TASK = ("seed", "size")
 
@@ -46,7 +47,7 @@ class _Missing(ModuleType):
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
+def _placeholders() -> Iterator[None]:
     """Register a placeholder for each optional package that is missing, in the `with` block only."""
     missing = [name for name in _OPTIONAL_PACKAGES if name not in sys.modules and find_spec(name) is None]
     sys.modules.update({name: _Missing(name) for name in missing})
@@ -64,7 +65,7 @@ def _factory() -> Any:
         ConfigurationError: reasoning-gym, or a package that all its generators need, is not installed.
     """
     try:
-        with _stand_ins():
+        with _placeholders():
             from reasoning_gym import factory
     except ModuleNotFoundError as error:
         raise ConfigurationError(
@@ -126,15 +127,15 @@ class Generator:
         with self._clear_errors():
             return _factory().create_dataset(self.name, seed=self.seed, size=size, **self.settings)
 
-    def rows(self, most: int) -> Iterator[Mapping[str, Any]]:
-        """Yield rows with distinct questions, from at most `most` draws.
+    def rows(self, max_draws: int) -> Iterator[Mapping[str, Any]]:
+        """Yield rows with distinct questions, from at most `max_draws` draws.
 
         Raises:
             ConfigurationError: see `make`.
         """
-        dataset = self.make(most)
+        dataset = self.make(max_draws)
         seen: set[str] = set()
-        for number in range(most):
+        for number in range(max_draws):
             with self._clear_errors():
                 row: Mapping[str, Any] = dataset[number]
             if (key := _key(row)) not in seen:
@@ -196,14 +197,14 @@ class ReasoningGymGrader:
             return Grade(0.0, extra={"scorer": error_line(error)}, answer=answer or "")
 
 
-def read_answer(text: str, how: str) -> str | None:
-    """Extract the answer from a completion's text in the way `how`, one of `ANSWERS`; None if there is none."""
-    if how == "tag":
+def read_answer(text: str, part: str) -> str | None:
+    """Extract the answer from a completion's text; `part` is one of `ANSWERS`. Return None if there is no answer."""
+    if part == "tag":
         from reasoning_gym.utils import extract_answer
 
         answer: str | None = extract_answer(text)
         return answer
-    if how == "number":
+    if part == "number":
         numbers = _NUMBER.findall(text)
         return numbers[-1].rstrip(",") if numbers else None
     return text.strip()
@@ -217,8 +218,8 @@ class ReasoningGymTask(PoolTask):
         settings: settings of the generator, such as {max_terms: 3}; with several generators, by generator.
         train: number of training prompts, all different.
         heldout: number of held-out prompts, all different and none of them a training prompt.
-        seed: seed of the rows. A question is on the same side under every seed, if the ratio of `train` and `heldout`
-            is the same.
+        seed: seed of the rows. With the same ratio of `train` to `heldout`, a question that is held out under one seed
+            is never a training prompt under another.
         instruction: appended to every question after a line break; empty for nothing.
         answer: part of the completion (after its thinking) that is scored: "whole", all of it; "number", its last
             number; "tag", the text between <answer> and </answer>.
@@ -257,10 +258,10 @@ class ReasoningGymTask(PoolTask):
         heldout_prompts: list[Prompt] = []
         weights = _weights(dataset)
         for name, train_rows, heldout_rows in zip(
-            weights, _shares(train, weights), _shares(heldout, weights), strict=True
+            weights, _split_count(train, weights), _split_count(heldout, weights), strict=True
         ):
-            its_settings = settings if isinstance(dataset, str) else (settings or {}).get(name)
-            generator = self._add(name, Generator("task.dataset", name, its_settings or {}, seed))
+            generator_settings = settings if isinstance(dataset, str) else (settings or {}).get(name)
+            generator = self._register(name, Generator("task.dataset", name, generator_settings or {}, seed))
             sides = self._split(generator, train_rows, heldout_rows, train, heldout)
             self._train += self._prompts(name, sides[0])
             heldout_prompts += self._prompts(name, sides[1])
@@ -270,8 +271,8 @@ class ReasoningGymTask(PoolTask):
                 f"task.settings.{unknown[0]}: no generator of task.dataset; valid: {', '.join(weights)}"
             )
         self._heldout = {"heldout": heldout_prompts}
-        for name, wanted in (carry_over or {}).items():
-            self._heldout[str(name)] = self._carry_over(str(name), wanted, seed)
+        for name, set_config in (carry_over or {}).items():
+            self._heldout[str(name)] = self._carry_over(str(name), set_config, seed)
         if difficulty is not None:
             self._check_levels(difficulty)
 
@@ -303,12 +304,12 @@ class ReasoningGymTask(PoolTask):
         return ReasoningGymGrader(self._generators, self._answer)
 
     def known(self) -> Sequence[Known]:
-        """Return right answers to a few rows, if the generator gives one as text."""
-        tried = [prompt for prompt in self._train if prompt.solution][:_TRIED]
-        return [Known(Sample(prompt, prompt.solution, prompt.solution), True) for prompt in tried]
+        """Return right answers to a few rows, if the generator has answers as text."""
+        prompts_with_solution = [prompt for prompt in self._train if prompt.solution][:_NUM_KNOWN_ROWS]
+        return [Known(Sample(prompt, prompt.solution, prompt.solution), True) for prompt in prompts_with_solution]
 
-    def _right(self, answer: Any) -> str:
-        """Return a completion with the generator's own answer; empty if the generator gives none as text."""
+    def _known_completion(self, answer: Any) -> str:
+        """Return a completion with the generator's answer; empty if that is not a text."""
         if not isinstance(answer, str):
             return ""
         return f"<answer>{answer}</answer>" if self._answer == "tag" else answer
@@ -321,7 +322,7 @@ class ReasoningGymTask(PoolTask):
         shares = ", ".join(f"{count} of {name}" for name, count in counts.items())
         return [f"{PACKAGE} {version(PACKAGE)}: {shares}"]
 
-    def _add(self, name: str, generator: Generator) -> Generator:
+    def _register(self, name: str, generator: Generator) -> Generator:
         generator.check()
         self._generators[name] = generator
         return generator
@@ -329,50 +330,57 @@ class ReasoningGymTask(PoolTask):
     def _split(
         self, generator: Generator, train: int, heldout: int, all_train: int, all_heldout: int
     ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-        """Draw rows until both sides are full; the digest of a question decides its side.
+        """Draw training rows and held-out rows; the digest of a question decides which it is.
 
         Args:
             generator: the generator.
-            train, heldout: number of rows to draw for each side from this generator.
-            all_train, all_heldout: the same over all generators; their ratio is the probability of each side.
+            train, heldout: numbers of rows to draw from this generator.
+            all_train, all_heldout: numbers of rows over all generators. A question is held out with probability
+                all_heldout / (all_train + all_heldout).
         """
         share = all_heldout / (all_train + all_heldout)
         sides: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
-        most = max(_LEAST_DRAWS, _DRAWS_PER_ROW * (train + heldout))
-        for row in generator.rows(most):
-            is_heldout = _place(_key(row)) < share
+        max_draws = max(_MIN_DRAWS, _DRAWS_PER_ROW * (train + heldout))
+        for row in generator.rows(max_draws):
+            is_heldout = _hash_fraction(_key(row)) < share
             if len(sides[is_heldout]) < (heldout if is_heldout else train):
                 sides[is_heldout].append(row)
             if len(sides[0]) == train and len(sides[1]) == heldout:
                 return sides
         raise ConfigurationError(
             f"task.train, task.heldout: {generator.name} with settings {dict(generator.settings)!r} gave "
-            f"{len(sides[0])} and {len(sides[1])} different rows in {most} draws, and {train} and {heldout} are asked "
-            "for; ask for fewer, or widen task.settings"
+            f"{len(sides[0])} and {len(sides[1])} different rows in {max_draws} draws, and {train} and {heldout} are "
+            "asked for; ask for fewer, or widen task.settings"
         )
 
-    def _carry_over(self, name: str, wanted: Mapping[str, Any], seed: int) -> list[Prompt]:
+    def _carry_over(self, name: str, set_config: Mapping[str, Any], seed: int) -> list[Prompt]:
         field = f"task.carry_over.{name}"
-        if not isinstance(wanted, Mapping) or "dataset" not in wanted or set(wanted) - {"dataset", "settings", "rows"}:
-            raise ConfigurationError(f"{field}: {wanted!r} must be a mapping of dataset, settings and rows")
+        if (
+            not isinstance(set_config, Mapping)
+            or "dataset" not in set_config
+            or set(set_config) - {"dataset", "settings", "rows"}
+        ):
+            raise ConfigurationError(f"{field}: {set_config!r} must be a mapping of dataset, settings and rows")
         if not name.replace("_", "").isalnum() or name in self._heldout or name in self._generators:
             raise ConfigurationError(
                 f"{field}: the name must be of letters, digits and _, and neither heldout nor a generator of "
                 "task.dataset: metrics bear it"
             )
-        rows = whole_number(f"{field}.rows", wanted.get("rows", 200))
-        generator = self._add(name, Generator(field, str(wanted["dataset"]), wanted.get("settings") or {}, seed))
+        rows = whole_number(f"{field}.rows", set_config.get("rows", 200))
+        generator = self._register(
+            name, Generator(field, str(set_config["dataset"]), set_config.get("settings") or {}, seed)
+        )
         trained_on = {_key(prompt.columns) for prompt in self._train}
-        most = max(_LEAST_DRAWS, _DRAWS_PER_ROW * rows)
+        max_draws = max(_MIN_DRAWS, _DRAWS_PER_ROW * rows)
         new_rows: list[Mapping[str, Any]] = []
-        for row in generator.rows(most):
+        for row in generator.rows(max_draws):
             if _key(row) not in trained_on:
                 new_rows.append(row)
             if len(new_rows) == rows:
                 return self._prompts(name, new_rows)
         raise ConfigurationError(
-            f"{field}.rows: {generator.name} gave {len(new_rows)} different rows in {most} draws that are not trained "
-            f"on, and {rows} are asked for; ask for fewer, or widen its settings"
+            f"{field}.rows: {generator.name} gave {len(new_rows)} different rows in {max_draws} draws that are not "
+            f"trained on, and {rows} are asked for; ask for fewer, or widen its settings"
         )
 
     def _prompts(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
@@ -385,7 +393,7 @@ class ReasoningGymTask(PoolTask):
                 difficulty=self._level(name, row),
                 columns={**row, "generator": name},
                 question=row["question"],
-                solution=self._right(row["answer"]),
+                solution=self._known_completion(row["answer"]),
             )
             for row in rows
         ]
@@ -400,19 +408,19 @@ class ReasoningGymTask(PoolTask):
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         if self._difficulty not in numbers:
-            stated = ", ".join(key for key in numbers if key != "source_index") or "none"
+            valid_names = ", ".join(key for key in numbers if key != "source_index") or "none"
             raise ConfigurationError(
                 f"task.difficulty: {self._difficulty!r} is no number that {self._generators[name].name} states of a "
-                f"row{did_you_mean(self._difficulty, numbers)}; valid: {stated}"
+                f"row{did_you_mean(self._difficulty, numbers)}; valid: {valid_names}"
             )
         return f"{numbers[self._difficulty]:g}_{self._difficulty}"
 
     def _check_levels(self, difficulty: str) -> None:
         levels = {prompt.difficulty for prompt in self._train}
-        if len(levels) > _MOST_LEVELS:
+        if len(levels) > _MAX_LEVELS:
             raise ConfigurationError(
                 f"task.difficulty: {difficulty} takes {len(levels)} values, and a pass rate is recorded for each; name "
-                f"a number of the rows that takes at most {_MOST_LEVELS}"
+                f"a number of the rows that takes at most {_MAX_LEVELS}"
             )
 
 
@@ -421,8 +429,8 @@ def _key(row: Mapping[str, Any]) -> str:
     return " ".join(str(row["question"]).casefold().split())
 
 
-def _place(key: str) -> float:
-    """Return a number from 0 to 1 that depends on the question alone."""
+def _hash_fraction(key: str) -> float:
+    """Return a pseudo-random number from 0 to 1 that depends on the question alone."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
@@ -442,7 +450,7 @@ def _weights(dataset: Any) -> dict[str, float]:
     return {str(name): positive(f"task.dataset.{name}", weight) for name, weight in dataset.items()}
 
 
-def _shares(count: int, weights: Mapping[str, float]) -> list[int]:
+def _split_count(count: int, weights: Mapping[str, float]) -> list[int]:
     """Split `count` rows in proportion to the weights; the parts add up to `count`."""
     total, taken, shares = sum(weights.values()), 0.0, []
     for weight in weights.values():

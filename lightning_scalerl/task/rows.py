@@ -27,7 +27,7 @@ class RowSource:
     Attributes:
         field: field of the configuration, for errors.
         path: a file, a folder that `datasets` can load, or a hub id.
-        split, name: split and configuration name of a folder or hub id.
+        split, name: split and configuration name of a folder or hub id; None for the default.
         revision: commit of a hub id; another commit is another data set.
         rows: use only the first `rows` rows; None for all.
     """
@@ -40,23 +40,28 @@ class RowSource:
     rows: int | None = None
 
     @classmethod
-    def of(cls, field: str, given: Any) -> RowSource:
+    def of(cls, field: str, location: Any) -> RowSource:
         """Build a source from a path, or a mapping of the attributes above.
 
         Raises:
-            ConfigurationError: it is neither; the error describes the valid forms.
+            ConfigurationError: `location` is neither; the error describes the valid forms.
         """
-        if isinstance(given, str):
-            given = {"path": given}
-        known = ("path", "split", "name", "revision", "rows")
-        if not isinstance(given, Mapping) or "path" not in given or set(given) - set(known):
+        if isinstance(location, str):
+            location = {"path": location}
+        valid_keys = ("path", "split", "name", "revision", "rows")
+        if not isinstance(location, Mapping) or "path" not in location or set(location) - set(valid_keys):
             raise ConfigurationError(
-                f"{field}: {given!r} must be a file, a hub id, or a mapping of {', '.join(known)} with a path"
+                f"{field}: {location!r} must be a file, a hub id, or a mapping of {', '.join(valid_keys)} with a path"
             )
-        if given.get("rows") is not None:
-            whole_number(f"{field}.rows", given["rows"])
+        if location.get("rows") is not None:
+            whole_number(f"{field}.rows", location["rows"])
         return cls(
-            field, str(given["path"]), given.get("split"), given.get("name"), given.get("revision"), given.get("rows")
+            field,
+            str(location["path"]),
+            location.get("split"),
+            location.get("name"),
+            location.get("revision"),
+            location.get("rows"),
         )
 
     @property
@@ -105,13 +110,13 @@ class RowSource:
             ConfigurationError: a row is malformed; the error names field, file, line and problem.
         """
         self.content()
-        rows = self._file() if self.is_file else self._loaded()
+        rows = self._read_file() if self.is_file else self._load_by_datasets()
         rows = rows[: self.rows]
         if not rows:
             raise ConfigurationError(f"{self.field}: {self.path!r} holds no rows")
         return rows
 
-    def _file(self) -> list[Row]:
+    def _read_file(self) -> list[Row]:
         path = Path(self.path).expanduser()
         try:
             if path.suffix == ".parquet":
@@ -121,15 +126,15 @@ class RowSource:
                 table: list[Row] = parquet.ParquetFile(path).read().to_pylist()
                 return table
             if path.suffix == ".csv":
-                return _table(path)
+                return _read_csv(path)
             text = path.read_text(encoding="utf-8")
         except Exception as error:
             raise ConfigurationError(f"{self.field}: cannot read {self.path!r} ({error_line(error)})") from error
         if path.suffix == ".json" and text.lstrip().startswith("["):
-            return self._list(text)
-        return self._lines(text)
+            return self._parse_list(text)
+        return self._parse_lines(text)
 
-    def _list(self, text: str) -> list[Row]:
+    def _parse_list(self, text: str) -> list[Row]:
         try:
             rows = parse_json(text)
         except ValueError as error:
@@ -139,7 +144,7 @@ class RowSource:
         objects: list[Row] = rows
         return objects
 
-    def _lines(self, text: str) -> list[Row]:
+    def _parse_lines(self, text: str) -> list[Row]:
         rows: list[Row] = []
         for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
@@ -153,11 +158,11 @@ class RowSource:
             rows.append(row)
         return rows
 
-    def _loaded(self) -> list[Row]:
+    def _load_by_datasets(self) -> list[Row]:
         """Load the rows with the `datasets` library.
 
         Raises:
-            ConfigurationError: it is not installed, or cannot load them.
+            ConfigurationError: the library is not installed, or cannot load the rows.
         """
         try:
             from datasets import DatasetDict, load_dataset
@@ -169,9 +174,9 @@ class RowSource:
                 f"installed; pip install datasets, or give a file that ends in {', '.join(SUFFIXES)}"
             ) from None
 
-        where = str(Path(self.path).expanduser()) if self.is_folder else self.path
+        dataset_location = str(Path(self.path).expanduser()) if self.is_folder else self.path
         try:
-            loaded = load_dataset(where, self.name, split=self.split, revision=self.revision)
+            loaded = load_dataset(dataset_location, self.name, split=self.split, revision=self.revision)
         except Exception as error:
             raise ConfigurationError(
                 f"{self.field}: datasets cannot load {self.path!r} ({error_line(error)})"
@@ -207,16 +212,16 @@ class InMemory:
         """Return all rows, in their order.
 
         Raises:
-            ConfigurationError: there are no rows, or the object is of another kind.
+            ConfigurationError: there are no rows, or the object is not a list of dicts or a data set.
         """
-        given = self.rows
-        if isinstance(given, Mapping):  # a DatasetDict
-            first, names = next(iter(given)), ", ".join(map(str, given))
+        data = self.rows
+        if isinstance(data, Mapping):  # a DatasetDict
+            first, names = next(iter(data)), ", ".join(map(str, data))
             raise ConfigurationError(f"{self.field}: has the splits {names}; say which, such as data[{first!r}]")
-        rows = given.to_list() if hasattr(given, "to_list") and hasattr(given, "__len__") else given
+        rows = data.to_list() if hasattr(data, "to_list") and hasattr(data, "__len__") else data
         if not isinstance(rows, list | tuple):
             raise ConfigurationError(
-                f"{self.field}: {type(given).__name__} must be a file, a datasets.Dataset or a list of dicts; of a "
+                f"{self.field}: {type(data).__name__} must be a file, a datasets.Dataset or a list of dicts; of a "
                 "stream give list(stream.take(1000))"
             )
         for number, row in enumerate(rows):
@@ -227,19 +232,20 @@ class InMemory:
         return [dict(row) for row in rows]
 
 
-def source_of(field: str, given: Any) -> RowSource | InMemory:
+def source_of(field: str, location: Any) -> RowSource | InMemory:
     """Return a reader of rows, from a path, a mapping with a path, or the rows themselves.
 
     Raises:
-        ConfigurationError: it is none of these; the error describes the valid forms.
+        ConfigurationError: `location` has none of these forms; the error describes them.
     """
-    # `column_names`: a `datasets.Dataset`, or another class of `datasets` that `InMemory` refuses with an explanation.
-    if isinstance(given, list | tuple) or hasattr(given, "column_names"):
-        return InMemory(field, given)
-    return RowSource.of(field, str(given) if isinstance(given, Path) else given)
+    # A `datasets.Dataset` has `column_names`. So have other classes of `datasets`, which `InMemory` refuses with an
+    # explanation.
+    if isinstance(location, list | tuple) or hasattr(location, "column_names"):
+        return InMemory(field, location)
+    return RowSource.of(field, str(location) if isinstance(location, Path) else location)
 
 
-def _table(path: Path) -> list[Row]:
+def _read_csv(path: Path) -> list[Row]:
     """Return the rows of a CSV file. Cells stay strings, because an answer such as 007 must not become a number.
 
     Raises:

@@ -20,7 +20,7 @@ TRAINERS: Mapping[str, Callable[[Run], Translation]] = {
 }
 
 
-def translated(overrides: Sequence[str], to: str, folders: Sequence[str] = ()) -> Translation:
+def translate(overrides: Sequence[str], to: str, folders: Sequence[str] = ()) -> Translation:
     """Translate a recipe into the settings of another trainer.
 
     Args:
@@ -29,11 +29,11 @@ def translated(overrides: Sequence[str], to: str, folders: Sequence[str] = ()) -
         folders: the user's folders of configuration files, in addition to `conf/`.
 
     Raises:
-        UserError: the overrides do not compose, or the trainer is unknown.
+        UserError: the overrides are invalid, or the trainer is unknown.
     """
     if to not in TRAINERS:
-        near = did_you_mean(to, list(TRAINERS))
-        raise UserError(f"--to {to}: no such trainer{near}; valid: {', '.join(TRAINERS)}")
+        suggestion = did_you_mean(to, list(TRAINERS))
+        raise UserError(f"--to {to}: no such trainer{suggestion}; valid: {', '.join(TRAINERS)}")
     try:
         return TRAINERS[to](Run.of(list(overrides), list(folders)))
     except ConfigurationError as error:

@@ -34,11 +34,11 @@ from lightning_scalerl.optim import (
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.task.base import NoReward
 
-# A bound that never acts, for trainers that cannot turn a bound off: gradients and ratios stay below it (ratios are
-# capped at exp(20) here and in verl).
+# Value of a bound that is never reached, for trainers in which a bound cannot be turned off: gradient norms and ratios
+# stay below it (ratios are capped at exp(20) here and in verl).
 NO_BOUND = 1e9
 # Reason in `Translation.missing` for choices that the user has defined.
-OWN = "a choice of your own"
+USER_CHOICE = "a choice of your own"
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Translation:
         missing: our choices and settings without a counterpart.
         notes: differences that no setting can remove.
         added: settings that the trainer's code reads although its own configuration file does not list them.
-        optimizer: its optimizer under these settings: "storage" and "states" (types in which weights and states are
-            stored), and "eps".
-        settings_by_axis: names of settings by axis, including axes in `missing`; use `axes` instead.
+        optimizer: the trainer's optimizer under these settings: "storage" and "states" (types in which weights and
+            optimizer states are stored), and "eps".
+        settings_by_axis: names of settings by axis, including axes in `missing`. Read `axes` instead.
     """
 
     to: str
@@ -84,18 +84,18 @@ class Translation:
     settings_by_axis: dict[str, list[str]] = field(default_factory=dict)
 
     def set(self, *axes: str, **settings: Any) -> None:
-        """Add settings by name, with two underscores for a dot. Together they express the choices on these axes."""
-        named = {name.replace("__", "."): value for name, value in settings.items()}
-        self.settings |= named
+        """Add settings that express the choices on these axes. In a setting's name, `__` stands for a dot."""
+        dotted = {name.replace("__", "."): value for name, value in settings.items()}
+        self.settings |= dotted
         for axis in axes:
-            self.express(axis, *named)
+            self.express(axis, *dotted)
 
     def under(self, prefix: str, *axes: str, **settings: Any) -> None:
         """Add settings below a prefix, as `set` does."""
         self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
 
     def express(self, axis: str, *names: str) -> None:
-        """Record which settings express the choice on an axis; no names if the trainer always behaves that way."""
+        """Record which settings express the choice on an axis; no names if the trainer has no other behaviour."""
         self.settings_by_axis.setdefault(axis, []).extend(names)
 
     @property
@@ -111,13 +111,13 @@ class Translation:
 
     def add_missing(self, key: str, value: Any, why: str) -> None:
         """Add a choice or setting without a counterpart."""
-        # If the axis is missing because the user has defined its choice, no further reason is needed.
-        if any((entry.key, entry.why) == (key, OWN) for entry in self.missing):
+        # If the axis is already missing because the user has defined its choice, do not add a second reason.
+        if any((entry.key, entry.why) == (key, USER_CHOICE) for entry in self.missing):
             return
-        self.missing.append(Missing(key, _shown(value), why))
+        self.missing.append(Missing(key, _as_text(value), why))
 
     def express_if(self, same: bool, axis: str, value: Any, why: str) -> None:
-        """Record that the trainer behaves as the choice on an axis does if `same`, else that it has no counterpart."""
+        """If `same`, record that the trainer always behaves like the choice on an axis, else that it lacks it."""
         if same:
             self.express(axis)
         else:
@@ -135,8 +135,8 @@ class Translation:
         """Return the settings in the trainer's format; comments list missing choices and other differences."""
         head = [f"# {self.to} {self.version}: {len(self.settings)} settings; written by scalerl translate"]
         head += [f"# without a counterpart: {entry.key}={entry.value}: {entry.why}" for entry in self.missing]
-        if alike := [axis for axis, names in self.axes.items() if not names]:
-            head.append(f"# the same there without a setting: {', '.join(alike)}")
+        if without_setting := [axis for axis, names in self.axes.items() if not names]:
+            head.append(f"# the same there without a setting: {', '.join(without_setting)}")
         if self.optimizer:
             head.append(
                 "# optimizer there: weights stored in {storage}, states in {states}, eps {eps:g}".format_map(
@@ -149,14 +149,14 @@ class Translation:
         return "\n".join([*head, *body]) + "\n"
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, DesignChoice):
         parameters = ", ".join(f"{name}={parameter}" for name, parameter in value.parameters().items())
         return f"{type(value).__name__}({parameters})" if parameters else type(value).__name__
     return str(value)
 
 
-def _plain(value: Any) -> str:
+def _json(value: Any) -> str:
     """Return a value as JSON, which YAML and TOML read the same way (except null in TOML, which does not occur)."""
     return json.dumps(value)
 
@@ -169,27 +169,27 @@ def _in_yaml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(entry)}" for name, entry in value.items()) + "}"
     # Add a decimal point, because YAML 1.1 reads 1e-15 as a string.
-    return re.sub(r"^(-?\d+)e", r"\1.0e", _plain(value)) if isinstance(value, float) else _plain(value)
+    return re.sub(r"^(-?\d+)e", r"\1.0e", _json(value)) if isinstance(value, float) else _json(value)
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
     # Lists and mappings are written without spaces and quotes, so that each override is a single word for a shell.
-    return [f"{name}={_bare(value)}" for name, value in settings.items()]
+    return [f"{name}={_unquoted(value)}" for name, value in settings.items()]
 
 
-def _bare(value: Any) -> str:
+def _unquoted(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_bare(entry)}" for name, entry in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_unquoted(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_bare, value)) + "]"
-    return value if isinstance(value, str) else _plain(value)
+        return "[" + ",".join(map(_unquoted, value)) + "]"
+    return value if isinstance(value, str) else _json(value)
 
 
 def _toml(settings: Mapping[str, Any]) -> list[str]:
     tables: dict[str, list[str]] = {}
     for name, value in settings.items():
         table, _, key = name.rpartition(".")
-        tables.setdefault(table, []).append(f"{key} = {_plain(value)}")
+        tables.setdefault(table, []).append(f"{key} = {_json(value)}")
     lines = list(tables.pop("", []))
     for table, entries in tables.items():
         lines += [f"[{table}]", *entries]
@@ -198,7 +198,7 @@ def _toml(settings: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Run to translate: its composed configuration, and the recipe built from it."""
+    """Run to translate: the composed configuration, and the recipe built from it."""
 
     config: Any
     recipe: Recipe
@@ -208,7 +208,7 @@ class Run:
         """Compose the run that overrides describe.
 
         Raises:
-            ConfigurationError: the overrides do not compose, or choices contradict each other.
+            ConfigurationError: the overrides are invalid, or choices contradict each other.
         """
         config = compose(overrides, folders)
         recipe = build_recipe(config, "")
@@ -260,8 +260,8 @@ class Run:
     @cached_property
     def micro_batch(self) -> int:
         """Rollouts per pass: the largest number up to `batch.micro_batch` that divides the rollouts of a step."""
-        most = min(self.recipe.batch.micro_batch, self.rollouts)
-        return next(size for size in range(most, 0, -1) if self.rollouts % size == 0)
+        limit = min(self.recipe.batch.micro_batch, self.rollouts)
+        return next(size for size in range(limit, 0, -1) if self.rollouts % size == 0)
 
     @property
     def lr(self) -> float:
@@ -283,23 +283,23 @@ class Run:
         return (loss.clip, loss.clip) if isinstance(loss, PPO) else None
 
     def aggregation_of(self, term: Any) -> type[Aggregation]:
-        """Return the aggregation of a term of the loss: its own, or else the run's."""
+        """Return the aggregation of a term of the loss; if the term names none, that of axis `aggregation`."""
         return type(named_aggregation("", term.aggregation) or self.choices.aggregation)
 
     @property
     def head(self) -> bool | None:
-        """Return whether both heads (trainer, generator) are FP32 under a 16-bit policy; None if only one of them."""
+        """Return whether the heads of trainer and generator are FP32 under a 16-bit policy; None if only one is."""
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False
-        both = {precision.fp32_head_trainer, precision.fp32_head_generator}
-        return both.pop() if len(both) == 1 else None
+        head_types = {precision.fp32_head_trainer, precision.fp32_head_generator}
+        return head_types.pop() if len(head_types) == 1 else None
 
 
 def common(run: Run, into: Translation) -> None:
-    """Record the choices that no trainer supports, and neutral choices that need no setting in any of them."""
+    """Record the choices that no trainer supports, and neutral choices that need no setting in any trainer."""
     choices = run.choices
-    absent = {
+    untranslated = {
         "resampling": ("uniform", "prompts are never retired there"),
         "curriculum": ("none", "prompts are drawn without regard to their difficulty there"),
         "allocation": ("fixed", "every prompt has the same number of completions there"),
@@ -308,18 +308,18 @@ def common(run: Run, into: Translation) -> None:
         "advantage": ("group", "advantages of a critic are not translated"),
     }
     neutral = ("UniformResampling", "NoCurriculum", "FixedAllocation", "OutcomeCredit", "NoCritic", "GroupAdvantage")
-    for axis, (plain, why) in absent.items():
+    for axis, (neutral_name, why) in untranslated.items():
         choice = choices.on(axis)
         if type(choice).__name__ not in neutral:
-            into.add_missing(axis, choice, f"{why}; {axis}={plain} is translated")
+            into.add_missing(axis, choice, f"{why}; {axis}={neutral_name} is translated")
         elif axis != "advantage":
             into.express(axis)
     for axis, choice in choices.items():
-        if axis in choices.own:
+        if axis in choices.user_axes:
             into.add_missing(axis, choice, "an axis of your own")
         elif not type(choice).__module__.startswith("lightning_scalerl."):
             # This includes a subclass of one of our choices: its changes are unknown.
-            into.add_missing(axis, choice, OWN)
+            into.add_missing(axis, choice, USER_CHOICE)
     if type(choices.length_control).__name__ == "Interruption":
         into.add_missing("length_control", choices.length_control, "nothing is forced into a completion there")
     elif isinstance(choices.length_control, NoLengthControl):
@@ -327,8 +327,8 @@ def common(run: Run, into: Translation) -> None:
     if isinstance(choices.adapter, NoAdapter):
         into.express("adapter")
     if not isinstance(choices.async_mode, PPOOffPolicy):
-        into.add_missing("async_mode", choices.async_mode, _PIPELINE[into.to])
-    _other_optimizer(run, into)
+        into.add_missing("async_mode", choices.async_mode, _ASYNC_MODES[into.to])
+    _check_optimizer(run, into)
     if choices.precision.policy == "fp16":
         into.add_missing(
             "precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours"
@@ -343,12 +343,12 @@ def common(run: Run, into: Translation) -> None:
                 f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true"
             )
     if (teacher := choices.kl.reference) is not None:
-        into.add_missing("kl.reference", teacher, _DISTILS[into.to])
+        into.add_missing("kl.reference", teacher, _DISTILLATION[into.to])
     if isinstance(run.recipe.reward, NoReward):
         into.add_missing("reward", "none", "rewards are functions of yours there; reward=zero_one is translated")
-    if beside := run.recipe.evaluation.get("sets"):
+    if other_sets := run.recipe.evaluation.get("sets"):
         into.add_missing(
-            "evaluation.sets", sorted(beside), "sets of other tasks are not translated; evaluation.sets={} is"
+            "evaluation.sets", sorted(other_sets), "sets of other tasks are not translated; evaluation.sets={} is"
         )
     if run.recipe.evaluation.get("gold_logprob"):
         into.add_missing("evaluation.gold_logprob", True, "known solutions are not scored there")
@@ -364,18 +364,18 @@ def common(run: Run, into: Translation) -> None:
     )
 
 
-def _other_optimizer(run: Run, into: Translation) -> None:
-    """Add any optimizer but AdamW with FP32 weights and moments to `missing`, unless the trainer has the same."""
-    kind = type(run.recipe.optimizer)
-    if kind is AdamW or (kind, into.to) in _OPTIMIZERS_THERE:
+def _check_optimizer(run: Run, into: Translation) -> None:
+    """Add the optimizer to `missing` if it is not AdamW with FP32 weights and moments, and the trainer lacks it."""
+    optimizer_class = type(run.recipe.optimizer)
+    if optimizer_class is AdamW or (optimizer_class, into.to) in _SAME_OPTIMIZERS:
         return
-    why = _OPTIMIZERS.get(kind, "an optimizer of your own")
-    setting = _OPTIMIZER_SETTINGS.get((kind, into.to), "no setting")
-    into.add_missing("optimizer", kind.__name__, f"{why} ({setting}); optimizer=adamw is translated")
+    why = _OPTIMIZERS.get(optimizer_class, "an optimizer of your own")
+    setting = _OPTIMIZER_SETTINGS.get((optimizer_class, into.to), "no setting")
+    into.add_missing("optimizer", optimizer_class.__name__, f"{why} ({setting}); optimizer=adamw is translated")
 
 
 # TRL's optim=adamw_torch_8bit is the same class of torchao.
-_OPTIMIZERS_THERE = {(AdamW8bit, "trl")}
+_SAME_OPTIMIZERS = {(AdamW8bit, "trl")}
 _OPTIMIZERS: dict[type[AdamW], str] = {
     AdamWBF16: "AdamW on a model in BF16 also rounds inside of the step there, and computes norms in BF16",
     AdamW8bit: "8-bit moments there are not compared with ours",
@@ -394,20 +394,20 @@ _OPTIMIZER_SETTINGS: dict[tuple[type[AdamW], str], str] = {
 def estimator(run: Run) -> str | None:
     """Return the name of the advantage estimator in verl and SkyRL; None for one that the user has defined.
 
-    GAE gets its name although `common` lists it as missing: without it, the trainer would use another estimator.
+    GAE is named although `common` lists it as missing: without a name, the trainer would use its default estimator.
     """
     return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
 
 # Each trainer's way to distil from a teacher on the policy's own rollouts. None of them has been compared with ours.
-_DISTILS = {
+_DISTILLATION = {
     "trl": "a teacher is a setting of its DistillationTrainer, not of its GRPOTrainer",
     "verl": "distillation.* has a teacher; kl.estimate=k1 is there loss_mode=k1 with use_policy_gradient=true",
     "prime-rl": "orchestrator.algo.teacher has a teacher, with a loss of its own",
     "skyrl": "it distils in an example of its own (on_policy_distillation)",
 }
 
-_PIPELINE = {
+_ASYNC_MODES = {
     "trl": "its GRPOTrainer samples and trains in turns; its asynchronous trainer drops what is too old, and has one "
     "loss",
     "verl": "its asynchronous trainers drop or abort what is too old; nothing is discarded here",
@@ -422,26 +422,26 @@ def on_policy(run: Run) -> bool:
     return isinstance(run.choices.async_mode, PPOOffPolicy) and run.k == 1
 
 
-def by_deviation(run: Run, into: Translation, eps: float, others: str) -> bool | None:
-    """Return whether advantages are divided by their group's standard deviation, for trainers that support only that.
+def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> bool | None:
+    """Return whether the run divides advantages by their group's standard deviation (True) or not at all (False).
 
     Args:
         run: the run to translate.
-        into: gets an entry in `missing` if the run normalizes in another way; the result is None then.
+        into: gets an entry in `missing` if the run normalizes in another way; then the result is None.
         eps: the trainer's fixed addition to the deviation.
-        others: reason for that entry.
+        why: reason for that entry.
     """
     scale = run.choices.normalization
     if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
-        others = f"the deviation is unbiased, plus {eps:g}: normalization.ddof=1 and eps={eps:g}"
+        why = f"the deviation is unbiased, plus {eps:g}: normalization.ddof=1 and eps={eps:g}"
     elif isinstance(scale, PromptNormalization | NoNormalization):
         return isinstance(scale, PromptNormalization)
-    into.add_missing("normalization", scale, others)
+    into.add_missing("normalization", scale, why)
     return None
 
 
-def distance(run: Run) -> float | None:
-    """Return the coefficient of a k3 term to the initial model, 0 without one; None for any other kind of KL."""
+def kl_coefficient(run: Run) -> float | None:
+    """Return the coefficient of a k3 term to the initial model; 0 without KL, None for any other KL."""
     kl = run.choices.kl
     if isinstance(kl, NoKL):
         return 0.0
@@ -450,54 +450,54 @@ def distance(run: Run) -> float | None:
     return None
 
 
-def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], averaged: str) -> float | None:
+def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], why: str) -> float | None:
     """Return the coefficient of the KL term, for trainers with one coefficient and a fixed aggregation of the term.
 
     Args:
         run: the run to translate.
-        into: gets an entry in `missing` for any other KL; the result is None then.
+        into: gets an entry in `missing` for any other KL; then the result is None.
         aggregation: the trainer's aggregation of the term.
-        averaged: reason for an entry if the run aggregates the term in another way.
+        why: reason for an entry in `missing` if the run aggregates the term in another way.
     """
-    kl, beta = run.choices.kl, distance(run)
+    kl, beta = run.choices.kl, kl_coefficient(run)
     if beta is None:
         into.add_missing("kl", kl, "one coefficient for all tokens, in the loss, k3: kl=fixed is translated")
     elif beta and run.aggregation_of(kl) is not aggregation:
-        into.add_missing("kl.aggregation", kl, averaged)
+        into.add_missing("kl.aggregation", kl, why)
     return beta
 
 
-def evaluated(run: Run, into: Translation) -> int:
-    """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it is not a whole number."""
-    every, _ = run.evaluation
-    if every % run.k:
+def evaluation_interval(run: Run, into: Translation) -> int:
+    """Return the number of batches of `run.k` steps between evaluations; 0 for no evaluations or a fraction."""
+    interval, _ = run.evaluation
+    if interval % run.k:
         into.add_missing(
-            "evaluation.every_n_steps", every, f"evaluations are counted in batches of {run.k} steps there"
+            "evaluation.every_n_steps", interval, f"evaluations are counted in batches of {run.k} steps there"
         )
         return 0
-    return every // run.k
+    return interval // run.k
 
 
 def no_adapter(run: Run, into: Translation, name: str) -> None:
-    """Add LoRA to `missing`; `name` is the trainer's own setting for an adapter."""
+    """Add LoRA, if the run has it, to `missing`; `name` is the trainer's setting for an adapter."""
     if not isinstance(run.choices.adapter, NoAdapter):
         into.add_missing("adapter", run.choices.adapter, f"how its adapter begins is not compared with ours ({name})")
 
 
-def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
-    """Return whether the run has a warm-up and whether it has a cosine schedule, as far as they can be translated.
+def translate_schedule(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
+    """Return whether to translate a warm-up and whether to translate a cosine schedule.
 
     Args:
         run: the run to translate.
-        into: gets an entry in `missing` if the schedule cannot be translated.
+        into: gets an entry in `missing` if the schedule cannot be translated; then both results are False.
         by_step: whether the trainer's schedule advances once per step of the run.
     """
     schedule = run.recipe.schedule
-    warms, falls = bool(schedule.warmup_steps), run.cosine is not None
+    has_warmup, has_decay = bool(schedule.warmup_steps), run.cosine is not None
     if type(schedule) not in (ConstantSchedule, CosineSchedule, SqrtBatchSchedule):
         into.add_missing("schedule", type(schedule).__name__, "a schedule of your own")
         return False, False
-    if (warms or falls) and not by_step:
+    if (has_warmup or has_decay) and not by_step:
         into.add_missing("schedule", type(schedule).__name__, "the schedule advances at other times there")
         return False, False
-    return warms, falls
+    return has_warmup, has_decay

@@ -2,8 +2,8 @@
 
 prime-rl has none of our losses. Its losses `default` and `ipo` mask tokens by the difference of probabilities and add a
 squared log-ratio, over all tokens of a batch. Everything but the loss is translated, for use with a custom loss
-(trainer.loss.type = "custom"). As here, its ratio is relative to the engine's log-probabilities. Its advantage is the
-reward minus the group's mean.
+(trainer.loss.type = "custom"). In prime-rl the ratio is relative to the engine's log-probabilities, and the advantage
+is the reward minus the group's mean, as in ScaleRL.
 
 Source: PrimeIntellect-ai/prime-rl 559b4477, packages/prime-rl-configs/src/prime_rl/configs, src/prime_rl/trainer.
 """
@@ -17,7 +17,15 @@ from lightning_scalerl.axes.filter import NoFilter, ZeroVariance
 from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.normalization import NoNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, no_adapter, on_policy
+from lightning_scalerl.translate.record import (
+    Run,
+    Translation,
+    common,
+    kl_coefficient,
+    no_adapter,
+    on_policy,
+    translate_schedule,
+)
 
 VERSION = "559b4477"
 ADAM_EPS = 1e-8  # torch's default, which prime-rl always uses
@@ -36,19 +44,19 @@ def to_prime_rl(run: Run) -> Translation:
         tokens, "aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token"
     )
     into.express_if(
-        distance(run) == 0,
+        kl_coefficient(run) == 0,
         "kl",
         choices.kl,
         "kl_tau is the squared log-ratio to the engine, not a distance from a reference",
     )
     into.express_if(not choices.entropy.acts, "entropy", choices.entropy, "there is no bonus")
-    grouped = isinstance(choices.advantage, GroupAdvantage)
-    if grouped:
+    is_group_advantage = isinstance(choices.advantage, GroupAdvantage)
+    if is_group_advantage:
         into.under("orchestrator.algo", "advantage", type="grpo")
     if not isinstance(choices.normalization, NoNormalization):
         into.add_missing("normalization", choices.normalization, "advantages are not divided there; normalization=none")
     else:
-        into.express("normalization", *(["orchestrator.algo.type"] if grouped else []))
+        into.express("normalization", *(["orchestrator.algo.type"] if is_group_advantage else []))
     if isinstance(choices.filter, ZeroVariance | NoFilter):
         into.under("orchestrator.train", "filter", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
         if isinstance(choices.filter, ZeroVariance):
@@ -61,8 +69,10 @@ def to_prime_rl(run: Run) -> Translation:
         into.add_missing(
             "length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer"
         )
-    engine = isinstance(choices.correction, Behaviour)
-    into.express_if(engine, "correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
+    uses_engine = isinstance(choices.correction, Behaviour)
+    into.express_if(
+        uses_engine, "correction", choices.correction, "the ratio is to the engine there; correction=behaviour"
+    )
     epochs = choices.epochs.count
     into.express_if(epochs == 1, "epochs", epochs, "a batch is gone over once there")
     if run.k > 1:
@@ -85,9 +95,9 @@ def _settings(run: Run, into: Translation) -> None:
     into.under(
         "orchestrator.train.sampling", temperature=limits.temperature, max_completion_tokens=limits.max_new_tokens
     )
-    every = int(recipe.evaluation.get("every_n_steps", 0))
-    if every:
-        into.under("orchestrator.eval", interval=every, group_size=int(recipe.evaluation.get("samples", 1)))
+    interval = int(recipe.evaluation.get("every_n_steps", 0))
+    if interval:
+        into.under("orchestrator.eval", interval=interval, group_size=int(recipe.evaluation.get("samples", 1)))
     into.add_missing("seed", run.seed, "there is none of sampling")
     into.set_optimizer("fp32", "fp32", ADAM_EPS)  # `trainer.model.optimization_dtype` is float32 by default
     into.under(
@@ -110,11 +120,11 @@ def _settings(run: Run, into: Translation) -> None:
         )
     if optimizer.dropout:
         into.add_missing("optimizer.dropout", True, "the model's dropout is off there")
-    warms, falls = lasting(run, into, by_step=run.choices.epochs.count == 1)
+    has_warmup, has_decay = translate_schedule(run, into, by_step=run.choices.epochs.count == 1)
     warmup = recipe.schedule.warmup_steps
-    if falls:
+    if has_decay:
         into.add_missing("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
-    elif warms:
+    elif has_warmup:
         # The rate rises from min_lr at the first step: (s + 1) / (warmup_steps + 1) of the whole at step s, as here.
         into.under(
             "trainer.scheduler",

@@ -7,8 +7,7 @@ Properties of the code at this commit:
 - the variance of a group is computed over its unmasked rollouts;
 - KL is averaged over sequences under every reduction;
 - `advantage_batch_normalize` counts an advantage once per token;
-- the trainer's log-probabilities before the update are computed in mini-batches, at the time when the whole batch was
-  sampled;
+- the trainer's log-probabilities before the update are computed once for the whole batch, after it was sampled;
 - workers compute under BF16 autocast, regardless of `bf16`;
 - training ends after `epochs` (1 by default), regardless of `max_training_steps`.
 
@@ -33,14 +32,14 @@ from lightning_scalerl.translate.record import (
     NO_BOUND,
     Run,
     Translation,
-    by_deviation,
     common,
+    divides_by_deviation,
     estimator,
-    evaluated,
+    evaluation_interval,
     kl_term,
-    lasting,
     no_adapter,
     on_policy,
+    translate_schedule,
 )
 
 VERSION = "a9564572"
@@ -97,8 +96,8 @@ def _loss(run: Run, into: Translation) -> None:
     else:
         name = "gspo" if isinstance(loss, GSPO) else "regular"
         into.under(ALGORITHM, "loss", policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
-    averaged = "the distance is averaged over samples there, under every reduction"
-    beta = kl_term(run, into, SampleAggregation, averaged)
+    why = "the distance is averaged over samples there, under every reduction"
+    beta = kl_term(run, into, SampleAggregation, why)
     if beta is not None:
         into.under(ALGORITHM, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta)
         into.under(ALGORITHM, "kl", kl_estimator_type="k3", use_kl_in_reward=False)
@@ -115,19 +114,19 @@ def _credit(run: Run, into: Translation) -> None:
     if (name := estimator(run)) is not None:
         into.under(ALGORITHM, "advantage", advantage_estimator=name)
     into.under(ALGORITHM, "normalization", advantage_batch_normalize=False)
-    divided = by_deviation(
+    divides = divides_by_deviation(
         run,
         into,
         EPS,
         "advantage_batch_normalize counts an advantage once a token of its rollout; normalization=prompt or none is "
         "translated",
     )
-    if divided is not None:
-        into.under(ALGORITHM, "normalization", grpo_norm_by_std=divided)
+    if divides is not None:
+        into.under(ALGORITHM, "normalization", grpo_norm_by_std=divides)
     # Masked rollouts do not count in a token average, and a constant denominator is not affected. In averages over
     # samples and prompts they still count.
     by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
-    stays = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"
+    why_kept = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"
     if isinstance(choices.filter, DynamicSampling):
         into.under(
             ALGORITHM,
@@ -144,10 +143,10 @@ def _credit(run: Run, into: Translation) -> None:
     elif isinstance(choices.filter, ZeroVariance) and by_token:
         into.under(ALGORITHM, "filter", zero_variance_filter=True, zero_variance_filter_tol=0.0)
     else:
-        into.add_missing("filter", choices.filter, stays)
+        into.add_missing("filter", choices.filter, why_kept)
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and not by_token:
-        into.add_missing("truncated", choices.truncated, f"{stays}, or truncated=keep")
+        into.add_missing("truncated", choices.truncated, f"{why_kept}, or truncated=keep")
     else:
         into.under("generator", "truncated", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
     if isinstance(choices.length_control, Penalty):
@@ -184,8 +183,8 @@ def _data(run: Run, into: Translation) -> None:
         sampling_params__top_k=-1,
         sampling_params__min_p=0.0,
     )
-    if every := evaluated(run, into):
-        into.under("trainer", eval_interval=every, eval_before_train=True)
+    if interval := evaluation_interval(run, into):
+        into.under("trainer", eval_interval=interval, eval_before_train=True)
         into.under(
             "generator",
             eval_n_samples_per_prompt=run.evaluation[1],
@@ -210,12 +209,12 @@ def _optimizer(run: Run, into: Translation) -> None:
         )
     if optimizer.dropout:
         into.add_missing("optimizer.dropout", True, "the model's dropout is not compared with ours")
-    warms, falls = lasting(run, into, by_step=run.choices.epochs.count == 1)
-    if warms:
+    has_warmup, has_decay = translate_schedule(run, into, by_step=run.choices.epochs.count == 1)
+    if has_warmup:
         into.add_missing(
             "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there"
         )
-    elif falls:
+    elif has_decay:
         into.add_missing("schedule", "cosine", "its end is counted in epochs of the data there")
     elif run.cosine is None:
         into.under("trainer.policy.optimizer_config", scheduler="constant_with_warmup", num_warmup_steps=0)

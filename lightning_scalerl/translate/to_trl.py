@@ -26,7 +26,7 @@ from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, SAPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.optim import AdamW8bit
-from lightning_scalerl.translate.record import Run, Translation, common, kl_term, lasting, on_policy
+from lightning_scalerl.translate.record import Run, Translation, common, kl_term, on_policy, translate_schedule
 
 VERSION = "1.16.0"
 EPS = 1e-4  # TRL's fixed addition to a standard deviation
@@ -99,8 +99,8 @@ def _loss(run: Run, into: Translation) -> None:
         into.set("kl", beta=beta, use_bias_correction_kl=False)
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy):
-        whole = run.micro_batch == run.rollouts and run.aggregation_of(entropy) is TokenAggregation
-        if whole:
+        is_one_micro_batch = run.micro_batch == run.rollouts and run.aggregation_of(entropy) is TokenAggregation
+        if is_one_micro_batch:
             into.set("entropy", entropy_coef=entropy.coefficient)
         else:
             into.add_missing(
@@ -200,11 +200,11 @@ def _data(run: Run, into: Translation) -> None:
         into.note(f"context: nothing there refuses prompts above {recipe.context.max_prompt_tokens} tokens")
     if recipe.batch.prompts > 1 and run.k > 1:
         into.note("async_mode: the rollouts of a generation batch are shuffled before it is cut into steps, not groups")
-    every, samples = run.evaluation
-    if every:
+    interval, samples = run.evaluation
+    if interval:
         into.set(
             eval_strategy="steps",
-            eval_steps=every * epochs,
+            eval_steps=interval * epochs,
             eval_on_start=True,
             num_generations_eval=samples,
             per_device_eval_batch_size=samples * max(1, run.micro_batch // samples),
@@ -234,17 +234,17 @@ def _optimizer(run: Run, into: Translation) -> None:
         )
     else:
         into.set(weight_decay=0.0)
-    warms, falls = lasting(run, into, by_step=epochs == 1)
+    has_warmup, has_decay = translate_schedule(run, into, by_step=epochs == 1)
     warmup = run.recipe.schedule.warmup_steps
     cosine = run.cosine
-    if cosine is not None and falls:
-        if warms or cosine.total_steps != run.steps:
+    if cosine is not None and has_decay:
+        if has_warmup or cosine.total_steps != run.steps:
             into.add_missing(
                 "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps, no warm-up"
             )
         else:
             into.set(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": cosine.final})
-    elif warms:
+    elif has_warmup:
         # TRL's only schedule whose first step has a rate above 0. With a final rate of 1 its cosine is constant.
         into.set(
             lr_scheduler_type="cosine_warmup_with_min_lr",
@@ -269,7 +269,7 @@ def _ratio(run: Run, into: Translation) -> None:
     the generator's.
     """
     correction, precision = run.choices.correction, run.choices.precision
-    exact = precision.policy == "fp32"
+    is_fp32 = precision.policy == "fp32"
     into.set(use_vllm=run.vllm)
     into.set("precision", bf16=precision.policy == "bf16", fp16=False, model_init_kwargs={"dtype": "float32"})
     if run.head is None or (run.head and run.vllm):
@@ -280,10 +280,10 @@ def _ratio(run: Run, into: Translation) -> None:
         )
     else:
         into.set("precision", cast_lm_head_to_fp32=run.head)
-    if not exact:
+    if not is_fp32:
         into.note("precision: sampling is the trainer's autocast forward there, a copy in the policy's type here")
     if not isinstance(correction, Proximal):
-        if run.vllm or not exact:
+        if run.vllm or not is_fp32:
             into.add_missing(
                 "correction",
                 correction,

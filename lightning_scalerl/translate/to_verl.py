@@ -37,15 +37,15 @@ from lightning_scalerl.translate.record import (
     NO_BOUND,
     Run,
     Translation,
-    by_deviation,
     common,
-    distance,
+    divides_by_deviation,
     estimator,
-    evaluated,
+    evaluation_interval,
+    kl_coefficient,
     kl_term,
-    lasting,
     no_adapter,
     on_policy,
+    translate_schedule,
 )
 
 VERSION = "0.9.1"
@@ -130,9 +130,9 @@ def _loss(run: Run, into: Translation) -> None:
 
 def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
     correction = run.choices.correction
-    weighted = isinstance(correction, Proximal) and correction.mode != "none"
+    has_weights = isinstance(correction, Proximal) and correction.mode != "none"
     by_sample = isinstance(run.choices.aggregation, SampleAggregation)
-    if by_sample and not weighted and run.micro_batch == run.rollouts:
+    if by_sample and not has_weights and run.micro_batch == run.rollouts:
         into.under(ACTOR, "loss", policy_loss__loss_mode="geo_mean")
         into.under(ACTOR, "loss", clip_ratio_low=loss.clip_low, clip_ratio_high=loss.clip_high)
     else:
@@ -145,8 +145,8 @@ def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
 
 
 def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
-    one = run.micro_batch == run.rollouts and run.choices.epochs.count == 1
-    if not one or not isinstance(run.choices.correction, Proximal):
+    is_one_pass = run.micro_batch == run.rollouts and run.choices.epochs.count == 1
+    if not is_one_pass or not isinstance(run.choices.correction, Proximal):
         into.add_missing(
             "loss",
             loss,
@@ -164,9 +164,11 @@ def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    divided = by_deviation(run, into, EPS, "a group's deviation or none: normalization=prompt or none is translated")
-    if divided is not None:
-        into.set("normalization", algorithm__norm_adv_by_std_in_grpo=divided)
+    divides = divides_by_deviation(
+        run, into, EPS, "a group's deviation or none: normalization=prompt or none is translated"
+    )
+    if divides is not None:
+        into.set("normalization", algorithm__norm_adv_by_std_in_grpo=divides)
     if (name := estimator(run)) is not None:
         into.set("advantage", algorithm__adv_estimator=name)
     if isinstance(choices.filter, DynamicSampling):
@@ -216,8 +218,8 @@ def _data(run: Run, into: Translation) -> None:
     # Passes over the data (`total_epochs`): enough for all steps even if the data is a single batch.
     into.under("trainer", total_training_steps=run.steps // k, total_epochs=run.steps // k)
     into.under("trainer", use_v1=True, v1__trainer_mode="sync")
-    if every := evaluated(run, into):
-        into.under("trainer", test_freq=every, val_before_train=True)
+    if interval := evaluation_interval(run, into):
+        into.under("trainer", test_freq=interval, val_before_train=True)
         _, samples = run.evaluation
         into.under(f"{ROLLOUT}.val_kwargs", n=samples, do_sample=True, temperature=limits.temperature)
 
@@ -235,13 +237,13 @@ def _optimizer(run: Run, into: Translation) -> None:
     )
     if optimizer.dropout:
         into.add_missing("optimizer.dropout", True, "the model's dropout is off there")
-    warms, falls = lasting(run, into, by_step=run.k == 1)
+    has_warmup, has_decay = translate_schedule(run, into, by_step=run.k == 1)
     cosine = run.cosine
-    if warms:
+    if has_warmup:
         into.add_missing(
             "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there"
         )
-    elif cosine is not None and falls:
+    elif cosine is not None and has_decay:
         if cosine.total_steps != run.steps:
             into.add_missing(
                 "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps"
@@ -257,7 +259,7 @@ def _ratio(run: Run, into: Translation) -> None:
     correction, precision = run.choices.correction, run.choices.precision
     into.under(ROLLOUT, "precision", dtype=run.dtype)
     # The reference policy has its own engine, which uses BF16 too by default.
-    for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if distance(run) else 1]:
+    for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if kl_coefficient(run) else 1]:
         into.under(f"{engine}.fsdp_config", model_dtype="fp32")
         types = {"param_dtype": run.dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
         into.add(f"{engine}.fsdp_config.mixed_precision", types)

@@ -1,4 +1,4 @@
-"""Training of a run by TRL: writes the specification for TRL's interpreter, and refuses runs that TRL cannot express.
+"""Training of a run by TRL: write the specification for TRL's interpreter, or refuse a run that TRL cannot express.
 
     python -m lightning_scalerl.translate.trl_member --python PYTHON --folder FOLDER OVERRIDE...
 
@@ -29,16 +29,16 @@ RUNNER = Path(__file__).with_name("trl_run.py")
 _EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval", "per_device_eval_batch_size")
 
 
-def refuse(run: Run) -> tuple[Translation, ArithmeticTask]:
-    """Translate a run for TRL, or refuse it; returns the translation and the task.
+def translate_for_trl(run: Run) -> tuple[Translation, ArithmeticTask]:
+    """Translate a run for TRL; return the translation and the task.
 
     Raises:
         ConfigurationError: TRL cannot express a choice or setting (the error names it), or the task is not supported.
     """
     translation, task = to_trl(run), build(run.config, "task")
     if translation.missing:
-        named = "; ".join(f"{entry.key}={entry.value} ({entry.why})" for entry in translation.missing)
-        raise ConfigurationError(f"trainer=trl: what TRL {translation.version} cannot express: {named}")
+        missing = "; ".join(f"{entry.key}={entry.value} ({entry.why})" for entry in translation.missing)
+        raise ConfigurationError(f"trainer=trl: what TRL {translation.version} cannot express: {missing}")
     if not isinstance(task, ArithmeticTask):
         raise ConfigurationError(f"trainer=trl: task {type(task).__name__} is not handed over; task=arithmetic is")
     return translation, task
@@ -48,9 +48,9 @@ def specification(run: Run) -> dict[str, Any]:
     """Return the specification that `trl_run.py` reads, as plain values.
 
     Raises:
-        ConfigurationError: see `refuse`.
+        ConfigurationError: see `translate_for_trl`.
     """
-    (translation, task), recipe = refuse(run), run.recipe
+    (translation, task), recipe = translate_for_trl(run), run.recipe
     evaluation = recipe.evaluation
     (heldout,) = task.eval_sets().values()
     control = run.choices.length_control

@@ -28,10 +28,10 @@ from typing import Any
 STOPPED = 3
 
 
-def counted(checkpoint: Path, passes: int) -> Path:
+def compute_file(checkpoint: Path, passes: int) -> Path:
     """Return the path of a checkpoint's file with the compute so far.
 
-    Its name contains the number of our steps, which is TRL's divided by the passes over a batch.
+    The file's name contains the number of ScaleRL's steps: TRL's steps divided by the passes over a batch.
     """
     return checkpoint / f"scalerl-{int(checkpoint.name.rpartition('-')[2]) // passes}.json"
 
@@ -61,11 +61,11 @@ def standard_error(passed: Sequence[int], samples: int) -> float:
         samples: samples per prompt.
     """
     rates = [count / samples for count in passed]
-    spread = sum(rate * (1 - rate) for rate in rates) / max(1, samples - 1)
+    variance_sum = sum(rate * (1 - rate) for rate in rates) / max(1, samples - 1)
     # If every prompt passes always or never, the variance comes out as 0: use a smoothed mean (Laplace) instead.
     mean = (sum(passed) + 1) / (len(rates) * samples + 2)
-    floor = mean * (1 - mean) / (len(rates) * samples) if not spread > 0 else 0.0
-    return math.sqrt(max(spread / len(rates) ** 2, floor))
+    smallest_variance = mean * (1 - mean) / (len(rates) * samples) if not variance_sum > 0 else 0.0
+    return math.sqrt(max(variance_sum / len(rates) ** 2, smallest_variance))
 
 
 class Journal:
@@ -76,14 +76,14 @@ class Journal:
         self._passes = passes  # TRL's steps per step of ours
         self.flops = 0.0
 
-    def go_on_from(self, checkpoint: Path | None) -> None:
+    def resume(self, checkpoint: Path | None) -> None:
         """Continue with the compute of a checkpoint, and remove an incomplete last line.
 
-        Lines after the checkpoint stay, and their steps are logged again after them, so that a reader of the growing
-        file sees where the run resumed. To the reader, a file that became shorter would be a new run.
+        Lines of steps after the checkpoint are not removed; these steps are logged a second time. A reader of the
+        growing file sees from this where the run resumed. It would take a file that became shorter for a new run.
         """
         if checkpoint is not None:
-            self.flops = json.loads(counted(checkpoint, self._passes).read_text())["flops"]
+            self.flops = json.loads(compute_file(checkpoint, self._passes).read_text())["flops"]
         if self._file.exists():
             lines, newline, _ = self._file.read_bytes().rpartition(b"\n")
             os.truncate(self._file, len(lines) + len(newline))
@@ -96,20 +96,24 @@ class Journal:
             os.fsync(file.fileno())
 
 
-def make_reward(specification: Mapping[str, Any], tally: Callable[[list[int], list[int]], None]) -> Callable[..., Any]:
+def make_reward(
+    specification: Mapping[str, Any], count_batch: Callable[[list[int], list[int]], None]
+) -> Callable[..., Any]:
     """Return a reward function for TRL: our task's verifier and reward scale, with the length penalty if there is one.
 
     Args:
         specification: content of the specification file.
-        tally: called with the prompt lengths and completion lengths of each batch, in tokens.
+        count_batch: called with the prompt lengths and completion lengths of each batch, in tokens.
     """
-    right, wrong = specification["reward"]["correct"], specification["reward"]["incorrect"]
+    correct_reward, incorrect_reward = specification["reward"]["correct"], specification["reward"]["incorrect"]
     penalty = specification.get("penalty")
 
     def reward(completions: list[str], answer: list[str], prompt_tokens: list[int], **others: Any) -> list[float]:
         lengths = [len(ids) for ids in others["completion_ids"]]
-        tally(prompt_tokens, lengths)
-        rewards = [right if text == gold else wrong for text, gold in zip(completions, answer, strict=True)]
+        count_batch(prompt_tokens, lengths)
+        rewards = [
+            correct_reward if text == gold else incorrect_reward for text, gold in zip(completions, answer, strict=True)
+        ]
         if penalty:
             limit, buffer = penalty["limit"], penalty["buffer"]
             rewards = [
@@ -134,20 +138,20 @@ def main() -> int:
     config = specification["config"]
     epochs = config["num_iterations"]
     journal = Journal(folder, epochs)
-    saved = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    last = next((path for path in reversed(saved) if counted(path, epochs).is_file()), None)
-    journal.go_on_from(last)
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    last_checkpoint = next((path for path in reversed(checkpoints) if compute_file(path, epochs).is_file()), None)
+    journal.resume(last_checkpoint)
     stop_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     tokenizer = AutoTokenizer.from_pretrained(specification["model"], padding_side="left")
-    size, model_flops = config["num_generations"], specification["flops"]
+    group_size, model_flops = config["num_generations"], specification["flops"]
     # The FLOPs of training on a generation batch are known when it is sampled, and are added step by step.
     updates = config["steps_per_generation"] // config["gradient_accumulation_steps"] * epochs
     pending_steps: list[float] = []
 
-    def tally(prompts: list[int], lengths: list[int]) -> None:
-        for first in range(0, len(prompts), size):
-            journal.flops += sampling_flops(model_flops, prompts[first], lengths[first : first + size])
+    def count_batch(prompts: list[int], lengths: list[int]) -> None:
+        for first in range(0, len(prompts), group_size):
+            journal.flops += sampling_flops(model_flops, prompts[first], lengths[first : first + group_size])
         forward = sum(forward_flops(model_flops, *rollout) for rollout in zip(prompts, lengths, strict=True))
         training = 3 * forward * epochs + specification["forwards"] * forward
         pending_steps[:] = [training / updates] * updates
@@ -174,10 +178,10 @@ def main() -> int:
 
         def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             """Store the compute in the checkpoint. A checkpoint without this file is incomplete."""
-            file = counted(folder / f"checkpoint-{state.global_step}", epochs)
-            part = file.with_name(f".{file.name}")  # renamed below, so that a kill never leaves a partial file
-            part.write_text(json.dumps({"flops": journal.flops}))
-            part.replace(file)
+            file = compute_file(folder / f"checkpoint-{state.global_step}", epochs)
+            partial_file = file.with_name(f".{file.name}")  # renamed below, so that a kill never leaves a partial file
+            partial_file.write_text(json.dumps({"flops": journal.flops}))
+            partial_file.replace(file)
 
     @torch.no_grad()
     def evaluate(model: Any, step: int) -> None:
@@ -189,17 +193,17 @@ def main() -> int:
             torch.manual_seed(hash((specification["seed"], step, specification["evaluation"]["seed"])) % 2**63)
             batch = tokenizer([entry["prompt"] for entry in prompts], return_tensors="pt", padding=True)
             batch = {name: batch[name].repeat_interleave(samples, 0) for name in ("input_ids", "attention_mask")}
-            drawn = model.generate(**batch, generation_config=trainer.generation_config)
-        texts = tokenizer.batch_decode(drawn[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        for place, text in enumerate(texts):
-            passed[place // samples] += text == prompts[place // samples]["answer"]
+            completions = model.generate(**batch, generation_config=trainer.generation_config)
+        texts = tokenizer.batch_decode(completions[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        for index, text in enumerate(texts):
+            passed[index // samples] += text == prompts[index // samples]["answer"]
         model.train(training)
         rate = sum(passed) / (len(prompts) * samples)
         journal.add(step=step, reward=rate, reward_se=standard_error(passed, samples), compute=journal.flops)
 
     trainer = GRPOTrainer(
         specification["model"],
-        reward_funcs=make_reward(specification, tally),
+        reward_funcs=make_reward(specification, count_batch),
         args=GRPOConfig(
             output_dir=str(folder),
             use_cpu=not torch.cuda.is_available(),
@@ -221,7 +225,7 @@ def main() -> int:
         processing_class=tokenizer,
         callbacks=[Follow()],
     )
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    trainer.train(resume_from_checkpoint=str(last_checkpoint) if last_checkpoint else None)
     return 0 if trainer.state.global_step >= config["max_steps"] else STOPPED
 
 

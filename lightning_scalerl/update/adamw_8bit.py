@@ -42,17 +42,17 @@ class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no 
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, with `NAME.codes` and `NAME.scale` in place of an 8-bit state."""
-        whole: dict[str, Any] = super().state_dict()
+        """Return torch's state dict; two plain tensors, `NAME.codes` and `NAME.scale`, replace an 8-bit state."""
+        state_dict_of_torch: dict[str, Any] = super().state_dict()
         plain: dict[int, dict[str, Any]] = {}
-        for number, state in whole["state"].items():
+        for number, state in state_dict_of_torch["state"].items():
             plain[number] = {}
             for name, value in state.items():
                 if isinstance(value, OptimState8bit):
                     plain[number] |= {f"{name}.codes": value.codes, f"{name}.scale": value.scale}
                 else:
                     plain[number][name] = value
-        return {**whole, "state": plain}
+        return {**state_dict_of_torch, "state": plain}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state from `state_dict`."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 MOMENTS = ("exp_avg", "exp_avg_sq", "compensation")
 
 
-def rounded(tensor: Tensor) -> Tensor:
+def round_to_bf16(tensor: Tensor) -> Tensor:
     """Return the nearest BF16 values, in the tensor's own type; a tensor that is not floating-point is unchanged."""
     return tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
 
@@ -21,7 +21,7 @@ def round_weights(root: nn.Module) -> None:
     """Round all trained weights of a module to the nearest BF16 values, in place."""
     for parameter in root.parameters():
         if parameter.requires_grad:
-            parameter.copy_(rounded(parameter))
+            parameter.copy_(round_to_bf16(parameter))
 
 
 class StoredInBF16(torch.optim.Optimizer):
@@ -85,12 +85,12 @@ class StoredInBF16(torch.optim.Optimizer):
         update = (mean / (1 - beta1**step)).div_(denominator).add_(weight, alpha=group["weight_decay"])
         update.mul_(-group["lr"])
         if not self._kahan:
-            weight.copy_(rounded(weight + update))
+            weight.copy_(round_to_bf16(weight + update))
             return
-        compensation = rounded(state["compensation"].float() + update)
-        before = weight.clone()
-        weight.copy_(rounded(weight + compensation))
-        state["compensation"].copy_(compensation - (weight - before))
+        compensation = round_to_bf16(state["compensation"].float() + update)
+        old_weight = weight.clone()
+        weight.copy_(round_to_bf16(weight + compensation))
+        state["compensation"].copy_(compensation - (weight - old_weight))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state; moments stay BF16, where torch would cast them to the type of the weights."""

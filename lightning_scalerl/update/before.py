@@ -24,7 +24,7 @@ class ServedTeacher(Protocol):
 
 
 @torch.no_grad()
-def scored_before(
+def run_forward_passes(
     rows: TrainBatch,
     choices: Choices,
     policy: Policy,

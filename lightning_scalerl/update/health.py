@@ -1,8 +1,7 @@
 """Group `health`: rules that end a collapsed run early and record the reason in its status.
 
-arXiv 2510.13786, A.15: runs in which 10 to 15% of completions are truncated stay unstable, so later compute tells
-nothing about the recipe. The rules are off by default, because a collapse is a result too and a study may want to see
-all of it.
+arXiv 2510.13786, A.15: runs in which 10 to 15% of completions are truncated stay unstable, so their later rewards do
+not characterize the recipe. The rules are off by default, because a collapse is a result too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, whole_
 
 
 def at_the_limit(metrics: Mapping[str, float]) -> float:
-    """Return the share of completions truncated at the context limit, without those cut by a curriculum stage."""
+    """Return the share of completions truncated at the context limit, without truncation by a curriculum's stage."""
     return metrics["train/truncated"] - metrics.get("train/cut_by_stage", 0.0)
 
 
@@ -27,7 +26,7 @@ class UnhealthyError(CannotGoOnError):
 
 @dataclass(frozen=True)
 class Health:
-    """Bounds at which a run ends itself. They are not part of its identity, since they do not change what it learns.
+    """Bounds at which a run ends early. They are not part of a run's identity, as they do not change how it learns.
 
     Args:
         stop: whether the bounds are enforced at all.
@@ -62,7 +61,7 @@ class HealthWatch:
 
     Args:
         health: the bounds.
-        floor: reward of an incorrect completion; reward heights are measured from it.
+        floor: reward of an incorrect completion, which is subtracted from mean rewards.
     """
 
     def __init__(self, health: Health, floor: float = 0.0) -> None:
@@ -86,26 +85,26 @@ class HealthWatch:
                 recent.append(at_the_limit(record) if name == "train/truncated" else record[name])
         # Only full windows have a mean: the first steps decide nothing.
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
-        over = f"on average over {self._health.window_steps} steps"
+        period = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:
-            # Measure from the floor: with rewards of -1 and 1, a share of the mean itself has no meaning around 0.
-            height = means["train/reward"] - self._floor
+            # Subtract the floor: with rewards of -1 and 1 the mean may be 0, and a share of it has no meaning.
+            reward_above_floor = means["train/reward"] - self._floor
             # A reward that has never risen above the floor cannot collapse.
-            if self._best > 0 and height < self._health.reward_share * self._best:
+            if self._best > 0 and reward_above_floor < self._health.reward_share * self._best:
                 raise UnhealthyError(
-                    f"health: reward collapsed at step {step}: {height:.3g} {over}, below "
+                    f"health: reward collapsed at step {step}: {reward_above_floor:.3g} {period}, below "
                     f"{self._health.reward_share:g} of its best, {self._best:.3g} (health.reward_share)"
                 )
-            self._best = max(self._best, height)
-        # The fallbacks are within the bounds, for means without a full window.
+            self._best = max(self._best, reward_above_floor)
+        # The defaults of `get` are within the bounds, for metrics without a full window.
         if means.get("train/entropy", self._health.entropy) < self._health.entropy:
             raise UnhealthyError(
-                f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats a token {over}, below "
+                f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats a token {period}, below "
                 f"{self._health.entropy:g} (health.entropy)"
             )
         if self._health.truncated <= means.get("train/truncated", -1.0):
             raise UnhealthyError(
-                f"health: completions are cut off at step {step}: {means['train/truncated']:.3g} of them {over}, the "
+                f"health: completions are cut off at step {step}: {means['train/truncated']:.3g} of them {period}, the "
                 f"bound is {self._health.truncated:g} (health.truncated)"
             )
 

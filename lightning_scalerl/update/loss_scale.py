@@ -13,15 +13,15 @@ from lightning_scalerl.checks import CannotGoOnError
 # Defaults of torch.amp.GradScaler.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 # Lower bound of the loss scale.
-SMALLEST = 2.0**-14
+MIN_SCALE = 2.0**-14
 # Consecutive skipped updates that end the run.
-MOST_IN_A_ROW = 3
+MAX_SKIPPED_IN_A_ROW = 3
 
 
 class LossScale:
     """Dynamic loss scaling: the loss is scaled up so that gradients below FP16's smallest number, 6e-8, are not lost.
 
-    The factor is halved after an overflowing gradient and doubled after `INTERVAL` finite ones in a row.
+    The factor is halved after a gradient that is not finite and doubled after `INTERVAL` finite gradients in a row.
 
     Args:
         acts: whether the loss is scaled, as in FP16; otherwise the factor stays 1.
@@ -30,7 +30,7 @@ class LossScale:
     def __init__(self, acts: bool) -> None:
         self.acts = acts
         self.factor = START if acts else 1.0
-        self._since = 0
+        self._finite_updates = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, for the backward pass."""
@@ -45,30 +45,30 @@ class LossScale:
                     parameter.grad.div_(self.factor)
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a gradient that was finite or not."""
+        """Adapt the scale after an update; `finite` is whether its gradient was finite."""
         if not self.acts:
             return
         if not finite:
-            self.factor, self._since = max(self.factor * BACKOFF, SMALLEST), 0
+            self.factor, self._finite_updates = max(self.factor * BACKOFF, MIN_SCALE), 0
             return
-        self._since += 1
-        if self._since == INTERVAL:
-            self.factor, self._since = self.factor * GROWTH, 0
+        self._finite_updates += 1
+        if self._finite_updates == INTERVAL:
+            self.factor, self._finite_updates = self.factor * GROWTH, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and the count of finite updates since it last changed."""
-        return {"factor": self.factor, "since": self._since}
+        return {"factor": self.factor, "since": self._finite_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale and the count of finite updates."""
-        self.factor, self._since = state["factor"], state["since"]
+        self.factor, self._finite_updates = state["factor"], state["since"]
 
 
 class SkippedUpdates:
     """Counts updates that were skipped because loss or gradient was not finite; several in a row end the run.
 
-    In FP16, overflows at a loss scale above 1 do not count towards the run of failures: the large scale itself, which
-    starts at `START`, may be the cause.
+    In FP16, overflows at a loss scale above 1 do not count towards the limit: the large scale itself, which starts at
+    `START`, may be the cause.
     """
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class SkippedUpdates:
             return
         self._count += 1
         self._in_a_row += not overflow
-        if self._in_a_row == MOST_IN_A_ROW:
+        if self._in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise CannotGoOnError(
-                f"train: loss or gradient of {MOST_IN_A_ROW} updates in a row was not finite, the last after step "
-                f"{completed_steps}; the weights are those before them. Lower optimizer.lr, choose another precision, "
-                "or look at the rewards"
+                f"train: loss or gradient of {MAX_SKIPPED_IN_A_ROW} updates in a row was not finite, the last after "
+                f"step {completed_steps}; the weights are those before them. Lower optimizer.lr, choose another "
+                "precision, or look at the rewards"
             )
 
     def metrics(self) -> dict[str, float]:

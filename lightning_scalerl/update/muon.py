@@ -29,8 +29,8 @@ def hidden_matrices(root: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if weight is not None and weight.ndim == 2]
 
 
-def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Return the nearest semi-orthogonal matrix, approximately: Newton-Schulz iterations in BF16.
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Approximate the nearest semi-orthogonal matrix by Newton-Schulz iterations in BF16.
 
     Args:
         matrix: (rows, columns).
@@ -49,11 +49,11 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimizer: groups with a `momentum` are Muon's.
+    """Muon and AdamW as one optimizer. A parameter group with a key `momentum` is updated by Muon, others by AdamW.
 
     With M the momentum, G the gradient and f the adjustment of the rate by the matrix's size:
 
-        M = mu M + (1 - mu) G,  O = orthogonalized((1 - mu) G + mu M),  W = W - lr weight_decay W - lr f O
+        M = mu M + (1 - mu) G,  O = orthogonalize((1 - mu) G + mu M),  W = W - lr weight_decay W - lr f O
 
     A step equals that of torch.optim.Muon bit for bit. The class itself is not used: on a sharded matrix its products
     would sum in another order. Here every rank orthogonalizes the whole matrix and keeps its own part.
@@ -62,7 +62,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         matrices: groups for Muon, each with its "lr".
         others: groups for AdamW, each with its "lr".
         momentum, ns_steps, adjust_lr_fn, weight_decay: as in torch.optim.Muon, with Nesterov momentum.
-        betas, eps: of AdamW, which has the same weight decay.
+        betas, eps: as in torch.optim.AdamW, which has the same weight decay.
 
     Source: Jordan et al. 2024, Muon; arXiv 2502.16982, section 2.2, for weight decay and `match_rms_adamw`.
     """
@@ -78,11 +78,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        own = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "weight_decay": weight_decay}
+        muon_settings = {
+            "momentum": momentum,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "weight_decay": weight_decay,
+        }
         # Torch refuses an optimizer without any parameter, so a model without other parameters has no AdamW.
         self._adamw = torch.optim.AdamW(others, betas=betas, eps=eps, weight_decay=weight_decay) if others else None
         adamw_groups = [] if self._adamw is None else self._adamw.param_groups
-        super().__init__([*({**group, **own} for group in matrices), *adamw_groups], {})
+        super().__init__([*({**group, **muon_settings} for group in matrices), *adamw_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -94,7 +99,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                     if weight.grad is not None:
                         self._update(weight, weight.grad, group)
         if self._adamw is not None:
-            # Loading a state dict replaces groups and states, so they are handed over in every step.
+            # Loading a state dict replaces groups and states of this object, so pass them to AdamW in every step.
             self._adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
             self._adamw.state = self.state
             self._adamw.step()
@@ -105,7 +110,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = orthogonalized(whole_tensor(gradient.lerp(momentum, group["momentum"])), group["ns_steps"])
+        update = orthogonalize(whole_tensor(gradient.lerp(momentum, group["momentum"])), group["ns_steps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * ADJUSTMENTS[group["adjust_lr_fn"]](*weight.shape)
         weight.add_(part_like(update, weight), alpha=-rate)

@@ -34,15 +34,15 @@ class Term:
 
     def reduce(self, scored: Scored) -> Tensor:
         """Return the (micro-)batch's share of the term, a scalar. Values outside the loss mask are not read."""
-        scored = scored.inside()
+        scored = scored.zero_outside_mask()
         return self.aggregation.reduce(self.per_token(scored), scored.batch, scored.batch.denominators)
 
 
 def terms(choices: Choices) -> list[Term]:
-    """Return the terms of a run's loss, the policy's first.
+    """Return the terms of a run's loss; the policy's term comes first.
 
     Raises:
-        ConfigurationError: the `aggregation` that a term names is unknown.
+        ConfigurationError: the aggregation of a term is unknown.
     """
 
     def surrogate(scored: Scored, advantages: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def terms(choices: Choices) -> list[Term]:
         batch, logprobs = scored.batch, scored.trainer_logprobs
         per_token = surrogate(scored, batch.advantages)
         # Axes of the user's own come last, so they see the corrected loss.
-        for choice in choices.own.values():
+        for choice in choices.user_axes.values():
             per_token = choice.adjust_loss(per_token, batch, logprobs)
         return per_token
 
@@ -92,7 +92,7 @@ def terms(choices: Choices) -> list[Term]:
 
 
 def loss_inputs(scored: Scored, choices: Choices, advantages: Tensor) -> tuple[Tensor, ...]:
-    """Return the arguments of the loss's `per_token` and `clipped` with these advantages, each (R, T)."""
+    """Return the arguments of `Loss.per_token` and `Loss.clipped` for these advantages; each is (R, T)."""
     batch = scored.batch
     inputs = (scored.trainer_logprobs, choices.correction.anchor(batch), advantages, batch.loss_mask)
     # Only losses that select tokens have a fifth parameter.
@@ -100,21 +100,22 @@ def loss_inputs(scored: Scored, choices: Choices, advantages: Tensor) -> tuple[T
 
 
 def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> TrainBatch:
-    """Return the whole `batch` with the tokens that the loss selects from it, see `Loss.select`."""
+    """Return the whole `batch` with `selected` set to the tokens that `Loss.select` selects."""
     anchor = choices.correction.anchor(batch)
     return replace(batch, selected=choices.loss.select(anchor, batch.advantages, batch.loss_mask, key))
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:
     """Return the distance of each token (R, T) to the reference by `kl.estimate`, in the type of axis `precision`."""
-    kept, fp32 = choices.precision.kept, choices.precision.fp32_kl
+    round_to_policy, fp32 = choices.precision.round_to_policy, choices.precision.fp32_kl
     if choices.kl.reads_vocabulary:
         divergences = scored.batch.divergences if scored.divergences is None else scored.divergences
         assert divergences is not None
-        return kept(divergences, fp32)
+        return round_to_policy(divergences, fp32)
     reference = scored.batch.reference_logprobs
     assert reference is not None
-    return SAMPLED[choices.kl.estimate](kept(scored.trainer_logprobs, fp32), kept(reference, fp32))
+    logprobs = round_to_policy(scored.trainer_logprobs, fp32)
+    return SAMPLED[choices.kl.estimate](logprobs, round_to_policy(reference, fp32))
 
 
 def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
@@ -122,9 +123,9 @@ def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) 
 
     They are d loss / d (trainer_logprobs, entropies, divergences).
 
-    Rows are numbered as in `batch.row`, over all rollouts of the groups, so two batches of the same groups can be
-    compared even if they keep different rollouts. Rollouts without credit have weight zero. The value term is left out,
-    since it does not move the policy.
+    Row i belongs to rollout i of the groups (`batch.row`), so two batches of the same groups can be compared even if
+    they contain different rollouts. Rollouts without credit have weight zero. The value term is left out, because it
+    does not change the policy.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
     # The terms are linear in entropies and divergences, so their gradient does not depend on these values.

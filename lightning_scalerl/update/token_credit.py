@@ -1,6 +1,6 @@
 """Per-token credit after the forward passes: rewards and values -> advantages and returns -> normalization.
 
-Advantages that depend on rewards alone were computed in `stream.credit`. For those only the precision is applied here.
+Advantages that depend on rewards alone were computed in `stream.credit`; here they are only rounded (axis `precision`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_scalerl.update.terms import distances
 def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
     """Return `rows` with the advantages that are trained on, and with returns if there is a critic.
 
-    Without `remember` this is a pure function, so that a mechanism counter can credit a batch a second time.
+    With `remember=False` this is a pure function, so that a mechanism counter can apply it to a batch a second time.
 
     Args:
-        rows: this rank's rows of the batch, with the results of `scored_before`.
+        rows: this rank's rows of the batch, with the results of `run_forward_passes`.
         choices: the run's design choices.
         sums: sums a tensor over all ranks.
         remember: whether a normalization with a memory records this batch; True once per step.
@@ -33,7 +33,7 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
             assert rows.anchor_logprobs is not None
             coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
             # `distances` does not read entropies, so any tensor of the right shape can stand in for them.
-            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).inside(), choices)
+            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).zero_outside_mask(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
         if remember:
@@ -41,5 +41,5 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
             unscaled = advantages
             choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
         advantages = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)
-    advantages = choices.precision.kept(advantages, choices.precision.fp32_advantage)
+    advantages = choices.precision.round_to_policy(advantages, choices.precision.fp32_advantage)
     return replace(rows, advantages=advantages, returns=returns)

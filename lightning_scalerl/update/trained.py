@@ -1,4 +1,4 @@
-"""Access of rank 0 to the trained policy between passes: to score rollouts, publish weights, and try changed ones."""
+"""Access of rank 0 to the trained policy between passes: to score rollouts, publish weights, and perturb weights."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import TrainBatch
 
-# Noise on weights as a share of their root mean square, which counts as at least `LEAST_SIZE`, so that zero weights (a
-# bias, half of an adapter) move as well. This is enough for a layer's effect on log-probabilities to exceed rounding.
-MOVE, LEAST_SIZE = 0.3, 0.05
+# Noise on weights relative to their root mean square (RMS), large enough that a layer's effect on log-probabilities
+# exceeds rounding. An RMS below `MIN_RMS` counts as `MIN_RMS`, so that zero weights (such as biases) change too.
+RELATIVE_NOISE, MIN_RMS = 0.3, 0.05
 
 
 class TrainedPolicy:
     """Gives rank 0 the policy's log-probabilities and weights; only rank 0 scores and publishes them.
 
-    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: the other ranks repeat
-    through `answer` each call that rank 0 makes here during `Ranks.share`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: the other ranks make, in
+    `answer`, the same calls that rank 0 makes here during `Ranks.share`.
 
     Args:
         policy: the `Policy`, whose language model is in `policy.model`.
@@ -42,40 +42,40 @@ class TrainedPolicy:
         self.policy = policy
         self._ranks = ranks
         self._load = load
-        self._before: dict[str, Tensor] = {}
+        self._saved_parts: dict[str, Tensor] = {}
 
     def answer(self, request: Sequence[Any]) -> None:
-        """Join rank 0 in a call; `request` is the name of a method of this class and its arguments."""
+        """Make the call that rank 0 makes. `request` is a private method's name, without `_`, and its arguments."""
         name, *arguments = request
         getattr(self, f"_{name}")(*arguments)
 
-    def _together(self, name: str, *arguments: Any) -> Any:
-        """Call a method here and, with a sharded model, on all other ranks as well."""
+    def _on_all_ranks(self, name: str, *arguments: Any) -> Any:
+        """Call a private method on this rank and, with a sharded model, on all other ranks as well."""
         ranks = self._ranks()
         if ranks.sharded:
             ranks.ask((name, *arguments))
         return getattr(self, f"_{name}")(*arguments)
 
     def logprobs(self, batch: TrainBatch, precision: Precision | None = None) -> Tensor:
-        """Return log-probabilities (R, T) of a batch without gradient or dropout; `precision` None is the policy's."""
+        """Return log-probabilities (R, T) of a batch without gradient or dropout, in `precision` or the policy's."""
         types = None if precision is None else precision.parameters()
         # The groups are not needed for scoring, and would be sent to the other ranks.
-        logprobs: Tensor = self._together("score", replace(batch, groups=[]), types)
+        logprobs: Tensor = self._on_all_ranks("score", replace(batch, groups=[]), types)
         return logprobs
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's weights by name, with an adapter merged; whole copies on the host if it is sharded."""
-        weights: dict[str, Tensor] = self._together("gather")
+        weights: dict[str, Tensor] = self._on_all_ranks("gather")
         return weights
 
     def weight(self, name: str) -> Tensor:
         """Return one weight by name, without merging an adapter; a whole copy on the host if the model is sharded."""
-        weight: Tensor = self._together("gather_one", name)
+        weight: Tensor = self._on_all_ranks("gather_one", name)
         return weight
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the trained weights of an adapted model by name; whole copies on the host if it is sharded."""
-        weights: dict[str, Tensor] = self._together("gather_adapter")
+        weights: dict[str, Tensor] = self._on_all_ranks("gather_adapter")
         return weights
 
     def whole_model(self, device: torch.device | str = "cpu") -> nn.Module:
@@ -101,16 +101,16 @@ class TrainedPolicy:
         return model.to(device)
 
     @contextmanager
-    def moved(self, names: Sequence[str]) -> Iterator[None]:
+    def perturbed(self, names: Sequence[str]) -> Iterator[None]:
         """Add noise to these weights for the `with` block, then restore them bit for bit.
 
-        The noise of a tensor is `MOVE` times its root mean square.
+        The noise of a tensor is `RELATIVE_NOISE` times its root mean square.
         """
         try:
-            self._together("move", list(names))
+            self._on_all_ranks("perturb", list(names))
             yield
         finally:
-            self._together("restore")
+            self._on_all_ranks("restore")
 
     @torch.no_grad()
     def _score(self, batch: TrainBatch, types: dict[str, Any] | None) -> Tensor:
@@ -137,28 +137,28 @@ class TrainedPolicy:
         return gathered(state, ranks.leads) if ranks.sharded else state
 
     @torch.no_grad()
-    def _move(self, names: Sequence[str]) -> None:
+    def _perturb(self, names: Sequence[str]) -> None:
         parameters = dict(self.policy.model.named_parameters())
         noise: torch.Generator | None = None
         for name in names:
             parameter = parameters[name]
             noise = noise or torch.Generator(parameter.device).manual_seed(0)
             # Each rank saves only its own part, on the host.
-            self._before[name] = _own(parameter).to("cpu", copy=True)
-            size = whole_tensor(parameter.square().mean()).sqrt().clamp(min=LEAST_SIZE)
+            self._saved_parts[name] = _local_part(parameter).to("cpu", copy=True)
+            rms = whole_tensor(parameter.square().mean()).sqrt().clamp(min=MIN_RMS)
             # Every rank draws noise for the whole tensor with one seed, so that the ranks' parts fit together.
-            drawn = torch.randn(parameter.shape, generator=noise, device=parameter.device).to(parameter.dtype)
-            parameter.add_(part_like(drawn, parameter), alpha=MOVE * float(size))
+            noise_values = torch.randn(parameter.shape, generator=noise, device=parameter.device).to(parameter.dtype)
+            parameter.add_(part_like(noise_values, parameter), alpha=RELATIVE_NOISE * float(rms))
 
     @torch.no_grad()
     def _restore(self) -> None:
         parameters = dict(self.policy.model.named_parameters())
-        for name, values in self._before.items():
-            _own(parameters[name]).copy_(values)
-        self._before = {}
+        for name, values in self._saved_parts.items():
+            _local_part(parameters[name]).copy_(values)
+        self._saved_parts = {}
 
 
-def _own(parameter: Tensor) -> Tensor:
+def _local_part(parameter: Tensor) -> Tensor:
     """Return this rank's part of a weight, which is all of it unless the weight is sharded."""
     detached = parameter.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached

@@ -18,8 +18,8 @@ def translate_command(options: argparse.Namespace) -> None:
     Raises:
         UserError: overrides that do not compose, or an unknown trainer.
     """
-    translated = load_entry("lightning_scalerl.translate.command:translated")
-    found = translated(options.overrides, options.to, options.config_dir)
+    translate = load_entry("lightning_scalerl.translate.command:translate")
+    found = translate(options.overrides, options.to, options.config_dir)
     if options.json:
         written = {name: value for name, value in vars(found).items() if name != "settings_by_axis"}
         print_json({**written, "missing": [vars(each) for each in found.missing], "axes": found.axes})

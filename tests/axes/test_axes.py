@@ -107,10 +107,10 @@ class By(Shift):
 
 def test_an_axis_of_ones_own_joins_the_row() -> None:
     ours = Choices.of([*row(), By(2.0)])
-    assert ours.on("shift") is ours.own["shift"] and row().on("shift") is None
+    assert ours.on("shift") is ours.user_axes["shift"] and row().on("shift") is None
     assert type(By(1.0).neutral_choice()) is NoShift
     assert [axis for axis, _ in ours.items()] == [*AXES, "shift"]
-    assert ours.having(NoShift()).own["shift"].same_as(NoShift())
+    assert ours.having(NoShift()).user_axes["shift"].same_as(NoShift())
     assert By(1.0).adjust_reward(0.5, None) == 0.5  # type: ignore[arg-type]
 
 

@@ -22,7 +22,7 @@ from lightning_scalerl.axes.curriculum import (
     StagedRewards,
     difficulty,
     staged_factors,
-    weighed_sum,
+    weighted_sum,
 )
 from lightning_scalerl.axes.length_control import Interruption, Penalty
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
@@ -126,9 +126,9 @@ def test_a_name_goes_before_what_it_is_the_first_of() -> None:
 
 def test_a_sum_is_weighed_by_hand_and_left_alone_where_nothing_changes() -> None:
     terms = {"math": 1.0, "format": 0.2}
-    assert weighed_sum(1.2, terms, {"math": 0.5}) == pytest.approx(0.7)
-    assert weighed_sum(1.2, {"format": 0.2}, {"math": 0.0}) == 1.2, "it has abstained: what is there is as it was"
-    assert weighed_sum(0.1 + 0.2, {"a": 0.1, "b": 0.2}, {"a": 1.0}) == 0.1 + 0.2
+    assert weighted_sum(1.2, terms, {"math": 0.5}) == pytest.approx(0.7)
+    assert weighted_sum(1.2, {"format": 0.2}, {"math": 0.0}) == 1.2, "it has abstained: what is there is as it was"
+    assert weighted_sum(0.1 + 0.2, {"a": 0.1, "b": 0.2}, {"a": 1.0}) == 0.1 + 0.2
     for choice in (NoCurriculum(), LinearCurriculum(), StagedLength()):
         assert choice.reward_factors(TWO, 0) == {} and choice.check_rewards([]) is None
 

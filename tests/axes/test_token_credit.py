@@ -528,6 +528,6 @@ def test_an_axis_that_adjusts_groups_does_not_go_with_tokens() -> None:
         def adjust_advantages(self, advantages: list[Tensor], groups: Sequence[Group]) -> list[Tensor]:
             return [each + 1 for each in advantages]
 
-    assert by_token(NoTilt()).own["tilt"].same_as(NoTilt())
+    assert by_token(NoTilt()).user_axes["tilt"].same_as(NoTilt())
     with pytest.raises(ConfigurationError, match=r"tilt: Upwards adjusts the advantages of groups, and advantage=gae"):
         by_token(Upwards())

@@ -572,8 +572,8 @@ def test_writing_and_reading_a_large_checkpoint_are_signs_of_life(
     sync = os.fsync
     monkeypatch.setattr(activity, "note", noted.append)
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or sync(descriptor))
-    monkeypatch.setattr(checkpoint_file, "AT_ONCE", 1 << 20)
-    monkeypatch.setattr(checkpoint_file, "READ_AT_ONCE", 1 << 18)
+    monkeypatch.setattr(checkpoint_file, "SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(checkpoint_file, "READ_BYTES", 1 << 18)
     path = tmp_path / "step-00000001.ckpt"
     DirectCheckpointIO().save_checkpoint({str(number): torch.rand(1 << 17) for number in range(16)}, path)  # 8 MiB
     assert noted.count("checkpoint") >= 16 and len(synced) >= 8, "not all of it at the end"

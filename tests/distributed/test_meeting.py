@@ -128,7 +128,7 @@ def test_on_several_nodes_the_store_is_at_the_first_ones_address(
 
 def test_a_first_node_whose_name_is_its_own_loopback_address_is_reached_all_the_same() -> None:
     """As Debian names a machine, 127.0.1.1: other nodes come by another way, so torch listens on all of them."""
-    assert meeting._listening("127.0.1.1", 0) is None
+    assert meeting._listening_socket("127.0.1.1", 0) is None
 
 
 def test_a_place_that_is_taken_is_named() -> None:
@@ -137,7 +137,7 @@ def test_a_place_that_is_taken_is_named() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(dist.DistNetworkError, match=rf"cannot meet at 127\.0\.0\.1:{port}: .*in use"):
-            meeting._listening("127.0.0.1", port)
+            meeting._listening_socket("127.0.0.1", port)
 
 
 # --- what is said there --------------------------------------------------------------------------------------

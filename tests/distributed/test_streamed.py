@@ -206,7 +206,7 @@ def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_
             module = fit(tiny_model_path, tmp_path / f"{streams}", streams, overrides, **SHARDED)
         if streams:
             assert len(loaded) == (rank == 0)  # for its generator
-            assert is_sharded(module.policy) and module.models.read_whole is None
+            assert is_sharded(module.policy) and module.models.why_not_streamed is None
             # The reference is read once more for its fingerprint, one weight after the other.
             assert sum(parts) < 0.6 * whole * roots + (whole if "kl=fixed" in overrides else 0)
         else:
@@ -233,7 +233,7 @@ def test_where_it_is_asked_for_in_vain_the_model_is_loaded(tiny_model_path: str,
         how: dict[str, Any] = {"callbacks": [LoRA()]} if by_callback else {"overrides": ["adapter=lora"]}
         adapted = fit(tiny_model_path, tmp_path / f"adapted {by_callback}", True, steps=1, **how, **SHARDED)
         assert has_adapter(adapted.policy.model)
-        return str(adapted.models.read_whole)
+        return str(adapted.models.why_not_streamed)
 
     for by_callback in (False, True):
         said = on_ranks(2, lambda rank, by_callback=by_callback: work(rank, by_callback))  # type: ignore[misc]

@@ -403,7 +403,7 @@ def test_weights_are_read_in_parts(model_path: str, tmp_path: Path) -> None:
             module = streamed_fit(
                 model_path, tmp_path / f"{streams}", streams, overrides, steps=2, devices=2, strategy=split()
             )
-        assert module.models.read_whole is None and checked == [streams] and module.policy.packs
+        assert module.models.why_not_streamed is None and checked == [streams] and module.policy.packs
         return weights(module)
 
     check_same_either_way(work, tmp_path)

@@ -13,8 +13,8 @@ import pytest
 
 from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.measure import heartbeat
-from lightning_scalerl.measure.compute_meter import ComputeMeter, spent_in
-from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, MeterHeartbeat, spent_by_heartbeat
+from lightning_scalerl.measure.compute_meter import ComputeMeter, total_cost
+from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, MeterHeartbeat, heartbeat_cost
 from lightning_scalerl.rollouts.grade import Charge
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.verify.charges import ComputeAxes
@@ -156,16 +156,16 @@ def test_what_was_spent_and_lost_adds_up_over_kills(tmp_path: Path) -> None:
     state = Bench(devices=2).meter.state_dict()
     for kill in range(1, 4):
         bench = Bench(devices=2, state=state)
-        bench.meter.spent_by_then(spent_by_heartbeat(tmp_path))
+        bench.meter.count_lost_work(heartbeat_cost(tmp_path))
         bench.meter.start()
         bench.sample(1000)
         bench.spend(0.5, "generate")
         bench.spend(9, "evaluate")
         beats = MeterHeartbeat(tmp_path, bench.meter, lambda: None)
-        assert spent_by_heartbeat(tmp_path) == pytest.approx({"flops": 1000 * kill, "device_hours": kill})
+        assert heartbeat_cost(tmp_path) == pytest.approx({"flops": 1000 * kill, "device_hours": kill})
         beats.stop(finished=False)
     bench = Bench(devices=2, state=state)
-    bench.meter.spent_by_then(spent_by_heartbeat(tmp_path))
+    bench.meter.count_lost_work(heartbeat_cost(tmp_path))
     metrics = bench.check()
     assert metrics["compute/wasted_flops"] == 3000 and metrics["compute/wasted_device_hours"] == pytest.approx(3)
     assert metrics["compute/flops"] == metrics["compute/device_hours"] == 0
@@ -191,9 +191,9 @@ def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
     beats.stop(finished=False)
     assert waits == [1, 2, 4, 8, 15, 15, 15, 15, 15] and path.exists()
     path.write_text("{")
-    assert spent_by_heartbeat(tmp_path) == {}
+    assert heartbeat_cost(tmp_path) == {}
     path.write_text('{"flops": "1", "device_hours": NaN}')
-    assert spent_by_heartbeat(tmp_path) == {}
+    assert heartbeat_cost(tmp_path) == {}
     MeterHeartbeat(tmp_path, bench.meter, lambda: None).stop(finished=True)
     assert not path.exists()
 
@@ -206,7 +206,7 @@ def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
     nowhere = MeterHeartbeat(tmp_path / "gone", bench.meter, lambda: None)
     nowhere.stop(finished=True)
     assert caplog.text.count("not written") == 1
-    assert spent_in({}) == {"flops": 0, "device_hours": 0}
+    assert total_cost({}) == {"flops": 0, "device_hours": 0}
 
 
 @pytest.mark.parametrize(("judge", "added"), [(None, 0.0), ("device_hours", 2.0), (0.5, 6.0)])

@@ -158,7 +158,7 @@ def test_experts_by_another_name() -> None:
 
 
 def test_experts_of_which_nobody_says_how_many_are_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_scalerl.measure.flops._CHOSEN", ("experts_in_use",))
+    monkeypatch.setattr("lightning_scalerl.measure.flops._EXPERTS_PER_TOKEN", ("experts_in_use",))
     model = tiny("Mixtral", AGREE["Mixtral"])
     with pytest.raises(ConfigurationError, match=r"MixtralForCausalLM has experts, and .* does not say how many"):
         FlopModel.of(model)

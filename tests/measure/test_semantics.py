@@ -9,7 +9,7 @@ from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build_recipe, compose, load_recipe
 from lightning_scalerl.measure.mechanism import departures
-from lightning_scalerl.measure.semantics import effective, resolved_choices
+from lightning_scalerl.measure.semantics import describe_choices, resolved_choices
 
 # Axes that a run of ScaleRL has a line for; all others are neutral.
 SPELLED_OUT = {
@@ -20,7 +20,7 @@ SPELLED_OUT = {
 
 def lines_of(*overrides: str) -> str:
     recipe = build_recipe(compose(overrides), "x")
-    return "\n".join(effective(recipe, recipe.choices))
+    return "\n".join(describe_choices(recipe, recipe.choices))
 
 
 def test_a_run_prints_what_its_names_come_to() -> None:

@@ -32,7 +32,7 @@ from lightning_scalerl.rollouts.rollout import PassSize, Scored, TrainBatch
 from lightning_scalerl.session import trials
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.task.arithmetic_base import tokenizer
-from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
@@ -286,7 +286,7 @@ def update(choices: Choices, batch: TrainBatch, size: PassSize) -> tuple[Tensor,
     if critic is not None:
         nn.init.normal_(critic.head.weight)
     ranks = Ranks()
-    rows = scored_before(batch, choices, policy, reference if choices.kl.where else None, critic, size, ranks)
+    rows = run_forward_passes(batch, choices, policy, reference if choices.kl.where else None, critic, size, ranks)
     rows = token_credit(rows, choices, ranks.sum, remember=True)
     total = torch.zeros(())
     for _, part in ranks.passes(rows, size):

@@ -23,7 +23,7 @@ from lightning.pytorch import Callback
 
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.measure import heartbeat
-from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, spent_by_heartbeat
+from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, heartbeat_cost
 from lightning_scalerl.stream.events import Event
 from sweeps.run.journal import JournalView, read_journal
 from tests.examples import every
@@ -180,14 +180,14 @@ def test_three_kills_before_the_first_record_are_counted(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the work is in any record."""
-    monkeypatch.setattr(heartbeat, "FIRST_S", 0.02)
-    monkeypatch.setattr(heartbeat, "RAREST_S", 0.02)
+    monkeypatch.setattr(heartbeat, "FIRST_INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeat, "MAX_INTERVAL_S", 0.02)
     run_dir, spent = tmp_path / "run", []
     for _ in range(3):
         watch = OnEvent(run_dir, kill_after=5, pause_s=0.3)
         assert in_child(lambda: run(tiny_model_path, run_dir, "ppo_off_policy", watch, resume=True)) == -signal.SIGKILL  # noqa: B023
         assert not read_journal(run_dir).of_kind("train")
-        spent.append(spent_by_heartbeat(run_dir))
+        spent.append(heartbeat_cost(run_dir))
     assert spent[0]["flops"] > 0 and spent[0]["device_hours"] > 0.2 / 3600
     assert [each["flops"] for each in spent] == pytest.approx([spent[0]["flops"] * kills for kills in (1, 2, 3)])
     run(tiny_model_path, run_dir, "ppo_off_policy", OnEvent(run_dir), resume=True)

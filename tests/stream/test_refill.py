@@ -126,7 +126,7 @@ def test_batches_are_full_and_no_staler_than_the_mode_says(
     gone = set(range(stream.admitted)) - {*seen, *waiting, *stream._open}
     assert len(seen) + len(waiting) + len(stream._open) + len(gone) == stream.admitted, "none twice"
     assert not any(varies(lengths, group) for group in gone)
-    assert len(gone) == stream.dropped == dropped + stream._dropped_since
+    assert len(gone) == stream.dropped == dropped + stream._dropped_unattributed
     assert len(resolved) == stream.admitted - len(stream._open), "the pass rate of a dropped group counts too"
     assert (len(gone) == 0) if share == 0 else stream.dropped > 0 or stream.admitted < 20
     times = [event.time_s for event in events]
@@ -219,7 +219,7 @@ def test_each_batch_counts_the_drops_that_are_its_own(mode: Callable[[], AsyncMo
         driver.next_batch()
         counts.append(driver.stream.dropped_for_batch)
         driver.stream.step_completed()
-    assert sum(counts) + driver.stream._dropped_since == driver.stream.dropped > 8
+    assert sum(counts) + driver.stream._dropped_unattributed == driver.stream.dropped > 8
     if isinstance(driver.stream.choices.async_mode, PPOOffPolicy):
         assert all(max(phase) - min(phase) <= 1 and min(phase) > 0 for phase in (counts[:4], counts[4:]))
 

@@ -21,7 +21,7 @@ from lightning_scalerl.rollouts.rollout import Prompt
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.task import arithmetic_base
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
-from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
+from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupt, tokenizer
 from lightning_scalerl.task.base import check_task
 from lightning_scalerl.task.jsonl import JsonlTask, read_prompts
 from tests.helpers import CountingTask
@@ -73,7 +73,7 @@ def test_the_tokenizer_is_one_token_a_character() -> None:
 
 def test_corruption_touches_digits_only_and_about_as_often_as_said() -> None:
     text = "0123456789#." * 500
-    changed = corrupted(text, 0.2, random.Random(0))
+    changed = corrupt(text, 0.2, random.Random(0))
     assert [c for c in changed if not c.isdigit()] == [c for c in text if not c.isdigit()]
     share = sum(a != b for a, b in zip(text, changed, strict=True)) / 5000
     assert share == pytest.approx(0.18, abs=0.02)  # one replacement in ten is the digit itself

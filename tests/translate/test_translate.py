@@ -29,7 +29,7 @@ from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build, conf_dir, names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule
 from lightning_scalerl.translate import to_trl
-from lightning_scalerl.translate.command import TRAINERS, translated
+from lightning_scalerl.translate.command import TRAINERS, translate
 from lightning_scalerl.translate.record import Run, Translation
 from sweeps.cli.main import main
 from sweeps.errors import UserError
@@ -82,8 +82,8 @@ def golden(to: str) -> str:
 def test_every_recipe_has_a_text_that_its_trainer_can_read(name: str) -> None:
     """In the trainer's form, and with names that it knows."""
     run = run_of(f"recipe={name}")
-    for to, translate in TRAINERS.items():
-        found = translate(run)
+    for to, translate_run in TRAINERS.items():
+        found = translate_run(run)
         assert read_back(found) == found.settings
         if (pinned := HERE / f"names_{to}.txt").exists():
             assert found.settings.keys() <= set(pinned.read_text().split()), to
@@ -478,7 +478,7 @@ def test_a_file_that_is_written_is_told_with_what_it_lacks(tmp_path: Path, capsy
     settings = int(file.read_text().split("\n")[0].split(": ")[1].split()[0])
     assert told.out == "" and told.err.startswith(f"{file}: {settings} settings of prime-rl; without a counterpart, as")
     lacking = told.err.strip().rpartition(": ")[2].split(", ")
-    assert lacking == [each.key for each in translated(["recipe=scalerl"], "prime-rl").missing] and len(lacking) > 1
+    assert lacking == [each.key for each in translate(["recipe=scalerl"], "prime-rl").missing] and len(lacking) > 1
 
 
 def test_its_json_follows_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
@@ -488,9 +488,9 @@ def test_its_json_follows_the_schema(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_unknown_trainer_and_a_typing_error_are_one_line() -> None:
     with pytest.raises(UserError, match="--to trll: no such trainer; did you mean trl"):
-        translated([], "trll")
+        translate([], "trll")
     with pytest.raises(UserError, match="loss=cispoo"):
-        translated(["loss=cispoo"], "trl")
+        translate(["loss=cispoo"], "trl")
 
 
 CHECK = """

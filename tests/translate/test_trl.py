@@ -120,7 +120,7 @@ def test_what_is_beyond_the_last_checkpoint_is_logged_again(tmp_path: Path) -> N
     checkpoint.mkdir()
     (checkpoint / "scalerl-2.json").write_text('{"flops": 7.0}')
     again = Journal(tmp_path, passes=2)
-    again.go_on_from(checkpoint)
+    again.resume(checkpoint)
     again.add(step=4, reward=0.25)
     assert (steps_of(tmp_path), again.flops) == ([0, 2, 4, 4], 7.0)
 

@@ -40,21 +40,21 @@ class AsyncMode(DesignChoice):
     def publishes(self, completed_steps: int) -> bool:
         """Return whether the weights after `completed_steps` steps are published to the generator at once."""
 
-    def differs(self, theirs: AsyncMode, step: ObservedStep) -> bool:
+    def differs(self, other: AsyncMode, step: ObservedStep) -> bool:
         """Return whether the two modes differ on the next admission or on publishing this step's weights.
 
-        If they differ only in the KV cache, return whether weights changed within a rollout of the batch.
+        If the modes differ only in `recompute_kv`, return whether weights changed within a rollout of the batch.
         """
         admission = (step.admitted, step.completed_steps, step.groups_per_step)
-        if self.may_admit(*admission) != theirs.may_admit(*admission):
+        if self.may_admit(*admission) != other.may_admit(*admission):
             return True
         # The step is observed before its update, so its weights will be the next version.
         version = step.completed_steps + 1
-        if self.publishes(version) != theirs.publishes(version):
+        if self.publishes(version) != other.publishes(version):
             return True
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
-        swapped = any(len(set(rollout.weight_versions)) > 1 for rollout in rollouts)
-        return swapped and self.recompute_kv != theirs.recompute_kv
+        changed_within = any(len(set(rollout.weight_versions)) > 1 for rollout in rollouts)
+        return changed_within and self.recompute_kv != other.recompute_kv
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the bound on staleness, whether the mode drains, and how it treats the KV cache."""

@@ -1,6 +1,6 @@
 """Axis `loss`: surrogates of the policy's objective, one module each."""
 
-from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
+from lightning_scalerl.axes.loss.base import Loss, importance_ratio, masked_inputs
 from lightning_scalerl.axes.loss.cispo import CISPO, cispo
 from lightning_scalerl.axes.loss.clip_cov import ClipCov
 from lightning_scalerl.axes.loss.dapo import DAPO, dapo
@@ -25,11 +25,11 @@ __all__ = [
     "Loss",
     "Reinforce",
     "cispo",
-    "credited",
     "dapo",
     "gmpo",
     "gspo",
     "importance_ratio",
+    "masked_inputs",
     "ppo",
     "reinforce",
     "sapo",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.checks import ConfigurationError, positive
-from lightning_scalerl.rollouts.rollout import inside
+from lightning_scalerl.rollouts.rollout import zero_outside
 
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
@@ -23,20 +23,20 @@ def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tenso
 Tables = tuple[Tensor, Tensor, Tensor]
 
 
-def credited(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tables:
-    """Return log-probabilities, anchor and advantages with 0 outside the mask. Shapes: all (R, T)."""
-    return inside(mask, trainer_logprobs), inside(mask, anchor_logprobs), inside(mask, advantages)
+def masked_inputs(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tables:
+    """Return log-probabilities, anchor and advantages, each with 0 outside the mask. Shapes: all (R, T)."""
+    return zero_outside(mask, trainer_logprobs), zero_outside(mask, anchor_logprobs), zero_outside(mask, advantages)
 
 
-def pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return PPO's loss: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
     # The minimum makes the clip one-sided: it acts only where it lowers the objective.
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
-def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return where `pessimistic` has no gradient: ratio above the clip and A > 0, or below it and A < 0."""
+def clipped_tokens(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return where `clipped_loss` has no gradient: ratio above the clip and A > 0, or below it and A < 0."""
     above = (ratio > 1 + clip_high) & (advantages > 0)
     below = (ratio < 1 - clip_low) & (advantages < 0)
     return above | below
@@ -45,10 +45,10 @@ def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 def clip_bounds(
     clip_low: float, clip_high: float, names: tuple[str, str] = ("clip_low", "clip_high")
 ) -> tuple[float, float]:
-    """Return both bounds if they are valid for `pessimistic`; `names` are their parameter names, for errors.
+    """Return both bounds if they are valid for `clipped_loss`; `names` are their parameter names, for errors.
 
     Raises:
-        ConfigurationError: one is not positive, or the lower bound of the ratio would be negative.
+        ConfigurationError: a bound is not positive, or `clip_low` exceeds 1.
     """
     low, high = names
     positive(f"loss.{low}", clip_low)
@@ -76,7 +76,12 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
 
 
 def one_kind_of_advantage(what: str, others: Mapping[str, DesignChoice]) -> str | None:
-    """Return a one-line error if axis `kl` gives each token an advantage of its own, which loss `what` cannot use."""
+    """Return a one-line error if axis `kl` gives advantages per token, which the loss cannot use.
+
+    Args:
+        what: beginning of the error: the loss's name and what it does.
+        others: the run's choices, by axis.
+    """
     kl = others["kl"]
     if getattr(kl, "where", "") != "loss" or getattr(kl, "estimate", "") != "k1":
         return None
@@ -98,10 +103,10 @@ class Loss(DesignChoice):
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor | None:
         """Return the tokens (R, T, bool) that the surrogate treats differently; None if it treats all alike.
 
-        Called once per step on the whole batch, before its first update. So a selection among all tokens of the step
-        depends neither on micro-batches nor on the number of ranks. A loss that returns a table gets the rows of a
-        micro-batch back as the argument `selected` of `per_token` and `clipped`. Must be a pure function, because
-        mechanism counters call it again.
+        It is called once per step on the whole batch, before the first update, so the selection does not depend on
+        micro-batches or the number of ranks. The rows of a micro-batch are passed to `per_token` and `clipped` as
+        the argument `selected`, if `select` returns a table. It must be a pure function, because mechanism counters
+        call it again.
 
         Args:
             anchor_logprobs: (R, T), the denominator of the ratio (axis `correction`).
@@ -115,10 +120,10 @@ class Loss(DesignChoice):
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss of each token, unreduced; values outside the mask are ignored later. Shapes: all (R, T).
 
-        `mask` is needed by surrogates whose ratio spans a sequence. During a run all inputs are 0 outside the mask. Our
-        own losses do not rely on that: they read nothing outside it.
+        Losses whose ratio spans a sequence need `mask`. In training, all inputs are 0 outside the mask, but this
+        project's losses do not rely on it.
         """
 
     @abstractmethod
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return where the surrogate clips (R, T, bool), for the metric `train/clip_fraction`."""
+        """Return the tokens that the surrogate clips (R, T, bool), for the metric `train/clip_fraction`."""

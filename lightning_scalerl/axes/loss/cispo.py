@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
+from lightning_scalerl.axes.loss.base import Loss, importance_ratio, masked_inputs
 from lightning_scalerl.checks import positive
 
 
@@ -30,7 +30,7 @@ class CISPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `cispo`; 0 outside the mask."""
-        return cispo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.max_ratio)
+        return cispo(*masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask), self.max_ratio)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return where the ratio exceeds the cap (R, T, bool); these tokens keep their gradient."""

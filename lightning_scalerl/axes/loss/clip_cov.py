@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import clip_bounds, credited, importance_ratio, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import clip_bounds, clipped_loss, clipped_tokens, importance_ratio, masked_inputs
 from lightning_scalerl.axes.loss.covariance import CovarianceLoss
 from lightning_scalerl.checks import ConfigurationError
 
@@ -17,11 +17,11 @@ from lightning_scalerl.checks import ConfigurationError
 class ClipCov(CovarianceLoss):
     """PPO's clipped surrogate, with a loss of 0 for tokens drawn among those whose covariance is in (low, high).
 
-    Source: arXiv 2505.22617, eq. 10-12. The paper states no clip of the ratio. Its code and verl (`clip_cov`) keep
-    PPO's, and the authors' recipe opens it to (0, 2): `clip_low=1`, `clip_high=1`, the defaults here.
+    Source: arXiv 2505.22617, eq. 10-12. The paper does not mention a clip of the ratio. Its code and verl (`clip_cov`)
+    clip the ratio like PPO, and the authors' recipe widens the interval to (0, 2), as the defaults here do.
 
-    `CovarianceLoss` states when tokens are selected. verl and SkyRL also leave out tokens that the ratio's clip has
-    caught, and their random draw is another one.
+    `CovarianceLoss` states when tokens are selected. verl and SkyRL never select tokens that the ratio's clip already
+    affects, and use another random generator.
 
     Args:
         share: share of the step's tokens that are drawn, at least one if any is in the interval.
@@ -49,7 +49,7 @@ class ClipCov(CovarianceLoss):
     def choose(self, covariance: Tensor, count: int, key: Sequence[int]) -> Tensor:
         """Return `count` tokens whose covariance is in the interval, drawn uniformly and without replacement."""
         candidates = torch.nonzero((covariance > self.low) & (covariance < self.high)).flatten()
-        # Drawn on the host, by number, so that the draw depends neither on the device nor on how rows are padded.
+        # Draw indices on the host, so that the draw depends neither on the device nor on how rows are padded.
         order = np.random.default_rng(list(key)).permutation(candidates.numel())
         return candidates[torch.from_numpy(order[:count]).to(candidates.device)]
 
@@ -62,9 +62,11 @@ class ClipCov(CovarianceLoss):
         selected: Tensor | None = None,
     ) -> Tensor:
         """Return PPO's loss (R, T); 0 for the tokens `selected`, and outside the mask."""
-        trainer_logprobs, anchor_logprobs, advantages = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        trainer_logprobs, anchor_logprobs, advantages = masked_inputs(
+            trainer_logprobs, anchor_logprobs, advantages, mask
+        )
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
-        loss = pessimistic(ratio, advantages, self.clip_low, self.clip_high)
+        loss = clipped_loss(ratio, advantages, self.clip_low, self.clip_high)
         return loss if selected is None else torch.where(selected, 0.0, loss)
 
     def clipped(
@@ -77,7 +79,7 @@ class ClipCov(CovarianceLoss):
     ) -> Tensor:
         """Return the tokens without a gradient (R, T, bool): clipped by their ratio, or `selected`."""
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
-        clips = pessimistic_clips(ratio, advantages, self.clip_low, self.clip_high)
+        clips = clipped_tokens(ratio, advantages, self.clip_low, self.clip_high)
         return clips if selected is None else clips | selected
 
     def semantics(self) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from lightning_scalerl.checks import ConfigurationError
 
 
 class CovarianceLoss(Loss):
-    """Loss that treats a share of the tokens differently; their covariance decides which (arXiv 2505.22617).
+    """Loss that treats some tokens differently, selected by their covariance (arXiv 2505.22617).
 
     Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
-    SkyRL select in every micro-batch and pass, by those of the current policy. Both agree for a step of one pass and
-    one micro-batch with `correction=proximal`, where the current policy is the anchor.
+    SkyRL select in every micro-batch and pass, by the current policy's log-probabilities. The two ways agree in a step
+    of one pass and one micro-batch with `correction=proximal`, where the current policy is the anchor.
 
     Args:
         share: share of the step's tokens that are selected, at least one.
@@ -31,11 +31,11 @@ class CovarianceLoss(Loss):
     configured_as: ClassVar[str]
 
     def __init__(self, share: float) -> None:
-        self.share = valid_share(share)
+        self.share = check_share(share)
 
     @abstractmethod
     def choose(self, covariance: Tensor, count: int, key: Sequence[int]) -> Tensor:
-        """Return the numbers of at most `count` tokens.
+        """Return the indices (at most `count`) of the selected tokens.
 
         Args:
             covariance: covariance of each token that carries credit, (N,).
@@ -47,10 +47,10 @@ class CovarianceLoss(Loss):
         """Return the tokens (R, T, bool) that the loss treats differently."""
         inside = mask > 0
         covariance = covariances(anchor_logprobs[inside], advantages[inside])
-        return scattered(self.choose(covariance, share_of(self.share, covariance.numel()), key), mask)
+        return token_table(self.choose(covariance, selected_count(self.share, covariance.numel()), key), mask)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
+        """Return a one-line error if axis `kl` gives additional advantages, which the selection would ignore."""
         return one_kind_of_advantage(f"{self.configured_as} selects tokens by the advantages of the task", others)
 
     def semantics(self) -> dict[str, Any]:
@@ -72,26 +72,26 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-def share_of(share: float, tokens: int) -> int:
-    """Return the number of tokens to select: the whole part of `share * tokens`, but at least one if there are any."""
+def selected_count(share: float, tokens: int) -> int:
+    """Return the number of tokens to select: `share * tokens` rounded down, but at least 1 if there is a token."""
     return min(tokens, max(1, int(share * tokens)))
 
 
-def valid_share(value: float) -> float:
-    """Return a share of the tokens if it is valid.
+def check_share(value: float) -> float:
+    """Return `value` if it is above 0 and at most 1.
 
     Raises:
-        ConfigurationError: it is not above 0 and at most 1.
+        ConfigurationError: otherwise.
     """
     if not 0 < value <= 1:
         raise ConfigurationError(f"loss.share: {value!r} must be above 0 and at most 1, a share of the step's tokens")
     return value
 
 
-def scattered(chosen: Tensor, mask: Tensor) -> Tensor:
-    """Return a table (R, T, bool) that is True at the tokens `chosen`, numbered over the mask's tokens row by row."""
+def token_table(selected: Tensor, mask: Tensor) -> Tensor:
+    """Return a table (R, T, bool) that is True at `selected`, indices of tokens counted row by row within the mask."""
     flags = torch.zeros(int((mask > 0).sum()), dtype=torch.bool, device=mask.device)
-    flags[chosen] = True
+    flags[selected] = True
     table = torch.zeros_like(mask, dtype=torch.bool)
     table[mask > 0] = flags
     return table

@@ -9,10 +9,10 @@ from torch import Tensor
 from lightning_scalerl.axes.loss.base import (
     Loss,
     clip_bounds,
-    credited,
+    clipped_loss,
+    clipped_tokens,
     importance_ratio,
-    pessimistic,
-    pessimistic_clips,
+    masked_inputs,
 )
 
 
@@ -24,7 +24,7 @@ def dapo(
     Shapes: all (R, T); unreduced. Source: DAPO, arXiv 2503.14476, eq. 8 (its token average belongs to axis
     `aggregation`).
     """
-    return pessimistic(importance_ratio(trainer_logprobs, anchor_logprobs), advantages, clip_low, clip_high)
+    return clipped_loss(importance_ratio(trainer_logprobs, anchor_logprobs), advantages, clip_low, clip_high)
 
 
 class DAPO(Loss):
@@ -35,12 +35,12 @@ class DAPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `dapo`; 0 outside the mask."""
-        return dapo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip_low, self.clip_high)
+        return dapo(*masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return where the clip removes the gradient (R, T, bool)."""
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
-        return pessimistic_clips(ratio, advantages, self.clip_low, self.clip_high)
+        return clipped_tokens(ratio, advantages, self.clip_low, self.clip_high)
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the bounds of the ratio, and that clipped tokens lose their gradient."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, credited
+from lightning_scalerl.axes.loss.base import Loss, masked_inputs
 from lightning_scalerl.axes.loss.cispo import cispo
 from lightning_scalerl.checks import ConfigurationError, positive
 
@@ -36,10 +36,10 @@ def outside_trust_region(
     max_divergence_low: float,
     max_divergence_high: float,
 ) -> Tensor:
-    """Return where the probability has moved too far in the direction of the advantage (R, T, bool).
+    """Return the tokens whose probability has moved too far in the direction of the advantage (R, T, bool).
 
-    Where A > 0 these are tokens whose probability has risen by a divergence above `max_divergence_high`; where A < 0,
-    those whose probability has fallen by one above `max_divergence_low`. Shapes: all (R, T).
+    Where A > 0, the probability has risen and the divergence is above `max_divergence_high`. Where A < 0, it has fallen
+    and the divergence is above `max_divergence_low`. Shapes: all (R, T).
     """
     gap = binary_divergence(trainer_logprobs, anchor_logprobs, divergence)
     rises = (trainer_logprobs > anchor_logprobs) & (gap > max_divergence_high) & (advantages > 0)
@@ -82,7 +82,7 @@ class DPPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T): `cispo` with the cap, 0 outside the trust region and outside the mask."""
-        tables = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        tables = masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask)
         return torch.where(self.clipped(*tables, mask), 0.0, cispo(*tables, self.max_ratio))
 
     @torch.no_grad()

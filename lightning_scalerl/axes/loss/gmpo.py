@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
-from lightning_scalerl.axes.loss.base import Loss, credited, one_advantage_per_sequence, pessimistic_clips
+from lightning_scalerl.axes.loss.base import Loss, clipped_tokens, masked_inputs, one_advantage_per_sequence
 from lightning_scalerl.checks import positive
 
 
@@ -29,8 +29,8 @@ def gmpo(
     Shapes: all (R, T), one sequence per row; unreduced.
 
     Source: GMPO, arXiv 2507.20673. TRL (`trl.experimental.gmpo`) and verl (`geo_mean`) compute the same gradient. Both
-    average over the sequences of a micro-batch, also those without a token in the mask, to which TRL's loss adds the
-    constant -A_i.
+    average over all sequences of a micro-batch, also over sequences without a token in the mask. For such a sequence
+    TRL's loss adds the constant -A_i.
     """
     log_ratio = trainer_logprobs - anchor_logprobs
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
@@ -59,14 +59,14 @@ class GMPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `gmpo`; 0 outside the mask."""
-        tables = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        tables = masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask)
         return gmpo(*tables, mask, self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the tokens whose gradient the clip removes (R, T, bool)."""
-        # `pessimistic_clips` compares with 1 - low and 1 + high: shifted by 1, it compares log-ratios.
+        # `clipped_tokens` compares its argument with 1 - low and 1 + high, so the log-ratio is shifted by 1.
         log_ratio = trainer_logprobs - anchor_logprobs
-        return pessimistic_clips(1 + log_ratio, advantages, self.clip_low, self.clip_high)
+        return clipped_tokens(1 + log_ratio, advantages, self.clip_low, self.clip_high)
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the ratio and its bounds, and the aggregation that GMPO is defined with."""

@@ -12,10 +12,10 @@ from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.axes.loss.base import (
     Loss,
     clip_bounds,
-    credited,
+    clipped_loss,
+    clipped_tokens,
+    masked_inputs,
     one_advantage_per_sequence,
-    pessimistic,
-    pessimistic_clips,
 )
 
 
@@ -47,7 +47,7 @@ def gspo(
     Shapes: all (R, T), one sequence per row; unreduced. Source: GSPO, arXiv 2507.18071.
     """
     # The ratio (R, 1) broadcasts over the tokens of its row.
-    return pessimistic(sequence_ratio(trainer_logprobs, anchor_logprobs, mask), advantages, clip_low, clip_high)
+    return clipped_loss(sequence_ratio(trainer_logprobs, anchor_logprobs, mask), advantages, clip_low, clip_high)
 
 
 class GSPO(Loss):
@@ -67,13 +67,13 @@ class GSPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `gspo`; 0 outside the mask."""
-        tables = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        tables = masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask)
         return gspo(*tables, mask, self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return all tokens of the sequences whose gradient the clip removes (R, T, bool)."""
         ratio = sequence_ratio(trainer_logprobs, anchor_logprobs, mask)
-        return pessimistic_clips(ratio, advantages, self.clip_low, self.clip_high)
+        return clipped_tokens(ratio, advantages, self.clip_low, self.clip_high)
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the ratio and its bounds, and the aggregation that GSPO is defined with."""

@@ -8,26 +8,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import credited, importance_ratio
+from lightning_scalerl.axes.loss.base import importance_ratio, masked_inputs
 from lightning_scalerl.axes.loss.covariance import CovarianceLoss
 from lightning_scalerl.checks import not_negative
 
 
 class KLCov(CovarianceLoss):
-    """loss_t = -r_t A_t, plus coefficient |log r_t| for the share of tokens with the highest covariance.
+    """loss_t = -r_t A_t, plus coefficient * |log r_t| for the tokens with the highest covariance.
 
     Source: arXiv 2505.22617, eq. 10, 13 and 14. The paper penalizes KL(pi_anchor || pi_trainer); its code, verl
     (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its derivative with respect to log r_t is the
     sign of log r_t, 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the first pass over
-    a batch, so the penalty acts from the second update on. Between a generator and a trainer of the same weights the
-    sign is that of a rounding error, and the penalty adds noise. The coefficient is 1 in the paper and 0.1 in verl's
-    configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
+    a batch, so the penalty acts from the second update on. With `correction=behaviour`, in the first pass on fresh
+    rollouts, log r_t is a rounding error, so the penalty adds noise. The coefficient is 1 in the paper and 0.1 in
+    verl's configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
 
     `CovarianceLoss` states when tokens are selected.
 
     Args:
-        share: share of the step's tokens that are penalized, at least one. Of equal covariances, the first in the
-            batch's order count.
+        share: share of the step's tokens that are penalized, at least one. Ties are broken by the batch's order.
         coefficient: weight of the penalty.
     """
 
@@ -51,7 +50,9 @@ class KLCov(CovarianceLoss):
         selected: Tensor | None = None,
     ) -> Tensor:
         """Return the surrogate (R, T), with the penalty for the tokens `selected`; 0 outside the mask."""
-        trainer_logprobs, anchor_logprobs, advantages = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        trainer_logprobs, anchor_logprobs, advantages = masked_inputs(
+            trainer_logprobs, anchor_logprobs, advantages, mask
+        )
         loss = -importance_ratio(trainer_logprobs, anchor_logprobs) * advantages
         if selected is None:
             return loss

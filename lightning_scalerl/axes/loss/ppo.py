@@ -9,10 +9,10 @@ from torch import Tensor
 from lightning_scalerl.axes.loss.base import (
     Loss,
     clip_bounds,
-    credited,
+    clipped_loss,
+    clipped_tokens,
     importance_ratio,
-    pessimistic,
-    pessimistic_clips,
+    masked_inputs,
 )
 
 
@@ -21,7 +21,7 @@ def ppo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, c
 
     Shapes: all (R, T); unreduced. Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3, without its KL.
     """
-    return pessimistic(importance_ratio(trainer_logprobs, anchor_logprobs), advantages, clip, clip)
+    return clipped_loss(importance_ratio(trainer_logprobs, anchor_logprobs), advantages, clip, clip)
 
 
 class PPO(Loss):
@@ -32,12 +32,12 @@ class PPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `ppo`; 0 outside the mask."""
-        return ppo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip)
+        return ppo(*masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return where the clip removes the gradient (R, T, bool)."""
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
-        return pessimistic_clips(ratio, advantages, self.clip, self.clip)
+        return clipped_tokens(ratio, advantages, self.clip, self.clip)
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the bounds of the ratio, and that clipped tokens lose their gradient."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.loss.base import Loss
-from lightning_scalerl.rollouts.rollout import inside
+from lightning_scalerl.rollouts.rollout import zero_outside
 
 
 def reinforce(trainer_logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ class Reinforce(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `reinforce`; 0 outside the mask."""
-        return reinforce(inside(mask, trainer_logprobs), inside(mask, advantages))
+        return reinforce(zero_outside(mask, trainer_logprobs), zero_outside(mask, advantages))
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return False for every token (R, T): there is no ratio to clip."""

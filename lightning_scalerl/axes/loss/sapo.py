@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
+from lightning_scalerl.axes.loss.base import Loss, importance_ratio, masked_inputs
 from lightning_scalerl.checks import positive
 
 
@@ -38,7 +38,7 @@ class SAPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `sapo`; 0 outside the mask."""
-        return sapo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.tau_pos, self.tau_neg)
+        return sapo(*masked_inputs(trainer_logprobs, anchor_logprobs, advantages, mask), self.tau_pos, self.tau_neg)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return False for every token (R, T): the gate attenuates and never clips."""
