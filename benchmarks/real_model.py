@@ -199,12 +199,12 @@ def completions(member: Member) -> Iterable[str]:
 def gsm8k(member: Member) -> Iterable[str]:
     """Yield the table of a run on GSM8K: held-out pass rate, and the means of the steps before each evaluation."""
     steps = {record.step: record.metrics for record in member.journal.of_kind("train")}
-    yield "| step | held-out pass rate | of the steps since: pass rate | truncated | entropy per token, nats |"
+    yield "| step | held-out pass rate | of the steps since: pass rate | truncated | groups that train |"
     yield "|---|---|---|---|---|"
     before = 0
     for step, rate in member.series(TEST):
         since = [steps[each] for each in range(before + 1, step + 1)]
-        names = ("train/pass_rate", "train/truncated", "train/entropy")
+        names = ("train/pass_rate", "train/truncated", "train/groups_kept")
         means = [f"{fmean(metrics[name] for metrics in since):.3f}" if since else "" for name in names]
         yield f"| {step} | {rate:.3f} | {' | '.join(means)} |"
         before = step
