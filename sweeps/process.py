@@ -299,10 +299,10 @@ def _guard() -> None:
     """Start the command given on standard input, and follow it to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     _prctl(_SUBREAPER, 1)
     with os.fdopen(0, "rb", buffering=0, closefd=False) as orders:
         asked = json.loads(orders.readline())
@@ -326,9 +326,9 @@ def _guard() -> None:
     rest = b""
     while child.poll() is None:
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([0, wake], [], [], wait_s)
-        if wake in ready:
-            os.read(wake, 4096)
+        ready, _, _ = select.select([0, wake_reader], [], [], wait_s)
+        if wake_reader in ready:
+            os.read(wake_reader, 4096)
             _reap(0, child.pid)
         if 0 in ready:
             block = os.read(0, 65536)

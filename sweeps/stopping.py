@@ -193,7 +193,7 @@ class RacingRun:
         return self._why
 
     def _work(self, calls: queue.SimpleQueue[threading.Event | None]) -> None:
-        """Answer calls in their order: write pending records, and take looks."""
+        """Answer calls in their order: write pending records, then let the race decide whether this run stops."""
         while (answered := calls.get()) is not None:
             try:
                 self._write()

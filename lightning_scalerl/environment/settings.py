@@ -90,7 +90,7 @@ class EnvironmentSettings:
 
     @property
     def acts(self) -> bool:
-        """Whether rollouts have conversations with an environment."""
+        """True if rollouts have conversations with an environment."""
         return self.factory is not None
 
     def pool(self) -> EnvironmentPool:

@@ -175,7 +175,7 @@ class TurnGenerator(Generator, Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether `step` has nothing to do or report until a waiting rollout is continued or ended.
+        """True if `step` has nothing to do or report until a waiting rollout is continued or ended.
 
         This can hold while other rollouts are queued, because waiting rollouts may keep all slots.
         """

@@ -76,7 +76,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt goes through the model once for all of its completions.
+        """True if a prompt goes through the model once for all of its completions.
 
         False in training mode, in which dropout is active or layers recompute states that a cache would have to keep.
         """

@@ -362,7 +362,7 @@ class _Coverage:
         family = [c for c in self._classes.values() if c is owner or owner in self._bases(c)]
         if body.name.startswith("__"):
             return any(c.name in self._mentioned for c in family)
-        cases = any(self._is_case(c) for c in family)
+        cases = any(self._is_unittest_class(c) for c in family)
         suites = [c for c in family if self._is_pytest_class(c)]
         if body.name.startswith(_SET_UP):
             return cases or bool(suites)
@@ -387,7 +387,7 @@ class _Coverage:
                     pending.append(definition)
         return bases
 
-    def _is_case(self, owner: ast.ClassDef) -> bool:
+    def _is_unittest_class(self, owner: ast.ClassDef) -> bool:
         bases = [b for c in (owner, *self._bases(owner)) for b in c.bases]
         return any(_last_name(base).endswith("TestCase") for base in bases)
 

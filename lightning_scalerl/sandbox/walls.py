@@ -32,7 +32,7 @@ class Walls:
 
     @property
     def isolated(self) -> bool:
-        """Whether network, files and other processes are all inaccessible."""
+        """True if network, files and other processes are all inaccessible."""
         return bool(self.bubblewrap) or (self.landlock > 0 and self.seccomp)
 
 

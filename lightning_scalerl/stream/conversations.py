@@ -202,7 +202,7 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Reply:
-    """What to do with a waiting rollout after its environment has answered.
+    """Treatment of a waiting rollout after its environment has answered.
 
     `kind` is "insert" (append `tokens` and continue), "end" (`truncated`: because of a limit) or "restart" (sample the
     rollout again from its prompt).

@@ -94,7 +94,7 @@ class ChargeLedger:
 
     @property
     def used(self) -> bool:
-        """Whether an answer of a judge was used, from its service or from the cache."""
+        """True if an answer of a judge was used, from its service or from the cache."""
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:

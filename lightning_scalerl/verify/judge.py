@@ -136,7 +136,7 @@ class Judge:
 
     @property
     def needs_answer(self) -> bool:
-        """Whether the template contains the row's answer, so that rows need one."""
+        """True if the template contains the row's answer, so that rows need one."""
         return "{answer}" in self.prompt
 
     @property

@@ -74,7 +74,7 @@ class FunctionGrader:
 
     @property
     def takes_answer(self) -> bool:
-        """Whether the function's form has an argument for the row's answer."""
+        """True if the function's form has an argument for the row's answer."""
         return self._form in ("verl", "answer")
 
     def missing(self, row: Mapping[str, Any]) -> list[str]:

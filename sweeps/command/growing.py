@@ -33,7 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Ending(Enum):
-    """How to treat a log's last line if it has no newline.
+    """Treatment of a log's last line if it has no newline.
 
     OPEN: the line is still being written; ignore it. TORN: the writer has ended abnormally; accept a complete JSON
     object, but no CSV line, because digits may be missing. WHOLE: the writer has ended normally; accept the line.

@@ -22,7 +22,7 @@ from sweeps.source.journals import curves_of
 
 @dataclass(frozen=True)
 class PlaceBy(AsJson):
-    """A recipe's place by one of the two metrics.
+    """A recipe's place by one metric, pass@1 or pass@k.
 
     Attributes:
         place: place by reward at common compute, from 1; None where the reward is unknown there.

@@ -333,8 +333,8 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     if len(fits) < 2:
         return _settlement(standing, remedies, "nothing to compare: only one recipe", settled=False)
     if standing.decided:
-        # Only recipes without a curve could still change the choice. The wording avoids "settled" where the choice is
-        # known but its asymptote is not.
+        # Recipes without a curve could still change the choice, so their remedies are listed. The sentence does not say
+        # "settled" if the leader's asymptote is not identifiable.
         identifiable = standing.leader in standing.ranked
         state = "settled" if identifiable else "no further run is needed to choose"
         return _settlement(standing, remedies, f"{state}: {outcome_sentence(standing)}", settled=True)

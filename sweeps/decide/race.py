@@ -224,12 +224,12 @@ class RunStates:
 
 def run_states(curves: Sequence[Curve], runs: Sequence[JournalView]) -> RunStates:
     """Return the states of the runs behind the curves; curves of sources without journals have ended."""
-    by_label: dict[str, dict[str, str]] = {}  # status of each run, by recipe and seed
+    status_by_recipe: dict[str, dict[str, str]] = {}  # status of each run, by recipe and seed
     for view in runs:
-        by_label.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
-    recipes = [curve.recipe for curve in curves]
+        status_by_recipe.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
+    labels = [curve.recipe for curve in curves]
     # With --size and --group a curve's label has more text after the recipe's label.
-    states = {recipe: by_label.get(recipe, by_label.get(recipe.split(" ")[0], {})) for recipe in recipes}
+    states = {label: status_by_recipe.get(label, status_by_recipe.get(label.split(" ")[0], {})) for label in labels}
     return RunStates(
         ended=tuple(recipe for recipe, by_seed in states.items() if "running" not in by_seed.values()),
         failed=tuple(recipe for recipe, by_seed in states.items() if set(by_seed.values()) == {"failed"}),

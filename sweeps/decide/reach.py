@@ -61,7 +61,7 @@ class Reach(AsJson):
 
 @dataclass(frozen=True)
 class Asymptote(AsJson):
-    """How much of the way from R0 to the asymptote a recipe has gained, and whether that is near the asymptote.
+    """Fraction of the way from R0 to the asymptote that a recipe has gained, and whether that is near the asymptote.
 
     Attributes:
         verdict: `near` (97.5% sure that `share` is at least `NEAR`), `not near` (97.5% sure that it is less),

@@ -143,7 +143,7 @@ def iter_snapshots(curve: Curve, options: FitOptions, every: float, earlier: Seq
 
 
 def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlier: Sequence[Snapshot]) -> list[float]:
-    """Choose the computes of new snapshots, so that later evaluations do not change the choice of earlier computes."""
+    """Choose the amounts of compute at which new fits are recorded; later evaluations never change earlier choices."""
     if not computes:
         return []
     last = earlier[-1].compute_end if earlier else 0.0
@@ -161,7 +161,11 @@ def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlie
 
 
 class _Fits:
-    """Fits of one curve up to any compute, each computed once; computes: all at which it was evaluated."""
+    """Fits of the evaluations of one curve up to any amount of compute, each made once.
+
+    Attributes:
+        computes: compute of every evaluation of the curve inside the options' limits, ascending.
+    """
 
     def __init__(self, curve: Curve, options: FitOptions) -> None:
         in_window = (curve.compute > 0) & options.inside(curve.compute)

@@ -137,7 +137,7 @@ def write_report(
         figure.set_layout_engine("none")
         files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
         panels[name] = panels_of(figure)
-        # Make the SVG last, because here dots replace the markers.
+        # Make the SVG last: `points_as_dots` replaces the markers that the PNG shows.
         dots[name] = points_as_dots(figure)
         documents[name] = svg(figure)
         files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")

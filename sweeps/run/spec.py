@@ -374,9 +374,9 @@ def make_spec(
 
     Args:
         config: resolved configuration of the run, as plain values.
-        reference: configuration of the recipe without the run's changes.
+        reference: configuration of the baseline recipe, with the run's seed and settings.
         label: label of the run's curve.
-        baseline: label of the recipe.
+        baseline: label of the recipe with which this one is compared.
         identity: values that affect what the run learns, without its seed, in a form that does not change with
             versions; None for all values of `config` except the operational keys.
         departures, settings, folders: see `RunSpec`; None means empty.

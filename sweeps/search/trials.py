@@ -147,7 +147,7 @@ class Trials:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the sampler has reported that it has no more proposals."""
+        """True if the sampler has reported that it has no more proposals."""
         return self.study.user_attrs.get("exhausted") == _sampler_id(self.study.sampler)
 
     def _no_more(self) -> None:

@@ -59,7 +59,7 @@ def make_labels(factors: Mapping[str, str], **labels: str | None) -> dict[str, s
 
 @dataclass
 class LoadedStudy:
-    """What was read from the sources: one curve per recipe, the journals, and warnings about omitted content.
+    """Result of reading the sources: one curve per recipe, the journals, and warnings about omitted content.
 
     Attributes:
         curves: one curve per recipe and factors.
@@ -93,7 +93,7 @@ class LoadedStudy:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks to read from the sources, see `sweeps.source.load.load`.
+    """Request to read curves from the sources, see `sweeps.source.load.load`.
 
     Attributes:
         metric: reward of journals; None for the default.

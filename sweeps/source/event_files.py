@@ -47,7 +47,7 @@ def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
     """Add one run per folder with event files.
 
     Raises:
-        UserError: as for one file.
+        UserError: a run has no scalars or no metric that can be the reward, or tensorboard is not installed.
     """
     runs: dict[str, list[Path]] = {}
     for path in files:

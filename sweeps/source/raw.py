@@ -24,7 +24,7 @@ _TABLES = (wandb_export, wide, table)
 
 
 class _Logs(Collected):
-    """Collector that keeps the logs of a source, and chooses no points."""
+    """Collector that keeps the logs of a source as they are, and makes no curves of them."""
 
     def __init__(self) -> None:
         super().__init__(Request(), LoadedStudy())

@@ -29,7 +29,8 @@ def test_what_cannot_fit_is_refused_before_the_models_are_placed(
     tiny_model_path: str, device_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_of(2**20)
-    monkeypatch.setattr("lightning_scalerl.session.setup.place", lambda models: pytest.fail("the model was placed"))
+    placing = "lightning_scalerl.session.setup.place_policy"
+    monkeypatch.setattr(placing, lambda models: pytest.fail("the model was placed"))
     words = r"memory: this run takes about .* fullest device, which has 0\.0 \(.*Adam.s moments .*\); it would"
     with pytest.raises(ConfigurationError, match=words):
         trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))
@@ -57,6 +58,6 @@ def test_a_model_that_cannot_be_analysed_is_trained_and_the_log_says_so(
         raise NotImplementedError("needs data")
 
     device_of(2**20)
-    monkeypatch.setattr(memory, "fitted", fails)
+    monkeypatch.setattr(memory, "memory_and_advice", fails)
     trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))
     assert "memory: cannot be predicted for this model (NotImplementedError('needs data'))" in caplog.text

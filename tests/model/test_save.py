@@ -69,7 +69,7 @@ def test_no_more_than_a_file_and_a_layer_is_held(family: str, tmp_path: Path) ->
     layer = 0 if experts is None else 2 * sum(parameter.nbytes for parameter in experts.parameters())
     largest = max(parameter.nbytes for parameter in model.parameters())
     most = max(total // 6, largest)
-    save_in_parts(blank_copy(model), fetched, tokenizer, tmp_path / "parts", most_bytes=most)
+    save_in_parts(blank_copy(model), fetched, tokenizer, tmp_path / "parts", max_file_bytes=most)
     assert fetched.most <= most + layer < total and fetched.alive == 0
     files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
     assert len(files) >= 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"

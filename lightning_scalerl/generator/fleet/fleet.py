@@ -176,7 +176,7 @@ class Fleet:
     @property
     @_one_at_a_time
     def idle(self) -> bool:
-        """Whether everything in flight waits for an insertion, and has been reported."""
+        """True if everything in flight waits for an insertion, and has been reported."""
         waiting = len(self._ledger.all_waiting())
         return self._ledger.in_flight == waiting and not self._ledger.has_report
 

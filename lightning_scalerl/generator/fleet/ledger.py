@@ -61,11 +61,11 @@ class Ledger:
 
     @property
     def has_report(self) -> bool:
-        """Whether there is a rollout to report: one that has ended or has begun to wait for an insertion."""
+        """True if there is a rollout to report: one that has ended or has begun to wait for an insertion."""
         return bool(self._ended or self._new_waiting)
 
     def unfinished(self, engine: Hashable) -> int:
-        """Return the number of an engine's unfinished rollouts, not counting rollouts that wait for an insertion."""
+        """Return the number of an engine's rollouts that are neither finished nor waiting for their environment."""
         rollouts = (len(group.missing) - len(group.waiting) for group in self._open.values() if group.engine == engine)
         return sum(rollouts)
 

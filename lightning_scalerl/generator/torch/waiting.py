@@ -46,12 +46,12 @@ class Waiting:
 
     @property
     def cached(self) -> bool:
-        """Whether waiting rollouts keep their keys and values."""
+        """True if waiting rollouts keep their keys and values."""
         return self._keeps != "nothing"
 
     @property
     def due(self) -> bool:
-        """Whether the next step continues or reports a rollout."""
+        """True if the next step continues or reports a rollout."""
         return bool(self.answered or self._ended)
 
     @property

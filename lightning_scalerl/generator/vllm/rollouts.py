@@ -181,7 +181,7 @@ class InFlight:
 
     @property
     def idle(self) -> bool:
-        """Whether `step` has nothing to do or report: everything in flight waits for an insertion."""
+        """True if `step` has nothing to do or report: everything in flight waits for an insertion."""
         return not (self._unfinished() or self._report_queue)
 
     @property

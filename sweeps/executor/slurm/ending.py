@@ -95,7 +95,7 @@ class JobEndings:
         attempt = newest_attempt(job.launch.run_dir, job.submission, job.job)
         if attempt is None or (outcome and attempt.outcome is None):
             return None
-        # If the newest start never reached the member, the record is of an earlier start.
+        # If the job's newest start failed before the member began, the newest record is of an earlier start: ignore it.
         newest = max(self.artifacts_of(job.submission).starts(job.job), default=0)
         return attempt if attempt.restart >= newest else None
 

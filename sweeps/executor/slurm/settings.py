@@ -56,7 +56,7 @@ class JobSettings:
 
     @property
     def asks_for_gpus(self) -> bool:
-        """Whether a job requests GPUs from sbatch, by any of its options."""
+        """True if a job requests GPUs from sbatch, by any of its options."""
         options = {**self.resources, **(self.resources.get("additional_parameters") or {})}
         set_options = {str(key).replace("-", "_"): value for key, value in options.items() if value}
         return bool(_GPU_OPTIONS & set_options.keys()) or any(
@@ -65,7 +65,7 @@ class JobSettings:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether a job that sees no GPU must fail: it requests GPUs, and `require_gpu` is set."""
+        """True if a job that sees no GPU must fail: it requests GPUs, and `require_gpu` is set."""
         return self.require_gpu and self.asks_for_gpus
 
     @property

@@ -147,7 +147,7 @@ def test_where_no_report_can_be_written_nothing_is_fitted_for_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "is_a_folder").mkdir()
     (tmp_path / "a_file").touch()
-    monkeypatch.setattr(showing_commands, "fitted", None)
+    monkeypatch.setattr(showing_commands, "read_and_fit", None)
     code, out, err = run(capsys, "report", EXAMPLE, "-o", place)
     assert code == 1 and out == "" and "cannot be written" in err and err.count("\n") == 1
 

@@ -528,7 +528,7 @@ def test_a_search_is_gone_on_with_once_a_killed_ones_lock_is_gone(
 ) -> None:
     """Before Optuna opens its file: there it would wait 30 s for the lock."""
     search(tmp_path, SearchSettings(2, 2, budget=1.0))
-    lock, opened = tmp_path / f"{TRIALS_FILE}.lock", trials_module._opened
+    lock, opened = tmp_path / f"{TRIALS_FILE}.lock", trials_module._open_study
     lock.symlink_to(tmp_path / TRIALS_FILE)
 
     def unlocked(path: Path) -> optuna.Study:
@@ -536,6 +536,6 @@ def test_a_search_is_gone_on_with_once_a_killed_ones_lock_is_gone(
         return opened(path)
 
     monkeypatch.setattr(trials_module, "_LOCK_GRACE_S", 0.05)
-    monkeypatch.setattr(trials_module, "_opened", unlocked)
+    monkeypatch.setattr(trials_module, "_open_study", unlocked)
     search(tmp_path, SearchSettings(3, 2, budget=1.0))
     assert len(trials(tmp_path)) == 3
