@@ -125,8 +125,8 @@ def scaling_state(
     """Make the state of a view with points, curves and bands of one sweep, over log10 of compute and over compute.
 
     Runs are grouped by the tag `line`, with the values `lines`. The groups are collapsed, so that the list next to the
-    chart has one row per line and hides the runs that store the bands. MLflow draws only the first hundred runs, so runs
-    are sorted by rank.
+    chart has one row per line and hides the runs that store the bands. MLflow draws only the first hundred runs, so
+    runs are sorted by rank.
     """
     return _state(
         # Runs without the metric (the parent, recipes with a refused fit) would only crowd the legend.
