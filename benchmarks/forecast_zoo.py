@@ -244,7 +244,7 @@ def set_up(repeats: int) -> list[str]:
     return wrapped(
         f"{repeats} studies per row, each with 30 evaluations of 250 prompts and one seed, unless the row's name says "
         "otherwise. Forecasts at 1.25 and 2 times the window, with 95% intervals, are compared with the truth and with "
-        "the last value in the window; cells with two numbers have both. With "
+        "the last value in the window; a cell with two numbers gives 1.25 times first. With "
         f"{repeats} studies a true coverage of 0.95 is measured with a standard error of "
         f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
         "",

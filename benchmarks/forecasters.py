@@ -129,8 +129,8 @@ def paired(some: Sequence[Cut], measure: str, rival: str) -> tuple[float, float]
 def rows(found: Sequence[Cut], reference: bool) -> list[str]:
     """Table by class and over all."""
     lines = [
-        "| curves | cuts | error | interval score | holds | to the last value | to smoothing"
-        + (" | reference: error | holds | error to it | score to it |" if reference else " |"),
+        "| curves | cuts | error | interval score | holds | minus last value's | minus smoothing's"
+        + (" | reference: error | holds | minus reference's | score minus reference's |" if reference else " |"),
         "|---|---|---|---|---|---|---" + ("|---|---|---|---|" if reference else "|"),
     ]
     for group in (*sorted({cut.group for cut in found}), "all"):
