@@ -253,7 +253,7 @@ def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> 
                 (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
                 (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),
                 (["recipy=scalerl"], "did you mean recipe\\?"),
-                (["+trainer.accelerator=gpu"], "trainer: neither a setting nor an axis"),
+                (["+trainer.accelerator=gpu"], "trainer.accelerator=gpu: needs trainer=trl; .*strategy.devices=2"),
                 (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
             ],
             pytest.mark.full,
@@ -323,7 +323,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["scale=8"], "scale=8: no such choice; did you mean scale=8b?"),
                 (["~loss=1"], "loss=1: no such choice; valid: cispo"),
                 (["loss=null"], "loss=null: no such choice; valid: cispo"),
-                (["model=[]"], "model=[]: no such choice; valid: arithmetic_base, path"),
+                (["model=[]"], "model=[]: no such choice; valid: arithmetic_base, calculator_base, path"),
                 (["model=[1]"], "model=[1]: no such choice"),
                 (["=3"], "=3: no key before the ="),
                 # A near name.

@@ -331,7 +331,13 @@ def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Seque
             raise ConfigurationError(f"{entry}: an axis cannot be taken away; pick another of its choices instead")
     for key in values:
         if key == "trainer":
-            raise ConfigurationError(ONE_TRAINER)
+            settings = [entry for entry in overrides if entry.lstrip("+").startswith("trainer.")]
+            if not settings:
+                raise ConfigurationError(ONE_TRAINER)
+            raise ConfigurationError(
+                f"{settings[0]}: needs trainer=trl; Lightning's Trainer is set up by strategy.*, such as "
+                "strategy.devices=2"
+            )
         if key not in project_keys and key not in axes:
             raise ConfigurationError(
                 f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ "
