@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Array
+from sweeps.curve import Array, Curve
 from sweeps.decide.reach import check_budget
 from sweeps.decide.standing import Standing, find_standing
 from sweeps.decide.wording import outcome_sentence
@@ -405,7 +405,7 @@ def _remedy_step(fit: Fit) -> Step:
         return Step(fit.recipe, "seed", end, None, end, reason)
     factor = 2.0
     if fit.verdict == "too_few_points":
-        factor = max(factor, _enough_evaluations(fit) / end)
+        factor = max(factor, _factor_to_enough_evaluations(fit.curve))
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
         factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _EXTENSION_FACTORS[-1]))
         more = f"at least {factor:g}" if factor == _EXTENSION_FACTORS[-1] else f"about {factor:.2g}"
@@ -415,14 +415,13 @@ def _remedy_step(fit: Fit) -> Step:
     return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
 
 
-def _enough_evaluations(fit: Fit) -> float:
-    """Return the compute by which a run, evaluated as often as before, has the evaluations that a fit needs.
+def _factor_to_enough_evaluations(curve: Curve) -> float:
+    """Return how many times as long a run must be, evaluated as often as before, to have enough points for a fit.
 
-    One more than `MIN_COMPUTES` is asked for, because a curve without an evaluation at compute 0 also fits R0.
+    One more than `MIN_COMPUTES` is needed if there is no evaluation at compute 0, because the fit then estimates R0.
     """
-    curve = fit.curve
     above = [len(np.unique(curve.compute[(curve.compute > 0) & (curve.seed == s)])) for s in np.unique(curve.seed)]
-    return float(curve.compute.max()) * (MIN_COMPUTES + 1) / max([*above, 1])
+    return (MIN_COMPUTES + 1) / max([*above, 1])
 
 
 def split_budget(choice: Choice, budget: float) -> Split:

@@ -264,6 +264,12 @@ def test_the_extension_of_a_recipe_with_too_few_points_is_long_enough(evaluation
     assert fit_curve(measured(round(step.compute / 500))).verdict != "too_few_points"
 
 
+def test_a_recipe_that_has_only_begun_has_a_remedy() -> None:
+    begun = make_curve("begun", np.zeros(1), np.full(1, 0.3), np.zeros(1, dtype=np.intp))
+    (step,) = settle(choice_of([fit_curve(begun)])).steps
+    assert step.action == "extend" and step.reason.startswith("too_few_points")
+
+
 def test_a_budget_is_spent_once_and_the_rest_committed() -> None:
     """The rest is committed where the leader costs no more than a tie, else kept: here it depends on the margin."""
     kept = split_budget(choice_of(contested(), 0.01), 50000)
