@@ -278,7 +278,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
         compute: where to compare; None for `WINDOWS` times the largest compute of any recipe.
     """
     end = max((fit.window[1] for fit in fits if fit.window is not None), default=None)
-    if end is None:
+    if not end:  # also 0, if there is only the evaluation before training
         return None
     compute = WINDOWS * end if compute is None else compute
     draws = np.stack(draw_rewards(fits, compute))
