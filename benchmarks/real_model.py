@@ -32,6 +32,8 @@ import matplotlib.pyplot as plt
 from benchmarks.marks import between
 from sweeps.curve import FLOPS
 from sweeps.run.journal import JournalView, read_journal
+from sweeps.source.collected import LoadedStudy
+from sweeps.source.namesakes import tell_apart
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "outputs" / "real_model"
@@ -86,6 +88,8 @@ def finished(folder: Path) -> list[Member]:
         journal = read_journal(path.parent)
         if journal.status == "finished":
             members.append(Member(path.parent, journal))
+    # Recipes that differ in a setting only, such as the batch, get it into their labels.
+    tell_apart([(member.journal, {}) for member in members], LoadedStudy())
     return sorted(members, key=lambda each: (len(each.recipe), each.recipe, each.journal.header["seed"]))
 
 

@@ -121,13 +121,16 @@ def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _N
     values: dict[str, Mapping[str, Any]] = {curve: _values(views[0].path.parent) for curve, views in curves.items()}
     all_keys = dict.fromkeys(key for config in values.values() for key in config)
     keys = [key for key in all_keys if len({repr(config.get(key, _NO_KEY)) for config in values.values()}) > 1]
-    keys.sort(
-        key=lambda key: any(key not in config for config in values.values())
-    )  # last the keys that some configuration lacks, perhaps because it is of another version
-    texts = {
-        curve: ", ".join(f"{key}={config.get(key, 'none')}" for key in keys[:_MAX_KEYS])
-        for curve, config in values.items()
-    }
+    # A configuration of another version may lack keys: show them only if the others do not separate the curves.
+    shared = [key for key in keys if all(key in config for config in values.values())]
+    keys = [*shared, *(key for key in keys if key not in shared)]
+    for shown in (shared, keys):
+        texts = {
+            curve: ", ".join(f"{key}={config.get(key, 'none')}" for key in shown[:_MAX_KEYS])
+            for curve, config in values.items()
+        }
+        if len(set(texts.values())) == len(texts):
+            break
     if (
         not all(values.values())
         or len(set(texts.values())) < len(texts)

@@ -49,6 +49,12 @@ def curves(*roots: Path, **asked: Any) -> dict[str, int]:
     return {curve.recipe: len(curve.reward) for curve in load([str(root) for root in roots], **asked).curves}
 
 
+def test_a_key_that_another_version_lacks_is_not_in_the_label(tmp_path: Path) -> None:
+    run(tmp_path, 0.001)
+    run(tmp_path, 0.003, branch={"run": None})
+    assert list(curves(tmp_path)) == ["scalerl (optimizer.lr=0.001)", "scalerl (optimizer.lr=0.003)"]
+
+
 def test_two_grids_under_one_label_are_two_curves(tmp_path: Path) -> None:
     for lr in (0.001, 0.003):
         for seed in (0, 1):
