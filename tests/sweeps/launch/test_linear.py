@@ -161,7 +161,7 @@ def phases(folder: Path, number: int) -> dict[str, int]:
     for spec in specs:
         (folder / "runs" / spec.run / JOURNAL_FILE).rename(folder / "runs" / spec.run / "kept")
     study = Study.read(folder)
-    executor = PLAN.executor(folder, scheduler)
+    executor = replace(PLAN, cluster=here).executor(folder)
     states = Ledger(folder).fold()
     launches = [Launch(spec.run, study.run_dir(spec), submission=states[spec.run].submission) for spec in specs]
     found["adopt"] = calls(lambda: executor.adopt(launches))
