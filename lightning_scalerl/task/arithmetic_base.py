@@ -24,9 +24,8 @@ from lightning_scalerl.task.base_training import (
     FOLDER,
     MADE_WITH,
     PAD,
-    cached,
+    base_model,
     check_width,
-    load_packaged,
     model_name,
     small_llama,
     train_model,
@@ -78,12 +77,8 @@ def arithmetic_base_model(
         digits=digits,
         seed=seed,
     )
-    name = model_name("arithmetic-base", settings)
-    return cached(
-        name,
-        settings,
-        lambda: load_packaged(name, lambda: new_model(width, layers, seed)) or _train(**settings),
-        tokenizer,
+    return base_model(
+        "arithmetic-base", settings, lambda: new_model(width, layers, seed), lambda: _train(**settings), tokenizer
     )
 
 

@@ -113,6 +113,26 @@ def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], toke
     return str(path)
 
 
+def base_model(
+    kind: str,
+    settings: Mapping[str, Any],
+    make: Callable[[], Any],
+    train: Callable[[], Any],
+    tokenizer: Callable[[], Any],
+) -> str:
+    """Return the path of a base model with these settings: cached, else from the package, else trained.
+
+    Args:
+        kind: beginning of the model's name.
+        settings: settings of the model; with `kind` they determine its name.
+        make: makes the model with any weights, for the packaged weights.
+        train: makes the trained model.
+        tokenizer: makes the tokenizer.
+    """
+    name = model_name(kind, settings)
+    return cached(name, settings, lambda: load_packaged(name, make) or train(), tokenizer)
+
+
 def train_model(
     make: Callable[[], Any], loss_of: Callable[[Any, int], Tensor], batches: int, learning_rate: float
 ) -> Any:

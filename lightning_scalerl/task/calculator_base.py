@@ -19,9 +19,8 @@ from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.base_training import (
     FOLDER,
     PAD,
-    cached,
+    base_model,
     check_width,
-    load_packaged,
     model_name,
     small_llama,
     train_model,
@@ -73,12 +72,8 @@ def calculator_base_model(
     for name in ("calls", "corruption"):
         if not 0 <= settings[name] <= 1:
             raise ConfigurationError(f"model.{name}: {settings[name]!r} must be a probability, from 0 to 1")
-    name = model_name("calculator-base", settings)
-    return cached(
-        name,
-        settings,
-        lambda: load_packaged(name, lambda: new_model(width, layers, seed)) or _train(**settings),
-        tokenizer,
+    return base_model(
+        "calculator-base", settings, lambda: new_model(width, layers, seed), lambda: _train(**settings), tokenizer
     )
 
 
