@@ -139,7 +139,7 @@ class RunLog(Recorder):
             resume_notes["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
         if earlier is not None or self._last_step or resume_notes:
             self.journal.resume(last_valid_step, code=facts, **resume_notes)
-        # Start the heartbeat now: if the run is killed before its first record, the heartbeat has the wasted compute.
+        # Start the heartbeat now: if the run is killed before its first record, the compute it wasted is known from it.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
     def _largest_cost(self, earlier: JournalView) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Ranks:
 
     @property
     def _group(self) -> Any:
-        """Data-parallel process group: one rank of each set of partners; None for all ranks."""
+        """Data-parallel process group, with one rank of each set of partners. None means the group of all ranks."""
         if isinstance(self.strategy, ShardedStrategy) and self.partners > 1:
             return self.strategy.device_mesh["data_parallel"].get_group()
         return None

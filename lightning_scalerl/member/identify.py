@@ -420,7 +420,7 @@ def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders
     """Return the label that the variant's file sets, or None."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
-    # The key is missing or not a string: OmegaConf raises an error with a good message.
+    # The label is missing or no string: composing the configuration finds it, or raises an error that says why not.
     label: str | None = compose(overrides, folders).label
     return label
 

@@ -1,7 +1,8 @@
 """Policy of a run: any causal language model of transformers, and its head, which is applied separately.
 
-`load` loads models and tokenizers, `gguf` converts files of llama.cpp first. `policy` scores tokens; `packed`,
-`shared_prompt` and `chunked_head` make that cheaper with the same result. `chat` renders prompts, `save` exports.
+`load` loads models and tokenizers; `gguf` converts files of llama.cpp to ones that `load` reads. `policy` scores
+tokens; `packed`, `shared_prompt` and `chunked_head` make that cheaper with the same result. `chat` renders prompts,
+`save` exports.
 
-May import: the ground and `axes`.
+May import: the lowest floor and `axes`.
 """

@@ -73,7 +73,7 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
     """
     tokens = batch.tokens[:, :-1]
     if not batch.packed:
-        # No mask is needed: rows are left-aligned, so under causal attention padding comes after all real tokens.
+        # No mask is needed: padding comes after all real tokens, and attention is causal, so no real token sees it.
         padded: Tensor = inner(input_ids=tokens, use_cache=False).last_hidden_state
         return padded[row, position]
     lengths = batch.lengths - 1

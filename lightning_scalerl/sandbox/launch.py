@@ -471,8 +471,8 @@ def _environment(scratch: str) -> dict[str, str]:
 def _bubblewrap(walls: Walls, scratch: str, info: int) -> list[str]:
     """Return bubblewrap's part of the command line, with options that its early versions support too.
 
-    Python is the first process in the PID namespace (and `inside.py` watches its child from there). With a process of
-    bubblewrap in between, a zombie would be left to the machine's init, which in a container often never reaps it.
+    Python is the first process in the PID namespace, so it can watch and reap the program (`inside.py`). If bubblewrap
+    were the first, its own zombie would be left to the machine's init, which in a container often never reaps it.
     """
     command = [walls.bubblewrap]
     if walls.user_namespace:

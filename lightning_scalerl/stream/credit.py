@@ -33,8 +33,10 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         A batch of the rollouts that carry credit; its attribute `groups` has all sampled groups.
     """
     # Use indices, not groups: `first_row` below counts all sampled rollouts, also those of dropped groups.
-    kept_numbers = [number for number, group in enumerate(groups) if enters(group, choices)]
-    comparisons = [(number, one) for number in kept_numbers for one in choices.credit.comparisons(groups[number])]
+    kept_indices = [group_index for group_index, group in enumerate(groups) if enters(group, choices)]
+    comparisons = [
+        (group_index, one) for group_index in kept_indices for one in choices.credit.comparisons(groups[group_index])
+    ]
     values = [comparison.values for _, comparison in comparisons]
     if choices.advantage.after_forward:
         # Placeholders: `update.token_credit` fills them in after the forward pass.
@@ -43,19 +45,19 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         advantages = choices.normalization.scale([choices.advantage.estimate(part) for part in values], values)
         # Axes defined by the user adjust the result last.
         for axis in choices.user_axes.values():
-            advantages = axis.adjust_advantages(advantages, [groups[number] for number, _ in comparisons])
+            advantages = axis.adjust_advantages(advantages, [groups[group_index] for group_index, _ in comparisons])
     # Advantages by group and rollout: one value, or one value per turn in the order of turns.
     advantages_of: dict[int, list[list[float]]] = {
-        number: [[] for _ in groups[number].rollouts] for number in kept_numbers
+        group_index: [[] for _ in groups[group_index].rollouts] for group_index in kept_indices
     }
-    for (number, comparison), advantage in zip(comparisons, advantages, strict=True):
+    for (group_index, comparison), advantage in zip(comparisons, advantages, strict=True):
         for index, value in zip(comparison.rows, advantage.tolist(), strict=True):
-            advantages_of[number][index].append(value)
+            advantages_of[group_index][index].append(value)
     first_row = _offsets(groups)
     rows = []
     prompts = 0
-    for number in kept_numbers:
-        group = groups[number]
+    for group_index in kept_indices:
+        group = groups[group_index]
         credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
         # Inserted tokens were not sampled, so they do not count in any denominator.
         group_tokens = sum(group.rollouts[index].sources.count(Source.SAMPLED) for index in credited)
@@ -63,7 +65,13 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         prompts += bool(credited)
         for index in credited:
             rows.append(
-                (group, group.rollouts[index], advantages_of[number][index], group_tokens, first_row[number] + index)
+                (
+                    group,
+                    group.rollouts[index],
+                    advantages_of[group_index][index],
+                    group_tokens,
+                    first_row[group_index] + index,
+                )
             )
     batch = lay_out(rows)
     batch.groups = groups

@@ -157,8 +157,8 @@ class RolloutStream:
     def ended(self, finished: FinishedRollout) -> list[tuple[RolloutKey, Sample]]:
         """Record a finished rollout; return the samples to grade now. Pass their outcomes to `graded`.
 
-        The samples are the rollout alone. If the group is graded in one call, they are the whole group once its last
-        rollout has finished, and none before.
+        By default that is the rollout itself. A group that is graded in one call is returned as a whole, after its last
+        rollout has finished; before that, nothing is returned.
         """
         rollout_key = finished.key, finished.index
         self._ungraded[rollout_key] = finished.rollout, self.completed_steps

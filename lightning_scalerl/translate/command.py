@@ -1,4 +1,4 @@
-"""Entry of `scalerl translate`, and the trainers that it supports."""
+"""Entry point of `scalerl translate`, and the trainers that it supports."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class Programs:
 
 
 def program_of(text: str) -> str:
-    """Return a completion's last code block in Python or without a language, or the whole completion without one."""
+    """Return the last code block whose language is Python or not given; without such a block, the whole completion."""
     text = text.replace("\r\n", "\n")
     blocks = [match for match in _BLOCK.finditer(text) if match["language"].lower() in ("", "python", "python3", "py")]
     if not blocks:

@@ -23,7 +23,7 @@ R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
 # The random walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window
 # (about 0.06), and the scale, in windows beyond the end, on which it levels off.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
-# A includes the walk's current level: the mean of the walk from the window's end to this many windows later.
+# The asymptote is the law's plus the walk's level, its mean from the window's end to this many windows later.
 STANDING = 0.25
 # Prior standard deviation of a fixed R0 or A: practically 0.
 FIXED = 1e-5

@@ -118,14 +118,14 @@ def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, 
         raise UserError(f"--r0 free: --method {METHOD} does not fit R0; give a number, or first")
     if options.r0 != "first":
         return float(options.r0), "given"
-    first_rewards, first_computes = [], []
+    first_rewards, first_compute = [], []
     for label in np.unique(curve.seed):
         first = int(np.flatnonzero(curve.seed == label)[0])  # a curve is sorted by seed and compute
         first_rewards.append(float(curve.reward[first]))
-        first_computes.append(float(curve.compute[first]))
-    if max(first_computes) > 0:
+        first_compute.append(float(curve.compute[first]))
+    if max(first_compute) > 0:
         notes.append(
-            f"no evaluation at compute 0: the reward at {max(first_computes):.4g} is taken as R0; give --r0 if it is "
+            f"no evaluation at compute 0: the reward at {max(first_compute):.4g} is taken as R0; give --r0 if it is "
             "known"
         )
     return float(np.mean(first_rewards)), "first"

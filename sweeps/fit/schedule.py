@@ -52,7 +52,10 @@ class Schedule:
 
 
 def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
-    """Return the schedule of a recipe's longest run, up to a compute; None if the rate is constant or unknown."""
+    """Return the learning-rate schedule of a recipe's longest run, for compute up to `until`.
+
+    None if the learning rate is constant or unknown.
+    """
     if curve.at_peak is None:
         return None
     curve_until = curve if until is None else curve.take(curve.compute <= until)

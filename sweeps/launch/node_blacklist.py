@@ -32,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Blame:
-    """A member's failed attempt, which may have been caused by its node.
+    """A member's failed attempt. Its node may have caused the failure.
 
     Attributes:
         time: when it failed, in seconds.
         run: identity of the member.
         node: name of the node.
         kind: kind of the failure.
-        cause: kind and reason, without what differs between attempts.
+        cause: kind and reason; without numbers and paths, so that equal failures have equal causes.
         serial: number of the ledger entry.
     """
 

@@ -38,7 +38,7 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
-# Largest numbers of characters of a recipe's name next to its asymptote: on a screen, and on a phone.
+# A recipe's name is cut to so many characters where its asymptote is drawn: on a screen, and on a phone.
 _NAME_LIMITS = (28, 18)
 _UNKNOWN = float("nan")
 

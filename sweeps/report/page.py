@@ -1,7 +1,7 @@
 """Render the HTML report from the templates in `sweeps/report/templates`.
 
-Text and markup are in the templates, which escape all values. This module prepares the values, and functions that the
-templates call.
+Text and markup are in the templates, which escape all values. This module prepares the values, and has the functions
+that the templates call.
 """
 
 from __future__ import annotations

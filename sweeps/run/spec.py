@@ -205,7 +205,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 class Texts:
-    """JSON encoder that encodes parts shared by many objects only once. Output as of `json.dumps(..., indent=1)`."""
+    """JSON encoder that encodes a part once if many objects share it. Output: that of `json.dumps(..., indent=1)`."""
 
     def __init__(self) -> None:
         # Encoded parts, by the part's id. The part is stored too, because ids of deleted objects are reused.

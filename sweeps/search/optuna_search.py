@@ -138,12 +138,12 @@ class Search:
             return []
         self._refused = 0
         if self._find_substitutes is not None:
-            specs = self._replace_by_adopted(suggested, specs)
+            specs = self._replace_by_adopted_runs(suggested, specs)
         for (trial, _), spec in zip(suggested, specs, strict=True):
             trial.set_user_attr("run", spec.run)
         return specs
 
-    def _replace_by_adopted(
+    def _replace_by_adopted_runs(
         self, suggested: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]
     ) -> list[RunSpec]:
         """Replace members by adopted runs with the same values."""

@@ -43,7 +43,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def is_table(table: Table, into: Collected) -> bool:
-    """Return whether a table has points, judged by its header: `compute` and `reward`, or a recipe column."""
+    """Return whether the header says that a table has points: it has `compute` and `reward`, or a column of recipes."""
     if "_step" in table.names:
         return False
     default = table.named("compute") and table.named("reward")

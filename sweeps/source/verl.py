@@ -71,7 +71,7 @@ Records = list[tuple[float, dict[str, Any]]]
 
 def _console(file: File) -> tuple[Records, int, list[str]]:
     """Parse console lines. Returns records with their steps, the number of lines, and notes."""
-    # A job's output is not always UTF-8 (progress bars cut within a character); the relevant lines are ASCII.
+    # A job's output is not always UTF-8, because progress bars may be cut off inside a character. We need ASCII only.
     text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
     records: Records = []
     unread, others = 0, 0

@@ -202,11 +202,11 @@ class Engines:
             self._replace(engine, arguments[0], at_start)
 
     def count_rollout(self) -> None:
-        """Reset the count of losses, because a rollout has ended: only losses without progress end the run."""
+        """Reset the count of lost engines, because a rollout has ended: only losses without progress end the run."""
         self._losses_in_a_row = 0
 
     def _replace(self, engine: Engine, reason: str, at_start: bool) -> None:
-        """End an engine and start a replacement; give up after too many losses in a row."""
+        """End an engine and start a replacement; give up if too many were lost in a row."""
         # Its `failed` message has already led to its replacement in this round.
         if engine not in self._all:
             return

@@ -142,10 +142,10 @@ def _largest_difference(model: nn.Module) -> float:
     """
     config = text_config(model)
     device = next(model.parameters()).device
-    size = int(config.vocab_size)
+    vocab_size = int(config.vocab_size)
     # Tokens vary with position and row, and lengths differ, so that a wrong row, position or mask shows.
     sequences = [
-        [1 + (7 * position + 3 * row) % max(1, size - 1) for position in range(9 - 2 * row)] for row in range(2)
+        [1 + (7 * position + 3 * row) % max(1, vocab_size - 1) for position in range(9 - 2 * row)] for row in range(2)
     ]
     prompts = [5, 2]
     cache = SlotCache(int(config.num_hidden_layers), 2, len(sequences[0]))

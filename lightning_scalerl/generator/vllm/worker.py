@@ -43,7 +43,7 @@ class ScaleRLInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class ScaleRLUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Location of a bucket of weights. Without a location, the current update is aborted."""
+    """Location of a bucket of weights: a path or an address. If both are empty, the current update is aborted."""
 
     path: str = ""
     url: str = ""
