@@ -134,10 +134,10 @@ def summary(looks: Sequence[Look]) -> str:
     named = [each for each in pairs if each.named is not None]
     wrong = sum(each.named != each.winner for each in named)
     return (
-        f"Of the {len(pairs)} pairs of recipes that end more than {MARGIN} apart, the last value at a quarter of the "
-        f"compute names the loser in {sum(each.ahead != each.winner for each in pairs)} "
-        f"({sum(each.misled_seeds for each in pairs)} of {seeds} if each recipe has one seed). Our ranking names a "
-        f'recipe in {len(named)}, {wrong or "none"} of them wrongly, and says "undecided" in the other '
+        f"Of the {len(pairs)} pairs of recipes that end more than {MARGIN} apart, the recipe with the higher last "
+        f"value at a quarter of the compute ends lower in {sum(each.ahead != each.winner for each in pairs)} (with one "
+        f"seed per recipe in {sum(each.misled_seeds for each in pairs)} of {seeds}). Our ranking names a recipe in "
+        f'{len(named)} pairs, {wrong or "none"} of them wrongly, and says "undecided" in the other '
         f"{len(pairs) - len(named)}."
     )
 
@@ -145,7 +145,7 @@ def summary(looks: Sequence[Look]) -> str:
 def counts(looks: Sequence[Look]) -> list[str]:
     """Return the table of how often each names the higher, the lower or no recipe."""
     lines = [
-        "| look at | pairs | told by | names the higher | names the lower | undecided |",
+        "| share of compute | pairs | judged by | names the higher | names the lower | undecided |",
         "|---|---|---|---|---|---|",
     ]
     for share in SHARES:
@@ -242,7 +242,15 @@ def main() -> None:
     looks = mapped(look, asked, options.workers)
     example = most_misleading([each for each in looks if each.share == SHARES[0]])
     draw(curves, example, options.page.with_suffix(".png"))
-    lines = [summary(looks), "", *counts(looks), "", "Pairs whose leader loses:", "", *misleading(looks)]
+    lines = [
+        summary(looks),
+        "",
+        *counts(looks),
+        "",
+        f"Pairs that end more than {MARGIN} apart and whose leader loses:",
+        "",
+        *misleading(looks),
+    ]
     options.page.write_text(between(PAGE.read_text(), "looks", lines))
 
 

@@ -51,9 +51,10 @@ def describe(study: Path) -> list[str]:
     return [
         f"{len(loaded.runs)} runs of {len(loaded.curves)} recipes, a model of {head['parameters']:,} parameters on one "
         f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. Compute is in "
-        f"{UNITS[recipe.axis]}, to 90% of the way to the ceiling that tied recipes share; intervals are 95%, within "
-        "these runs. Another kind of processor rounds otherwise, and "
-        "there the same seeds end elsewhere. Written by `benchmarks/readme.py` from `make demo`.",
+        f'{UNITS[recipe.axis]}. The column "compute to 90%" has the compute to 90% of the way from R0 to the ceiling '
+        "that the tied recipes share. Intervals are 95%; they are of these runs, without the spread between seeds. "
+        "Other processors round differently, so the same seeds reach other pass rates there. Written by "
+        "`benchmarks/readme.py` from `make demo`.",
     ]
 
 
@@ -81,7 +82,11 @@ def several_attempts(study: Path) -> list[str]:
     head, rows = at_k_rows(both)
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return [
-        f"By several attempts (`scalerl rank outputs/demo`): {both.sentence}.",
+        f"Recipes can also be ranked by pass@k, the share of prompts with a right answer in k attempts (`scalerl rank "
+        f"outputs/demo`). Here {both.sentence}.",
+        "",
+        f'"At {both.compute:.4g}" is at that many {UNITS[loaded.curves[0].axis]}, which all recipes spent. The number '
+        "before a value is the recipe's place in the ranking of that column.",
         "",
         *lines,
         "",

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ ON_A_MODEL = [
 # distil_or_rl needs a teacher (tests/test_distil.py).
 REAL = [name for name in ON_A_MODEL if name not in ("real_model", "downstream", "distil_or_rl")]
 ON_ITS_OWN = [name for name in names("experiment") if name not in ON_A_MODEL]
+# The scales are made for the arithmetic task; an experiment with another task is made small key by key.
+SIZES = {
+    "agent": [
+        *("task.train=80", "task.heldout=8", "batch.prompts=8", "batch.completions=8"),
+        *("evaluation.every_n_steps=5", "evaluation.samples=1", "evaluation.prompts=4"),
+    ]
+}
 
 
 def members(experiment: str) -> list[list[str]]:
@@ -60,9 +68,14 @@ def members(experiment: str) -> list[list[str]]:
     return [[f"experiment={experiment}", *point] for point in grid]
 
 
-def train(overrides: list[str], tmp_path: Path, moves: bool = True, scale: str = "tiny") -> None:
+def small(experiment: str) -> list[str]:
+    """The overrides that make an experiment small."""
+    return SIZES.get(experiment, ["scale=tiny"])
+
+
+def train(overrides: list[str], tmp_path: Path, moves: bool = True, size: Sequence[str] = ("scale=tiny",)) -> None:
     """Ten steps, as `scalerl train` makes them; everything in the journal is finite, and the weights move."""
-    given = [*overrides, f"scale={scale}", f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
+    given = [*overrides, *size, f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
     (spec,) = plan_members([given])
     run_dir = tmp_path / "runs" / spec.run
     spec.write(run_dir)
@@ -268,7 +281,7 @@ def test_scales_of_the_paper_evaluate_as_the_paper_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", every(6, ON_ITS_OWN, pytest.mark.full))
 def test_members_of_an_experiment_differ(experiment: str) -> None:
-    specs = plan_members([[*overrides, "scale=tiny"] for overrides in members(experiment)])
+    specs = plan_members([[*overrides, *small(experiment)] for overrides in members(experiment)])
     assert len({spec.run for spec in specs}) == len(specs) > 1
     assert len({spec.recipe for spec in specs if spec.seed == 0}) * len({s.seed for s in specs}) == len(specs)
 
@@ -330,8 +343,9 @@ def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     first, *_, last = members(experiment)
     # Its pools hold what this small a model never solves.
     moves = experiment != "data_reuse"
-    train(first, tmp_path, moves)
-    train(last, tmp_path, moves)
+    train(first, tmp_path, moves, small(experiment))
+    # The agent without its tool solves nothing either.
+    train(last, tmp_path, moves and experiment != "agent", small(experiment))
 
 
 SMALL = ["model.width=32", "model.layers=1", "model.batches=2", "batch.prompts=2", "batch.completions=4"]
@@ -358,7 +372,7 @@ def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_pa
         place = tmp_path / variant
         place.mkdir()
         given = [*two_rewards(place), "recipe=scalerl_core", "async_mode=on_policy", "optimizer.lr=0"]
-        train([*given, f"variant={variant}"], place, scale="arithmetic")
+        train([*given, f"variant={variant}"], place, size=["scale=arithmetic"])
         (run_dir,) = (place / "runs").iterdir()
         journals[variant] = read_journal(run_dir)
     staged, plain = (journals[name].of_kind("train") for name in ("curriculum_staged_rewards", "none"))
@@ -388,7 +402,7 @@ def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) ->
     }
     if variant in alone:  # it takes a scale with another clip than its own, or a task with several rewards
         scale = "arithmetic" if alone[variant] else "tiny"
-        train([*alone[variant], f"variant={variant}"], tmp_path, scale=scale)
+        train([*alone[variant], f"variant={variant}"], tmp_path, size=[f"scale={scale}"])
         return
     changed = compose([f"variant={variant}"])
     axis = str(changed.label).partition("=")[0]
