@@ -23,7 +23,6 @@ from sweeps.process import last_words
 EXIT_S = 5.0
 # Time for a process to end by itself, in seconds; a child that has started a server ends that server first.
 STOP_S = 5.0
-# Module that a child process runs.
 CHILD_MODULE = "lightning_scalerl.generator.fleet"
 
 
