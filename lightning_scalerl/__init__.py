@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
     from lightning_scalerl.task.base import Task
 
-# Public names, each with the module that it is imported from when it is first used.
+# Maps each public name to its module, which is imported when the name is first used.
 _HOME_OF = {
     "ResumableCheckpoint": "callbacks.checkpointing",
     "Evaluate": "callbacks.evaluate",

@@ -61,7 +61,7 @@ def whole_number(field: str, value: Any, least: int = 1) -> int:
     return value
 
 
-# --- settings against the annotations of a constructor ----------------------------------------------------------
+# --- checking settings against the annotations of a constructor -------------------------------------------------
 
 _TYPE_DESCRIPTIONS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _CONTAINER_ANNOTATION = re.compile(

@@ -109,7 +109,8 @@ class Choices:
             )
         for choice in chosen.values():
             choice_class = type(choice)
-            # Lightning's Callback is no abstract base class, so Python does not refuse a choice with abstract methods.
+            # Lightning's Callback is not an abstract base class, so Python does not refuse a choice with abstract
+            # methods.
             if missing_methods := [
                 name
                 for name in dir(choice_class)

@@ -65,7 +65,7 @@ _UNHELPFUL_PREFIXES = ("full_key", "object_type", "reference_type", "Set the env
 _PROJECT_CONFIGS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, each with what to do instead.
 TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
-# Fields of TRL's GRPOConfig that a user may try here, with what is set instead; docs/guide/from_trl.md has all.
+# Fields of TRL's GRPOConfig that a user may try here, with what is set instead; docs/guide/from_trl.md lists all.
 FROM_TRL = {
     "beta": "kl=fixed kl.coefficient=",
     "epsilon": "loss.clip_low=",
@@ -83,8 +83,8 @@ FROM_TRL = {
     "steps_per_generation": "async_mode.k=",
     "temperature": "context.temperature=",
 }
-# Removed keys, each with its neutral value, which the recorded overrides of old studies may contain, and the advice in
-# the error.
+# Removed keys, each with its neutral value and the advice in the error. The recorded overrides of old studies may still
+# set a removed key to its neutral value.
 REMOVED_KEYS = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
 # Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
 _OTHER_STUDIES = ("command", "member")
@@ -179,7 +179,7 @@ class Composer:
         try:
             return self._values_on_groups(overrides)
         except (HydraException, OmegaConfBaseException, ConfigurationError):
-            return compose(overrides, self.folders)  # repeat the whole list for the full error message
+            return compose(overrides, self.folders)  # compose the whole list again, for the full error message
 
     def resolved(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the configuration as plain values. Groups that are equal in several configurations share one object.
@@ -472,7 +472,7 @@ def _check_types(field: str, node: Any) -> None:
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             target = locate(str(node["_target_"]))
-        except Exception as error:  # instantiating it later reports the reason
+        except Exception as error:  # instantiating the target later reports the reason
             _log.debug("%s: types not checked, because %s cannot be imported (%r)", field, node["_target_"], error)
             return
         check_arguments(field, target, node)

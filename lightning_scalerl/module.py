@@ -130,7 +130,7 @@ class ScaleRL(LightningModule):
         self.automatic_optimization = False
         self.recipe, self.models, self.arguments = make(model, recipe, overrides, tokenizer, config_dir, streamed)
         self.tokenizer, self.stop_tokens = self.models.tokenizer, self.models.stop_tokens
-        # Children of the module, whose weights are trained and saved under these names.
+        # Child modules: their weights are trained, and saved under the names of these attributes.
         self.policy = self.models.policy
         self.critic = self.models.critic
         self.trained = self.models.trained
@@ -154,7 +154,7 @@ class ScaleRL(LightningModule):
         Returns:
             The batch; None to end the fit, because no prompts are left or a signal asked to stop.
         """
-        # Set the rates before the step starts: callbacks such as LearningRateMonitor read them at its start.
+        # Set the rates before the step starts, because callbacks such as LearningRateMonitor read them when it starts.
         self.updates.set_learning_rates(self.completed_steps)
         with self.meter.phase("generate"):
             batch = self.ranks.share_batch(lambda: next_batch_or_reason(self.data_path, lambda: self.stop_reason))
@@ -178,8 +178,8 @@ class ScaleRL(LightningModule):
                 rows = self.ranks.rows(batch, size)
             passes: list[Pass] = []
             for number in range(self.choices.epochs.count):
-                # None, not zero: AdamW skips parameters without a gradient, so after an empty batch not even momentum
-                # moves the weights.
+                # Set gradients to None, not zero: AdamW skips parameters without a gradient, so after an empty batch
+                # not even momentum moves the weights.
                 optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
                 passes.append(self._backward(batch, rows))
                 # Compare with the generator in the first pass only: later passes have weights that no generator had.
@@ -501,7 +501,7 @@ class ScaleRL(LightningModule):
 
     def failed(self, error: BaseException) -> None:
         """Stop the meter after an error. The next fit needs a checkpoint, except after a clean interruption."""
-        if hasattr(self, "meter"):  # `setup` makes it, and may itself have failed
+        if hasattr(self, "meter"):  # `setup` creates the meter, and may have failed before that
             self.meter.stop()
         self.teardown("fit")
         self.continuation.fit_ended(error)

@@ -56,7 +56,8 @@ def main() -> None:
         if _config_name() is None and {"--help", "-h"} & set(sys.argv[1:]):
             print(help_text(folders))
             return
-        # Check this before composition, which would complain about a key that the other trainer does not have.
+        # Check for several trainers before composition, which would complain about a key that the other trainer does
+        # not have.
         if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
             raise ConfigurationError(ONE_TRAINER)
         if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
@@ -83,7 +84,7 @@ def main() -> None:
             # The reader (`head`, a pager) has closed the pipe. /dev/null keeps Python from failing to flush at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        # A missing file is an error of the program that opens it (a task, a verifier): keep its traceback.
+        # A missing file is an error of the code that opens it (a task, a verifier): keep the traceback.
         if (message := of_the_system(error, missing=False)) is None:
             raise
         sys.exit(_complain(message))

@@ -31,12 +31,13 @@ def generalized_advantages(
     """
     is_action = mask > 0
     advantages = torch.zeros_like(values)
-    # Backwards, since A_t needs A_t'. Start from zero: the episode ends at the last token, nothing is bootstrapped.
+    # Go backwards, because A_t needs A_t'. Start from zero: the episode ends at the last token, so nothing is
+    # bootstrapped.
     next_value, next_advantage = torch.zeros_like(values[:, 0:1]), torch.zeros_like(values[:, 0:1])
     for token in reversed(range(values.shape[1])):
         at, acts = slice(token, token + 1), is_action[:, token : token + 1]
         td_error = rewards[:, at] + discount * next_value - values[:, at]
-        # In a row whose token is not an action, both values stay as they are for the token before it.
+        # A row whose token is not an action keeps next_value and next_advantage unchanged for the token before it.
         next_advantage = torch.where(acts, td_error + discount * trace * next_advantage, next_advantage)
         next_value = torch.where(acts, values[:, at], next_value)
         advantages[:, at] = torch.where(acts, next_advantage, 0.0)

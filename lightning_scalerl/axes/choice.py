@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 
-# Bound on log-ratios before exp. exp(20) is far outside every clip interval; much larger ones would overflow FP32 to
-# inf and make the gradient NaN.
+# Bound on log-ratios before exp. exp(20) is far outside every clip interval, and much larger log-ratios would overflow
+# FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
 C = TypeVar("C", bound="DesignChoice")
@@ -151,7 +151,7 @@ class DesignChoice(Callback):
         """
         return step.loss_weights_differ(other)
 
-    # --- for axes of the user's own -----------------------------------------------------------------------
+    # --- hooks for axes that the user defines -------------------------------------------------------------
 
     def adjust_reward(self, reward: float, rollout: Rollout) -> float:
         """Return the reward to train on, given the reward after length control. Called once per rollout."""

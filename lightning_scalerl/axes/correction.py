@@ -62,10 +62,10 @@ def importance_weights(
     read. Shapes: all (R, T) -> (R, T). Source: truncated importance sampling (Yao et al. 2025) and its masked form, as
     in TRL's `vllm_importance_sampling_mode`.
     """
-    # `where`, not a product with the mask: 0 * NaN is NaN.
+    # Use `where`, not a product with the mask: 0 * NaN is NaN.
     gap = torch.where(mask > 0, anchor_logprobs - generator_logprobs, 0.0)
     if level == "sequence":
-        # The product of ratios as a sum of logarithms, clamped before exp: FP32 would overflow over a long sequence.
+        # Sum logarithms and clamp the sum before exp: the product of a long sequence's ratios would overflow FP32.
         gap = gap.sum(1, keepdim=True).expand_as(gap)
     weights = torch.exp(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     if mode == "truncate":

@@ -29,7 +29,7 @@ def difficulty(prompt: Prompt) -> float:
     return float(number[0])
 
 
-# Stage key for the reward that decides whether a completion passes, so that stages need not know its name in a task.
+# Key in a stage for the reward that decides a pass. With it, a stage need not know what a task calls that reward.
 FIRST = "first"
 
 
@@ -106,7 +106,8 @@ class Curriculum(DesignChoice):
 
     def differs(self, other: Curriculum, step: ObservedStep) -> bool:
         """Return whether the two choices differ at this step in prompts, length limit, or a rollout's reward."""
-        # Compare at a very long limit: at a short one, rounding to whole tokens could hide a difference of the shares.
+        # Compare at a very long limit: at a short limit, rounding to whole tokens could hide a difference between the
+        # shares.
         steps, long_limit = step.completed_steps, 10**6
         limits = self.max_new_tokens(long_limit, steps), other.max_new_tokens(long_limit, steps)
         if self.share(steps) != other.share(steps) or limits[0] != limits[1]:

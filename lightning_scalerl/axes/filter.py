@@ -15,7 +15,7 @@ from lightning_scalerl.rollouts.rollout import Group
 
 def has_variance(rewards: Tensor) -> bool:
     """Return whether the rewards (G,) of a group differ."""
-    # Compare exactly: by rounding, the standard deviation of equal rewards such as 0.1 can be above 0.
+    # Compare exactly: because of rounding, the standard deviation of equal rewards such as 0.1 can be above 0.
     return bool((rewards != rewards[:1]).any())
 
 
@@ -44,7 +44,8 @@ class Filter(DesignChoice):
         """Return whether token weights differ or, if only one of the choices refills, whether it replaces a group."""
         if self.refills == other.refills:
             return step.loss_weights_differ(other)
-        # One of the two choices refills: the batches differ if this choice replaced a group, or `other` would have.
+        # One of the two choices refills: the batches differ if this choice replaced a group, or if `other` would have
+        # replaced one.
         return step.dropped > 0 or (other.refills and not all(map(other.keep, step.batch.groups)))
 
 

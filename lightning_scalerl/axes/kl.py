@@ -27,7 +27,7 @@ from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.checks import ADDRESSES, ConfigurationError, not_negative, positive, whole_number
 
 WHERE = ("loss", "reward")
-# Estimates of a token's distance, with the gradient of each as a term of the loss.
+# Estimates of a token's KL from the reference, each with its gradient as a term of the loss.
 ESTIMATES = {
     "k1": "log pi - log reference as a negative advantage, in the run's loss and correction (score function)",
     "k2": "(log pi - log reference) times that of log pi: the reverse KL's at the policy's own samples",
@@ -57,11 +57,12 @@ def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     Source: Schulman 2020 (k3); arXiv 2402.03300, eq. 4.
     """
     gap = (reference_logprobs - trainer_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # The result is about d^2 / 2. For the tiny d of an early policy, exp(d) - 1 would lose it to rounding.
+    # For a small gap d the result is about d^2 / 2. Early in training d is tiny, and the rounding error of exp(d) - 1
+    # would exceed the result.
     return torch.expm1(gap) - gap
 
 
-# Estimates from the log-probabilities of the sampled tokens.
+# Estimates that need only the log-probabilities of the sampled tokens.
 SAMPLED = {"k1": log_ratio, "k2": k2, "k3": k3}
 
 

@@ -112,7 +112,7 @@ class Interruption(LengthControl):
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether tokens were forced, or the rollout passed the latest point without ending its thinking."""
-        # Up to `high` tokens the drawn point may not have been reached, so only forced tokens count.
+        # A rollout of at most `high` tokens may not have reached the drawn point, so only forced tokens count.
         if rollout.length <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
@@ -153,7 +153,7 @@ class Penalty(LengthControl):
         if not isinstance(other, Penalty):
             return super().differs(other, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
-        # The penalty depends on correctness and length alone, so each pair is compared once.
+        # The penalty depends on correctness and length alone, so each pair of these is compared once.
         cases = {(rollout.correct, rollout.length) for rollout in rollouts}
         # The penalty is added to the reward, so a base reward of 0 shows every difference.
         return any(self.reward(0.0, *case) != other.reward(0.0, *case) for case in cases)

@@ -35,11 +35,12 @@ class Moments:
         """Return the moments of all ranks' values; `values` (n,) are this rank's, `sums` sums a tensor over ranks."""
         values = values.double()
         count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
-        # `count` is the same on every rank, so all of them skip the second collective or none does: no deadlock.
+        # `count` is the same on every rank, so either all ranks skip the second collective or none does: no deadlock.
         if not count:
             return cls()
         mean = total / count
-        # A second pass over the deviations: sum(x^2) - n mean^2 would cancel where the mean is large.
+        # Sum the deviations in a second pass: sum(x^2) - n mean^2 would lose digits to cancellation where the mean is
+        # large.
         (squares,) = sums((values - mean).square().sum().reshape(1)).tolist()
         return cls(count, mean, squares)
 

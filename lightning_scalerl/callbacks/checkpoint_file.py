@@ -23,7 +23,7 @@ from sweeps.run.activity import activity
 
 # Key in a checkpoint, next to Lightning's keys, for the identity of its run.
 IDENTITY = "scalerl_run"
-# Bytes to write before they are synchronised to the disk, and bytes to read at a time.
+# Bytes to write between two synchronisations to the disk, and bytes to read at a time.
 SYNC_BYTES = 1 << 30
 READ_BYTES = 1 << 22
 
@@ -170,8 +170,8 @@ def _damage(file: Path | BinaryIO) -> str | None:
     if bad_record is not None:
         return f"damaged: the checksum of {bad_record} does not match"
     # The zip directory has no checksum. But its entries differ only in name, offset, size and checksum, so a flipped
-    # bit elsewhere shows as another difference. A bit that marks an entry as a folder would make torch read nothing,
-    # without an error.
+    # bit in any other field shows as an additional difference. Without this check, a bit that marks an entry as a
+    # folder would make torch read nothing, without an error.
     if any(record.file_size != record.compress_size for record in records) or len({*map(_header_facts, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
@@ -191,5 +191,5 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 def _header_facts(record: zipfile.ZipInfo) -> tuple[Any, ...]:
     """Return the fields of a directory entry that have the same value in all entries of a file written by torch."""
     versions = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
-    flags = record.flag_bits | 8  # bit 3, sizes after the data, is unset for empty tensors only; ignored
+    flags = record.flag_bits | 8  # ignore bit 3 (sizes after the data), which is unset for empty tensors only
     return (*versions, flags, record.compress_type, record.internal_attr, record.external_attr, record.volume)

@@ -126,7 +126,7 @@ class ResumableCheckpoint(Checkpoint):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # Lightning's own checkpoint callback saves nothing either
         with run.meter.phase("checkpoint"):
-            # A unique name, since a process that has lost the run's lease may still be writing a checkpoint.
+            # The name is unique, because a process that has lost the run's lease may still be writing a checkpoint.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
             run.ranks.share(self._remove_partial_files)

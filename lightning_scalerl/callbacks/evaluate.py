@@ -87,7 +87,7 @@ class Evaluate(Callback):
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
         self.is_last = False  # whether the next evaluation is the run's last, in which all sets are evaluated
         self._last_step = -1
-        self._evaluated: set[str] = set()  # entries of `sets` evaluated at that step, and "" for the task's own sets
+        self._evaluated: set[str] = set()  # entries of `sets` evaluated at `_last_step`, and "" for the task's own sets
 
     def follow(self, settings: Mapping[str, Any]) -> None:
         """Set arguments that were not given to the values of a recipe (`Recipe.evaluation`).
@@ -194,7 +194,7 @@ class Evaluate(Callback):
 
     def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
         """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
-        # `generating` sets training's rollouts in flight aside.
+        # `generating` sets aside the rollouts that training has in flight.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
@@ -202,7 +202,8 @@ class Evaluate(Callback):
             step, settings, self.passes = run.completed_steps, self.settings(run.task), {}
             for number, (name, prompts) in enumerate(run.eval_sets.items()):
                 interval = settings[name].every_n_steps or self.every_n_steps
-                # A later record of a step replaces an earlier one, so the last evaluation has every set.
+                # A later record of a step replaces the step's earlier record, so the last evaluation has to cover every
+                # set.
                 if in_fit and not self.is_last and step % interval:
                     continue
                 rates = self._pass_rates(name, number, prompts, settings[name], run, generator, verifiers)
@@ -230,8 +231,8 @@ class Evaluate(Callback):
         prompts = sets.prompts[: self.prompts]
         # The random key includes the run's seed: if all seeds had the same noise, their curves would have the same
         # bumps, and a fit would take these for the curve's shape. Recipes with the same seed share the noise, so that
-        # their differences are paired.
-        # The key of another task's set is its name, so that adding a set does not change the others' random numbers.
+        # their differences are paired. A set of another task is keyed by its name, so that adding a set does not change
+        # the random numbers of the others.
         set_key = number if settings.task is run.task else int.from_bytes(sha256(name.encode()).digest()[:8])
         samples = settings.samples or self.samples
         requests = [

@@ -14,11 +14,11 @@ from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import PREDICTION_STREAM
 from lightning_scalerl.task.base import passes
 
-# Name of the set of prompts of `Trainer.predict`.
+# Name of the prompt set that `Trainer.predict` uses.
 PREDICT = "predict"
 
 
-# Not frozen, because Lightning rebuilds the dataclasses that `predict_step` returns by setting their fields.
+# Not frozen, because Lightning copies the dataclasses that `predict_step` returns and sets the fields of the copies.
 @dataclass
 class Completion:
     """One sampled completion of a prompt, with its reward.
@@ -67,7 +67,7 @@ UNKNOWN = Outcome(
 def predicted(module: Any) -> Sequence[Prediction]:
     """Return the predictions for the prompts of the Trainer's datamodule, on every rank."""
     data = module.trainer.datamodule
-    # Shared between ranks as plain values.
+    # Rank 0 predicts. The other ranks receive the predictions as plain values.
     plain = module.ranks.share(
         lambda: [
             asdict(prediction)

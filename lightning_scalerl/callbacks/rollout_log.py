@@ -58,7 +58,8 @@ class RolloutLog(Callback):
     def _chosen(self, groups: Sequence[Group], run: Run, step: int) -> list[Group]:
         """Return the groups to log, in order of admission."""
         shuffled = random.Random(f"{run.seed} {step}").sample(list(groups), len(groups))
-        # The sort is stable, so the order is random among groups with and without ungraded rollouts.
+        # Groups with ungraded rollouts come first. The sort is stable, so the order within each of the two kinds stays
+        # random.
         chosen = sorted(shuffled, key=lambda group: not group.ungraded)[: self.groups]
         return sorted(chosen, key=lambda group: group.admission)
 

@@ -97,7 +97,8 @@ class RunLog(Recorder):
             return  # a trial must not leave files that the real run would find
         # Check that all ranks resume at the same step before anything that depends on it is written.
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
-        # A checkpoint of step 0 was saved during the first generation or evaluation; its records stay valid.
+        # A checkpoint of step 0 was saved during the first generation or evaluation; resuming from it keeps the records
+        # of step 0.
         resumes = run.completed_steps > 0 or trainer.ckpt_path is not None
         run.ranks.share(lambda: self._begin(run, resumes))
 
@@ -139,7 +140,7 @@ class RunLog(Recorder):
             resume_notes["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
         if earlier is not None or self._last_step or resume_notes:
             self.journal.resume(last_valid_step, code=facts, **resume_notes)
-        # Start the heartbeat now: if the run is killed before its first record, the compute it wasted is known from it.
+        # Start the heartbeat now, so that the compute wasted by a run that is killed before its first record is known.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
     def _largest_cost(self, earlier: JournalView) -> dict[str, float]:

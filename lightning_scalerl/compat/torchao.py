@@ -15,7 +15,7 @@ _PACKAGE = "torchao"
 
 def hide_torchao() -> None:
     """Make torchao look absent to other packages in this process; only processes of our commands call this."""
-    # For None, Python's import system reports that the module does not exist.
+    # An entry of None in `sys.modules` makes Python's import system report that the module does not exist.
     sys.modules.setdefault(_PACKAGE, None)  # type: ignore[arg-type]
 
 

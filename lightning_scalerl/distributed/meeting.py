@@ -63,7 +63,7 @@ def meet(trainer: Trainer) -> None:
     address = LOOPBACK if on_one_node else environment.main_address
     if on_one_node:
         _use_loopback()
-    # Without a socket (the name is no address of this machine), torch listens on all addresses.
+    # Without a socket (the name resolves to no address of this machine), torch listens on all addresses.
     listening = _listening_socket(address, environment.main_port) if trainer.global_rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -162,7 +162,7 @@ def _plain(value: Any) -> Any:
 
 def send(encoded: Tensor, group: Any) -> None:
     """Broadcast the result of `encode` from rank 0 to the other ranks of a gloo group."""
-    # The length first, so that receivers can allocate memory.
+    # Send the length first, so that receivers can allocate memory.
     dist.broadcast(torch.tensor([encoded.numel()]), src=0, group=group)
     dist.broadcast(encoded, src=0, group=group)
 

@@ -143,7 +143,7 @@ class Ranks:
             return result
         try:
             result = work()
-            # Inside the `try`: a result that is not plain data must raise on the waiting ranks as well.
+            # Encode inside the `try`, because a result that is not plain data must raise on the waiting ranks as well.
             encoded = encode((_RESULT, None, reduce(result)))
         except Exception as error:
             with suppress(RuntimeError):  # the other ranks may have died
@@ -243,7 +243,7 @@ class Ranks:
         lockstep. Ranks with fewer rows add blank micro-batches without row numbers (`TrainBatch.blank`).
         """
         cuts = list(rows.cut(size))
-        max_passes = -self._minimum(-len(cuts))  # the largest number over ranks, as minus the least of the negatives
+        max_passes = -self._minimum(-len(cuts))  # the maximum over ranks, computed as -min(-n)
         for number in range(max_passes):
             if number < len(cuts):
                 yield cuts[number], rows.select(cuts[number])
@@ -273,7 +273,7 @@ class Ranks:
 
         A missing gradient counts as zeros if another rank has one; if no rank has one, it stays missing.
         """
-        if self.count == 1 or self.sharded:  # FSDP2 has summed them in the backward passes
+        if self.count == 1 or self.sharded:  # FSDP2 has already summed the gradients in the backward passes
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # A rank without rows has no gradients but must sum the same buffers, so first agree on which gradients exist.

@@ -147,7 +147,8 @@ def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tens
     if not tensors:
         return
     with warnings.catch_warnings():
-        # torch warns about loading without process groups. It is intended: each rank knows which parts it needs.
+        # torch warns about loading without process groups, which is intended here: each rank knows which parts it
+        # needs.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         index = {name: checkpoint[INDEX][name] for name in tensors}
         load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), no_dist=True)

@@ -80,7 +80,7 @@ class ShardedStrategy(ModelParallelStrategy):
             raise ConfigurationError(f"strategy.checkpoint: {checkpoint!r} is unknown; valid: {', '.join(CHECKPOINTS)}")
         self.writes_shards = checkpoint == "shards"
         self._hosts: dist.ProcessGroup | None = None
-        self._folder: Path | None = None  # of the checkpoint that is being loaded, if it is a folder
+        self._folder: Path | None = None  # folder of the checkpoint that is being loaded; None for a single file
 
     def setup_environment(self) -> None:
         """Set up the device mesh, data-parallel x tensor-parallel, and its process groups."""
@@ -282,11 +282,12 @@ def shard(root: nn.Module, mesh: DeviceMesh) -> None:
     """
     for block in blocks(root):
         fully_shard(block, mesh=mesh)
-    # Reshard the root too: left whole after a pass without a backward pass, it would serve the next pass stale weights.
+    # Reshard the root too. If it stayed whole after a pass without a backward pass, the next pass would use stale
+    # weights.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # Sum gradients instead of averaging: no division here, and a reduction operation without one.
+            # Sum gradients instead of averaging them: no division by FSDP2, and none in the reduction operation.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -83,7 +83,8 @@ def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"SLURM: {tasks} tasks on {nodes} nodes ({slurm_job.tasks_of_nodes()} a node); start the same number on "
             "each, with --ntasks-per-node"
         )
-    # Lightning compares SLURM's variables of the job with the Trainer's settings: replace them by those of the step.
+    # Lightning compares SLURM's variables of the job with the Trainer's settings: give these variables the step's
+    # values.
     slurm_job.put_step_for_job(tasks, nodes)
     if nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

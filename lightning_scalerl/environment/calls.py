@@ -46,7 +46,7 @@ def convention_of(template: str | None) -> str:
     if template is not None and "tools" in template:
         if "<tool_call>" in template:
             return "hermes"
-        # Llama 3.1 and 3.2: answers are in messages of `ipython`.
+        # Llama 3.1 and 3.2: tool answers are messages with the role `ipython`.
         if '"parameters"' in template and "ipython" in template:
             return "llama"
     return "plain"
@@ -71,7 +71,7 @@ def _parse_hermes(text: str, tools: Sequence[Schema]) -> list[Call]:
 
 def _write_hermes(call: Call, tool: Schema) -> str:
     body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
-    # An argument may contain the closing tag.
+    # Escape "</", because an argument may contain the closing tag.
     return f"<tool_call>\n{body.replace('</', '<' + chr(92) + '/')}\n</tool_call>"
 
 
@@ -84,7 +84,7 @@ def _parse_llama(text: str, tools: Sequence[Schema]) -> list[Call]:
         return []
     value = _parse_json(body)
     if isinstance(value, dict) and "name" not in value:
-        return []  # an answer in JSON
+        return []  # an answer in JSON, not a call
     if isinstance(value, str) and '"name"' not in body[:MAX_CHARACTERS]:
         return []
     return [_json_call(body, "parameters", tools, LLAMA)]
@@ -116,7 +116,7 @@ def _plain_call(body: str | None, tools: Sequence[Schema]) -> Call:
     if tool is None:
         return _unknown_tool_call(name, tools)
     parameters = _parameters(tool)
-    # The only argument of a tool may be a text without quotes, for small models: calculate(3 + 4).
+    # A tool's only argument may be unquoted text, which is easier for small models: calculate(3 + 4).
     if (
         len(parameters) == 1
         and next(iter(parameters.values())).get("type") == "string"

@@ -323,7 +323,7 @@ class _Process:
         finally:
             os.close(child_end)
         self.pid = self._process.pid
-        self._output_end = b""  # end of its output
+        self._output_end = b""  # last bytes of the process's output
 
     def ask(self, method: str | None, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """Send a request and return its result; without a method, wait for the first message.

@@ -102,7 +102,7 @@ class EnvironmentSettings:
         factories: dict[str, Any] = {}
         for name, source in self._sources().items():
             try:
-                # Loaded here only to find mistakes early; the environment's process loads it again.
+                # The source is loaded here only to find mistakes early; the environment's process loads it again.
                 loaded = source.load()
             except Exception as error:
                 raise ConfigurationError(

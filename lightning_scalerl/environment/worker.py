@@ -48,7 +48,7 @@ class Worker:
             The first observation; with `history`, the last observation of the replayed conversation, or a failure if
             an observation differs from the recorded one.
         """
-        # Environments of TRL's form have no seed: they draw from the global generators.
+        # Environments of TRL's form take no seed and draw from the global generators, so seed these.
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)

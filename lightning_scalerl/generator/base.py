@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Rollout
 
-# Returns the trainer's current state dict.
+# A function that returns the trainer's current state dict.
 Weights = Callable[[], dict[str, Tensor]]
 
 

@@ -59,7 +59,7 @@ class ComputeMeter:
         self._counted_until = self._clock.now()
         self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
-        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process; gives the mean cost of a token
+        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process; they give the mean cost of a token
         self._lost_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
         self._hours_at_step = 0.0
         self._axes = axes

@@ -163,8 +163,8 @@ class _Step:
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         other = self.choices.having(theirs)
-        # The recipe's normalization may have running moments. Only this counter uses that normalization, so update
-        # them.
+        # The recipe's normalization may have running moments. No other code uses that normalization, so this counter
+        # updates its moments.
         updates_moments = theirs is other.normalization
         if updates_moments and not other.advantage.after_forward:
             remember(self.batch.groups, other)
@@ -177,7 +177,7 @@ class _Step:
         logprobs = self._aligned(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
         # Rollouts that only the recipe's choice keeps were never scored by a model. The generator's log-probabilities
         # replace the missing ones (a ratio of 1, a value of 0): accurate enough to see that these rollouts would count.
-        # The anchor is the policy before the first update, which the first pass has computed.
+        # The anchor is the policy before the first update, whose log-probabilities the first pass has computed.
         twin.anchor_logprobs = self._aligned(twin, self.first_logprobs.detach(), twin.generator_logprobs)
         twin.reference_logprobs = self._aligned(twin, self.batch.reference_logprobs, twin.generator_logprobs)
         for name in ("values", "divergences"):

@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-# Matrix products of all experts of a mixture, in one operation.
+# Operations that compute the matrix products of all experts of a mixture at once.
 _GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
 
 

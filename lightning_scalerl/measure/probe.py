@@ -39,7 +39,7 @@ SIGNIFICANCE = 1e-4
 MIN_PROBABILITY = 1e-3
 # Factor on the bounds after the first step. Training can make a policy so sharp that the rounding of a 16-bit type
 # exceeds the bounds: correct runs of experiment=replication reached 1.4 times the bound on the mean. A generator that
-# does not follow the trainer drifts beyond this factor as well.
+# does not follow the trainer drifts beyond the relaxed bounds too.
 LATER_SLACK = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
@@ -201,7 +201,7 @@ def logprob_gaps(
         return gaps[~torch.cat([torch.tensor(rollout.inserted) for _, rollout in fresh_rollouts])]
     scorer = cast(Scorer, generator)
     if can_score(generator) and scorer.version == version:
-        # Every n-th rollout, so that they come from many prompts: rollouts of one prompt are similar.
+        # Take every n-th rollout, so that the rollouts come from many prompts: rollouts of one prompt are similar.
         spaced_rollouts = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]
         with timing():
             generator_logprobs = generator_scores(
@@ -265,7 +265,7 @@ def probe_metrics(gaps: Tensor) -> dict[str, float]:
     if not gaps.numel():
         return {}
     n = gaps.numel()
-    # The m-th largest gap is such a bound if m or more of n tokens exceed the percentile with a probability < 1e-4.
+    # The m-th largest gap is this lower bound if m or more of n gaps exceed the percentile with a probability < 1e-4.
     rank = next((m for m in range(1, n + 1) if bdtrc(m - 1, n, TAIL_SHARE) < SIGNIFICANCE), n)
     bound = gaps.double().kthvalue(n - rank + 1).values
     return {MEAN: float(gaps.double().clamp(max=bound).mean()), P99: float(bound)}

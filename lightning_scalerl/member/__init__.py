@@ -9,7 +9,7 @@ folder `sweeps/launch/trust.py`; both use `sweeps/run/trust.py`). The others are
 from lightning_scalerl.compat.torchao import hide_torchao
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 
-# Must run before Lightning is imported. Only our own commands (`scalerl`, members of a study) import this package, so
-# that torchmetrics and torchao are unchanged in scripts that import the library.
+# Both calls must precede the import of Lightning. Only our own commands (`scalerl`, members of a study) import this
+# package, so scripts that import the library keep torchmetrics and torchao unchanged.
 torchmetrics_on_demand()
 hide_torchao()

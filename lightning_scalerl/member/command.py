@@ -134,7 +134,7 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
     Raises:
         ConfigurationError: the first problem, in one line.
     """
-    # This needs NumPy, which most commands do not.
+    # Imported here, because it needs NumPy, which most commands do not need.
     from sweeps.command.plan import Composed, make_specs
 
     *user_folders, file = folders

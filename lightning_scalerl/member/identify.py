@@ -49,12 +49,14 @@ _WHOLE_NUMBERS = {
     "launch.max_parallel": 1,
     "launch.threads": 1,
 }
-# Copies of constants of `distributed.start`, which is not imported here because it imports torch.
+# Copies of constants of `distributed.start` and `distributed.sharded`, which are not imported here because they import
+# torch.
 STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
 # Settings whose classes do not import Lightning: they are checked first, to report errors before that slow import.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
-# Number of draws per prompt from which a warning is printed: if every second group passes, the pool is exhausted then.
+# Draws per prompt from which a warning is printed: with 2 draws per prompt, the pool is exhausted if every second group
+# passes.
 _EXHAUSTING_DRAWS = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups whose overrides do not appear in a curve's label: the label starts with the recipe's name, is the same for all
@@ -420,7 +422,7 @@ def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders
     """Return the label that the variant's file sets, or None."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
-    # The label is missing or no string: composing the configuration finds it, or raises an error that says why not.
+    # The label is missing or not a string: composing the configuration returns it, or raises an error with the reason.
     label: str | None = compose(overrides, folders).label
     return label
 

@@ -74,7 +74,8 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
             f"curve {ids[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
             "launch this as a run of its own"
         )
-    # A run is built from the choices in `reference`, except on the axes of `departures`. The others must agree.
+    # A run is built from the choices in `reference`, except on the axes of `departures`. On all other axes config and
+    # reference must agree.
     own_choices, recipe_choices = (
         {axis: config[axis] for axis in axes_of(config)} for config in (spec.config, spec.reference)
     )

@@ -22,7 +22,7 @@ from sweeps.run.files import append_lines
 from sweeps.run.rollouts import Group, read_groups
 from sweeps.run.spec import RunSpec
 
-REASONS = 3  # most frequent reasons of errors to return
+REASONS = 3  # number of error reasons that are returned, the most frequent first
 
 
 def rescore_run(

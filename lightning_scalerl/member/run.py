@@ -68,7 +68,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         check_identity(spec, run_dir)
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
-        # Do this before any rank looks for a checkpoint: a late rank must not find one after the break in the journal.
+        # Do this before any rank looks for a checkpoint: a late rank must not find a checkpoint from after the
+        # journal's break.
         branch = branch_of(spec)
         if branch is not None and lease is not None:
             begin(run_dir, spec, branch)
@@ -76,7 +77,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         covered = covered_step(run_dir) if broken is None else broken.step
         if broken is not None and lease is not None:
             _repair_journal(broken, run_dir / "checkpoints", lease)
-        # -1 without a journal. A member writes one from its first step, so checkpoints without a journal are ignored.
+        # Pass -1 without a journal. A member writes one from its first step, so checkpoints without a journal are
+        # ignored.
         _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered, branch)
 
 

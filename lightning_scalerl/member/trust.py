@@ -110,7 +110,7 @@ def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str],
         folders: the user's folders of configuration files.
         study: the study's folder, which must not contain the code.
     """
-    # This comes before `use_folders`, so that our names are not looked up in the user's folders.
+    # Check names before `use_folders`, so that our names are not looked up in the user's folders.
     other_names = [
         (field, name)
         for part, config in configs.items()
@@ -166,7 +166,7 @@ def _is_own_code(name: str, folders: Sequence[str], study: Path) -> bool:
     if not folders or not all(part.isidentifier() for part in dotted.split(".")):
         return False
     try:
-        # Find out where it would be imported from before importing it.
+        # Find out where the module would be imported from before importing it.
         spec = importlib.util.find_spec(dotted.partition(".")[0])
         paths = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
         if not any(_below(path, folders) for path in paths):
@@ -238,7 +238,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     if not (isinstance(folder, str) and Path(folder).is_absolute() and belongs_to_user(Path(folder), study)):
         raise refusal(file, "config.command.folder", folder, "a folder of yours")
     line, here = command.get("line"), Path(sys.executable)
-    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # bin/python3, bin/python
+    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # python3 and python
         line = [str(here), *line[1:]]
     if replanned.run != spec.run or {**replanned.config["command"], "folder": folder} != {**command, "line": line}:
         raise refused

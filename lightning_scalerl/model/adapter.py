@@ -20,7 +20,8 @@ from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
 from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.model.recompute import recompute_like
 
-# A starts with the same numbers in every run, like the model's own weights. The run's random state is not touched.
+# LoRA's A starts with the same numbers in every run, like the model's own weights. The run's random state is not
+# touched.
 _SEED = 0
 _LORA = (".lora_A.", ".lora_B.")
 _MERGE = "or merge it and train all weights: model.merge_and_unload()"
@@ -209,7 +210,7 @@ def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
     saved_parameters = {
         parameter for module in _modules_to_save(model, choice.modules_to_save) for parameter in module.parameters()
     }
-    # A (rank, in) and B (out, rank).
+    # LoRA's A has shape (rank, in), and B has shape (out, rank).
     low_rank = sum(choice.rank * sum(linear[name].weight.shape) for name in targets)
     return frozen, low_rank + sum(parameter.numel() for parameter in saved_parameters)
 
@@ -392,7 +393,7 @@ def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) ->
         weights: merged weights as returned by `merge`; None to merge the model's current weights.
     """
     adapted: Any = model
-    # The constructor draws initial weights, which are replaced; the run's random state must not notice.
+    # The constructor draws initial weights, which are replaced. The draw must not change the run's random state.
     with torch.random.fork_rng(devices=[]):
         copied: Any = type(adapted)(adapted.config)
     copied.load_state_dict(merge(model.state_dict(), model) if weights is None else weights)

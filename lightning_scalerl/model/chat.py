@@ -400,7 +400,8 @@ def _read_cache(path: Path) -> tuple[list[list[int]], list[bool]]:
 
 def _write_cache(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool]) -> None:
     """Write tokens to the cache, ignoring disk errors."""
-    # Written to another name and renamed, because several runs share the cache. `savez` appends .npz to other names.
+    # Write to a temporary name and rename, because several runs share the cache. `savez` appends .npz to a name without
+    # it.
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

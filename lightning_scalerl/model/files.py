@@ -100,7 +100,8 @@ def _names(model: nn.Module, file_of: Mapping[str, Path]) -> dict[str, str] | st
     """Map each weight of a model to its tensor's name in the folder; return the reason if there is no such mapping."""
     weights: Mapping[str, Tensor] = model.state_dict()
     tied_groups = _tied_names(model)
-    # transformers unties weights that the folder has twice with different values; we would have to read both to know.
+    # transformers unties weights that the folder contains twice with different values; only reading both would show
+    # whether they differ.
     if tied_groups != _tied_names(blank_copy(model)):
         return "its folder has tied weights twice"
     names: dict[str, str] = {}
@@ -124,7 +125,7 @@ def _compute_buffers(model: Any) -> str | None:
     """Compute buffers that are not in files (rotary tables), as transformers does; return the reason if that fails."""
     results: list[list[Tensor]] = []
     owners = _owners(model)
-    # Fill the buffers twice with different values: one that `_init_weights` does not compute keeps its fill value.
+    # Fill the buffers twice with different values: a buffer that `_init_weights` does not compute keeps its fill value.
     for value in (0, 1):
         filled: list[Tensor] = []
         for module, owner in owners:

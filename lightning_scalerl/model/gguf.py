@@ -139,7 +139,8 @@ def _write_model(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging, quantization_config
 
-    # Recent versions of transformers keep weights packed if they find a kernel for that.
+    # Recent versions of transformers keep weights packed if they find a kernel for packed weights, so ask for plain
+    # ones.
     gguf_config = getattr(quantization_config, "GgufConfig", None)
     options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

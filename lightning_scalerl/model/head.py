@@ -134,7 +134,8 @@ def scores_in_parts(
     """
     head: Any = output_head(model)
     mesh = head.weight.device_mesh
-    # Each rank computes the gradient of the states for its part of the vocabulary; DTensor sums them (Partial).
+    # Each rank computes the gradient of the states for its part of the vocabulary; DTensor sums these gradients
+    # (Partial).
     common = DTensor.from_local(hidden.to(dtype), mesh, [Replicate()], run_check=False)
     states = common.to_local(grad_placements=[Partial()])
     logits = head_logits(model, states, weight, bias, dtype) / temperature

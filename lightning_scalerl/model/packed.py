@@ -46,7 +46,7 @@ class RowMask(Tensor):
         if func is not F.scaled_dot_product_attention or not isinstance(mask, RowMask):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         options |= {"attn_mask": None, "is_causal": True}
-        # Query, key and value, split into the rows along the sequence.
+        # Query, key and value are split along the sequence into the rows.
         rows = zip(*(table.split(mask.lengths, dim=-2) for table in args), strict=True)
         return torch.cat([func(*row, **options) for row in rows], dim=-2)
 

@@ -49,7 +49,7 @@ class Policy(nn.Module):
         self.model = model
         self.precision = precision
         self.temperature = temperature
-        # The adapter's semantics, from the design choice or, for an adapter that came with the model, `described`.
+        # Semantics of the adapter: those of the design choice, or `described` for an adapter that came with the model.
         self.adapter: Mapping[str, Any] | None = None
         # Whether rows are packed (`model.packed`): the recipe asks for it and the model supports it (`session.models`).
         self.packs = False
@@ -114,7 +114,7 @@ class Policy(nn.Module):
                 teacher_batch = replace(batch, packed=batch.packed and teacher.packs)
                 teacher_states = teacher._states(teacher_batch, precision)[0]
             scores.append(self._divergences(hidden, teacher, teacher_states, precision))
-        # masked_scatter fills in row-major order, like the indexing with `[real]`.
+        # masked_scatter fills in row-major order, like the indexing with `[is_token]` in `_states`.
         return tuple(torch.zeros_like(batch.generator_logprobs).masked_scatter(is_token, score) for score in scores)
 
     def _states(self, batch: TrainBatch, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,8 +131,8 @@ class Policy(nn.Module):
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[is_token]
         share_prompts = self.shares_prompts and worthwhile(batch)
         if self.agree is not None:
-            # With a shared prompt, completions of one token take one forward call and longer ones two. All ranks must
-            # make the same number.
+            # With a shared prompt, completions of one token take one forward call, and longer completions take two. All
+            # ranks must make the same number of calls.
             share_prompts = self.agree(share_prompts and width > 1)
         with self.autocast(precision):
             if share_prompts:
@@ -147,15 +147,15 @@ class Policy(nn.Module):
         sizes = [output_head(policy.model).weight.shape[0] for policy in (self, teacher)]
 
         def divergence(states: Tensor, other_states: Tensor) -> Tensor:
-            # A model may have more logits than its tokenizer has tokens: the common ones are compared.
+            # A model may have more logits than its tokenizer has tokens: compare the tokens that both models have.
             own_logprobs, teacher_logprobs = (
                 F.log_softmax(policy.logits(policy_states, dtype)[:, : min(sizes)], dim=-1)
                 for policy, policy_states in ((self, states), (teacher, other_states))
             )
             return (own_logprobs.exp() * (own_logprobs - teacher_logprobs)).sum(-1)
 
-        # The logits of both models exist at the same time, so chunks are smaller. They are recomputed in the backward
-        # pass.
+        # The logits of both models exist at the same time, so chunks are smaller. The logits are recomputed in the
+        # backward pass.
         chunk = max(1, MAX_LOGITS // sum(sizes))
         if hidden.shape[0] <= chunk:
             return divergence(hidden, teacher_states)

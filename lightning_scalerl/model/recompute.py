@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_scalerl.compat import transformers as compat
 
-# Context manager in which tensors for the backward pass are saved in another place.
+# Function that returns a context manager in which tensors for the backward pass are saved in another place.
 Hooks = Callable[[], AbstractContextManager[Any]]
 
 

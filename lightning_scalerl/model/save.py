@@ -172,7 +172,8 @@ def save_adapter(
     check_dtype(dtype)
     config = copy.deepcopy(config)
     config.inference_mode = True
-    # Full names, because peft matches any module whose name ends in these letters: `norm` would match each layernorm.
+    # Use full names, because peft matches any module whose name ends in a given name: `norm` would match each
+    # layernorm.
     config.modules_to_save = list(modules_to_save) or None
     base = (card or {}).get("trained from")
     config.base_model_name_or_path = str(base) if base else config.base_model_name_or_path
@@ -184,7 +185,7 @@ def save_adapter(
         unfinished.mkdir()
         config.save_pretrained(unfinished)
         content = {
-            # Copy each weight, because peft saves a weight that is tied here once per module.
+            # Copy each weight: weights that are tied in the model are saved separately, once per module, as peft does.
             f"base_model.model.{name}": value.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
             for name, value in weights_in_file.items()
         }
@@ -203,7 +204,7 @@ def check_dtype(dtype: str) -> None:
 def _atomic_folder(target: Path) -> Iterator[tuple[Path, Path]]:
     """Yield a temporary folder to fill and the target, which it becomes if the `with` block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Next to the target, so on the same file system, where renaming is atomic.
+    # Create it next to the target and so on the same file system, where renaming is atomic.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         yield unfinished, target

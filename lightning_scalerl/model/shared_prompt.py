@@ -58,7 +58,7 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     starts = batch.completion_start
     width, length = batch.generator_logprobs.shape[1], int(starts.max())
     cache = DynamicCache()
-    # Rows with a shorter prompt include part of their completion here. The mask below hides its keys.
+    # Rows with a shorter prompt include part of their completion here. The mask below hides the keys of that part.
     prompts = inner(input_ids=batch.tokens[first, :length], past_key_values=cache, use_cache=True).last_hidden_state
     # The state of a prompt's last token predicts the completion's first token.
     last: Tensor = prompts[torch.arange(len(first), device=index.device), starts[first] - 1][index].unsqueeze(1)

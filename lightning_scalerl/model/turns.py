@@ -16,10 +16,10 @@ from lightning_scalerl.model.chat import Rendering
 
 Message = Mapping[str, Any]
 
-# Messages of the example conversation. None of them is part of another one.
+# Messages of the example conversation. No message is part of another.
 _QUESTION, _THOUGHT, _ANSWERS = "How many?", "Let me see.", ("First one.", "Second one.", "Third one.")
 _REPLIES = (("Alpha.",), ("Beta.", "Gamma."), ("Delta.",))
-# Characters that an error shows of a text.
+# Number of characters of a text that an error shows.
 _SHOWN = 60
 
 

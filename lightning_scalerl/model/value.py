@@ -26,7 +26,7 @@ class ValueModel(nn.Module):
         width = output_head(model).weight.shape[1]
         self.body = copy.deepcopy(backbone(model))
         self.head = nn.Linear(width, 1, device=output_head(model).weight.device)
-        # Zeros, so that the first values do not depend on a seed.
+        # Start from zeros, so that the first values do not depend on a seed.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.precision = precision
@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
             column = torch.arange(width, device=device)
             is_token = column < (batch.lengths - batch.completion_start).unsqueeze(1)
             row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[is_token]
-            # The state one position before token t, since V(s_t) must not depend on token t.
+            # Take the state one position before token t, because V(s_t) must not depend on token t.
             position = (batch.completion_start.unsqueeze(1) - 1 + column)[is_token]
             values = self.head(token_states(self.body, batch, row, position)).squeeze(-1).float()
         return torch.zeros_like(batch.generator_logprobs).masked_scatter(is_token, values)

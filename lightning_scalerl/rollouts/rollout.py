@@ -395,7 +395,7 @@ class TrainBatch:
                 values[entry.name] = value.new_zeros((1, columns) if value.dim() == 2 else (1,))
         values["lengths"] += 2
         values["completion_start"] += 1
-        # Counts of at least 1, because aggregations divide by them.
+        # Make these counts at least 1, because aggregations divide by them.
         values["sample_tokens"] += 1
         values["group_tokens"] += 1
         values["row"] -= 1
@@ -411,7 +411,8 @@ class TrainBatch:
         if self.group is not None and self.rollouts:
             longest = self.lengths.new_zeros(int(self.group.max()) + 1)
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
-            # Sort by length of the group's longest row, then group, then length: stable sorts, the first key last.
+            # Sort by length of the group's longest row, then group, then length. The sorts are stable, so the first key
+            # comes last.
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
         start, widest, total = 0, 0, 0

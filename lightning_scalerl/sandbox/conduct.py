@@ -160,7 +160,7 @@ class TestRun:
             function = function.__wrapped__
         code = getattr(function, "__code__", None)
         keys = [k for k, (name, _) in marker.functions.items() if code is not None and name == code.co_name]
-        # The code's first line is its first decorator's, but the key has the line of `def`: compare all lines.
+        # The code object starts at its first decorator's line, but the key has the line of `def`: compare all lines.
         same_line = [k for k in keys if code is not None and marker.functions[k][1] in {n[2] for n in code.co_lines()}]
         return any(key in self._entered for key in same_line or keys)
 
@@ -171,7 +171,7 @@ class TestRun:
 
     def _run_functions(self, defined: Mapping[str, Any], marker: _ProgressMarker) -> None:
         for name, value in defined.items():
-            # A function that the tests define, not one from elsewhere under another name.
+            # Run only functions that the tests define, not imported ones.
             of_tests = isinstance(value, FunctionType) and value.__module__ == "__main__"
             if name.startswith("test") and of_tests and not self._was_run(value, marker):
                 _run_with_all_parameters(name, value, [])
@@ -223,7 +223,7 @@ class TestRun:
         try:
             pytest: Any = import_module("pytest")
         except ImportError:
-            return  # the tests only contain its name
+            return  # pytest is not installed: the tests only mention it
         pytest.main = lambda *_, **__: 0
 
     def _run_unittest_cases(self) -> None:

@@ -166,7 +166,8 @@ def _rebuild_exception(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exce
         try:
             return exception_type(*args)
         except Exception:
-            # Some, such as UnicodeDecodeError, need other arguments than `args`: create it without arguments.
+            # Some exceptions, such as UnicodeDecodeError, need other arguments than `args`: create them without
+            # arguments.
             return exception_type.__new__(exception_type)
     return ProgramError(f"{kind}: {args}"[:200])
 

@@ -59,7 +59,7 @@ def _prepare(config: dict[str, Any]) -> None:
     # Python's limit of 4,300 digits protects servers from slow conversions. Here, time limits do.
     sys.set_int_max_str_digits(0)
     sys.path.extend(config["sys_path"])
-    if not hasattr(builtins, "exit"):  # Python runs without `site`, which takes half of the start-up time
+    if not hasattr(builtins, "exit"):  # Python runs without `site`, whose import takes half of the start-up time
         from _sitebuiltins import Quitter
 
         for name in ("exit", "quit"):

@@ -14,11 +14,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (- for none). They
-# concern processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Changes of
-# metadata are among them because Landlock does not control these. So are calls for memory and queues that no limit of
-# the process covers or that outlive it: contexts of asynchronous I/O come from a machine-wide budget, and setsockopt
-# would let each socket hold as much as the machine's largest buffer.
+# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (- for none). They concern
+# processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Changes of metadata are
+# among them because Landlock does not control these. So are calls for memory and queues that no limit of the process
+# covers or that outlive the process: contexts of asynchronous I/O come from a machine-wide budget, and setsockopt would
+# let each socket hold as much as the machine's largest buffer.
 _REFUSED = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, unshare 272 97, setns 308 268, pivot_root 155 41,
 chroot 161 51, mount 165 40, umount2 166 39, open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431,
@@ -87,7 +87,7 @@ _CAP_DAC_READ_SEARCH = 2
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
-# Rights for the scratch directory; there is none to create devices, sockets and FIFOs.
+# Rights for the scratch directory. The rights to create devices, sockets and FIFOs are not among them.
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _MAKE_SYM = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 12
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 
@@ -220,7 +220,7 @@ def _mount_scratch(config: Mapping[str, Any]) -> int:
 
 def _set_limits(limits: Mapping[str, Any]) -> None:
     """Set this process's resource limits, never above its present hard limits."""
-    # RLIMIT_CPU counts whole seconds, hence rounded up. SIGXCPU comes at the soft limit, SIGKILL a second later.
+    # RLIMIT_CPU counts whole seconds, so round up. SIGXCPU comes at the soft limit, SIGKILL a second later.
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     new_limits = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
@@ -276,7 +276,8 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     # There is no right to execute: nothing is started from here, and mapping a library does not need it.
     read = _READ_FILE | _READ_DIR
     write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
-    # A deleted file that is open or mapped uses space that a check of the directory cannot see.
+    # Allow deletion only if the directory's size is bounded: a check of the directory cannot see the space of a deleted
+    # file that is still open or mapped.
     write |= _REMOVE_FILE if config["bounded"] else 0
     _allow(ruleset, config["readable"], read)
     _allow(ruleset, config["devices"], _READ_FILE | _WRITE_FILE)

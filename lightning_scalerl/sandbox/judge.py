@@ -199,7 +199,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 def _close(printed: str, expected: str) -> bool:
     """Return whether two tokens are equal as numbers."""
-    # Decimal, because as floats large whole numbers would be equal to their neighbours.
+    # Compare as Decimal, because as floats large whole numbers would equal their neighbours.
     have_fraction = [bool(_FRACTION.search(token)) for token in (printed, expected)]
     if not any(have_fraction) or not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
         return False

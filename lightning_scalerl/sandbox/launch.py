@@ -36,7 +36,7 @@ from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Walls
 
 _PACKAGE = "lightning_scalerl.sandbox"
-# Modules that run inside, in the order in which they import each other.
+# Modules that run inside the sandbox; each comes after those that it imports.
 _INSIDE = ("plain", "frames", "jail", "serve", "conduct", "examine", "inside")
 _BOOT = """
 import marshal, sys
@@ -48,7 +48,7 @@ for name, code in modules:
 module.main(config)
 """
 
-# System paths that are readable inside.
+# System paths that are readable inside the sandbox.
 _SYSTEM = (
     "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib",
     "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives",
@@ -61,9 +61,9 @@ _START_S = 60.0
 _END_S = 10.0
 _TICK_S = 0.02
 _MAX_ENTRIES = 4096
-# Spare threads for the user's other processes, which may start some after the count and make a correct program fail.
+# Spare threads for the user's other processes: if these start threads after the count, a correct program must not fail.
 _SPARE_THREADS = 200
-# Limit on nesting in the scratch directory, because each check resolves all paths.
+# Limit on the length of a path below the scratch directory, because each check resolves all paths.
 _MAX_PATH = 1024
 _MEBIBYTE = 1 << 20
 _PREFIX = "scalerl-sandbox-"
@@ -239,7 +239,8 @@ class Sandboxed:
                 )
             finally:
                 os.close(payload)
-        # pidfd_open is missing before Linux 5.3, and in a Python built there: then the process is polled at each tick.
+        # pidfd_open is missing before Linux 5.3, and in a Python that was built on such a kernel: poll the process at
+        # each tick then.
         with contextlib.suppress(OSError, AttributeError):
             self.ended = os.pidfd_open(self._process.pid)
             self._closing.callback(os.close, self.ended)
@@ -299,7 +300,7 @@ class Sandboxed:
         if waited:
             self.returncode = os.waitstatus_to_exitcode(status)
             self._process.returncode = self.returncode
-            # bubblewrap reports a signal inside like a shell, as 128 + its number.
+            # bubblewrap reports a signal that ended the inner process as a shell does: 128 + the signal's number.
             if self._walls.bubblewrap and 128 < self.returncode <= 128 + signal.SIGRTMAX:
                 self.returncode = 128 - self.returncode
         return self.returncode
@@ -359,7 +360,8 @@ def attend(
             return "timeout", now - ready_at
         _listen(children, captures, _TICK_S)
         for child in children:
-            # The process has ended. Either it had reported that it was ready, or the sandbox failed; then this raises.
+            # The process has ended. If it had reported that it was ready, its status says so; else the sandbox failed,
+            # and this raises.
             while child.returncode is not None and not child.ready:
                 child.read_status()
         now = time.monotonic()
@@ -478,7 +480,8 @@ def _bubblewrap(walls: Walls, scratch: str, info: int) -> list[str]:
     if walls.user_namespace:
         command += ["--unshare-all", "--cap-drop", "ALL"]
     else:
-        # All namespaces except a user namespace: with a single user in it, root could not switch to another user.
+        # Unshare all namespaces except the user namespace: inside one with a single user, root could not switch to
+        # another user.
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if walls.bounded:
@@ -486,7 +489,8 @@ def _bubblewrap(walls: Walls, scratch: str, info: int) -> list[str]:
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--info-fd", str(info)]
     created: set[str] = set()
     for path in _topmost(_readable_paths()):
-        # By default, bubblewrap creates parent folders with their original modes; the new user may not enter root's.
+        # Create parent folders explicitly: bubblewrap would give them their original modes, and the new user cannot
+        # enter folders that are open to root alone.
         for folder in [str(p) for p in reversed(Path(path).parents)][1:]:
             if folder not in created:
                 created.add(folder)
@@ -638,7 +642,7 @@ def _remove(scratch: str) -> None:
         return
     try:
         numbers = itertools.count()
-        # Stop after a round without success: then there is something that not even its owner may delete.
+        # Stop after a round without success: what is left cannot be deleted, not even by its owner.
         while any([_flatten(top, name, numbers) for name in _names(top)]):
             pass
     finally:

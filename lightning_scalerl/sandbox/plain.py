@@ -78,7 +78,7 @@ def decode(message: bytes, handle: FromHandle | None = None) -> Any:
     reader = _Reader(message, handle)
     try:
         value = reader.value(MAX_DEPTH)
-    # Malformed values raise these when they are rebuilt, such as a TypeError for a key that cannot be hashed.
+    # Rebuilding a malformed value raises one of these, such as a TypeError for a key that cannot be hashed.
     except (struct.error, UnicodeDecodeError, TypeError, OverflowError, IndexError) as error:
         raise MalformedError(type(error).__name__) from None
     if reader.position != len(message):

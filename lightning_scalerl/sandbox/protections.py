@@ -27,7 +27,7 @@ _SETTINGS = (
 )
 _PROBE_LIMITS = Limits(wall_s=20, cpu_s=10, memory_mib=512, output_kib=16, file_mib=1, processes=16)
 
-# Each line that this program prints, except the last, is something that it should not have been able to do.
+# Each line that this program prints, except the last, names an action that should have been denied.
 _PROBE = """
 import os, socket
 

@@ -100,7 +100,7 @@ def _outcome(act: Any, objects: _ObjectTable, changed: Any) -> bytes:
     """Call `act` and return the encoded answer: its value or exception, and the changed arguments from `changed`."""
     try:
         value = act()
-        # Inside the `try`, because encoding a returned iterator runs the program's code.
+        # Encode inside the `try`, because encoding a returned iterator runs the program's code.
         encoded = encode(value, objects.to_handle)
     except NotPlainError:
         raise

@@ -287,7 +287,7 @@ class _Coverage:
 
     def _refuse_what_cannot_run(self) -> None:
         for node in ast.walk(self._tree):
-            name = str(getattr(node, "name", ""))  # of a definition or an import
+            name = str(getattr(node, "name", ""))  # the name of a definition or an import
             if isinstance(node, ast.Attribute) and _last_name(node.value) in _FRAMEWORKS:
                 name = node.attr
             setting = _last_name(node) if isinstance(node, ast.Name) else getattr(node, "arg", "")

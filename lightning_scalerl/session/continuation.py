@@ -37,7 +37,7 @@ class Continuation:
         if self.meaning is None or steps == 0:
             return False
         if self.failure is not None:
-            return False  # it needs a checkpoint, which `check_checkpoint` checks
+            return False  # after a failure a fit needs a checkpoint, which `check_checkpoint` checks
         changed = sorted(key for key in meaning if meaning[key] != self.meaning[key])
         if changed:
             raise ConfigurationError(

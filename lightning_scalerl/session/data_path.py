@@ -59,7 +59,7 @@ class DataPath:
             seed=stage.seed,
             charged=meter.judged,
         )
-        # Start these after all other checks, because they may start processes.
+        # Start verifiers and generator after all other checks, because they may start processes.
         verifiers, self._trial_lines = self.sampling.new_verifiers()
         try:
             self.generator = self.sampling.new_generator()

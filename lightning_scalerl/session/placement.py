@@ -136,7 +136,7 @@ def shard_models(models: Models) -> None:
     if not isinstance(ranks.strategy, ShardedStrategy):
         return
     mesh = ranks.strategy.device_mesh
-    models.reference_fingerprint()  # compute it while the model is whole: later only rank 0 asks for it
+    models.reference_fingerprint()  # compute it now: later only rank 0 asks for it, and the model is sharded
     blank = policy.model
     for root in (policy, models.critic, models.reference):
         if not isinstance(root, nn.Module) or is_sharded(root):

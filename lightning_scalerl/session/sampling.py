@@ -66,7 +66,8 @@ class Sampling:
 
     def __init__(self, stage: Stage, *, training: bool) -> None:
         self.stage = stage
-        # The fit's driver, set once it is built. Evaluations use its generator, as the only one with current weights.
+        # The fit's driver, set once it is built. Evaluations use its generator, because no other one has current
+        # weights.
         self.driver: Driver | None = None
         sets = {TRAINING: stage.task.train_prompts()} if training else {}
         sets |= {f"held-out ({name})": prompts[: stage.held_out] for name, prompts in stage.task.eval_sets().items()}
@@ -74,7 +75,7 @@ class Sampling:
         end_of_thinking = stage.choices.length_control.end_of_thinking
         self.rendering = Rendering(models.tokenizer, stage.recipe.chat, models.stop_tokens, end_of_thinking)
         settings = stage.recipe.environment
-        self._pool: EnvironmentPool | None = None  # of evaluations
+        self._pool: EnvironmentPool | None = None  # used by evaluations
         self.dialogue: Dialogue | None = None
         if settings.acts:
             self._pool = settings.pool()

@@ -325,7 +325,8 @@ class Conversations:
             for rollout_key in rollout_keys:
                 self._settle(rollout_key)
             replies = self._take_replies(rollout_keys)
-            # A rollout without room for the observation has now asked its environment for a last reward.
+            # Wait for the environments of rollouts without room for the observation: they have now been asked for a
+            # last reward.
             for rollout_key in rollout_keys:
                 if rollout_key not in replies:
                     self._settle(rollout_key)

@@ -107,7 +107,7 @@ def remember(groups: list[Group], choices: Choices) -> None:
     if choices.advantage.after_forward:
         return
 
-    # Passed as a function: a normalization without running moments never calls it.
+    # The moments are passed as a function, because a normalization without running moments never needs them.
     def moments() -> Moments:
         comparisons = [part for group in groups if enters(group, choices) for part in choices.credit.comparisons(group)]
         estimates = [choices.advantage.estimate(part.values) for part in comparisons]

@@ -61,7 +61,7 @@ class PromptSource:
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
-        # Positions drawn so far in this epoch's order: all before `_position`, and the later ones in `_taken`.
+        # Positions drawn so far in this epoch's order: all before `_position`, and beyond it those in `_taken`.
         self._position = 0
         self._taken: set[int] = set()
         self._order = self._shuffled(0)
@@ -72,7 +72,7 @@ class PromptSource:
         return self._epoch + (self._position + len(self._taken)) / len(self._pool)
 
     def _shuffled(self, epoch: int) -> list[int]:
-        # Depends on key and epoch alone, so that checkpoints need not store the order.
+        # The order depends on key and epoch alone, so checkpoints need not store it.
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, epoch))))
         return [int(position) for position in generator.permutation(len(self._pool))]
 

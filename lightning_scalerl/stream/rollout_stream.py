@@ -33,7 +33,7 @@ class _OpenGroup:
 
     prompt: Prompt
     prompt_tokens: list[int]
-    version: int  # of the weights at admission: no token of the group was sampled by older weights
+    version: int  # version of the weights at admission: no token of the group was sampled by older ones
     rollouts: list[Rollout | None]  # None until the rollout is graded
     history: tuple[float, ...]  # pass rates of the prompt's groups that were complete at admission
     # Optimizer steps completed at admission. The curriculum's stage at this step applies to all rewards of the group.
@@ -347,7 +347,7 @@ class RolloutStream:
         self.dropped, self.dropped_for_batch, self._dropped_unattributed = state.get("dropped", [0, 0, 0])
         self.surplus = state.get("surplus", 0)
         self.training = state["training"]
-        self._steps_when_taken = self.completed_steps - 1  # states are taken between steps
+        self._steps_when_taken = self.completed_steps - 1  # states are saved between steps
         rollouts = iter(unpacked(state["rollouts"]))
         ended = iter(unpacked(state["ungraded"]) if "ungraded" in state else [])
         if "watch" in state:

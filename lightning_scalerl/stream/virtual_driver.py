@@ -278,7 +278,7 @@ class VirtualDriver:
             return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
         finished = self._current_step.finished
         decoded = {
-            # Waiting rollouts are in the generator's state.
+            # Waiting rollouts are left out, because they are in the generator's state.
             **{name: getattr(self._current_step, name) for name in (*COUNTS, "lost_tokens")},
             "finished": [(done.key, done.index) for done in finished],
             "rollouts": packed([done.rollout for done in finished]),

@@ -56,7 +56,7 @@ class ArithmeticTask(PoolTask):
         seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
     """
 
-    trusted = True  # it only compares two texts
+    trusted = True  # its verifier only compares two texts
 
     def __init__(self, train: Sequence[int], heldout: Sequence[int], seed: int) -> None:
         for field, counts in (("train", train), ("heldout", heldout)):

@@ -52,7 +52,7 @@ class CalculatorTask(PoolTask):
         seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
     """
 
-    trusted = True  # it only compares two texts
+    trusted = True  # its verifier only compares two texts
 
     def __init__(self, train: int, heldout: int, digits: tuple[int, int] = (3, MAX_DIGITS), seed: int = 0) -> None:
         for field, count in (("train", train), ("heldout", heldout)):

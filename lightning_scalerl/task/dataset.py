@@ -88,8 +88,8 @@ class DatasetTask(PoolTask):
         only_functions = all(isinstance(grader, FunctionGrader) or _ignores_answer(grader) for grader in graders)
         self._reads_all_rows = has_function or all(map(_ignores_answer, graders))
         read = _reader(format, fields)
-        # If `fields` names the columns, a function that takes the answer needs the column; only without it is it
-        # optional.
+        # If `fields` names the columns, a function that takes the answer needs the answer's column. Otherwise functions
+        # can do without that column.
         function_takes_answer = any(isinstance(grader, FunctionGrader) and grader.takes_answer for grader in graders)
         optional = only_functions and not (fields and function_takes_answer)
         self._read = _OptionalAnswer(read) if optional and isinstance(read, Columns) else read

@@ -122,7 +122,7 @@ def mbpp(row: Row) -> Problem:
     tests = [str(test) for test in _first(row, "test_list")]
     prelude = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
-    # The tests see only these names of the program, so that it cannot replace anything else that they compare with.
+    # The tests see only these names of the program, so the program cannot replace anything else that the tests rely on.
     names_in_tests = used_names("\n".join(tests))
     program_names = [name for name in defined_names(_optional(row, "code")) if name in names_in_tests]
     called_names = [name for name in program_names if re.search(rf"\b{name}\s*\(", "\n".join(tests))]

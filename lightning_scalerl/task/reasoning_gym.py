@@ -27,7 +27,8 @@ from lightning_scalerl.task.base import PoolTask
 PACKAGE = "reasoning-gym"
 ANSWERS = ("whole", "number", "tag")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
-# Packages that reasoning-gym imports at once although only some generators use them. pycosat needs a C compiler.
+# Packages that reasoning-gym imports when it is imported, although only some generators use them. pycosat needs a C
+# compiler.
 _OPTIONAL_PACKAGES = ("pycosat", "cellpylib", "zss", "bfi", "pytz", "pyfiglet")
 # Draws per requested row, and the minimum number of draws, before a generator counts as exhausted.
 _DRAWS_PER_ROW, _MIN_DRAWS = 20, 1000

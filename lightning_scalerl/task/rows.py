@@ -238,8 +238,8 @@ def source_of(field: str, location: Any) -> RowSource | InMemory:
     Raises:
         ConfigurationError: `location` has none of these forms; the error describes them.
     """
-    # A `datasets.Dataset` has `column_names`. So have other classes of `datasets`, which `InMemory` refuses with an
-    # explanation.
+    # A `datasets.Dataset` has `column_names`. Other classes of `datasets` have it too, and `InMemory` refuses them with
+    # an explanation.
     if isinstance(location, list | tuple) or hasattr(location, "column_names"):
         return InMemory(field, location)
     return RowSource.of(field, str(location) if isinstance(location, Path) else location)

@@ -125,7 +125,8 @@ def _settings(run: Run, into: Translation) -> None:
     if has_decay:
         into.add_missing("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
     elif has_warmup:
-        # The rate rises from min_lr at the first step: (s + 1) / (warmup_steps + 1) of the whole at step s, as here.
+        # The rate rises from min_lr at the first step: at step s it is (s + 1) / (warmup_steps + 1) of the full rate,
+        # as ours is.
         into.under(
             "trainer.scheduler",
             type="linear",

@@ -195,7 +195,7 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer = run.recipe.optimizer
-    into.set_optimizer("fp32", "fp32", ADAM_EPS)  # workers/fsdp/fsdp_worker.py loads a policy that is trained in FP32
+    into.set_optimizer("fp32", "fp32", ADAM_EPS)  # workers/fsdp/fsdp_worker.py loads a policy in FP32 for training
     into.under(
         "trainer.policy.optimizer_config",
         lr=run.lr,

@@ -95,7 +95,7 @@ def _loss(run: Run, into: Translation) -> None:
     into.set("loss", importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
     beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
     if beta is not None:
-        # The k3 estimator; by default TRL multiplies it by the ratio, which is another estimator.
+        # Use the plain k3 estimator: by default TRL multiplies it by the ratio, which gives another estimator.
         into.set("kl", beta=beta, use_bias_correction_kl=False)
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy):

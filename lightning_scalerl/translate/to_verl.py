@@ -226,7 +226,7 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer = run.recipe.optimizer
-    into.set_optimizer("fp32", "fp32", optimizer.eps)  # `fsdp_config.model_dtype` is written, and eps is overridden
+    into.set_optimizer("fp32", "fp32", optimizer.eps)  # `model_dtype` is set in `_ratio`, eps below
     into.under(
         f"{ACTOR}.optim",
         lr=run.lr,
@@ -258,7 +258,7 @@ def _ratio(run: Run, into: Translation) -> None:
     """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
     correction, precision = run.choices.correction, run.choices.precision
     into.under(ROLLOUT, "precision", dtype=run.dtype)
-    # The reference policy has its own engine, which uses BF16 too by default.
+    # The reference policy has its own engine, which also uses BF16 by default.
     for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if kl_coefficient(run) else 1]:
         into.under(f"{engine}.fsdp_config", model_dtype="fp32")
         types = {"param_dtype": run.dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}

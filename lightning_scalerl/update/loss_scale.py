@@ -12,7 +12,6 @@ from lightning_scalerl.checks import CannotGoOnError
 
 # Defaults of torch.amp.GradScaler.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-# Lower bound of the loss scale.
 MIN_SCALE = 2.0**-14
 # Consecutive skipped updates that end the run.
 MAX_SKIPPED_IN_A_ROW = 3

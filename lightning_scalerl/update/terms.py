@@ -53,7 +53,7 @@ def terms(choices: Choices) -> list[Term]:
     def policy(scored: Scored) -> Tensor:
         batch, logprobs = scored.batch, scored.trainer_logprobs
         per_token = surrogate(scored, batch.advantages)
-        # Axes of the user's own come last, so they see the corrected loss.
+        # Axes that the user defines come last, so they see the corrected loss.
         for choice in choices.user_axes.values():
             per_token = choice.adjust_loss(per_token, batch, logprobs)
         return per_token

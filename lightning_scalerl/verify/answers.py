@@ -22,7 +22,8 @@ MAX_CHARACTERS = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # Braces, and escaped characters so that escaped braces are skipped.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# Text allowed between two boxes of one list. Without a comma, "and" or "or" the last box replaces the earlier one.
+# Text allowed between two boxes of one list. If neither a comma nor "and" nor "or" separates them, the last box
+# replaces the earlier one.
 _BETWEEN = re.compile(
     r"(?:[\s$~]|\\[()\[\],;! ]|\\q?quad\b)*+(?:[,;]|\\text\{|(?=and\b|or\b))[\s$~,;&}\\()\[\]!]*+"
     r"(?:(?:and|or)\b)?[\s$~}\\()\[\],;!]*+"
@@ -36,7 +37,8 @@ _MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
 # The mark followed by words and then the end of the text: an answer in words.
 _MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
 _LEAD_IN = re.compile(r"(?:\banswers?[*_\s]*+(?:is\b|are\b|[:=：])|答案(?:是|为)?)[\s*_:=：]*+", re.IGNORECASE)
-# The end of a sentence: a full stop that is not a decimal point and does not end an abbreviation.
+# The end of a sentence: a mark at the end of the text, or before white space and a capital letter, quote or bracket. So
+# neither a decimal point nor "e.g. 3" ends a sentence.
 _SENTENCE_END = re.compile(r"[。！？]|[.!?](?=\s+[A-Z\"'(]|\s*$)")
 
 

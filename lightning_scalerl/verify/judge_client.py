@@ -256,7 +256,8 @@ class AnswerCache:
         write_atomically(new_file, json.dumps(asdict(answer)))
         try:
             if not replace:
-                # A link, unlike a rename, fails if the file exists. Without links the last answer stays.
+                # A link, unlike a rename, fails if the file exists. Where links are not supported, the last answer
+                # replaces earlier ones.
                 with suppress(PermissionError, NotImplementedError):
                     path.hardlink_to(new_file)
                     return answer

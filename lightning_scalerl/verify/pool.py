@@ -372,7 +372,7 @@ class VerifierPool:
                     job.charges[ticket] = job.charges.get(ticket, ()) + outcome.charges
                 self._shared.queue.append(job)
                 return
-            earlier_s = job.seconds / len(job.tickets)  # per completion, of the attempts that failed
+            earlier_s = job.seconds / len(job.tickets)  # seconds per completion that failed attempts took
             for ticket, outcome in zip(job.tickets, outcomes, strict=True):
                 if ticket in self._shared.waiting:
                     seconds = earlier_s + outcome.seconds

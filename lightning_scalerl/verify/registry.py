@@ -36,7 +36,7 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
     "code": Programs,
     "judge": Judge,
 }
-# Verifiers that only compare texts and never hang, so that they may run in the trainer's process.
+# Verifiers that only compare texts and never hang, so they may run in the trainer's process.
 QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 
 

@@ -185,7 +185,7 @@ def _unwrap(text: str) -> str:
     return walk(0, len(text))
 
 
-# Units of one letter: text after a number, variables elsewhere.
+# Units of one letter. After a number they are text, elsewhere they are variables.
 _LETTER_UNITS = frozenset("mgshdlLNJWVKCF")
 
 

@@ -42,7 +42,7 @@ _WORD = re.compile(
     # "18 dollars": words after a number, up to the end or a comma
     r"|(?<=[\d}])\s+(?P<behind>[A-Za-z]{2}[A-Za-z.]*(?:[ /-]+[A-Za-z.]+)*)(?:\^\{?(?P<power_behind>\d)\}?)?"
     r"(?=\s*(?:$|,|\\text))"
-    # 18cm
+    # "18cm": a unit directly after a number
     r"|(?<=\d)(?P<unit>(?:cm|mm|km|kg|mg|ml|mL|ft|lbs?|oz|mph|hrs?|mins?|secs?|[ap]m)(?![A-Za-z]))"
     r"(?:\^\{?(?P<power_unit>\d)\}?)?",
     re.IGNORECASE,

@@ -48,7 +48,7 @@ class AsyncMode(DesignChoice):
         admission = (step.admitted, step.completed_steps, step.groups_per_step)
         if self.may_admit(*admission) != other.may_admit(*admission):
             return True
-        # The step is observed before its update, so its weights will be the next version.
+        # The step is observed before its update, so the update will produce the next version.
         version = step.completed_steps + 1
         if self.publishes(version) != other.publishes(version):
             return True

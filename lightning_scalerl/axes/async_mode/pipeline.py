@@ -41,7 +41,7 @@ class Pipeline(AsyncMode):
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group belongs to the current step or one of the k after it."""
-        # Batches fill in order of admission, so group i is trained in step floor(i / P), at most k after step s.
+        # Batches fill in order of admission, so group i is trained in step floor(i / groups_per_step).
         return admission // groups_per_step <= completed_steps + self.k
 
     def publishes(self, completed_steps: int) -> bool:

@@ -30,7 +30,7 @@ def masked_inputs(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages:
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return PPO's loss: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
-    # The minimum makes the clip one-sided: it acts only where it lowers the objective.
+    # The minimum makes the clip one-sided: the clip acts only where it lowers the objective.
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, bounded * advantages)
 

@@ -17,7 +17,7 @@ def cispo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor,
     1 + epsilon, and there is no lower bound. Shapes: all (R, T); unreduced.
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4-5 (upper bound only), as used by arXiv 2510.13786.
     """
-    # Detached: the ratio only weights the gradient of the log-probability.
+    # Detach the ratio: it only weights the gradient of the log-probability.
     ratio = importance_ratio(trainer_logprobs, anchor_logprobs).detach()
     return -ratio.clamp(max=max_ratio) * advantages * trainer_logprobs
 

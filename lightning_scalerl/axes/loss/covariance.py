@@ -67,7 +67,7 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     The mean of the result is the covariance, to which the change of the policy's entropy is proportional.
     Source: arXiv 2505.22617, eq. 10.
     """
-    # Computed in float64, because the selection must not depend on the order in which a device adds.
+    # Compute in float64: with FP32's rounding errors, the selection would depend on the order in which a device adds.
     logprobs, advantages = logprobs.double(), advantages.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 

@@ -175,13 +175,13 @@ class Engines:
             # Check this before reading, so that the last messages of an ended engine are still handled.
             end_reason = engine.transport.end_reason()
             for message in engine.transport.received():
-                if engine in self._all:  # an earlier message may have led to its replacement
+                if engine in self._all:  # an earlier message may have led to the engine's replacement
                     self._handle(engine, at_start, *message)
             silent_s = time.monotonic() - (engine.transport.heard_at if engine.ready else engine.started_at)
             if end_reason is not None:
                 self._replace(engine, end_reason, at_start)
             elif engine.transport.closed_at is not None:
-                engine.ready = False  # no message can reach it
+                engine.ready = False  # no message can reach the engine
             elif silent_s > (self._settings.silence_s if engine.ready else self._settings.start_s):
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
 
@@ -207,7 +207,7 @@ class Engines:
 
     def _replace(self, engine: Engine, reason: str, at_start: bool) -> None:
         """End an engine and start a replacement; give up if too many were lost in a row."""
-        # Its `failed` message has already led to its replacement in this round.
+        # The engine's `failed` message may already have led to its replacement in this round.
         if engine not in self._all:
             return
         engine.transport.stop()

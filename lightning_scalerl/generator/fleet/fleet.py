@@ -101,7 +101,7 @@ class Fleet:
         device_name = device.type if devices else str(device)
         blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, device_name), model)
         addresses = addresses_of(engines, generators, tensor_parallel)
-        # CUDA_VISIBLE_DEVICES of the engines on this node, in turn.
+        # Values of CUDA_VISIBLE_DEVICES, which the engines on this node get in turn.
         devices = visible_devices(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
         blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel, start_s)) for address in addresses]
         # Set while the ledger is being swapped, saved or restored.
@@ -249,7 +249,8 @@ class Fleet:
         self._engines.handle_until(
             lambda: all(engine.acknowledged == number for engine in engines if engine in self._engines)
         )
-        # Keep old files while a starting engine may read one, and inside `aside`, which returns to one.
+        # Keep old weight files while a starting engine may read one, and inside `aside`, which returns to the old
+        # weights.
         if not self._asides and all(engine.ready for engine in self._engines):
             self._store.forget_outdated()
         self.publish_s = time.monotonic() - began
@@ -296,7 +297,7 @@ class Fleet:
                         engine.aside = False
                         self._engines.ask(engine, "back")
                         returned.append(engine)
-                    else:  # it was started inside `aside`, with the weights published there
+                    else:  # the engine was started inside `aside`, with the weights published there
                         engine.transport.send("publish", self._store.current, False)
                 self._ledger.keep_only(returned)
                 self._dispatch_paused = False
@@ -379,7 +380,7 @@ class Fleet:
     ) -> None:
         """Record an engine's finished rollouts, its computed work, and its rollouts that wait for an insertion."""
         self.busy_s += busy_s
-        if not engine.aside:  # inside `aside` the evaluation's rollouts are counted
+        if not engine.aside:  # inside `aside`, `sampled` counts the evaluation's rollouts
             engine.sampled = sampled
         if not self._asides:
             work = self.work[engine.number]

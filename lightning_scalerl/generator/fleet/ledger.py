@@ -201,7 +201,7 @@ class Ledger:
         }
         self._new_waiting = []
         self._unassigned = deque(self._open[name] for name in sorted(self._open))
-        # Restored names must not be issued again. Adding the saved counter to this one passes both.
+        # Restored names must not be issued again. The sum of the saved counter and the current one is above both.
         self.names.skip(state["next_name"])
 
     def adopt(self, name: int, engine: Hashable) -> None:

@@ -21,9 +21,8 @@ from sweeps.process import last_words
 
 # Longest wait for an exit status, in seconds: the connection of an ending process closes before its status is set.
 EXIT_S = 5.0
-# Time for a process to end by itself, in seconds; a child that has started a server ends it first.
+# Time for a process to end by itself, in seconds; a child that has started a server ends that server first.
 STOP_S = 5.0
-# Module that a child process runs.
 CHILD_MODULE = "lightning_scalerl.generator.fleet"
 
 

@@ -116,7 +116,7 @@ class WeightStore:
         self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_folder_for(needed)))
         self._lock = _lock_folder(self.folder)
         self._outdated: list[Published] = []
-        # Digests of all publishes by number: an engine may still report that it holds an old one.
+        # Digests of all publishes by number: an engine may still report the digest of an old publish.
         self.digests: dict[int, str] = {}
         self.current = self._write(dict(model.state_dict()), 0)
 

@@ -45,7 +45,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     _check_context(model, capacity)
     previous_precision = torch.get_float32_matmul_precision()
     try:
-        # This checks cache bookkeeping. TF32 rounding could hide an error, or look like one.
+        # The comparison checks cache bookkeeping. TF32 rounding could hide an error in it, or look like one.
         torch.set_float32_matmul_precision("highest")
         with eval_mode(model), torch.no_grad():
             difference = _largest_difference(model)

@@ -44,7 +44,7 @@ from lightning_scalerl.model.policy import MAX_LOGITS
 
 # Number of prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
-# Replaces a temperature of 0: with it, the most likely token gets all of the probability.
+# Replaces a temperature of 0: at this temperature the most likely token gets all of the probability.
 MIN_TEMPERATURE = 1e-6
 # Number of rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
@@ -57,7 +57,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float | Tensor) 
     log-probabilities (n, V) FP32.
     """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    # FP64, because an FP32 sum over a vocabulary rounds away its rare tokens.
+    # Sum in FP64, because an FP32 sum over a vocabulary rounds away its rare tokens.
     cumulative = logprobs.double().exp().cumsum(-1)
     # Scale by the actual sum, which rounding leaves slightly off 1. The clamp below handles a product that rounds up
     # to the sum.
@@ -112,7 +112,7 @@ class TorchGenerator:
             the cache of all slots at full length would not fit into memory.
     """
 
-    # Settings that do not change results, so that they are not part of a run's identity.
+    # Settings that do not change results and so are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
     added: ClassVar[Mapping[str, Any]] = {"waiting_keeps": "cache"}
 
@@ -244,7 +244,7 @@ class TorchGenerator:
         """
         self.policy.load(weights)
         self._version = version
-        # Prefill rollouts without a token again, so that the new weights sample their first token as well.
+        # Prefill again the rollouts that have no token yet, so that the new weights sample their first token as well.
         self._queue.extendleft(entry.pending for entry in reversed(self._prefilled))
         self._prefilled.clear()
         if recompute_kv:
@@ -259,12 +259,13 @@ class TorchGenerator:
         """Return log-probabilities (T,) of each of several completions, by one forward pass."""
         sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in completions]
         width = max(map(len, sequences))
-        # Right padding: causal attention cannot see it.
+        # Pad on the right: attention is causal, so no real token sees the padding.
         padded = torch.tensor(
             [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences], device=self.device
         )
         hidden = backbone(self.policy.model)(input_ids=padded, use_cache=False).last_hidden_state
-        # With a real vocabulary the logits of a long completion would be the largest tensor in memory.
+        # Compute the logits in parts: with a real vocabulary, those of a long completion would be the largest tensor in
+        # memory.
         size = max(1, MAX_LOGITS // output_size(self.policy))
         logprobs = []
         for states, (prompt, tokens) in zip(hidden, completions, strict=True):
@@ -416,7 +417,7 @@ class TorchGenerator:
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
-        # Seeded by the group's key alone, so slots, batching and resuming do not change the numbers, and a checkpoint
+        # The seed is the group's key alone, so slots, batching and resuming do not change the numbers, and a checkpoint
         # need not store them for waiting prompts.
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
         return torch.from_numpy(random.random((request.completions, self.sampling.max_new_tokens))).to(self.device)
@@ -440,7 +441,7 @@ class TorchGenerator:
         """Return everything in flight, with the weights and the (possibly stale) cache needed to continue exactly."""
         return {
             "version": self._version,
-            # Saved even with nothing in flight: the next rollouts may be sampled with these weights.
+            # Save the weights even with nothing in flight: the next rollouts may be sampled with them.
             "weights": self.policy.weights(),
             "owed": list(self._unreported),
             "queue": [pending.state() for pending in self._queue],

@@ -30,7 +30,7 @@ def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype 
 
     def cast(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
-            return None  # keep the parameter object, so that a tied one stays tied
+            return None  # keep the parameter object, so that tied parameters stay tied
         return nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
 
     if dtype is None:
@@ -92,7 +92,7 @@ class GeneratorPolicy:
     def load_weights(self, state: dict[str, Any]) -> None:
         """Restore the weights that `weights` returned."""
         self.model.load_state_dict(state["model"])
-        # A checkpoint is loaded to the CPU.
+        # A checkpoint is loaded to the CPU, so move the head to the model's device.
         device = next(self.model.parameters()).device
         self._head_weight, self._head_bias = (
             None if state[name] is None else state[name].to(device) for name in ("head_weight", "head_bias")

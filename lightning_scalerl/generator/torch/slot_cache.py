@@ -126,7 +126,7 @@ def encode(
     """
     lengths = [len(sequence) for sequence in sequences]
     width = max(lengths)
-    # Right padding: causal attention cannot see it.
+    # Pad on the right: attention is causal, so no real token sees the padding.
     padded = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
     cache = DynamicCache()
     inputs = torch.tensor(padded, device=device)
@@ -160,7 +160,7 @@ def extend(
     cache = DynamicCache()
     example = next((cached for cached, _ in pieces if cached is not None), ())
     for layer, pair in enumerate(example):
-        # Right padding of the cached beginnings, which the mask hides.
+        # Pad the cached beginnings on the right; the mask hides the padding.
         keys, values = (
             tensor.new_zeros(len(pieces), tensor.shape[0], past, tensor.shape[2]).to(device) for tensor in pair
         )

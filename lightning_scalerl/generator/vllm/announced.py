@@ -113,7 +113,7 @@ class Announcement:
         while True:
             try:
                 address, token = self.read()
-                # Send the token: another server may have taken the port of one that has ended.
+                # Send the token: another server may have taken the port of a server that has ended.
                 request = Request(f"{address}/version", headers={"Authorization": f"Bearer {token}"})
                 with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S):
                     return address, token

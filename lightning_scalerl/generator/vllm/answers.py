@@ -16,7 +16,7 @@ REASONS = ("stop", "length", "abort")
 ROUNDING = 1e-4
 # Lower bound for the log-probability of a sampled token: below it, a token is practically never sampled.
 LEAST_LOGPROB = -1e4
-# Allowed parts of an answer without tokens: its end, its usage, and some spare.
+# Number of parts without tokens that an answer may have: its end, its usage, and some spare.
 SPARE_PARTS = 64
 
 

@@ -93,7 +93,7 @@ class VLLMServerGenerator(InFlight):
         EngineLostError: the server cannot be reached.
     """
 
-    # Settings that do not change results, so that they are not part of a run's identity.
+    # Settings that do not change results and so are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = tuple(
         ["cache_gib", "address", "token", "transfer", "folder", "bucket_mib", "silence_s", "away_s"]
     )
@@ -316,7 +316,7 @@ class VLLMServerGenerator(InFlight):
                 if event.name in self._running:
                     raise event.error
                 continue
-            if (stream := self._running.get(event.name)) is None:  # its end was already handled
+            if (stream := self._running.get(event.name)) is None:  # the request's end was already handled
                 continue
             if isinstance(event, Tokens):
                 self._add_tokens(stream, event, decoded)

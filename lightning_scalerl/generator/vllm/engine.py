@@ -122,7 +122,8 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
             f"generator.cache_gib: {cache_gib:g} GiB are asked for and {free:.3g} GiB of memory are free; lower it, or "
             "generator.slots"
         )
-    # Run in this process, so that the generator decides when the engine steps; quietly, to keep progress bars intact.
+    # Run the engine in this process, so that the generator decides when it steps. Log errors only, to keep progress
+    # bars intact.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name, value in exact_products(precision).items():
@@ -188,7 +189,7 @@ def engine_settings(
 ) -> dict[str, Any]:
     """Return the settings of an engine, by vLLM's names; the same for an engine in this process and for a server."""
     settings: dict[str, Any] = {
-        # Read no weights: the trainer's are loaded before the first step, as at every update.
+        # Read no weights from the folder: the trainer's weights are loaded before the first step, as at every update.
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": str(precision.policy_dtype).removeprefix("torch."),
@@ -197,8 +198,8 @@ def engine_settings(
         "kv_cache_memory_bytes": int(cache_gib * memory.GIB),
         "enable_prefix_caching": True,
         "generation_config": "vllm",
-        # Log-probabilities of the distribution that is sampled from, including temperature: the denominator of the
-        # importance ratio.
+        # Report log-probabilities of the distribution that is sampled from, temperature included: they are the
+        # denominator of the importance ratio.
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": on_cpu,
         "async_scheduling": False,
@@ -238,8 +239,8 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
     engine.collective_rpc(reload)
 
 
-# Workaround: on a CPU, vLLM 0.32 packs weights for its kernels. After a reload it does not repack experts, unless their
-# kernel is rebuilt, nor a head that is tied to the embeddings.
+# Workaround: on a CPU, vLLM 0.32 packs weights for its kernels. After a reload it does not repack a head that is tied
+# to the embeddings, and it repacks experts only if their kernel is rebuilt.
 def before_reload(loaded: Any) -> None:
     """Make vLLM rebuild the experts' kernels; call before loading new weights into its model."""
     on_cpu = next(loaded.parameters()).device.type == "cpu"

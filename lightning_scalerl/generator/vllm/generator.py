@@ -23,7 +23,7 @@ from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, I
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
-# Extra requests in addition to the slots, for scoring: they only return log-probabilities.
+# Number of scoring requests that may run in addition to the slots; they only return log-probabilities.
 SCORING = 8
 
 
@@ -41,7 +41,7 @@ class VLLMGenerator(InFlight):
         ConfigurationError: vLLM is unusable, cannot run the model, or has too little memory (`engine`).
     """
 
-    # Settings that do not change results, so that they are not part of a run's identity.
+    # Settings that do not change results and so are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
 
     def __init__(
@@ -140,7 +140,7 @@ class VLLMGenerator(InFlight):
                 if output.finished:
                     self._scored[output.request_id] = output.prompt_logprobs
                 continue
-            if output.request_id not in self._running:  # a stop text ended it in the previous step
+            if output.request_id not in self._running:  # a stop text ended the request in the previous step
                 continue
             active = self._running[output.request_id]
             (completion,) = output.outputs

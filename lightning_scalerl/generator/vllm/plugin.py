@@ -37,7 +37,7 @@ def register() -> None:
         threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    with suppress(ValueError):  # it is already registered
+    with suppress(ValueError):  # the backend is already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "lightning_scalerl.generator.vllm.worker", "ScaleRLWeightTransferEngine"
         )

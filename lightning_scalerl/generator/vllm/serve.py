@@ -44,7 +44,7 @@ ALL_INTERFACES = ("0.0.0.0", "::")
 STDIN = "-"
 # Exit status of a server ended by SIGTERM, as a shell reports it.
 TERMINATED_STATUS = 128 + signal.SIGTERM
-# Seconds that vLLM has to end its engine's processes after SIGTERM; then all of them are killed.
+# Seconds after SIGTERM within which vLLM must end its engine's processes; then all of them are killed.
 END_S = 10.0
 
 
@@ -99,7 +99,7 @@ class Server:
                 start_new_session=True,
             )
         if self.process.stdin is not None:
-            with suppress(OSError):  # it has ended already: `wait` says why
+            with suppress(OSError):  # the server has already ended: `wait` reports why
                 self.process.stdin.write(self.shape.encode() + b"\n")
                 self.process.stdin.flush()
 
@@ -235,7 +235,7 @@ def prepare(
         "served_model_name": "policy",
         "host": host,
         "port": port,
-        # Routes with token ids in and out, which also report weight labels and cached prompt tokens.
+        # Enable the routes that take and return token ids, and report weight labels and cached prompt tokens.
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "middleware": "lightning_scalerl.generator.vllm.plugin.Guard",

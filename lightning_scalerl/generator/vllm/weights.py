@@ -381,7 +381,7 @@ class EngineSender:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             host = own_address(address)
-            port = free_port(host)  # NCCL binds it
+            port = free_port(host)  # NCCL binds this port
             init_info = NCCLTrainerInitInfo(
                 master_address=host,
                 master_port=port,
