@@ -22,8 +22,8 @@ from sweeps.source.run_values import RunTable, RunValues
 from sweeps.terminal import counted
 
 KEEP, DISCARD, UNDECIDED = "keep", "discard", "undecided"
-# With this many runs of both recipes, the spread of each is used; with fewer, all recipes are assumed to spread
-# equally.
+# If both recipes have this many runs, each recipe's own spread is used. With fewer runs, all recipes are assumed to
+# have the same spread.
 _MIN_RUNS_OWN_SPREAD = 3
 # Runs of the baseline to recommend if nothing was repeated: the 95% interval of the noise floor is then 0.6 to 2.9
 # times its value.

@@ -335,7 +335,7 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
     mean = difference[:, is_graded].mean(0)
     families = one[seeds[0]].families or ("",) * len(is_graded)
-    # A prompt without a family counts as a family.
+    # A prompt without a family counts as a family of its own.
     family_names = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[is_graded]
     _, number = np.unique(family_names, return_inverse=True)
     sums = np.bincount(number, weights=mean - mean.mean())

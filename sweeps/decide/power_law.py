@@ -134,7 +134,7 @@ class PowerLaw:
         dof = len(u) - 2
         if dof < 1:
             return line
-        # A size that was not run deviates from the line like the others: their scatter gives its error.
+        # A size that was not run is assumed to deviate from the line as the other sizes do: use their scatter.
         off = self.draw_level - self.draw_level.mean(1)[:, None] - slope[:, None] * u
         scatter = np.sqrt((off**2).sum(1) / dof * (1 + 1 / len(u) + at**2 / (u @ u)))
         rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
@@ -239,7 +239,7 @@ def _least_squares(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, flo
     def residuals(log_n0: Array) -> Array:
         h = 1 / (1 + np.exp(log_n0[0]) / sizes)
         k_max = float(_fit_given_n0(lines, h[None])[0][0])
-        # Only the misfit of each size's slope depends on N_0; it is scaled to suit the tolerances.
+        # Only the misfits of the slopes depend on N_0. They are scaled to suit the tolerances of the optimizer.
         return np.asarray(np.sqrt(lines.xx / lines.xx.max()) * (lines.xy / lines.xx + k_max * h))
 
     sse = _fit_given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]

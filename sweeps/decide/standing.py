@@ -25,7 +25,7 @@ from sweeps.fit.posterior import draw_by_weight
 from sweeps.fit.predict import asymptote_draws, is_supported, paths_over_seeds, readable, seed_offsets
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
-# A choice counts as decided from this probability.
+# Smallest probability of being right at which a choice counts as decided.
 CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
 # An unranked recipe is named as a rival if its probability of being best is above this.

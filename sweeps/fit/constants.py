@@ -55,8 +55,8 @@ MEANS_SD = SEED_SD + SEED_SD
 LEAST_SD = 0.04
 # The asymptote of a seed counts only if the seed has at least this fraction of the best seed's information on A.
 INFORMING = 0.2
-# A seed is an outlier if its gap exceeds this many standard deviations of a healthy gap. A choice, checked on the
-# studies with a bad seed in the zoo and in docs/measured/ranking.md.
+# A seed is an outlier if its gap exceeds this many standard deviations of a healthy gap. The value is a choice, checked
+# on the studies with a bad seed in the zoo and in docs/measured/ranking.md.
 BAD_SEED = 4.0
 # With `--robust`, residuals beyond this many robust standard deviations get less weight (Huber 1964).
 HUBER = 1.5
@@ -66,10 +66,10 @@ HUBER = 1.5
 # With fewer distinct computes in one run, or a smaller ratio of largest to smallest compute, the points do not show the
 # curve's shape.
 MIN_COMPUTES, MIN_SPAN = 6, 1.5
-# An interval wider than this (in units of the reward's range; also never wider than the gain) cannot separate any two
-# of the published recipes, whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2).
+# An interval of A wider than this, in units of the reward's range, cannot separate any two of the published recipes,
+# whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2). The gain is a second upper limit.
 MAX_WIDTH = 0.2
-# A plateau at a bound is observed if the mean of the last quarter is this close to it: the margin of a tie.
+# A plateau at a bound is observed if the mean of the last quarter is this close to the bound: the margin of a tie.
 PLATEAU = 0.02
 # Highest allowed probability that the bend is beyond the window. Set on real curves: higher limits up to 0.5 made more
 # asymptotes identifiable, and none of these was later exceeded (except on digits, 10 of 82 at every limit).
@@ -82,5 +82,5 @@ AHEAD = 3.0
 # A is identifiable only if at least this fraction of the ceiling's posterior, over all laws, is within A's interval.
 AGREED = 0.65
 # A run has gone bad if it ends below its best fifth by more than this fraction of its gain. A run can only be called
-# dead if it once had this reward. A choice, checked on the zoo.
+# dead if it once had this reward. The value is a choice, checked on the zoo.
 COLLAPSE = 0.2
