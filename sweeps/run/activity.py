@@ -87,7 +87,7 @@ class Activity:
     def note(self, doing: str) -> None:
         """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
-        # Without a lock: if threads record activities at the same time, a pause may only appear shorter.
+        # No lock is needed: if threads record activities at the same time, a pause may appear shorter, nothing else.
         if now <= self._awake_until:  # otherwise the process may have been suspended, so this was not a pause
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now

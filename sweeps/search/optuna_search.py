@@ -210,7 +210,7 @@ class Search:
         open_runs = {each.user_attrs.get("run") for each in self.trials.unfinished()}
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
-        # An earlier launch may have had more slots.
+        # Cut to the slots of this launch: an earlier launch may have had more.
         return Wish(wanted[: self._settings.n_jobs], to_end=over, messages=messages)
 
     # --- pruning -------------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ class LiveRace:
             return []
         try:
             curves = self._curves()
-        except UserError:  # printed before
+        except UserError:  # `_look` has printed the error
             return []
         spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)
