@@ -242,7 +242,7 @@ def _estimate(
         error = math.sqrt(squares / degrees * (1 / len(base_values) + 1 / len(candidate_values)))
         return _Estimate(gain, error, degrees, "noise floor")
     variances = [_sum_of_squares(group) / (len(group) - 1) / len(group) for group in (base_values, candidate_values)]
-    # Welch and Satterthwaite: a change may also change the spread between runs.
+    # Do not pool the variances (Welch-Satterthwaite), because a change may also change the spread between runs.
     parts = [
         variance**2 / (len(group) - 1)
         for variance, group in zip(variances, (base_values, candidate_values), strict=True)

@@ -33,7 +33,7 @@ from sweeps.terminal import counted
 _LAST_EVALUATIONS = 3
 _GRID_SIZE = 201
 # Degrees of freedom of the prior in `pairing_of_two`, as in a study of three recipes and three seeds: few enough that
-# the data of an unusual pair outweigh it.
+# the data of an unusual pair outweigh the prior.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal: a two-sided test at 5%.
 SURE = 1.959964

@@ -29,7 +29,7 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import quantiles
 
 _DRAWS = 2000
-# Search N_0 from a hundredth of the smallest size (all saturated) to 100 times the largest (k proportional to N).
+# Search N_0 from 1/100 of the smallest size (k saturated at all sizes) to 100 x the largest (k proportional to N).
 _N0_REACH, _N0_GRID = 100.0, 400
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # A size within a model's name, as in Qwen/Qwen3-0.6B. Mixtures of experts have two; the first counts all parameters.

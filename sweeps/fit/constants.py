@@ -11,12 +11,12 @@ from __future__ import annotations
 # --- priors ---------------------------------------------------------------------------------------------------------
 
 # Priors of forecasts (`sweeps.fit.posterior`); none was tuned on a curve. First the prior probability of each law, then
-# mean and standard deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale,
-# in windows.
+# (mean, standard deviation) of the logarithm of each shape parameter: B of a sigmoid, power of a Weibull curve, and
+# C_mid or scale, in windows.
 P_SIGMOID = P_WEIBULL = 0.4
 P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
-# Shapes of the other families: logarithm of k, and c, of a logistic; logarithm of a power law's B.
+# Priors of the other families' shape parameters: log k and c of a logistic, log B of a power law.
 RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
 # Mean and standard deviation of R0 and A of a law that rises, and of the level if there is no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
