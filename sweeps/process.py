@@ -94,7 +94,8 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    # Libraries read these when they are imported. The server computes nothing; each member sets its own number.
+    # Libraries read these variables when they are imported. The server computes nothing, so one thread is enough; each
+    # member sets its own number.
     for name in THREADS:
         os.environ[name] = "1"
     return context
@@ -118,7 +119,7 @@ def start_worker(
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
-    # A file in memory: writing to a pipe would block this thread until the new process reads.
+    # Use a file in memory, because writing to a pipe would block this thread until the new process reads.
     with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file:
         memory_file.write(pickle.dumps((list(sys.path), memory_gib, content)))
         memory_file.flush()
@@ -146,7 +147,7 @@ def begin_worker() -> tuple[Connection[Any, Any], bytes]:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with os.fdopen(int(sys.argv[3]), "rb") as memory_file:
         path, memory_gib, content = pickle.load(memory_file)
-    # The parent's path, so that the user's modules are found here as well.
+    # Use the parent's path, so that the user's modules are found here as well.
     sys.path[:] = path
     if memory_gib is not None:
         limit = int(memory_gib * 2**30)

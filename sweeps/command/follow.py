@@ -136,7 +136,7 @@ class Follower:
         self._attempt = _AttemptMetrics()
         self._rows_read: dict[str, int] = {}
         self._version = -1
-        # First step whose row differs from before this attempt, because the log was cut back to a checkpoint; or None.
+        # First step whose row changed in this attempt, because the log was cut back to a checkpoint; or None.
         self._cut_back: float | None = None
         # Columns and number of rows in the source at the last poll.
         self._columns: set[str] = set()

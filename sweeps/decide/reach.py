@@ -33,7 +33,6 @@ _COMMON_SHARE = 0.8
 _UNKNOWN = Interval(None, None, None)
 # Number of computes at which a curve is evaluated, within its window and beyond.
 _POINTS_WITHIN, _POINTS_BEYOND = 241, 160
-# Verdicts of curves that rise.
 _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 
 
@@ -129,7 +128,6 @@ def first_above(rewards: Array, grid: Array, target: float) -> Array:
     rows = np.arange(len(rewards))
     left_index = np.maximum(index - 1, 0)
     low, high = rewards[rows, left_index], rewards[rows, index]
-    # Interpolate linearly between two grid points.
     fraction = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
     crossing = np.where(index > 0, grid[left_index] + fraction * (grid[index] - grid[left_index]), 0.0)
     return np.where(is_above.any(1), crossing, np.inf)

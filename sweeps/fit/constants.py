@@ -36,7 +36,7 @@ SEED_WALKS = (0.3, 1.0, 3.0)
 # on the same prompts agree better than independent evaluations; KNOWN_SD is the standard deviation of its logarithm.
 NOISE_SD, QUIET = 0.5, 0.004
 KNOWN, KNOWN_SD = 0.85, 0.2
-# Where A is not identifiable, forecasts and ceilings are used up to this many windows: no study could use more.
+# Where A is not identifiable, forecasts and ceilings are limited to this many windows: no study could use more.
 FARTHEST = 10.0
 
 # While the learning rate is above this fraction of its peak, compute counts in full: the gain from cooling down makes

@@ -54,7 +54,7 @@ class Controller:
         self.records, self._executor, self._audience = records, executor, audience
         self._policy, self._decider = policy, decider
         self._files: Mapping[Path, str] = {}
-        self._first_count = len(records.specs)  # members before a decider added any
+        self._first_count = len(records.specs)  # number of members before a decider added any
         self._blacklist = NodeBlacklist(self._nodes_at_work)
         for entry in records.study.ledger.entries():
             self._blacklist.add_entry(entry)

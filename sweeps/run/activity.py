@@ -140,7 +140,7 @@ class Activity:
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)
                 assert limit_s is not None
-                # Fallback: a call that never releases the GIL stops this thread, but not faulthandler's.
+                # Fallback: a call that never releases the GIL blocks this thread, but not faulthandler's.
                 faulthandler.dump_traceback_later(2 * limit_s + every_s, exit=True, file=_STDERR)
 
         thread = threading.Thread(target=watch, daemon=True, name="signs of life")

@@ -75,7 +75,7 @@ class LiveRace:
         self._reached: dict[str, float] = {}
         self._last_error = ""
         self._queued_since: dict[str, float] = {}
-        self._no_more_looks = False  # no further look will be taken
+        self._no_more_looks = False
         self._last_inputs: object = None
         self._has_run = False  # a member has run since this process started
         self._last_result: list[str] = []  # lines last printed about the end

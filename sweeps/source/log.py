@@ -423,7 +423,7 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
             continue
         value = log.label(name)
         if value is None:
-            # Try the names that trackers give a run's configuration, and pairs in its folder's name.
+            # Try the name that trackers give to a configuration's value, and the pairs in the run's name.
             value = log.label(name.removeprefix("config.")) or pairs_in(log.name).get(name)
         if value is None:
             raise UserError(
