@@ -97,7 +97,7 @@ def without_secrets(config: DictConfig) -> DictConfig:
     given: Any = config.hydra.overrides
     plain["hydra"]["overrides"] = {of: [redact_override(word) for word in given[of]] for of in given}
     if name := config.hydra.job.get("override_dirname"):
-        # This field joins all overrides with commas. Mask each by its key: a value alone does not show if it is secret.
+        # This field joins all overrides with commas. Mask each by its key: a value alone may not look like a secret.
         for word in (*given.task, *given.hydra):
             name = name.replace(word, redact_override(word))
         plain["hydra"]["job"]["override_dirname"] = redact(name)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from sweeps.decide.keep_discard import Choice
     from sweeps.fit.fit import Fit
 
-# Options for reading and for fitting. They cannot be changed for a `Study`, or for `Fits`, which were made with them.
+# Options for reading and for fitting. A `Study` was read with the former and `Fits` were made with both, so a function
+# that is given one of these objects does not accept the options again.
 READING = ("metric", "x", "y", "by", "seed_from", "size", "group", "bounds", "lower_is_better")
 FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
 # Number of table rows that a notebook shows.

@@ -23,7 +23,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     except (OSError, ValueError, IndexError):
         beyond = 32768  # the usual range of Linux; other systems begin later
     ports = range(_FIRST, beyond)
-    # The global generator is not used, because this must not change a run's random numbers.
+    # The global generator is not used, because the search for a port must not change a run's random numbers.
     for port in random.SystemRandom().sample(ports, min(_TRIES, len(ports))):
         with suppress(OSError):
             return _bound(host, port)

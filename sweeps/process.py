@@ -94,7 +94,8 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    # Libraries read these when they are imported. The server computes nothing; each member sets its own number.
+    # Libraries read these variables when they are imported. The server computes nothing, so one thread is enough; each
+    # member sets its own number.
     for name in THREADS:
         os.environ[name] = "1"
     return context
@@ -118,19 +119,19 @@ def start_worker(
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
-    # A file in memory: writing to a pipe would block this thread until the new process reads.
+    # Use a file in memory, because writing to a pipe would block this thread until the new process reads.
     with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file:
         memory_file.write(pickle.dumps((list(sys.path), memory_gib, content)))
         memory_file.flush()
         memory_file.seek(0)
         descriptors = [theirs.fileno(), memory_file.fileno()]
-        # A new session: it can be killed with its children, and does not receive Ctrl-C.
+        # In a new session, the process can be killed with its children, and does not receive Ctrl-C.
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(descriptors[0]), str(os.getpid()), str(descriptors[1])],
             pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
             env={**os.environ, **_ONE_THREAD, **env},
         )  # fmt: skip
-    # Close the child's end here: while it is open, the child's death is not an end of file and only a timeout shows it.
+    # Close the child's end here: otherwise the child's death is not an end of file, and only a timeout shows it.
     theirs.close()
     return process, ours
 
@@ -140,13 +141,13 @@ def begin_worker() -> tuple[Connection[Any, Any], bytes]:
     import resource
     from multiprocessing.connection import Connection
 
-    # A worker that hangs would never read the end of the pipe.
+    # Let the kernel kill this process when its parent ends: a worker that hangs would never read the end of the pipe.
     die_with_parent(int(sys.argv[2]))
     os.dup2(2, 1)  # prints go to stderr, not into the run's output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with os.fdopen(int(sys.argv[3]), "rb") as memory_file:
         path, memory_gib, content = pickle.load(memory_file)
-    # The parent's path, so that the user's modules are found here as well.
+    # Use the parent's path, so that the user's modules are found here as well.
     sys.path[:] = path
     if memory_gib is not None:
         limit = int(memory_gib * 2**30)
@@ -265,7 +266,7 @@ class Tree:
         if reply is None:
             return None
         if not reply:
-            # The guard was killed from outside. The command runs in its session; nothing else is known about it.
+            # The guard was killed from outside. All that is known of the command: it runs in the guard's session.
             kill_group(self._guard.pid)
             return Ended(-signal.SIGKILL, 0, False)
         return Ended(reply["ended"], reply["left"], reply["killed"], reply["behind"])

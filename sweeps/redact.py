@@ -22,7 +22,7 @@ _VENDORS_KEY = re.compile(
     r"(?i)(^|[_.-])(openai|anthropic|wandb|hf|hugging_?face|azure|google|gemini|groq|mistral|cohere|together|fireworks"
     r"|replicate|deepseek|openrouter|github|gitlab|gh|comet|neptune|mlflow|aws|gcp|serpapi|tavily|ngc)_(key|pat)$"
 )
-# Environment variables do not name columns, so there every *_KEY is a secret.
+# Environment variables are not columns, so every *_KEY among them is a secret.
 _VARIABLES_KEY = re.compile(r"(^|\.)[A-Z0-9][A-Z0-9_]*_(KEY|PAT)$")
 # Harmless names: tokens of a tokenizer or model, numbers of tokens (a grid writes several as one text), keys that open
 # nothing, passes over data.

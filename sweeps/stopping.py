@@ -214,7 +214,7 @@ class RacingRun:
         self._lease.check()
         view = journal_or_none(self.run_dir)
         if view is None and not pending:
-            return  # it ended without an evaluation
+            return  # the run ended without an evaluation
         journal = Journal(self.run_dir)
         try:
             if view is None:

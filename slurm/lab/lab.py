@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-MAX_DIR_LENGTH = 60  # unix sockets below it may have 107 characters in all
+MAX_DIR_LENGTH = 60  # paths of unix sockets in the folder may have at most 107 characters
 DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 PACKAGES = {  # command -> Debian package
     "munged": "munge",
@@ -42,8 +42,8 @@ PACKAGES = {  # command -> Debian package
 }
 ACCOUNTING_ONLY = ("slurmdbd", "mariadbd", "my_print_defaults")
 UNSHARE = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "slave", "--mount-proc"]
-# A node's process 1: it reaps, and survives its slurmd. $1 is the host name, $2 a file that then says "ready", and
-# $3 the node's /etc/hosts, in which the names of the nodes resolve.
+# Script of a node's process 1, which reaps orphans and survives the node's slurmd. $1 is the host name, $2 a file that
+# is created when the node is ready, and $3 the node's /etc/hosts, in which the names of the nodes resolve.
 NODE_INIT = 'hostname "$1" && mount --bind "$3" /etc/hosts && : >"$2" && while :; do sleep 3600 & wait $!; done'
 
 
@@ -87,7 +87,7 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
         "ClusterName": "lab",
         "SlurmctldHost": f"{host}(127.0.0.1)",
         "SlurmctldPort": f"{knobs.port}",
-        # Listen on 127.0.0.1 alone. slurmd needs its host name to resolve for that.
+        # Listen on 127.0.0.1 alone. slurmd can do so only where its host name resolves, which takes namespaces.
         "CommunicationParameters": "NoCtldInAddrAny" + ",NoInAddrAny" * knobs.namespaces,
         "SlurmUser": "root",
         "AuthType": "auth/munge",
@@ -98,7 +98,7 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
         "SlurmdSpoolDir": f"{root}/spool/%n",
         "SlurmctldPidFile": f"{root}/run/slurmctld.pid",
         "SlurmdPidFile": f"{root}/run/slurmd.%n.pid",
-        # FirstJobId changes at each start of slurmctld, and slurmd would complain of another slurm.conf.
+        # FirstJobId changes at each start of slurmctld, and slurmd would complain that its slurm.conf differs.
         "DebugFlags": "NO_CONF_HASH",
         "SlurmctldLogFile": f"{root}/log/slurmctld.log",
         "SlurmdLogFile": f"{root}/log/slurmd.%n.log",
@@ -106,7 +106,7 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
         "MpiDefault": "none",
         "JobAcctGatherType": "jobacct_gather/linux",
         "JobAcctGatherFrequency": "1",
-        # There are no cgroups here: slurmstepd reads the memory of its tasks each second, and kills.
+        # There are no cgroups here, so slurmstepd polls its tasks' memory every second and kills those above the limit.
         "JobAcctGatherParams": "OverMemoryKill,UsePss",
         # Nodes may claim more CPUs and memory than the machine has.
         "SlurmdParameters": "config_overrides",
@@ -118,7 +118,7 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
         "PriorityType": "priority/basic",
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
-        # Preemption then sends the signal of `sbatch --signal`, not SIGTERM alone.
+        # Preemption then also sends the signal of `sbatch --signal`, not only SIGTERM.
         "SlurmctldParameters": "preempt_send_user_signal",
         "ReturnToService": "2",
         "SlurmdTimeout": f"{knobs.node_down_s}",
@@ -132,7 +132,7 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
             "AccountingStorageType": "accounting_storage/slurmdbd",
             "AccountingStorageHost": "127.0.0.1",
             "AccountingStoragePort": f"{knobs.ports()['slurmdbd']}",
-            # The clients take the munge socket from here, and the system's without it.
+            # Clients use the munge socket that is named here; by default they would use the system's.
             "AccountingStoragePass": f"{munge}",
             "AccountingStorageTRES": "gres/gpu",
             "AccountingStoreFlags": "job_comment",
@@ -407,12 +407,12 @@ class Lab:
         (self.root / "env.sh").write_text(self.exports())
         conf, text = self.root / "slurm.conf", slurm_conf(self.knobs, self.root)
         if conf.exists() and conf.read_text() != text:
-            # Many settings, MaxArraySize among them, are read at the start only. Jobs outlive this.
+            # Many settings, such as MaxArraySize, are read only at the start: restart the daemons. Jobs survive this.
             for name in [*self.recorded("slurmd:"), "slurmctld"]:
                 self.end(name, 15)
         if not self.pid("slurmctld"):
-            # Job ids name the folders of runs, so none may come twice: neither in the next cluster, nor after a
-            # crash, which costs slurmctld what it did in its last five seconds.
+            # Job ids name the folders of runs, so no id may be used twice: neither by the next cluster, nor after a
+            # crash, in which slurmctld loses the state of its last five seconds.
             clock = (int(time.time()) % 60_000 + 1) * 1000
             self.knobs.first_job_id = max(clock, self.knobs.first_job_id + 1000)
         self._knobs_file.write_text(json.dumps(asdict(self.knobs), indent=1))
@@ -431,7 +431,7 @@ class Lab:
             folder = self.root / "gpu" / node
             folder.mkdir(exist_ok=True)
             what = f"Count={self.knobs.gpus}"
-            # slurmd takes character devices only, and sets CUDA_VISIBLE_DEVICES only where it has devices.
+            # slurmd accepts only character devices as files, and sets CUDA_VISIBLE_DEVICES only if it is given files.
             with contextlib.suppress(PermissionError):
                 for gpu in range(self.knobs.gpus):
                     if not (folder / f"nvidia{gpu}").exists():
@@ -464,10 +464,10 @@ class Lab:
             wait_for(10, "nodes are missing", lambda: not self.missing_nodes())
         for node, state in self.missing_nodes().items():
             if "drain" in state:
-                # A launch that fails while slurmctld is away drains its node, and that outlives both daemons.
+                # A launch that fails with slurmctld down drains its node, and restarting both daemons keeps it drained.
                 self.call("scontrol", "update", f"nodename={node}", "state=resume")
             else:
-                # slurmctld asks a node that it gave up again after a minute or more; a new slurmd reports by itself.
+                # slurmctld takes a minute or more to contact a node that it gave up; a new slurmd registers at once.
                 self.end(f"slurmd:{node}", 3)
                 self.start_node(node)
         try:
@@ -506,21 +506,21 @@ class Lab:
         port = self.knobs.ports()["mariadbd"]
         sql, password = self.root / "sql", (self.root / "munge/sql.password").read_text()
         if not self.pid("mariadbd"):
-            # Temporary tables in a folder of its own: a server that starts removes all that it finds, those of
-            # another lab's too.
+            # Give each server its own folder for temporary tables: a starting server removes all that it finds there,
+            # including another lab's.
             temporary = sql / "tmp"
             if not (sql / "data/mysql").is_dir():
                 shutil.rmtree(sql, ignore_errors=True)
                 (sql / "data").mkdir(parents=True, mode=0o700)
                 temporary.mkdir(mode=0o700)
-                # Only 127.0.0.1 will connect: it need not find out what this machine is called on its network.
+                # Only 127.0.0.1 connects, so the server need not look up this machine's name on its network.
                 install = ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={sql}/data"]
                 install += ["--skip-test-db", "--skip-name-resolve"]
                 made = subprocess.run(install, capture_output=True, env=os.environ | {"TMPDIR": str(temporary)})
                 log = self.root / "log/mariadb-install.out"
                 log.write_bytes(made.stdout + made.stderr)
                 if made.returncode:
-                    shutil.rmtree(sql / "data")  # half of it would be taken for the whole by the next `up`
+                    shutil.rmtree(sql / "data")  # the next `up` would take a partial database for a complete one
                     said = b" / ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
                     raise LabError(f"cannot make the data base: {said.decode(errors='replace')} (more in {log})")
             user = "'slurm'@'127.0.0.1'"
@@ -535,7 +535,8 @@ class Lab:
             temporary.mkdir(mode=0o700, exist_ok=True)
             options += [f"--init-file={sql}/init.sql", f"--log-error={self.root}/log/mariadbd.log"]
             options += [f"--tmpdir={temporary}"]
-            # slurmdbd asks for the last two; the second saves the disk at the price of a second after a crash.
+            # Without a flush at each commit the server writes less to disk, and a crash loses up to a second of
+            # transactions. slurmdbd asks for the other two options.
             options += ["--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M"]
             options += ["--innodb-lock-wait-timeout=900"]
             self.launch("mariadbd", ["mariadbd", "--no-defaults", "--user=root", *options])
@@ -551,7 +552,7 @@ class Lab:
         self.await_daemon("slurmdbd", lambda: port_answers(port))
         clusters = ["sacctmgr", "-n", "-P", "list", "cluster", "format=cluster"]
         self.await_daemon("slurmdbd", lambda: self.call(*clusters) is not None)
-        # slurmctld would add the row itself, but perhaps after the first job.
+        # slurmctld would add the row itself, but perhaps only after the first job.
         known = (self.call(*clusters) or "").split()
         if "lab" not in known and self.call("sacctmgr", "-i", "-Q", "add", "cluster", "lab") is None:
             raise LabError(f"sacctmgr cannot add the cluster (see {self.root}/log/slurmdbd.log)")
@@ -562,8 +563,8 @@ class Lab:
         (self.root / "spool" / node).mkdir(exist_ok=True)
         if self.knobs.namespaces:
             if not self.pid(f"node:{node}"):
-                # Mounts made later on the host reach the nodes only from file systems marked shared, as
-                # systemd marks all at boot; containers and minimal systems do not.
+                # Mounts made later on the host reach the nodes only from file systems that are marked shared. systemd
+                # marks all of them at boot, but containers and minimal systems do not.
                 for mount in {"/", mount_point(self.root), mount_point(Path(tempfile.gettempdir()))}:
                     subprocess.run(["mount", "--make-shared", mount], capture_output=True)
                 ready = self.root / "run" / f"{node}.ready"
@@ -597,7 +598,7 @@ class Lab:
         if not self.knobs.namespaces:
             raise LabError(f"this machine gave no namespaces, so tasks would live on: use `kill slurmd:{node}`")
         was_on = self.kill(f"node:{node}")
-        # The end of process 1 ends all the others of its namespace.
+        # When process 1 ends, the kernel ends all other processes of its namespace.
         wait_for(10, f"slurmd of {node} outlives its node", lambda: self.pid(f"slurmd:{node}") is None)
         (self.root / "pids" / f"slurmd:{node}").unlink(missing_ok=True)
         return f"{node} is off" if was_on else f"{node} was off already"
@@ -611,7 +612,7 @@ class Lab:
 
     def down(self, wipe: bool) -> str:
         """Stop everything that was recorded; with `wipe`, remove the state, too."""
-        # Without accounts to keep there is no need to wait for jobs: their nodes are switched off.
+        # With `wipe` no accounting is kept, so do not wait for jobs: they end when their nodes are switched off.
         if self.pid("slurmctld") and not (wipe and self.knobs.namespaces):
             if jobs := (self.call("squeue", "-h", "-a", "-o", "%A", timeout=10) or "").split():
                 self.call("scancel", *set(jobs), timeout=20)

@@ -232,7 +232,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             MemberFailedError: trials failed and none finished; raised after all have ended.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        # Values that the file leaves open (`???`) are set by trials. To check the rest, use any value for them.
+        # Trials set the values that the file leaves open (`???`). To check the other settings, give these any value.
         (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)

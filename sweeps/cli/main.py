@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code for `sys.exit`."""
     open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
-    # Its help lists the configuration groups, which Hydra knows.
+    # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them. The help of `train`
+    # lists the configuration groups, which only Hydra knows.
     if arguments[:1] == ["train"]:
         options = argparse.Namespace(handler=lambda options: train_command(options.overrides), overrides=arguments[1:])
     else:

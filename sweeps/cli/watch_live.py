@@ -208,4 +208,4 @@ def _scheduler(folder: Path) -> Scheduler | None:
     try:
         return LaunchSettings.scheduler_of(folder)
     except UserError:
-        return None  # it cannot be queried from here: states come from the jobs' own records
+        return None  # the scheduler cannot be queried from here: states come from the jobs' own records

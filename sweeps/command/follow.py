@@ -136,7 +136,7 @@ class Follower:
         self._attempt = _AttemptMetrics()
         self._rows_read: dict[str, int] = {}
         self._version = -1
-        # First step whose row differs from before this attempt, because the log was cut back to a checkpoint; or None.
+        # First step whose row changed in this attempt, because the log was cut back to a checkpoint; or None.
         self._cut_back: float | None = None
         # Columns and number of rows in the source at the last poll.
         self._columns: set[str] = set()
@@ -172,7 +172,7 @@ class Follower:
             for name, rows in newest.items()
         }
         if steps := sorted({int(step) for rows in behind.values() for step, _ in rows if step > last}):
-            # The earlier attempt may have resumed after a gap, which its killed member did not record.
+            # The earlier attempt may have resumed after a gap, and been killed before the gap was recorded.
             if (end := self._end_of_hole(last, steps)) is not None:
                 self._journal.resume(end, **self._resume_facts)
                 self._record_hole(last, end)
@@ -258,7 +258,7 @@ class Follower:
         ):
             self._columns_before = {}  # the attempt started a new log
         unread = {name: column for name, column in found.columns.items() if name not in self._rows_read}
-        # By column, the number of rows at the beginning that were there before this attempt.
+        # By column, the number of leading rows that were there before this attempt.
         same = {name: _equal_rows(self._columns_before.get(name, []), column) for name, column in unread.items()}
         # If the command has cut its log back to a checkpoint, all rows from the first differing step on are new.
         differing_steps = [

@@ -32,7 +32,7 @@ from sweeps.run.files import parse_line
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
 from sweeps.run.spec import SPEC_FILE, RunSpec, make_spec
 
-# Largest size in bytes of a file that is read for the identity: scripts and configurations, but not weights.
+# Largest size in bytes of a file that is read for the identity: enough for scripts and configurations, not weights.
 MAX_NAMED_BYTES = 1 << 26
 ABSENT = "absent"
 # Files of this project in a member's folder, which a command's files must not replace.

@@ -31,7 +31,8 @@ from sweeps.run.writer import sole_writer
 
 LOCK_FILE = ".command.lock"
 ATTEMPT_FILE = "command.json"  # the newest attempt: its command line, and the number of attempts
-# Minimum seconds between two polls of the metrics, in files and at an address, and as a multiple of a poll's duration.
+# Minimum seconds between two polls of the metrics: of files, and of an address. The minimum also is this multiple of a
+# poll's duration.
 _POLL_S, _REMOTE_POLL_S, _POLL_FACTOR = 0.5, 30.0, 10.0
 # Seconds between two checks for a request to stop.
 _STOP_CHECK_S = 0.5
@@ -102,7 +103,7 @@ class _Member:
 
     def run(self) -> None:
         """Start the command, follow it to its end, and record the end in the journal."""
-        # If the member was just killed, its earlier command may still be ending: wait until that cannot write any more.
+        # If the member was just killed, its earlier command may still be ending: wait until it can no longer write.
         lock = locked(self._run_dir / LOCK_FILE)
         try:
             self._run(lock)

@@ -24,9 +24,9 @@ from sweeps.fit.predict import FAR, quantiles, seed_offsets
 from sweeps.fit.schedule import Schedule
 
 # Priors for the logarithms of (1 - A, C_mid, B, 1 - R0). _SLOPED: whether the value changes with size. _SLOPE_SD:
-# standard deviation of the slope. _SCATTER: deviation of sizes from the line; it counts as much as `_SCATTER_WORTH`
-# observed sizes. Published values are well within these priors (compute to reach a loss grows at most like N^2; 1 - A
-# shrinks with a power below 1).
+# standard deviation of the slope. _SCATTER: standard deviation of sizes from the line; this prior counts as much as
+# `_SCATTER_WORTH` observed sizes. Published values are well within these priors (compute to reach a loss grows at most
+# like N^2; 1 - A shrinks with a power below 1).
 _SLOPED = (True, True, False, True)
 _SLOPE_SD = (0.5, 1.0, 1.0, 0.5)
 _SCATTER, _SCATTER_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
@@ -83,7 +83,7 @@ class AcrossSizes(AsJson):
 
     def _on_line(self, log_size: float) -> Array:
         """Return draws of the lines' values at a size, (D, 4)."""
-        # The line's value is given at the mean of log N over the sizes that were run.
+        # lines[..., 0] is the line's value at the mean of log N over the sizes that were run.
         return np.asarray(self.lines[..., 0] + self.lines[..., 1] * (log_size - np.log(self.sizes).mean()))
 
     def ceiling(self, size: float) -> Interval:

@@ -77,7 +77,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
         spread = math.sqrt(max(float(np.mean(differences**2 - errors**2)), 0.0))
         source = by
     else:
-        # The factor sqrt(2) makes it the error of a difference of two runs, like `errors` above.
+        # The published spread is that of one run. sqrt(2) converts it to a difference of two runs, as in `errors`.
         one_seed_error = BORROWED_SEED_SD * scale * math.sqrt(2)
         source = "the published spread between seeds"
     error = one_seed_error / math.sqrt(seeds)

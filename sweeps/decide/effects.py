@@ -38,10 +38,10 @@ from sweeps.fit.predict import asymptote_draws, paths, readable
 # OWN: level of an axis that a recipe does not change from its base. BASE: name of the axis whose levels are the bases.
 OWN = "(its own)"
 BASE = "recipe"
-# Grid of standard deviations, in units of the reward's scale (for the logarithm of compute: times `_LOG_SCALE`).
+# Grid of standard deviations, in units of the reward's scale, or of `_LOG_SCALE` for the logarithm of compute.
 _GRID = np.geomspace(1e-3, 0.5, 14)
 _PRIOR_SD = 0.1
-# Cells' residuals are interactions of higher order, which are rarely as large as main effects.
+# Smaller than `_PRIOR_SD`: the cells' residuals are interactions of higher order, rarely as large as main effects.
 _RESIDUAL_SD = 0.03
 _LOG_SCALE = 10.0
 # Prior standard deviation of the mean: practically flat.
@@ -156,7 +156,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         raise UserError(f"effects: {len(readable_fits)} recipes can be read; a grid takes three or more")
     cells = table_of([fit.recipe for fit in readable_fits], [fit.curve.factors for fit in readable_fits])
     axes = {axis: list(dict.fromkeys(cell[axis] for cell in cells)) for axis in cells[0]}
-    # The unchanged level first: it is the reference of the effects.
+    # Sort the unchanged level first, because it is the reference of the effects.
     axes = {axis: sorted(levels, key=lambda level: level != OWN) for axis, levels in axes.items() if len(levels) > 1}
     if not axes:
         raise UserError("effects: all recipes are alike in every axis; give a grid of labels such as base+loss=dapo")
@@ -402,7 +402,7 @@ def _choose_next_cells(
         prior = np.concatenate([np.full(design.main.shape[1], first**2), np.full(design.pairs.shape[1], second**2)])
         noise = error_variance + posterior.residual_sd**2
         observed = z[: len(run_cells)]
-        # 100 x the largest variance: a flat prior of the common mean.
+        # A variance of 100 x the largest makes the prior of the common mean practically flat.
         total = (observed * prior) @ observed.T + noise * np.eye(len(run_cells)) + 100.0 * max(prior.max(), noise)
         covariance = np.diag(prior) - (prior[:, None] * observed.T) @ np.linalg.solve(total, observed * prior)
         mains = design.coefficients[[":" not in axis for axis, _, _ in design.effects]]

@@ -20,7 +20,7 @@ from sweeps.fit.posterior import draw_by_weight
 from sweeps.fit.predict import quantiles, support
 from sweeps.fit.seeds import SeedSpread
 
-# Fractions q of the gain: compute to the first breaks ties, compute to the second is shown next to it.
+# Fractions of the gain. Ties are broken by the compute to reach MOST; the compute to reach HALF is only shown.
 MOST, HALF = 0.9, 0.5
 # Probability beyond either end of a 95% interval.
 TAIL = 0.025

@@ -22,8 +22,8 @@ from sweeps.source.run_values import RunTable, RunValues
 from sweeps.terminal import counted
 
 KEEP, DISCARD, UNDECIDED = "keep", "discard", "undecided"
-# With this many runs of both recipes, the spread of each is used; with fewer, all recipes are assumed to spread
-# equally.
+# If both recipes have this many runs, each recipe's own spread is used. With fewer runs, all recipes are assumed to
+# have the same spread.
 _MIN_RUNS_OWN_SPREAD = 3
 # Runs of the baseline to recommend if nothing was repeated: the 95% interval of the noise floor is then 0.6 to 2.9
 # times its value.
@@ -242,7 +242,7 @@ def _estimate(
         error = math.sqrt(squares / degrees * (1 / len(base_values) + 1 / len(candidate_values)))
         return _Estimate(gain, error, degrees, "noise floor")
     variances = [_sum_of_squares(group) / (len(group) - 1) / len(group) for group in (base_values, candidate_values)]
-    # Welch and Satterthwaite: a change may also change the spread between runs.
+    # Do not pool the variances (Welch-Satterthwaite), because a change may also change the spread between runs.
     parts = [
         variance**2 / (len(group) - 1)
         for variance, group in zip(variances, (base_values, candidate_values), strict=True)

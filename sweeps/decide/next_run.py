@@ -37,8 +37,8 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
-# Verdicts of recipes whose steps are simulated. If A is not identifiable, its draws are wide. They show whether the
-# recipe may be the best and what an extension would reveal, but do not justify choosing it.
+# Verdicts of recipes whose steps are simulated. The draws of an A that is not identifiable are wide: they show whether
+# the recipe may be the best and what an extension would reveal, but they do not justify choosing the recipe.
 _CONTENDER_VERDICTS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
 _EXTENSION_FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
@@ -47,12 +47,12 @@ _SAMPLES = 256
 _MIN_EFFECTIVE_DRAWS = 20.0
 # Smallest gain, as a fraction of the reward's scale, that exceeds the error of the simulation.
 _MIN_GAIN = 0.0005
-# A step with at least this fraction of the recipe's largest gain is chosen if its gain per compute is higher.
+# Of the steps with at least this fraction of the recipe's largest gain, the one with the most gain per cost is chosen.
 _CHEAP_SHARE = 0.5
 # An extension's evaluations are thinned to at most this many points.
 _MAX_POINTS = 64
-# Recipes are simulated if they are best with probability `_MIN_P_BEST` or more, and at most `_MAX_SIMULATED` of them.
-# The others keep their present draws.
+# Besides the leader, at most `_MAX_SIMULATED` recipes are simulated, each of which is best with probability
+# `_MIN_P_BEST` or more. The other recipes keep their present draws.
 _MIN_P_BEST, _MAX_SIMULATED = 0.002, 10
 _ENDED_REASON = "a run of it ended before its budget and cannot be extended, as where its pool of prompts is exhausted"
 
@@ -217,8 +217,8 @@ class _Simulation:
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
     """Return what one more seed would measure under each draw of A (K,), in units of its error; (K, 1)."""
-    # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. Its
-    # variance is `seeds` times that of `theta`, which draws a mean over seeds.
+    # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. This
+    # difference has `seeds` times the variance of `theta`, because `theta` is drawn for the mean over seeds.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
     return signal
 
@@ -231,7 +231,7 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
     assert fit.outlook is not None
     computes = _extension_computes(fit, to)
     thinned = computes[np.unique(np.linspace(0, len(computes) - 1, min(len(computes), _MAX_POINTS)).astype(np.intp))]
-    # Noise per thinned point, so that their mean is as certain as the mean of all points.
+    # Noise of one thinned point, such that the mean of the thinned points is as certain as the mean of all points.
     variance = float(np.mean(fit.outlook.noise**2)) / len(computes) * len(thinned) / fit.seeds
     # Row k of the curves must belong to draw k of the asymptotes.
     curves = fit.outlook.at(thinned)

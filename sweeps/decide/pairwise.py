@@ -33,7 +33,7 @@ from sweeps.terminal import counted
 _LAST_EVALUATIONS = 3
 _GRID_SIZE = 201
 # Degrees of freedom of the prior in `pairing_of_two`, as in a study of three recipes and three seeds: few enough that
-# the data of an unusual pair outweigh it.
+# the data of an unusual pair outweigh the prior.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal: a two-sided test at 5%.
 SURE = 1.959964
@@ -335,7 +335,7 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
     mean = difference[:, is_graded].mean(0)
     families = one[seeds[0]].families or ("",) * len(is_graded)
-    # A prompt without a family counts as a family.
+    # A prompt without a family counts as a family of its own.
     family_names = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[is_graded]
     _, number = np.unique(family_names, return_inverse=True)
     sums = np.bincount(number, weights=mean - mean.mean())

@@ -29,7 +29,7 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import quantiles
 
 _DRAWS = 2000
-# Search N_0 from a hundredth of the smallest size (all saturated) to 100 times the largest (k proportional to N).
+# Search N_0 from 1/100 of the smallest size (k saturated at all sizes) to 100 x the largest (k proportional to N).
 _N0_REACH, _N0_GRID = 100.0, 400
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # A size within a model's name, as in Qwen/Qwen3-0.6B. Mixtures of experts have two; the first counts all parameters.
@@ -134,7 +134,7 @@ class PowerLaw:
         dof = len(u) - 2
         if dof < 1:
             return line
-        # A size that was not run deviates from the line like the others: their scatter gives its error.
+        # A size that was not run is assumed to deviate from the line as the other sizes do: use their scatter.
         off = self.draw_level - self.draw_level.mean(1)[:, None] - slope[:, None] * u
         scatter = np.sqrt((off**2).sum(1) / dof * (1 + 1 / len(u) + at**2 / (u @ u)))
         rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
@@ -239,7 +239,7 @@ def _least_squares(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, flo
     def residuals(log_n0: Array) -> Array:
         h = 1 / (1 + np.exp(log_n0[0]) / sizes)
         k_max = float(_fit_given_n0(lines, h[None])[0][0])
-        # Only the misfit of each size's slope depends on N_0; it is scaled to suit the tolerances.
+        # Only the misfits of the slopes depend on N_0. They are scaled to suit the tolerances of the optimizer.
         return np.asarray(np.sqrt(lines.xx / lines.xx.max()) * (lines.xy / lines.xx + k_max * h))
 
     sse = _fit_given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]

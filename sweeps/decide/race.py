@@ -199,7 +199,7 @@ def run_race(
         curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
-    # A recipe whose runs have all failed takes part up to its furthest run: later looks do not wait for it.
+    # A recipe whose runs have all failed takes part up to its largest compute: later looks do not wait for it.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
     while isinstance(pending := next_look(curves, rules, reached, looks, options, workers, failed), Look):

@@ -284,7 +284,7 @@ def _leave_one_out(
     identifiable = [fit for fit in variants if fit.recipe in between]
     # The tolerance keeps a difference of exactly the margin from being decided by rounding.
     comparable = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
-    # Mean A of the baseline and the recipes close to it; it may differ from the shared A of the ranking.
+    # This mean A of the baseline and the recipes close to it may differ from the shared A of the ranking.
     shared_a = shared_asymptote([base, *comparable])
     efficiency_by_recipe = {} if shared_a is None else efficiencies([base, *comparable], shared_a, between)
     contrasts = []

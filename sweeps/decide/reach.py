@@ -25,14 +25,14 @@ from sweeps.fit.predict import chance, offset_growth, paths, quantiles, seed_off
 # A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3 the missing 0.015 is as large
 # as the spread between seeds.
 NEAR = 0.95
-# A target counts as out of reach from this probability.
+# A target counts as out of reach if the probability of never reaching it is at least this.
 _NEVER = 0.9
-# The common reward, as a fraction of the slower recipe's gain: on a plateau the compute to a reward is uncertain.
+# The common reward is at this fraction of the slower recipe's gain: near a plateau, the compute to reach a reward is
+# uncertain.
 _COMMON_SHARE = 0.8
 _UNKNOWN = Interval(None, None, None)
 # Number of computes at which a curve is evaluated, within its window and beyond.
 _POINTS_WITHIN, _POINTS_BEYOND = 241, 160
-# Verdicts of curves that rise.
 _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 
 
@@ -128,7 +128,6 @@ def first_above(rewards: Array, grid: Array, target: float) -> Array:
     rows = np.arange(len(rewards))
     left_index = np.maximum(index - 1, 0)
     low, high = rewards[rows, left_index], rewards[rows, index]
-    # Interpolate linearly between two grid points.
     fraction = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
     crossing = np.where(index > 0, grid[left_index] + fraction * (grid[index] - grid[left_index]), 0.0)
     return np.where(is_above.any(1), crossing, np.inf)

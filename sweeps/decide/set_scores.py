@@ -11,7 +11,7 @@ from sweeps.curve import Array, Curve
 
 # Name of the factor by which curves of several evaluation sets differ (`--metric all`).
 SET = "set"
-# A note is given if the common compute is below this fraction of the median run's: a run ended early.
+# A note is given if the common compute is below this fraction of the median run's compute, because a run ended early.
 _EARLY = 0.5
 
 

@@ -25,7 +25,7 @@ from sweeps.fit.posterior import draw_by_weight
 from sweeps.fit.predict import asymptote_draws, is_supported, paths_over_seeds, readable, seed_offsets
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
-# A choice counts as decided from this probability.
+# Smallest probability of being right at which a choice counts as decided.
 CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
 # An unranked recipe is named as a rival if its probability of being best is above this.
@@ -262,7 +262,7 @@ def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.
     numbers = {law.name: i for i, law in enumerate(futures.laws)}
     for name in np.unique(wanted_laws):
         rows_of_law = np.flatnonzero(futures.law == numbers.get(name, -1))
-        # Few draws: this law hardly explains the recipe's curve, so use the draws of all laws instead.
+        # A law with few draws hardly explains the recipe's curve: use the draws of all laws instead.
         rows_of_law = rows_of_law if len(rows_of_law) >= _MIN_DRAWS else np.arange(len(futures.law))
         places = np.flatnonzero(wanted_laws == name)
         rows[places] = rows_of_law[draw_by_weight(weight[rows_of_law], len(places), rng)]

@@ -162,7 +162,7 @@ def waiting(sources: Sequence[str | Path]) -> bool:
                 if read_journal(run).of_kind("eval"):
                     return False
             except JournalError:
-                # Without a complete line the header is still being written; with one, the file is damaged.
+                # If the file has no complete line, its header is still being written; otherwise the file is damaged.
                 if b"\n" in (run / JOURNAL_FILE).read_bytes():
                     return False
     return True

@@ -41,7 +41,7 @@ BLAMES_NODE = frozenset({"node", "killed", "launch", "hang", "gpu", "storage", "
 # Factor by which the requested host memory grows at the next attempt after running out of memory.
 MEMORY_GROWTH = 1.5
 
-# Attempts without a new checkpoint after which a chain of jobs is given up.
+# A chain of jobs is given up after this many attempts without a new checkpoint.
 MAX_IDLE_ATTEMPTS = 5
 
 

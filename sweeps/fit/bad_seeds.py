@@ -95,8 +95,8 @@ def _gap_and_limit(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
     if int(covered.sum()) < 3:
         return None
     gap: Array = reward[covered] - np.nanmedian(stacked[:, covered], axis=0)
-    # Variance of a healthy gap: twice that of one seed's mean (for this seed, and for the median of the others), plus
-    # the noise of evaluations, estimated from differences of neighbours, which a lasting gap does not affect.
+    # Variance of a healthy gap: twice that of one seed's mean (once for this seed, once for the median of the others),
+    # plus the noise of evaluations. Differences of neighbours give the noise, because a lasting gap cancels in them.
     variance = 2 * (MEANS_SD * curve.scale) ** 2 + float(np.var(np.diff(gap))) / len(gap)
     is_off = np.abs(gap) > 0.5 * abs(float(gap.mean()))
     since = float(computes[covered][np.argmax(is_off)])

@@ -16,7 +16,7 @@ from sweeps.fit import verdict
 from sweeps.fit.forecast import OutlookInputs, outlook_inputs
 from sweeps.fit.points import Points
 
-# Shift of R0, in units of the reward's range, that shows how much A and B depend on it.
+# Shift of R0, in units of the reward's range, that shows how much A and B depend on R0.
 R0_STEP = 0.05
 
 

@@ -30,7 +30,7 @@ _MIN_HELD_OUT = 5
 # `_REACH` prior standard deviations on either side of the prior mean; each further round is centred on the best cell
 # and `_REFINEMENT` times finer.
 _STEPS, _REACH, _ROUNDS, _REFINEMENT = 15, 3.0, 5, 2.8
-# Ridge penalty on the seeds' offsets: the weight of one seed, where a point has weight 1.
+# Ridge penalty on each seed's offset, on a scale on which a point has weight 1.
 _RIDGE = 1.0
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 # --- priors ---------------------------------------------------------------------------------------------------------
 
 # Priors of forecasts (`sweeps.fit.posterior`); none was tuned on a curve. First the prior probability of each law, then
-# mean and standard deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale,
-# in windows.
+# (mean, standard deviation) of the logarithm of each shape parameter: B of a sigmoid, power of a Weibull curve, and
+# C_mid or scale, in windows.
 P_SIGMOID = P_WEIBULL = 0.4
 P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
-# Shapes of the other families: logarithm of k, and c, of a logistic; logarithm of a power law's B.
+# Priors of the other families' shape parameters: log k and c of a logistic, log B of a power law.
 RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
 # Mean and standard deviation of R0 and A of a law that rises, and of the level if there is no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
@@ -36,7 +36,7 @@ SEED_WALKS = (0.3, 1.0, 3.0)
 # on the same prompts agree better than independent evaluations; KNOWN_SD is the standard deviation of its logarithm.
 NOISE_SD, QUIET = 0.5, 0.004
 KNOWN, KNOWN_SD = 0.85, 0.2
-# Where A is not identifiable, forecasts and ceilings are used up to this many windows: no study could use more.
+# Where A is not identifiable, forecasts and ceilings are limited to this many windows: no study could use more.
 FARTHEST = 10.0
 
 # While the learning rate is above this fraction of its peak, compute counts in full: the gain from cooling down makes
@@ -55,8 +55,8 @@ MEANS_SD = SEED_SD + SEED_SD
 LEAST_SD = 0.04
 # The asymptote of a seed counts only if the seed has at least this fraction of the best seed's information on A.
 INFORMING = 0.2
-# A seed is an outlier if its gap exceeds this many standard deviations of a healthy gap. A choice, checked on the
-# studies with a bad seed in the zoo and in docs/measured/ranking.md.
+# A seed is an outlier if its gap exceeds this many standard deviations of a healthy gap. The value is a choice, checked
+# on the studies with a bad seed in the zoo and in docs/measured/ranking.md.
 BAD_SEED = 4.0
 # With `--robust`, residuals beyond this many robust standard deviations get less weight (Huber 1964).
 HUBER = 1.5
@@ -66,10 +66,10 @@ HUBER = 1.5
 # With fewer distinct computes in one run, or a smaller ratio of largest to smallest compute, the points do not show the
 # curve's shape.
 MIN_COMPUTES, MIN_SPAN = 6, 1.5
-# An interval wider than this (in units of the reward's range; also never wider than the gain) cannot separate any two
-# of the published recipes, whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2).
+# An interval of A wider than this, in units of the reward's range, cannot separate any two of the published recipes,
+# whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2). The gain is a second upper limit.
 MAX_WIDTH = 0.2
-# A plateau at a bound is observed if the mean of the last quarter is this close to it: the margin of a tie.
+# A plateau at a bound is observed if the mean of the last quarter is this close to the bound: the margin of a tie.
 PLATEAU = 0.02
 # Highest allowed probability that the bend is beyond the window. Set on real curves: higher limits up to 0.5 made more
 # asymptotes identifiable, and none of these was later exceeded (except on digits, 10 of 82 at every limit).
@@ -82,5 +82,5 @@ AHEAD = 3.0
 # A is identifiable only if at least this fraction of the ceiling's posterior, over all laws, is within A's interval.
 AGREED = 0.65
 # A run has gone bad if it ends below its best fifth by more than this fraction of its gain. A run can only be called
-# dead if it once had this reward. A choice, checked on the zoo.
+# dead if it once had this reward. The value is a choice, checked on the zoo.
 COLLAPSE = 0.2

@@ -17,11 +17,11 @@ from sweeps.fit.schedule import Schedule
 from sweeps.fit.seen import ScaledPoints
 
 DRAWS = 2000
-# Above this number of points, points of neighbours or of several seeds are averaged: more points only take time.
+# Above this number of points, neighbouring points, or those of several seeds, are averaged: more only take time.
 _MAX_POINTS = 160
 # With fewer points there is no forecast.
 _MIN_POINTS = 4
-# Computes, in windows, at which the fitted line is computed; it is linear in between.
+# Computes, in windows, at which the fitted line is evaluated; in between it is interpolated linearly.
 _LINE = np.concatenate([[0.0], np.geomspace(1e-3, 0.04, 8), np.linspace(0.05, 1, 39), np.geomspace(1.05, 300, 32)])
 
 
@@ -135,7 +135,7 @@ class OutlookInputs:
         pairs = zip((self.outlook.futures, self.outlook.family_futures), weights, strict=True)
         futures, family_futures = (futures.take(draw_by_weight(weight, DRAWS, rng)) for futures, weight in pairs)
         resampled = replace(self)
-        # A cached property stores its value in the instance's dictionary: fill it in.
+        # A cached property stores its value in the instance's dictionary: store the resampled outlook there.
         resampled.__dict__["outlook"] = replace(
             self._outlook_from(futures, family_futures, self.outlook.log_evidence), family_futures=None
         )

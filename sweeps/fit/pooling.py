@@ -18,8 +18,8 @@ from sweeps.fit.constants import WALK_PRIOR
 
 # With fewer recipes, nothing is pooled.
 POOLED_FROM = 3
-# Scale of log tau between recipes of a study, its degrees of freedom, and the prior standard deviation of the centre.
-# The scale is a choice: on real curves 0.25 and 0.6 in place of 0.4 did about as well.
+# Student t distribution of log tau over a study's recipes: its scale and degrees of freedom, and the prior standard
+# deviation of its centre. The scale is a choice: on real curves 0.25 and 0.6 in place of 0.4 did about as well.
 _SPREAD, _DOF, _CENTRE_SD = 0.4, 4.0, 0.9
 _CENTRES = np.linspace(WALK_PRIOR[0] - 3.7, WALK_PRIOR[0] + 2.8, 60)
 

@@ -51,8 +51,8 @@ from sweeps.fit.seen import ScaledPoints
 # `_ENOUGH` suffices; after `_MAX_ROUNDS` it stops in any case. A new proposal is fitted to samples whose effective size
 # is at least `_ENOUGH`.
 _SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MAX_ROUNDS = 200, 200, 15, 12, 40
-# Computes at which walks are drawn, in windows: within and beyond the window. At the last of these they have levelled
-# off.
+# Computes at which walks are drawn, in windows: within and beyond the window. At the last of these computes the walks
+# have levelled off.
 _WITHIN = np.linspace(0, 1, 25)[1:]
 _BEYOND = np.array([*(1 + STANDING * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])

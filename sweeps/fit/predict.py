@@ -18,7 +18,7 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.seeds import SeedSpread
 
-# Beyond this multiple of the window's end a forecast is useless for planning; the paper extrapolates to 2 to 3 times.
+# Beyond this multiple of the window's end a forecast is useless for planning; the paper goes to 2 to 3 times the end.
 FAR = 100.0
 
 

@@ -148,7 +148,7 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
                     return r0 + (a - r0) / (1 + (c_mid / c) ** b)
 
                 try:
-                    # SciPy's default start must be given: otherwise it would count law's defaults as parameters.
+                    # Pass SciPy's default start explicitly: otherwise SciPy would count law's defaults as parameters.
                     (b,), _ = curve_fit(law, compute, reward, p0=[1.0])
                 except RuntimeError:
                     failed += 1

@@ -91,7 +91,7 @@ def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
     """
     if not len(rate) or not np.isfinite(rate).all() or (rate < 0).any() or (np.diff(compute) < 0).any():
         return None
-    # Use the peak up to each step, not the peak of the whole run: so every step of the warm-up counts in full.
+    # Use the peak up to each step, not the peak of the whole run, so that every step of the warm-up counts in full.
     full_rate = COOLED * np.maximum.accumulate(rate)
     weights = np.divide(np.minimum(rate, full_rate), full_rate, out=np.ones(len(rate)), where=full_rate > 0)
     if weights.min() >= 1:

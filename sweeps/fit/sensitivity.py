@@ -146,7 +146,7 @@ def summary(rows: Sequence[Row]) -> str:
         f"{'within' if is_within else 'outside'} its 95% interval"
     )
     if not is_within and _contains(largest.A, main.value):
-        # With fewer points A is less certain, and moves for that reason alone.
+        # With fewer points A is less certain, and may move for that reason alone.
         text += ", but the refit's own holds the A as fitted"
     unidentifiable = [row.short for row in cuts if row.verdict != rows[0].verdict]
     if rows[0].verdict == "identifiable" and unidentifiable:

@@ -35,7 +35,8 @@ from sweeps.source.text import short
 
 # Default reward of a study that has no evaluation yet.
 METRIC = "eval/heldout/pass_rate"
-# Two runs are the same if at least this many leading points are equal, with at least so many distinct rewards.
+# Two runs are the same if at least `_COMMON_POINTS` leading points are equal and have `_DISTINCT_REWARDS` or more
+# distinct rewards.
 _COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
 # Trackers whose runs have unique names.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
@@ -136,7 +137,7 @@ def _check_folder(directory: Path, sources: Sequence[str]) -> None:
     """
     with naming("STUDY"):
         # A new folder may contain a lease's files, if a process holds it or was killed before adopting its first run.
-        # List the folder before checking for a ledger, because it may become a study at this moment.
+        # List the folder before checking for a ledger: in between, another process may make the folder a study.
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
         used = any(not name.startswith(f".{LEASE_NAME}.") for name in names)
         if used and not ((directory / LEDGER_FILE).is_file() or (directory / RUNS_DIR).is_dir()):

@@ -54,7 +54,7 @@ class Controller:
         self.records, self._executor, self._audience = records, executor, audience
         self._policy, self._decider = policy, decider
         self._files: Mapping[Path, str] = {}
-        self._first_count = len(records.specs)  # members before a decider added any
+        self._first_count = len(records.specs)  # number of members before a decider added any
         self._blacklist = NodeBlacklist(self._nodes_at_work)
         for entry in records.study.ledger.entries():
             self._blacklist.add_entry(entry)
@@ -97,7 +97,7 @@ class Controller:
         except (UserError, OSError):
             raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
         except BaseException:
-            self.records.rollback.forget()  # interrupted: the same command continues it
+            self.records.rollback.forget()  # interrupted: the same command continues the study
             raise
         return {run: self.records.states[run] for run in self.records.specs}
 
@@ -120,7 +120,7 @@ class Controller:
         jobs = self._executor.adopt(launches) if launches else {}
         for launch in launches:
             if launch.run in jobs and launch.job is None:
-                # The process that submitted it died before it recorded the job.
+                # The process that submitted the member died before it recorded the job.
                 job = {"submission": launch.submission, "job": jobs[launch.run]}
                 self.records.append("started", [{"run": launch.run, **job}])
         for run in jobs:

@@ -32,7 +32,7 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
             curves_of.setdefault(state.recipe, {}).setdefault(curve, state.run)
     for spec in new:
         known = curves_of.get(spec.recipe, {})
-        # A study of an earlier version may have several curves with one label; they may get new members.
+        # A study of an earlier version may have several curves with one label: each of them may get new members.
         if known and spec.curve not in known:
             raise UserError(
                 f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "

@@ -19,8 +19,8 @@ from typing import Any
 WINDOW_S = 3600.0
 # A bad node is excluded for this long after its last failure: short enough that a repaired node is soon used again.
 EXCLUDED_S = 3600.0
-# A failure is not caused by nodes if it occurred on all nodes, and these are at least so many. Fewer nodes may all be
-# bad in the same way by chance, for example two nodes of a rack.
+# A failure that occurred on all nodes is not blamed on them if there are at least this many nodes. Fewer nodes may all
+# be bad in the same way by chance, for example two nodes of a rack.
 MIN_NODES = 4
 # Largest number of failures on bad nodes that do not count against a member's retries.
 MAX_EXCUSED = 8

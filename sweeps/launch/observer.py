@@ -206,7 +206,7 @@ class Progress(Observer):
         turned = [*others[start:], *others[:start]][: JOURNALS_PER_UPDATE - SHOWN]
         self._next_unshown = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            # Only the end of a journal is read, which may be later than the newest evaluation: keep older metrics.
+            # Only the end of a journal is read, and the newest evaluation may be before it: keep older metrics.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, spec: RunSpec) -> int:

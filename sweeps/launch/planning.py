@@ -27,8 +27,8 @@ from sweeps.parallel import exit_on_sigterm
 from sweeps.process import die_with_parent, end, ended_with, forkserver
 from sweeps.run.spec import RunSpec
 
-# Seconds to wait for the planner after Ctrl-C, and the signal that follows. Usually Ctrl-C reaches the planner too, and
-# it cleans up; SIGINT is for the case that it did not.
+# Seconds to wait for the planner after Ctrl-C, and the signal that follows. Usually Ctrl-C also reaches the planner,
+# which then cleans up; SIGINT is for the case that Ctrl-C did not reach it.
 _AFTER_CTRL_C = ((2.0, signal.SIGINT), (3.0, signal.SIGKILL))
 _EXIT_S = 30.0  # time for exit handlers of the planner's libraries, after its answer
 EXIT_CTRL_C = 130

@@ -12,7 +12,7 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec
 
-# Overrides to drop from the study's: the proposal sets the first two, the last is from an earlier version.
+# Keys of the study's overrides to leave out: the proposal sets the first two, the last is from an earlier version.
 _DROPPED_KEYS = ("seed", "budget.steps", "race.freed")
 
 

@@ -83,7 +83,7 @@ class LaunchSettings:
             values["preload"] = tuple(values["preload"])
             if values["kind"] not in ("local", "debug"):
                 values["cluster"] = cluster_class(values["kind"]).of(data["settings"])
-                # The study may be from an earlier version that did not distinguish all kinds of failure: add them.
+                # A study of an earlier version may not distinguish all kinds of failure: add the missing kinds.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -255,7 +255,7 @@ def _resume_traces(run_dir: Path) -> tuple[str | None, str | None]:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
         return None, None
-    # Most runs never resume, and parsing thousands of journals takes a while.
+    # Parse only journals with a resume: most runs never resume, and parsing thousands of journals takes a while.
     view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
     if view is None:
         return None, None

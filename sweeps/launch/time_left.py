@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-# A member's pace is unknown until it was observed for this many seconds, or has advanced this many times, because the
-# first steps also load and compile.
+# A member's pace is unknown until the member was observed for this many seconds, or has advanced this many times,
+# because the first steps also load and compile.
 MIN_OBSERVED_S = 30.0
 MIN_ADVANCES = 3
 # Besides counting down, the displayed value changes by at most this fraction of itself per `MAX_CHANGE_S` seconds.

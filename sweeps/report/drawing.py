@@ -103,7 +103,7 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
     for name, panel in zip(names, panels, strict=False):
         panel.set_title(titles[name], loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
         panel.grid(axis="y", color=RULE, linewidth=0.6)
-        # Number the axes of each panel, because a narrow page shows the panels one below the other.
+        # Show tick labels in each panel, because a narrow page shows the panels one below the other.
         panel.tick_params(length=2.5, labelbottom=True, labelleft=True)
     figure.supxlabel(label(x, 50), fontsize=9, parse_math=False)
     figure.supylabel(label(y, 50), fontsize=9, parse_math=False)

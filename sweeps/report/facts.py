@@ -16,8 +16,8 @@ from sweeps.run.spec import SPEC_FILE
 
 # Largest number of different models or tasks that are listed.
 _MAX_LISTED = 3
-# The year 2000, in seconds since 1970. Earlier times are not dates, but of simulations, or of clocks that were never
-# set.
+# The year 2000, in seconds since 1970. Earlier times are not dates: they are from simulations, or from clocks that were
+# never set.
 _YEAR_2000 = 946_684_800.0
 
 

@@ -149,7 +149,7 @@ def _legend_names(ranking: Ranking) -> dict[str, str]:
     return {recipe: "\u200b" * cut_names[name].startswith("_") + cut_names[name] for recipe, name in short.items()}
 
 
-# --- A as compute grew --------------------------------------------------------------------------------------
+# --- the asymptote over compute -----------------------------------------------------------------------------
 
 
 def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking, unit: str) -> Figure | None:

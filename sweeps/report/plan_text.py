@@ -11,7 +11,7 @@ from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
-# Heading, and head and rows of a table; without rows, only the heading is printed.
+# Heading of a section, and the head and the rows of its table; without rows, only the heading is printed.
 Section = tuple[str, list[str], list[list[str]]]
 
 

@@ -54,7 +54,7 @@ def shorten_svg(document: str) -> str:
     body = _DOT.sub(r"M\1h0", body)
     used_ids = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
     body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used_ids else "", body)
-    # The page's font applies; a font list at each number would be most of an axis.
+    # Remove font lists: the page's font applies, and a list at each number would be most of the text of an axis.
     body = re.sub(r"font-family: [^;\"]*;\s*", "", body)
     return re.sub(r">\s*\n\s*<", "><", body)
 

@@ -133,7 +133,7 @@ def write_report(
     documents, dots, panels = {}, {}, {}
     for name, figure in figures_drawn.items():
         files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
-        # The layout is final now. Do not compute it again for each format, because it takes most of the time.
+        # The layout is final now. Do not compute it again for each format, because that takes most of the time.
         figure.set_layout_engine("none")
         files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
         panels[name] = panels_of(figure)

@@ -87,7 +87,7 @@ class Activity:
     def note(self, doing: str) -> None:
         """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
-        # Without a lock: if threads record activities at the same time, a pause may only appear shorter.
+        # No lock is needed: if threads record activities at the same time, a pause may appear shorter, nothing else.
         if now <= self._awake_until:  # otherwise the process may have been suspended, so this was not a pause
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now
@@ -140,7 +140,7 @@ class Activity:
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)
                 assert limit_s is not None
-                # Fallback: a call that never releases the GIL stops this thread, but not faulthandler's.
+                # Fallback: a call that never releases the GIL blocks this thread, but not faulthandler's.
                 faulthandler.dump_traceback_later(2 * limit_s + every_s, exit=True, file=_STDERR)
 
         thread = threading.Thread(target=watch, daemon=True, name="signs of life")

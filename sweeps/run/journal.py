@@ -54,7 +54,7 @@ JOURNAL_FILE = "metrics.jsonl"
 PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
-# Hyper-parameter that our runs pass to loggers, with the label in the journal's header. The logged `recipe` is only
+# Hyper-parameter with which our runs pass the label in the journal's header to loggers. The logged `recipe` is only
 # the recipe's name.
 LABEL = "recipe_label"
 

@@ -47,7 +47,7 @@ _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 # Errors that mean that another process has the lock.
 _LOCK_HELD = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 
-# A clock that also runs while the machine is suspended, where Linux has it.
+# On Linux, a clock that also runs while the machine is suspended.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -248,8 +248,8 @@ class Lease:
             return True
         if not _same_machine(facts):
             return False
-        # The holder is or was on this machine. If both processes could use the operating system's lock, that decides:
-        # this process has it. Otherwise only the end of the holder's process is conclusive.
+        # The holder is or was on this machine. If both processes could use the operating system's lock, the lease is
+        # free, because this process has the lock now. Otherwise only the end of the holder's process is conclusive.
         return (self._own_facts["flock"] and facts.get("flock", True)) or _ended(facts)
 
     def _await_heartbeat(
@@ -294,7 +294,7 @@ class Lease:
         taken = False
         try:
             # The claim is void if the facts have changed, because a claim file of a past term can be created again, or
-            # if it took too long.
+            # if claiming took too long.
             if self._read() == facts and time.monotonic() - begin <= self._expiry_s / 2:
                 self._own_facts["term"] = term
                 self._replace_file()
@@ -417,7 +417,7 @@ class Lease:
         """Write facts to this process's file, by descriptor: if another process has replaced the file, that is kept."""
         assert self._descriptor is not None
         now = _now()
-        # Overwrite in place, padded to the previous length, because that text may have been longer.
+        # Overwrite in place, padded to the previous length, so that nothing remains of a longer previous text.
         raw = json.dumps(facts).encode().ljust(self._length)
         if os.pwrite(self._descriptor, raw, 0) < len(raw):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))

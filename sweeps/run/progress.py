@@ -50,7 +50,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
             if kind == "resume":
                 if not finished:
                     return False
-                # A resume voids records of later steps that come before it in the file, which are read after it here.
+                # A resume voids earlier lines with later steps. The file is read backwards, so they come next.
                 void_after = min(void_after, step)
             elif step <= void_after:
                 # Valid records earlier in the file have smaller steps, but a broken line may have had a larger step.

@@ -30,7 +30,7 @@ OUR_PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
 # Packages of others that affect results.
 LIBRARIES = ("torch", "lightning", "transformers", "numpy", "vllm")
 ABSENT = "not installed"
-# Limit for one of the user's folders, because a home directory is probably named by mistake.
+# Limit for one of the user's folders: a larger one, such as a home directory, is probably named by mistake.
 MAX_FILES = 2000
 TOO_MANY = f"more than {MAX_FILES} Python files: not looked at"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")

@@ -34,7 +34,7 @@ def _belongs_to(user: int, path: Path, outside: Path | None) -> bool:
         status = resolved.stat()
     except OSError:
         return False
-    # Write access of the group is accepted, because on many systems each user has a group alone.
+    # Write access of the group is accepted, because on many systems each user is the only member of a group.
     safe = status.st_uid == user and not status.st_mode & stat.S_IWOTH
     return safe and (outside is None or not resolved.is_relative_to(outside))
 

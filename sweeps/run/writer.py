@@ -20,7 +20,7 @@ LEASE_WAIT_S = 60.0
 # missed heartbeats, because caches delay them: NFS may show changes a minute late.
 BEAT_S = 15.0
 EXPIRY_S = 90.0
-# A run may write many lines per second, and would check its lease before each line.
+# Seconds for which a check of the lease is trusted: a run may write many lines per second, and checks before each line.
 TRUSTED_S = 1.0
 # Long enough to notice that the holder's node is dead, even with a slow file server. If the holder is alive after that,
 # it is better to give the allocation back than to wait while another copy works.

@@ -31,7 +31,7 @@ from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
 
-_LOW = 0.025  # probability below the lower bound that is a trial's value
+_LOW = 0.025  # probability below the lower bound; this bound is a trial's value
 # Number of refused configurations in a row after which the search fails.
 _MAX_REFUSED = 10
 
@@ -210,7 +210,7 @@ class Search:
         open_runs = {each.user_attrs.get("run") for each in self.trials.unfinished()}
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
-        # An earlier launch may have had more slots.
+        # Cut to the slots of this launch: an earlier launch may have had more.
         return Wish(wanted[: self._settings.n_jobs], to_end=over, messages=messages)
 
     # --- pruning -------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class LiveRace:
         self._reached: dict[str, float] = {}
         self._last_error = ""
         self._queued_since: dict[str, float] = {}
-        self._no_more_looks = False  # no further look will be taken
+        self._no_more_looks = False
         self._last_inputs: object = None
         self._has_run = False  # a member has run since this process started
         self._last_result: list[str] = []  # lines last printed about the end
@@ -278,7 +278,7 @@ class LiveRace:
             return []
         try:
             curves = self._curves()
-        except UserError:  # printed before
+        except UserError:  # `_look` has printed the error
             return []
         spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)

@@ -114,7 +114,7 @@ class SearchSettings:
     def rules(self) -> Rules:
         """Return the rules for pruning trials; without a budget, with a budget of 1."""
         budget = 1.0 if self.budget is None else float(self.budget)
-        # `loss` limits the expected cost of all stops of a race together. Trials are judged one at a time: no limit.
+        # `loss` limits the cost of all stops of a race together. Trials are judged one at a time, so there is no limit.
         return Rules(budget, float(self.p_ahead), first=float(self.first), loss=NO_LIMIT)
 
 

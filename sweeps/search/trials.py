@@ -248,7 +248,7 @@ def _open_study(path: Path) -> optuna.Study:
         return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
     except (UserError, OSError):
         raise
-    except Exception as error:  # Optuna's, for inconsistent operations
+    except Exception as error:  # Optuna's errors, for inconsistent operations
         raise UserError(f"{path}: no journal of a search ({message_of(error)}); {_REMEDY}") from error
 
 
@@ -258,7 +258,7 @@ def sampling() -> Iterator[None]:
     try:
         yield
     except OSError:
-        raise  # from the journal
+        raise  # raised by the journal
     except Exception as error:
         raise UserError(
             f"hydra.sweeper.sampler: {message_of(error)}; give one that fits the space (values of a grid as on the "

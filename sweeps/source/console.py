@@ -29,7 +29,7 @@ NAME = "console log with metrics as Python or JSON objects"
 TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
 _OBJECT_BYTES = re.compile(_OBJECT.pattern.encode())
-_MOST_OTHERS = 20  # objects per line that are not rows are tried up to here: a printed configuration may nest thousands
+_MOST_OTHERS = 20  # limit of objects in a line that are not rows: a printed configuration may nest thousands
 _BAR = re.compile(r"\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")
 _STEP_OF_TOTAL = "global_step/max_steps"  # ms-swift: 5/400
 # Values of NumPy and torch, nan and inf: Python prints them, but `ast.literal_eval` cannot read them.
@@ -91,7 +91,7 @@ _Entry = tuple[tuple[int, int] | None, dict[str, Any] | None]
 def _entries(file: File) -> Iterator[_Entry]:
     """Yield the console's entries in order: (count, total) of a progress bar, or a row of metrics."""
     if "console" not in file.kept:
-        # A job's output is not always UTF-8: progress bars may be cut within a character.
+        # A job's output is not always UTF-8, because progress bars may be cut off inside a character.
         text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
         file.kept["console"] = [entry for line in re.split(r"[\r\n]+", text) for entry in _line_entries(line)]
     yield from file.kept["console"]
@@ -175,7 +175,7 @@ def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
         own_steps.append(_own_step(row))
         by_bar.append(bar_count)
         by_row.append(float(training_rows))
-    # Buffered output: several training rows follow the same count of the bar.
+    # If output is buffered, several training rows follow the same count of the progress bar.
     repeated = sum(one == other for one, other in pairwise(training_counts))
     if total is None:
         fallback, note = by_row, "rows are numbered, for neither they nor a progress bar say one"

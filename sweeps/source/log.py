@@ -423,7 +423,7 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
             continue
         value = log.label(name)
         if value is None:
-            # Try the names that trackers give a run's configuration, and pairs in its folder's name.
+            # Try the name that trackers give to a configuration's value, and the pairs in the run's name.
             value = log.label(name.removeprefix("config.")) or pairs_in(log.name).get(name)
         if value is None:
             raise UserError(
@@ -498,7 +498,7 @@ def looks_per_step(values: Array) -> bool:
     """Return whether values in order of steps look like amounts per step, because they are constant or fall often."""
     rises = np.diff(values)
     falls = int((rises < 0).sum())
-    # A running total that restarts with each resumed run falls only once per run.
+    # A running total that restarts whenever a run resumes falls only once per resume.
     often = falls > 1 and 3 * falls >= len(rises)
     return len(values) > 3 and (often or bool(not rises.any() and values[0] > 0))
 

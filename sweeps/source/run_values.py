@@ -23,7 +23,7 @@ from sweeps.source.text import File
 RECIPES = ("commit", "recipe")
 VALUES = ("value", "reward", "score", "val_bpb")
 STATUS = "status"
-# Statuses of runs that ended without a value. autoresearch writes the value 0 for them, the best of all losses.
+# Statuses of runs that ended without a value. autoresearch writes the value 0 for them, which would be the best loss.
 FAILED = ("crash", "crashed", "fail", "failed", "error", "timeout", "oom", "killed")
 # Words in a column's name that mark its values as losses.
 _LOSSES = frozenset(

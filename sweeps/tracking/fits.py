@@ -311,7 +311,7 @@ def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     wanted = [(keys.log10, point, x) for point, x in positive]
     wanted += [(keys.compute, point, compute) for point, compute in all_points]
     wanted += [(keys.whole, point, point.value) for point, _ in all_points]
-    # An empty first metric, because MLflow draws only the second metric of a run dashed.
+    # An empty value of the chart's first metric, because MLflow draws only the second metric of a run dashed.
     wanted += [(BAND_KEY, point, math.nan) for point, _ in positive[:1]]
     stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole, BAND_KEY) for point in history(key)}
     missing = [

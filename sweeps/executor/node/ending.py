@@ -38,7 +38,7 @@ def outcome_of(
     """
     run, run_dir = member.run, member.run_dir
     if kind is None:
-        # If the job finished but the journal is not done, the journal is damaged, or the budget was raised meanwhile.
+        # If the job finished and the run is not done, then its journal is damaged or the budget was raised meanwhile.
         steps = budget_of(run_dir)
         if (steps is None or not is_done(run_dir, steps, run)) and (damage := trouble(run_dir, run)):
             return Outcome(run, 1, "error", damage)

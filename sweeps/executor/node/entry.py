@@ -35,7 +35,7 @@ from sweeps.run.journal import LOG_FILE, covered_step
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
 BEGAN_VARIABLE = "SCALERL_BEGAN"
 
-# Exit code of a member that ran out of disk space, because it may be unable to record the failure in a file.
+# Exit code of a member that ran out of disk space: with a full disk it may be unable to write a record of the failure.
 DISK_FULL_CODE = errno.ENOSPC
 
 # A cluster may send its warning up to this many seconds earlier than requested.
@@ -85,7 +85,7 @@ def _run(folder: Path, member: Path | int) -> int:
 def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: AttemptLog) -> int:
     """Run the member as rank 0, which writes the attempt record, and return the exit code."""
     step = checkpoint_step(run_dir)
-    # Read the earlier attempts before this attempt is recorded, or it would be counted as idle.
+    # Read the earlier attempts first: once this attempt is recorded, it would be counted as idle.
     earlier = attempts(run_dir)
     try:
         log.begin(step)
@@ -114,7 +114,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
         # Write the record and the traceback separately: either may fail, for example on a full disk.
         kind = kind_of(error)
         reason = first_line(error)
-        # With a single task, `killed` means that it lost its command or its lease, not another rank.
+        # In a job with one task, `killed` means that the task lost its command or lease, not that another rank died.
         if kind == "killed" and current().step_tasks() > 1:
             reason = "another rank of the job died; its log is log.rank<number>.txt"
         with suppress(OSError):  # with a full disk the exit code is the only record
@@ -177,7 +177,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
         return 0
     except BaseException as error:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-        # If this rank failed because rank 0 has failed or is gone, rank 0 has the cause.
+        # If this rank failed only because rank 0 has failed or is gone, do not record it: the cause is that of rank 0.
         if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in PEER_FAILURES:
             with suppress(OSError):
                 log.record_follower_failure(rank, kind, f"rank {rank}: {first_line(error)}")

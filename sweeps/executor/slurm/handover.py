@@ -53,7 +53,7 @@ class Request:
 
 def executor_of(request: Request) -> SlurmExecutor:
     """Make submitit's executor for a request; invalid parameters raise here, before sbatch is called."""
-    from submitit import SlurmExecutor  # imported late: only the login node needs it, and it looks for srun
+    from submitit import SlurmExecutor  # imported late: only the login node needs submitit, which looks for srun
 
     executor = SlurmExecutor(request.folder, python=request.python)
     executor.update_parameters(**request.parameters)

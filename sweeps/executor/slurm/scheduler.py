@@ -50,7 +50,7 @@ _KEY_OF: Mapping[str, str | None] = {
 }
 # Variables that SLURM itself sets inside a job.
 _SET_BY_SLURM = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
-# Messages of sbatch after which the same submission may succeed later. After `_NO_ANSWER`, it may have been accepted.
+# Messages of sbatch after which a submission may succeed later. After `_NO_ANSWER`, it may already have been accepted.
 _NO_ANSWER = re.compile(
     r"(?i)unable to contact slurm|connection refused|connection reset|timed out|zero bytes|communications? (error|fail)"
     r"|transport endpoint|slurmctld.*(down|not respond)|controller.*not respond"
@@ -281,7 +281,7 @@ def _run_handover(request: Request) -> dict[str, str]:
     try:
         answer: dict[str, str] = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
-        # If handover was killed, the result is unknown. An exception ends it only before it calls sbatch.
+        # If handover was killed, the result is unknown. If it ended with an exception, it had not called sbatch yet.
         words = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return {"unclear" if process.returncode < 0 else "refused": f"submitit: {words}"}
     return answer

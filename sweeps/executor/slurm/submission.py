@@ -27,7 +27,7 @@ from sweeps.executor.slurm.settings import JobSettings
 
 STARTED = "started-"
 
-# Names in SLURM, and therefore in submitit's executor, of keys that have other names there.
+# Keys that have another name in SLURM, and therefore in submitit's executor.
 _NAME_OF = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_per_node"}
 
 

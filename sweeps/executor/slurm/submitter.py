@@ -22,7 +22,8 @@ from sweeps.executor.slurm.submission import freeze, new_folder
 _log = logging.getLogger(__name__)
 
 _MAX_PAUSE_S = 300.0
-# Minutes until a member is retried of which another copy was running: at first, and at most. They double each time.
+# Minutes until the retry of a member of which another copy was running: the first delay, and the longest. Each delay is
+# twice the one before.
 _FIRST_DELAY_MIN, _MAX_DELAY_MIN = 10, 240
 
 
@@ -129,8 +130,7 @@ class Submitter:
         try:
             return self.scheduler.submit(request)
         except RefusedError as refusal:
-            # Because failed nodes are excluded, or memory was raised, no node may be left: retry with the original
-            # resources.
+            # With failed nodes excluded, or with more memory, no node may be left: retry with the original resources.
             if members[0].excluded and not refusal.retryable:
                 original = self._resources(replace(members[0], excluded=()))
             elif not refusal.retryable and resources != (
@@ -157,7 +157,7 @@ class Submitter:
         if not refusal.retryable:
             raise UserError(f"cluster: {with_remedy(str(refusal))}")
         if refusal.uncertain:
-            # The submission may have been accepted although the answer was lost. Then the queue has its name.
+            # The submission may have been accepted although the answer was lost: look for its name in the queue.
             queue = self.scheduler.queue()
             if queue is not None and (job := ids_in(queue).get(submission)):
                 return job
