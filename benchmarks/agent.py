@@ -47,7 +47,15 @@ def main() -> int:
     by_recipe: dict[str, list[JournalView]] = {}
     for view in load([ROOT / "outputs" / "agent"]).runs:
         by_recipe.setdefault(str(view.header["recipe"]), []).append(view)
-    head = ["recipe", "seeds", "pass rate at step 0", "20", "50", "the end", *(f"`{name}`" for name in SEEN)]
+    head = [
+        "recipe",
+        "seeds",
+        "pass rate at step 0",
+        "at step 20",
+        "at step 50",
+        "at the end",
+        *(f"`{name}`" for name in SEEN),
+    ]
     rows = [
         [recipe, str(len(views)), *rates(views), *(last(views, name) for name in SEEN)]
         for recipe, views in sorted(by_recipe.items(), key=lambda item: len(item[0]))

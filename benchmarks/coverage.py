@@ -158,12 +158,13 @@ def spread(pool: ProcessPoolExecutor, work: Callable[[int], object], repeats: in
 def set_up(repeats: int) -> list[str]:
     """What the tables show."""
     return wrapped(
-        f"- **Runs**: {repeats} simulated runs per row. The truth is A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}, which "
-        f"is observed once. The noise has a standard deviation of {SD}: white, or AR(1) with the correlation in "
+        f"- **Runs**: {repeats} simulated runs per row. The true values are A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}; "
+        f"R0 is observed once. The noise has a standard deviation of {SD}: white, or AR(1) with the correlation in "
         "brackets.",
-        "- **Rows**: n is the number of evaluations. The window ends at so many C_mid.",
+        "- **Rows**: n is the number of evaluations. The window, which is the compute that the fit sees, ends at the "
+        "given multiple of C_mid.",
         "- **Cells**: coverage of the nominal 95% interval / fraction of intervals with an open end / median width of "
-        "the closed intervals / that width relative to the known-noise interval.",
+        "the closed intervals / that width divided by the width of the known-noise interval.",
         "- **The known-noise interval** is computed for the same sigmoid, given the true noise and without a random "
         "walk. The additional width is the price of the random walk: without it, intervals on real curves contain the "
         "truth in only 0.60 of cases ([real_curves.md](real_curves.md)).",
@@ -175,8 +176,9 @@ def set_up(repeats: int) -> list[str]:
 def seeds_set_up() -> list[str]:
     """What the table of `A_total` shows."""
     return wrapped(
-        f"Runs of one recipe differ in A with sd {BORROWED_SEED_SD}; windows to 8 C_mid, 40 evaluations a run, "
-        "AR(0.5). With one seed the spread is borrowed, otherwise pooled over the study's recipes."
+        f"Runs of one recipe differ in A with a standard deviation of {BORROWED_SEED_SD}. Windows end at 8 C_mid; each "
+        "run has 40 evaluations and AR(0.5) noise. With one seed this standard deviation is assumed, with more it is "
+        "pooled over the study's recipes."
     )
 
 
@@ -209,7 +211,7 @@ def main() -> None:
                         lines.append(f"| {kind} | {reach:g} C_mid | {n} | {' | '.join(cells)} |")
                         print(lines[-1], flush=True)
         if not options.no_seeds:
-            lines += ["", "## A_total: the mean over all seeds, from few", ""]
+            lines += ["", "## A_total: the mean over all seeds, estimated from few", ""]
             lines += [
                 *seeds_set_up(),
                 "",

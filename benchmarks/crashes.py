@@ -420,20 +420,20 @@ def page(found: Sequence[Case], command: str) -> str:
     lines = [
         "# Kills, power cuts and damaged files",
         "",
-        "Outcomes for a study of commands, a race and a search when processes are killed, the power is cut or a file "
-        "is damaged.",
+        "Does a study survive killed processes, power cuts and damaged files? Tested on a grid of commands, a race and "
+        "a search.",
         "",
         f"Written by `{command}`: {len(found)} studies, each with one fault at a random moment,",
         "launched again until it is complete, and compared with an undisturbed study. A power cut is simulated:",
         "all processes are killed at once, and every file is cut to the length at which it was last synced.",
         "",
         "- **same**: every step of every finished member, every look of the race and every value of the search are",
-        "  equal to the undisturbed study's.",
-        "- **named**: data are lost, and status, fits or the launch report which.",
+        "  the same as in the undisturbed study.",
+        "- **named**: data are lost, and `scalerl status`, the fit or the launch reports which.",
         "- **refused**: the launch or the member ends with one line that names the file.",
         "- **WRONG**: anything else.",
         "",
-        "| study | hurt | same | named | refused | WRONG |",
+        "| study | fault | same | named | refused | WRONG |",
         "|---|---|---|---|---|---|",
     ]
     count = Counter((each.kind, each.hurt, each.verdict) for each in found)
@@ -450,7 +450,8 @@ def page(found: Sequence[Case], command: str) -> str:
     lines += [
         "",
         "Limits: the log of a command has no checksums, so flipped bits in it are not noticed.",
-        "The command here syncs its checkpoints itself. A command that does not may find them empty after a power cut.",
+        "The command in this test calls `fsync` on its checkpoints. A command that does not may find them empty after "
+        "a power cut.",
     ]
     return "\n".join(lines) + "\n"
 

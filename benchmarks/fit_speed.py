@@ -211,11 +211,11 @@ def main() -> int:
             row("read the table", [part["read"] for part in inside]),
             row("fit all, intervals and verdicts", [part["fit"] for part in inside]),
             row("extrapolation errors and R0's effects, then all as JSON", [part["json"] for part in inside]),
-            row("a curve, in that batch", batch, "ms", 1000),
-            row("a curve alone", ours, "ms", 1000),
-            row("the published procedure (`--method scalerl-a5`), a curve", theirs, "ms", 1000),
-            row("it takes, against a curve alone", ratio, "times"),
-            row("it takes, against a curve in the batch", batched, "times"),
+            row("one curve, in that batch", batch, "ms", 1000),
+            row("one curve alone", ours, "ms", 1000),
+            row("the published procedure (`--method scalerl-a5`), one curve", theirs, "ms", 1000),
+            row("published procedure, relative to one curve alone", ratio, "times"),
+            row("published procedure, relative to one curve in the batch", batched, "times"),
         ]
     )
     print(text)

@@ -143,7 +143,7 @@ ZOO: tuple[Truth, ...] = (
     Truth("two steps", plus(lambda c: 0.2 + 0 * c, step(0.2, 0.2), step(0.2, 0.6)), 0.6),
     Truth("dip and recovery", plus(_BASE, dip(0.15, 0.55, 0.06)), 0.7),
     Truth("collapse at 92% of the window", plus(_BASE, step(-0.35, 0.92, 0.01))),
-    Truth("collapse behind the window", plus(_BASE, step(-0.35, 1.1, 0.01)), foretold=False),
+    Truth("collapse after the window", plus(_BASE, step(-0.35, 1.1, 0.01)), foretold=False),
     Truth("flat", lambda c: 0.4 + 0 * c),
     Truth("falling", plus(lambda c: 0.6 + 0 * c, line(-0.15))),
 )
@@ -250,9 +250,9 @@ def set_up(repeats: int) -> list[str]:
         "",
         f"- The first {inside} rows are curves of the fitted family, the others are not.",
         "- A star (*) marks changes that begin after the window.",
-        "- **verdict**: the commonest one, with its share. **A named**: share with the verdict `identifiable`.",
-        "- **A held**: of these, the share whose interval contains the asymptote.",
-        "- **`flat` on a trend**: number of studies that are called `flat` although they plainly rise or fall.",
+        "- **verdict**: the most common one, with its share. **A named**: share with the verdict `identifiable`.",
+        "- **A in its interval**: of the studies with a named A, the share whose interval contains the asymptote.",
+        "- **`flat` on a trend**: number of studies that are called `flat` although they clearly rise or fall.",
         "",
     )
 
@@ -265,7 +265,8 @@ def main() -> None:
     options = parser.parse_args()
     lines = [
         *set_up(options.repeats),
-        "| truth | intervals hold | error | of the last value | verdict | A named | A held | `flat` on a trend |",
+        "| true curve | intervals contain the truth | error | last value's error | verdict | A named | A in its "
+        "interval | `flat` on a trend |",
         "|---|---|---|---|---|---|---|---|",
     ]
     every = [(place, number) for place in range(len(ZOO)) for number in range(options.repeats)]

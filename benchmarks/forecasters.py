@@ -129,8 +129,12 @@ def paired(some: Sequence[Cut], measure: str, rival: str) -> tuple[float, float]
 def rows(found: Sequence[Cut], reference: bool) -> list[str]:
     """Table by class and over all."""
     lines = [
-        "| curves | cuts | error | interval score | holds | minus last value's | minus smoothing's"
-        + (" | reference: error | holds | minus reference's | score minus reference's |" if reference else " |"),
+        "| curves | cuts | error | interval score | coverage | error minus last value's | error minus smoothing's"
+        + (
+            " | reference: error | reference: coverage | error minus reference's | score minus reference's |"
+            if reference
+            else " |"
+        ),
         "|---|---|---|---|---|---|---" + ("|---|---|---|---|" if reference else "|"),
     ]
     for group in (*sorted({cut.group for cut in found}), "all"):

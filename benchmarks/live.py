@@ -81,8 +81,8 @@ def run(steps: int, mode: str, generator: str, driver: str, evaluate_every: int,
 def overlap(steps: int, rounds: int, generator: str) -> list[str]:
     """Wall time a step and idle shares of the modes, live, beside what virtual time says of as many devices."""
     lines = [
-        "| mode | seconds a step | of on-policy's | virtual | trainer idle | virtual | generator idle | virtual "
-        "| pause for an update |",
+        "| mode | seconds per step | relative to on-policy | virtual | trainer idle | virtual | generator idle "
+        "| virtual | pause for a weight update |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     live: dict[str, list[tuple[float, float, float, float]]] = {mode: [] for mode in MODES}
@@ -199,7 +199,7 @@ def curves(steps: int, seeds: Sequence[int]) -> list[str]:
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    lines = ["| mode | engine | pass rate of the last three evaluations, by seed | mean |", "|---|---|---|---|"]
+    lines = ["| mode | generator | pass rate of the last three evaluations, by seed | mean |", "|---|---|---|---|"]
     for panel, mode in zip(panels, ("PipelineRL-8", "PPO-off-policy-8"), strict=True):
         for engine, colour in (("torch", "#1f77b4"), ("vllm", "#d62728")):
             ends = []
@@ -228,10 +228,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     parts = {
-        "What overlaps, `torch`": overlap(60, options.rounds, "torch"),
-        "What overlaps, `vllm`": overlap(60, options.rounds, "vllm"),
-        "Tokens a second": throughput(options.rounds),
-        "What is learned": curves(options.steps, [int(seed) for seed in options.seeds.split(",")]),
+        "Overlap with `torch`": overlap(60, options.rounds, "torch"),
+        "Overlap with `vllm`": overlap(60, options.rounds, "vllm"),
+        "Tokens per second": throughput(options.rounds),
+        "Learning": curves(options.steps, [int(seed) for seed in options.seeds.split(",")]),
     }
     text = "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items())
     print(text)
