@@ -85,7 +85,10 @@ def sizes(requirements: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the table of what each distribution brings, and that of its largest packages."""
     brought = {name: needed(each) for name, each in requirements.items()}
     size = {name: megabytes(package) for each in brought.values() for name, package in each.items()}
-    lines = ["| distribution | requirements | packages with theirs | MB | MB without torch |", "|---|---|---|---|---|"]
+    lines = [
+        "| distribution | requirements | packages with dependencies | MB | MB without torch |",
+        "|---|---|---|---|---|",
+    ]
     for name, packages in brought.items():
         own = len({Requirement(each).name for each in requirements[name]})
         total = sum(size[each] for each in packages)
@@ -93,12 +96,12 @@ def sizes(requirements: Mapping[str, Sequence[str]]) -> list[str]:
         lines.append(f"| `{name}` | {own} | {len(packages)} | {total:.0f} | {without_torch:.0f} |")
     largest = sorted(brought["lightning-scalerl"], key=lambda name: -size[name])[:LARGEST]
     named = ", ".join(f"{name} {size[name]:.0f}" for name in largest)
-    return [*lines, "", f"The largest of `lightning-scalerl`, in MB: {named}."]
+    return [*lines, "", f"The largest packages of `lightning-scalerl`, in MB: {named}."]
 
 
 def imports() -> list[str]:
     """Return the table of what `import` costs."""
-    lines = ["| import | CPU seconds | modules | heavy packages that it imports |", "|---|---|---|---|"]
+    lines = ["| import | CPU seconds | modules | large packages that it imports |", "|---|---|---|---|"]
     for module in ("sweeps", "sweeps.cli.main", "sweeps.api", "lightning_scalerl", "lightning_scalerl.module"):
         command = [sys.executable, "-c", _IMPORT, module, *HEAVY]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -72,8 +72,9 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     given = parser.parse_args()
     lines = [
-        f"| recipe | pass rate before | after {STEPS} steps | TFLOPs a run | acted in a share of steps "
-        "| groups dropped | truncated | critic: explained variance | KL |",
+        f"| recipe | pass rate before training | after {STEPS} steps | TFLOPs per run "
+        "| share of steps in which the choice had an effect | groups dropped | truncated "
+        "| critic: explained variance | KL |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     figure, axes = plt.subplots(figsize=(8, 5))

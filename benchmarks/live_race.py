@@ -147,7 +147,7 @@ def told(studies: Studies, where: str) -> Iterator[str]:
     full, raced = spent(work / "full", record.axis), spent(work / "race", record.axis)
     yield f"## {where}"
     yield ""
-    yield f"To {budget:.4g} virtual device hours a run (what the member that gets the least done in its steps spends)."
+    yield f"Budget: {budget:.4g} virtual device hours per run (the smallest compute that a member spends on its steps)."
     yield ""
     yield "| recipe | stopped at | chance of ending ahead | reward at the budget, from the full grid |"
     yield "|---|---|---|---|"
@@ -157,21 +157,29 @@ def told(studies: Studies, where: str) -> Iterator[str]:
         p = "-" if look is None else f"{look.of(name).p_ahead:.2f}"
         yield f"| {name} | {at} | {p} | {reward[name]:.3f} |"
     yield ""
-    yield f"- Run to the end: {', '.join(left)}. Of these the race names {named}; the full grid's winner is {best}."
-    yield f"- Compute of all members: {raced:.4g} of the full grid's {full:.4g}: {1 - raced / full:.0%} spared."
+    yield f"- Run to the end: {', '.join(left)}. The race names {named}; the full grid's winner is {best}."
+    yield f"- Compute of all members: {raced:.4g} of the full grid's {full:.4g}: {1 - raced / full:.0%} saved."
     yield (
         f"- Time: full grid {studies.seconds('full'):.0f} s, race {studies.seconds('race'):.0f} s; with the controller "
         f"killed {studies.deaths('killed')} times {studies.seconds('killed'):.0f} s."
     )
-    same = {
-        "the race whose controller was killed": decisions(RaceRecord.read(work / "killed").looks) == decided,
-        "`scalerl race` on the full grid": decisions(after.looks) == decided,
-    }
-    for other, agrees in same.items():
-        yield f"- {len(record.looks)} looks; those of {other} are {'the same' if agrees else 'NOT the same'}."
-    for name in ("race", "killed"):
-        equal, runs = same_journals(work / name, work / "full")
-        yield f"- Journals in `{name}` that say what the full grid's say, as far as they go: {equal} of {runs}."
+    looks = f"- {len(record.looks)} looks."
+    killed, on_grid = (decisions(each) == decided for each in (RaceRecord.read(work / "killed").looks, after.looks))
+    if killed and on_grid:
+        yield (
+            f"{looks} The race whose controller was killed made the same decisions at them, and so did `scalerl race` "
+            "on the full grid."
+        )
+    else:
+        for agrees, other in (
+            (killed, "the race whose controller was killed"),
+            (on_grid, "`scalerl race` on the full grid"),
+        ):
+            yield f"{looks} The decisions of {other} are {'the same' if agrees else 'NOT the same'}."
+    equal, runs = same_journals(work / "race", work / "full")
+    yield f"- Runs of the race whose journal equals the full grid's, up to the journal's end: {equal} of {runs}."
+    equal, runs = same_journals(work / "killed", work / "full")
+    yield f"- The same for the race whose controller was killed: {equal} of {runs}."
     yield ""
 
 

@@ -55,8 +55,8 @@ def told(studies: Studies, asked: int) -> Iterator[str]:
     twice, by_jobs = sum(events["finished", run] > 1 for run in states), sum(n > 1 for n in finished.values())
     yield f"- Members that finished more than once, by the ledger: {twice}; by their jobs: {by_jobs}."
     again = sum(state.attempts > 1 for state in states.values())
-    yield f"- Members for which more than one job was started: {again}; steps that are in a journal twice: {repeated}."
-    yield f"- The controller was killed {studies.deaths('search')} times; {studies.seconds('search'):.0f} s in all."
+    yield f"- Members with more than one job: {again}; steps that are in a journal twice: {repeated}."
+    yield f"- The controller was killed {studies.deaths('search')} times; total time {studies.seconds('search'):.0f} s."
     yield ""
 
 

@@ -207,9 +207,9 @@ deviations and tested on the other half. For real runs they are fitted on all si
 | enters the engine | | | {enters} |
 
 The table has mean absolute errors. The columns of corrections are differences from the engine's error on the same
-curves, with their standard error over curves at fixed coefficients. Below zero the correction is better. A correction
-would enter the engine if late rises improved by two standard errors, and neither a control (*saturating*) nor a real
-study got worse by two.
+curves, with their standard error over curves at fixed coefficients. Below zero the correction is better. [Relays and
+controls](#curves) are the two kinds of simulated curves. A correction would enter the engine if late rises improved by
+two standard errors, and neither a control (*saturating*) nor a real study got worse by two standard errors.
 
 ## Corrections
 
@@ -225,8 +225,8 @@ compared on other random draws before these were chosen. Each form that improved
   and make slightly harder ones learnable. If the levels of difficulty are far apart, the reward stays on a plateau
   before it rises again. The equations are this project's: a prompt of L steps passes with probability p = exp(-q L),
   and log q falls at the rate of the mean of -p log p, which is the gradient of the mean pass rate. From one level to
-  the next, lengths grow by a factor of 1.6 to 3.5 (*levels close*) or 25 to 100 (*levels distant*). Half of the last
-  level is learned at 0.3 to 1.5 times the budget.
+  the next, lengths grow by a factor of 1.6 to 3.5 (*levels close*) or 25 to 100 (*levels distant*). The
+  compute at which half of the last level is learned is 0.3 to 1.5 times the budget.
 - **Controls** saturate: the logits of all prompts rise together, from a pass rate near 0 or well above it, or with 10
   to 50% of the prompts never learned.
 - {curves} runs per setting, {prompts} prompts, 4 or 16 completions each, 25 evaluations. *Rise late*: after the cut the
@@ -241,12 +241,12 @@ compared on other random draws before these were chosen. Each form that improved
 
 ## Why
 
-- If prompts leave 0 faster than the pass rate rises, a rise does follow on relays: *leaving 0* is the best correction
+- If prompts leave 0 faster than the pass rate rises, a rise follows on relays: *leaving 0* is the best correction
   there. But a saturating curve that starts near 0 looks the same at the cut.
 - If a share of prompts stays at 0, the curve is on a plateau before the next level, or these prompts are never learned.
   No data before the cut separate the two cases.
-- So the sign of the result depends on how many curves are relays. In this mixture, two in five, the gain over all
-  curves is within two standard errors of zero.
+- So the sign of the result depends on how many curves are relays. In this mixture, where two curves in five are
+  relays, the gain over all curves is within two standard errors of zero.
 """
 CORRECTIONS = {
     "at 0": "share at 0, and its decrease",

@@ -43,18 +43,18 @@ def crossing(source: np.random.Generator) -> list[Recipe]:
 
 
 def slower_is_better(source: np.random.Generator) -> list[Recipe]:
-    """Two recipes; the better has only come to 2 C_mid."""
+    """Two recipes; the window of the better one ends at 2 C_mid."""
     return [Recipe(0.55, 1.8, 1.0, 6.0), Recipe(source.uniform(0.6, 0.7), 1.5, 3.0, 6.0)]
 
 
 def ties(source: np.random.Generator) -> list[Recipe]:
-    """Four recipes alike in A."""
+    """Four recipes with the same A."""
     a = source.uniform(0.5, 0.7)
     return [Recipe(a, source.uniform(1.2, 2.2), 1.0, 6.0) for _ in range(4)]
 
 
 def many(source: np.random.Generator) -> list[Recipe]:
-    """Forty recipes, most alike and some better."""
+    """Forty recipes, most of them similar and some better."""
     return [Recipe(float(a), 1.7, float(source.uniform(0.7, 1.4)), 6.0, 1) for a in source.normal(0.6, 0.03, 40)]
 
 
@@ -72,7 +72,7 @@ def unequal(source: np.random.Generator) -> list[Recipe]:
 
 
 def clear(source: np.random.Generator) -> list[Recipe]:
-    """The best leads by three margins, and all windows reach 4 C_mid."""
+    """The A of the best is three margins above the others, and all windows reach 4 C_mid."""
     return [
         Recipe(0.64, 1.8, 1.0, 4.0),
         *(Recipe(source.uniform(0.5, 0.58), source.uniform(1.4, 2.2), 1.0, 4.0) for _ in "123"),
@@ -80,7 +80,7 @@ def clear(source: np.random.Generator) -> list[Recipe]:
 
 
 def parallel(source: np.random.Generator) -> list[Recipe]:
-    """The best leads by three margins, all rise alike, and three seeds each reach 4 C_mid."""
+    """The A of the best is three margins above the others, all rise alike, and three seeds each reach 4 C_mid."""
     return [Recipe(0.64, 1.8, 1.0, 4.0, 3), *(Recipe(source.uniform(0.5, 0.58), 1.8, 1.0, 4.0, 3) for _ in "123")]
 
 
@@ -179,18 +179,19 @@ def set_up(studies: int) -> list[str]:
     """What the table shows."""
     return wrapped(
         f"{studies} simulated studies per row, with 30 evaluations of 300 prompts per seed and a standard deviation of "
-        f"{SEED_SD} between seeds of a recipe. Ranking and plan agreed on every study (asserted). The studies:",
+        f"{SEED_SD} between seeds of a recipe. `scalerl rank` and `scalerl plan` agreed on every study (the "
+        "script checks this). The studies:",
         "",
         *(f"- *{kind.__name__.replace('_', ' ')}*: {kind.__doc__}" for kind in KINDS),
         "",
         "The columns:",
         "",
         "- **best refused**: the ranking gives the truly best recipe no rank, because its curve does not show its A.",
-        "- **P(best) > 0.9 said**: the ranking gives a recipe more than 0.9; **and true**: in these studies it is the "
-        "best.",
+        "- **P(best) > 0.9**: the ranking gives a recipe more than 0.9; **and true**: in these studies it is the best.",
         f"- **decided**: the ranking names a recipe; **and within the margin**: in these studies its A is within "
-        f"{MARGIN} of the best.",
-        "- **regret**: the best asymptote minus that of the recipe picked, on average.",
+        f"{MARGIN} (the margin) of the best.",
+        "- **regret**: the best asymptote minus that of the recipe picked, on average: the ranking's leader, the "
+        "recipe with the highest P(best), or the one with the highest last value.",
         "",
     )
 
@@ -206,8 +207,8 @@ def main() -> None:
     assert all(outcome.agreed for outcome in outcomes), "ranking and plan contradict each other"
     lines = [
         *set_up(options.studies),
-        "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin "
-        "| regret of the leader | of the highest P(best) | of the highest last value |",
+        "| studies | best refused | P(best) > 0.9 | and true | decided | and within the margin "
+        "| regret of the leader | regret by P(best) | regret by last value |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for place, kind in enumerate(KINDS):

@@ -42,7 +42,8 @@ LEVEL, RISE = 0.03, 0.05
 # An interval of 95% pays this many times what it misses by (Gneiting and Raftery 2007, section 6.2).
 MISS = 40
 HEAD = (
-    "| curves | intervals hold | error | last value's | last five's mean's | interval score |",
+    "| curves | intervals contain the truth | error | last value's error | error of the last five's mean "
+    "| interval score |",
     "|---|---|---|---|---|---|",
 )
 
@@ -208,7 +209,8 @@ def report(
     lines = [
         "# Forecasts on real curves",
         "",
-        "Test forecasts on reward curves of other people's runs, and how much each law contributes.",
+        "How good are forecasts on reward curves of other people's runs, and how much does each law of the model "
+        "contribute?",
         "",
         f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
@@ -220,15 +222,17 @@ def report(
         "",
         *_verdicts(found),
         "",
-        f"Chances of being best at the end, each file a study cut at {', '.join(f'{s:.0%}' for s in CHANCES_AT)}:",
+        "Chances that a recipe is the best at the end. Each file is a study, cut at "
+        f"{', '.join(f'{s:.0%}' for s in CHANCES_AT)} of its compute:",
         "",
-        f"- the chance was below 0.05 for {len(low)}: " + (f"{_share(sum(low), len(low))} were best" if low else "-"),
-        f"- the chance was above 0.9 for {len(high)}: "
+        f"- the chance was below 0.05 for {len(low)} recipes: "
+        + (f"{_share(sum(low), len(low))} were best" if low else "-"),
+        f"- the chance was above 0.9 for {len(high)} recipes: "
         + (f"{_share(sum(high), len(high))} were best" if high else "-"),
         "",
-        f"Choices at the end (horizon = the end, margin {MARGIN:g} of the scale):",
+        f"The recipe chosen for the end of the study (margin {MARGIN:g} of the scale):",
         "",
-        "| cut at | studies | decided | of these within the margin | regret | of the highest last value |",
+        "| cut at | studies | decided | of these within the margin | regret | regret by last value |",
         "|---|---|---|---|---|---|",
     ]
     for share in CHANCES_AT:
@@ -261,7 +265,7 @@ def _verdicts(found: Sequence[Forecast]) -> list[str]:
             f"{RISE:g}), A was named at {sum(row.a is not None for row in level)}"
         )
     rose = sum(row.rose > 0.02 for row in flat)
-    lines.append(f"- the verdict was `flat` for {len(flat)}; of these, {rose} had risen by 0.02 at the end")
+    lines.append(f"- the verdict was `flat` at {len(flat)} cuts; of these, {rose} had risen by 0.02 at the end")
     return lines
 
 
@@ -274,7 +278,8 @@ def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Fore
             rows += table(f"without {law.name}", [row for file, curves in files for row in forecasts(file, curves)])
     with patch.object(posterior, "WALK_PRIOR", (-9.0, 0.01)):
         rows += table("without a walk", [row for file, curves in files for row in forecasts(file, curves)])
-    return ["", "The same forecasts, without one law each:", "", *HEAD, *rows]
+    said = "(the law *none* is a level curve), or without the random walk around the law:"
+    return ["", f"The same forecasts, without one law each {said}", "", *HEAD, *rows]
 
 
 def main() -> None:

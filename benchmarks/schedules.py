@@ -30,7 +30,7 @@ SET_UP = wrapped(
     "- **with the rate**: forecast over compute that counts less at a low learning rate (`sweeps/fit/schedule.py`).",
     "- **by compute alone**: forecast over compute.",
     "- **the last value**: the last evaluation before the cut.",
-    "- **held with the rate**: how many 95% intervals of the forecasts with the rate contain the truth.",
+    "- **truth in the interval**: how many 95% intervals of the forecasts with the rate contain the truth.",
     "",
 )
 
@@ -66,7 +66,7 @@ def main() -> None:
     names = ["with the rate", "by compute alone", "the last value"]
     lines = [
         *SET_UP,
-        f"| recipe | {' | '.join(names)} | held with the rate |",
+        f"| recipe | {' | '.join(names)} | truth in the interval |",
         "|---|---|---|---|---|",
     ]
     for recipe, rules in found.items():

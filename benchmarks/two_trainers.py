@@ -144,8 +144,8 @@ def lines(points: pd.DataFrame) -> list[str]:
     """Return the tables of the page."""
     late = points[points.step > points.step.max() - 30]
     found = [
-        "| recipe | seeds | steps | ours, last 30 steps | TRL, last 30 steps | TRL less ours at the end | A, TRL less "
-        "ours | contains 0 | width |",
+        "| recipe | seeds | steps | ours, last 30 steps | TRL, last 30 steps | TRL minus ours at the end "
+        "| A, TRL minus ours | the difference at the end: interval contains 0 | its width |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for recipe in RECIPES:
@@ -164,7 +164,8 @@ def lines(points: pd.DataFrame) -> list[str]:
     spread = points[points.step == 0].groupby("recipe").reward.mean()
     found += [
         "",
-        f"Before the first step, the same weights: {spread.min():.3f} to {spread.max():.3f} by recipe and trainer.",
+        f"Pass rates before the first step, with the same weights: {spread.min():.3f} to {spread.max():.3f} by recipe "
+        "and trainer.",
     ]
     cost = points[points.step == points.step.max()].groupby("recipe").compute.mean()
     return [*found, f"FLOPs of a run: {cost.min():.4g} to {cost.max():.4g}."]

@@ -123,15 +123,15 @@ WAYS: dict[str, tuple[Callable[[str], str | None], float]] = {
     "`<answer>`": (lambda answer: f"<answer>{answer}</answer>", 1.0),
     "the answer is": (lambda answer: f"Therefore, the answer is ${answer}$.", 1.0),
     "`####`": (lambda answer: f"#### ${answer}$", 1.0),
-    "characters of Unicode": (in_unicode, 1.0),
-    "thousands set apart": (thousands, 1.0),
-    "a unit behind a number": (
+    "Unicode characters": (in_unicode, 1.0),
+    "thousands separated": (thousands, 1.0),
+    "a unit after a number": (
         lambda answer: boxed(f"{answer} \\text{{ cm}}") if _INTEGER.fullmatch(answer) else None,
         1.0,
     ),
     "first digit changed": (lambda answer: boxed(change_first_digit(answer)), 0.0),
     "another sign": (other_sign, 0.0),
-    "another unit or word behind": (other_unit, 0.0),
+    "another unit or word after": (other_unit, 0.0),
     "another power of the unit": (other_power, 0.0),
     "another bracket": (other_bracket, 0.0),
     "another word": (other_word, 0.0),
@@ -199,7 +199,7 @@ def cell(text: str, limit: int = 90) -> str:
 def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bool]:
     """Lines on what was graded, and whether all of it was graded right."""
     lines = [
-        "| written | must score | " + " | ".join(FILES) + " | completions/s |",
+        "| answer written | must score | " + " | ".join(FILES) + " | completions/s |",
         f"|---|---|{'---|' * len(FILES)}---|",
     ]
     cells: dict[str, list[str]] = {way: [] for way in WAYS}
@@ -234,11 +234,12 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
         lines.append(f"| {way} | {reward:g} | {' | '.join(cells[way])} | {speed} |")
     lines += [
         "",
-        f"{count} completions in {spent:.0f} s with {workers} workers: {count / spent:.0f} per second; the slowest "
-        f"took {slowest:.2f} s. Rows without an answer are left out, as in training: {without}. {len(failed)} "
-        "completions do not get the score that they should" + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
+        f"{count} completions in {spent:.0f} s with {workers} worker{'s' * (workers != 1)}: {count / spent:.0f} per "
+        f"second; the slowest took {slowest:.2f} s. Rows without an answer are left out, as in training: "
+        f"{without}. {len(failed)} completions do not get the score that they should"
+        + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
         "",
-        "| row | written | gold | answer | outcome | why |",
+        "| row | answer written | gold | answer | score | why |",
         "|---|---|---|---|---|---|",
     ]
     for case, outcome in failed[:SHOWN]:
@@ -296,7 +297,7 @@ def prompts(folder: Path, size: int) -> list[str]:
     count = len(lengths)
     return [
         f"GSM8K, {count} prompts, a byte-level BPE of {len(tokenizer)} tokens with a chat template; "
-        f"{sum(lengths)} tokens, {min(lengths)} to {max(lengths)} a prompt.",
+        f"{sum(lengths)} tokens, {min(lengths)} to {max(lengths)} per prompt.",
         "",
         *(f"- {note}" for note in task.notes()),
         "",
@@ -332,10 +333,10 @@ def main() -> int:
                 "",
                 f"Written by `{command}` on {os.cpu_count()} cores, Python {platform.python_version()}.",
                 "",
-                "## Gold answers, and others",
+                "## Gold answers, and changed ones",
                 "",
-                "Each gold answer is graded unchanged (GSM8K: with its own reasoning; MATH: boxed), in other spellings "
-                "with the same meaning, and changed so that its meaning differs. A spelling or change is tried only on "
+                "Each gold answer is graded unchanged (GSM8K: with its own reasoning; MATH: boxed), in other notations "
+                "with the same meaning, and changed so that its meaning differs. A notation or change is tried only on "
                 "the rows to which it can be applied.",
                 "",
                 *lines,

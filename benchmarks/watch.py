@@ -23,9 +23,9 @@ from sweeps.parallel import cores, mapped
 
 FALL, RAMP, RHO = 0.1, 0.15, 0.6
 SET_UP = wrapped(
-    "Shares of simulated runs for which a departure is ever reported, checked after every evaluation. The number of "
-    f"runs is in brackets. Runs that fall lose {FALL:g} after half of their compute, at once or over {RAMP:.0%} of it. "
-    "*Small sets*: noise of 0.015 instead of 0.006.",
+    "The table has the share of simulated runs for which a departure from the law is reported at any evaluation. The "
+    f"number of runs is in brackets. Runs that fall lose {FALL:g} of reward after half of their compute, at once or "
+    f"over {RAMP:.0%} of it. *Small sets*: evaluations with noise of 0.015 instead of 0.006.",
     "",
 )
 

@@ -30,55 +30,60 @@ Written by `python -m benchmarks.gpu` from [benchmarks/results/gpu.json](../../b
 {machine}, {date}. The machine had no model weights and no data sets: models have random weights, and prompts and
 completions are meaningless words. So the page says nothing about learning.
 
-Not run yet: several GPUs, NCCL to an engine, FlashAttention's own kernels in the trainer, models of 8B and more.
+Not tried yet: training on several GPUs, sending weights to an engine over NCCL, FlashAttention's own kernels in the
+trainer, and models of 8B or more.
 """
-CURVES = """## The CPU's curve
+CURVES = """## The same run as on a CPU
 
-The demo's task and model, {steps} steps of PipelineRL. From the first sampled token on, every metric of every record
-except times and probes is compared with the same run on the CPU. The column *furthest* has the largest relative
-difference, and the metric where it occurs; values below 0.001 count as 0.001 in the denominator. A probe is the
-difference of log-probabilities between trainer and generator; the table has those of the last step.
+The runs use the demo's task and model, and take {steps} steps of PipelineRL. From the first sampled token on, every
+metric of every record except times and probes is compared with the same run on the CPU. The column *furthest* has the
+largest relative difference, and the metric where it occurs; values below 0.001 count as 0.001 in the denominator. A
+probe is the difference of log-probabilities between trainer and generator; the table has those of the last step.
 """
 AFTER_CURVES = """In FP32 the GPU samples the same tokens as the CPU up to the last step. `strategy=fsdp2` is one rank
-here, over NCCL. A live run and a BF16 run have other curves than the CPU's run. The live run
-has too few steps for a probe.
+here, over NCCL. The curves of the live run and of the BF16 run differ from the CPU's, so the column *furthest* is
+empty for them. The live run has too few steps for a probe.
 """
 TRAINING = """## Training steps at 0.6B
 
-A Qwen3-0.6B with FP32 weights, gradients and Adam moments, BF16 autocast and torch's `scaled_dot_product_attention`.
-A step has four passes of 16,384 tokens; each pass is one row of 512 prompt tokens and 15,872 completion tokens. Rates
-are means of three steps after one warm-up step. FLOPs leave out recomputation.
-A product of two matrices of 8,192 x 8,192 runs at {bf16:.0f}
-TFLOP/s in BF16 and at {fp32:.0f} in FP32 there; the share of the peak is of the data sheet's {peak:.0f}. Memory is
-the most that torch has allocated; *forecast* is the value of `scalerl memory`, printed at the start of the run.
+The model is Qwen3-0.6B with FP32 weights, gradients and Adam moments, BF16 autocast and torch's
+`scaled_dot_product_attention`. A step has four passes of 16,384 tokens; each pass is one row of 512 prompt tokens and
+15,872 completion tokens. Rates are means of three steps after one warm-up step. FLOPs leave out recomputation. On this
+GPU, a product of two matrices of 8,192 x 8,192 runs at {bf16:.0f} TFLOP/s in BF16 and at {fp32:.0f} TFLOP/s in FP32.
+The share of the peak is relative to the data sheet's {peak:.0f} TFLOP/s. Memory is the most that torch allocated at
+once; *forecast* is the value of `scalerl memory`, printed at the start of the run.
 """
 AFTER_TRAINING = """- The vocabulary holds a quarter of this small model's parameters, so an FP32 head costs a third of
-  the speed. With `torch.backends.cuda.matmul.allow_tf32` most of it returns: hidden states are in BF16 anyway,
-  and the head's weights are rounded to 11 bits.
+  the speed. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns: hidden states are in BF16
+  anyway, and the head's weights are rounded to 11 bits.
 - Without recomputation, the memory forecast is a third too high.
-- Computing all logits of a pass at once (2.5 billion) ended in an error. The comparison of packed with padded rows was
-  not reached.
+- Computing all logits of a pass at once (2.5 billion) ended in an error, before the comparison of packed with
+  padded rows was run.
 - For this size and length prime-rl reports 11.9k tokens per second, 11% of the peak and 12.5 GiB on one H100.
 """
 
 ENGINE = """## A server of vLLM on the trainer's GPU
 
-vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots and 16 GiB of cache. The same GPU holds two models of
-the trainer, with the weights before and after the publish. Rows are runs of `python -m benchmarks.gpu.engine`.
+vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots and 16 GiB of KV cache. The trainer keeps two models
+on the same GPU: one with the weights before a publish (a transfer of new weights to the server), one with the weights
+after it. Each row is one run of `python -m benchmarks.gpu.engine`.
 
 - *Publish*: a publish moves 1.2 GB. It pauses the server, loads every tensor and resumes, with the rollouts in flight.
-- *Gap*: the difference of log-probabilities between engine and trainer under the published weights. *To the other
-  weights*: the same under the other weights. The two show that the right weights arrived.
-- *Tokens per second*: {rollouts} rollouts of 512 tokens that begin together.
+  *In the middle*: a publish while rollouts are half done.
+- *Gap*: the mean absolute difference of log-probabilities between engine and trainer, if the trainer uses the
+  published weights. *To the other weights*: the same if the trainer uses its other weights. A small gap next to a
+  large second value shows that the right weights arrived.
+- *Tokens per second*: {rollouts} rollouts of 512 tokens that start at the same time.
 - *Memory*: the GPU memory that all processes use.
 """
 AFTER_ENGINE = """Rollouts that were half done at a publish contain tokens of both versions, as intended. While asleep,
-the server keeps about 1 GiB. When it wakes it has its earlier weights, and accepts new ones. Rows with a star were
+the server keeps about 1 GiB. After waking it has the weights from before, and accepts new ones. Rows with a star were
 measured while other engines used the same GPU: their memory is left out, and their speed is a lower bound.
 
 These runs found three faults that do not occur on a CPU:
 
-- CUDA IPC refused a tensor larger than `bucket_mib`, such as the embeddings. This is fixed, and was run as above.
+- CUDA IPC refused a tensor larger than `bucket_mib`, such as the embeddings. This is fixed, and the row
+  of CUDA IPC above was measured with the fix.
 - With `generator=vllm`, in the trainer's own process, the engine's first CUDA graph ended in an illegal memory access:
   Lightning frees cuBLAS's workspaces after the engine has captured them. This is fixed, and **was not run on a GPU
   again**.
@@ -188,12 +193,12 @@ def page(found: dict[str, Any]) -> str:
         *table("on the GPU | furthest from the CPU | held-out pass rate | probe, mean | probe, 99%", curves),
         AFTER_CURVES,
         TRAINING.format(bf16=rates["bfloat16"], fp32=rates["float32"], peak=DENSE_BF16 / 1e12),
-        *table("way | tokens per second | TFLOP/s | of the peak | memory | forecast", steps),
+        *table("setting | tokens per second | TFLOP/s | share of the peak | memory | forecast", steps),
         AFTER_TRAINING,
     ]
     if engines:
         head = (
-            "weights by | publish | in the middle | gap | to the other weights | tokens per second | "
+            "weights sent by | publish | in the middle | gap | to the other weights | tokens per second | "
             "memory awake, asleep | sleep, wake"
         )
         rollouts = found["engine"][0]["rollouts"]

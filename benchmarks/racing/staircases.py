@@ -75,8 +75,8 @@ def set_up(studies: int) -> list[str]:
         "",
         "- *Curves that cross* are sigmoids that rise later if their asymptote is higher.",
         "- *Stairs* rise twice: part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
-        "- *Mean lost*: the winner's reward minus that of the best recipe that is left.",
-        "- *Compute*: a share of that of running all recipes to the budget. Intervals are Wilson's at 95%.",
+        "- *Mean loss*: the best recipe's true reward minus that of the best recipe that is left.",
+        "- *Compute*: a share of the compute of running all recipes to the budget. Intervals are Wilson's at 95%.",
         "",
     )
 
@@ -85,7 +85,8 @@ def page(settings: list[Setting], studies: int) -> list[str]:
     """Race so many studies of each setting."""
     lines = [
         *set_up(studies),
-        f"| studies | method | winner survives | or one within {MARGIN:g} of it | mean lost | compute |",
+        f"| studies | method | best recipe survives | it or one within {MARGIN:g} of it survives | mean loss "
+        "| compute |",
         "|---|---|---|---|---|---|",
     ]
     for setting in settings:
