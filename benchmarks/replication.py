@@ -102,36 +102,42 @@ FINDINGS = (
     Finding("CISPO ends higher than DAPO's loss", "3.2", BASE, _DAPO, HIGHER),
     Finding("CISPO ends higher than DAPO's loss: 32 updates off-policy", "3.2", _FAR, f"{_FAR}+loss=dapo", HIGHER),
     Finding("GSPO ends higher than DAPO's loss", "3.2", _GSPO, _DAPO, HIGHER),
-    Finding("the head in FP32 ends higher", "3.2", _variant("precision=bf16"), _variant("precision=bf16_head"), HIGHER),
+    Finding("a head in FP32 ends higher", "3.2", _variant("precision=bf16"), _variant("precision=bf16_head"), HIGHER),
     Finding("prompt average ends higher than sample average", "3.2", BASE, _variant("aggregation=sample"), HIGHER),
     Finding("prompt average ends higher than token average", "3.2", BASE, _variant("aggregation=token"), HIGHER),
-    Finding("without groups of no variance it ends higher", "3.2", BASE, _variant("filter=none"), HIGHER),
-    Finding("without solved prompts it ends higher", "3.2", BASE, _UNIFORM, HIGHER),
-    Finding("normalization by batch has the ceiling of that by prompt", "3.2", BASE, _PROMPT, SAME),
-    Finding("normalization by batch has the ceiling of none", "3.2", BASE, _variant("normalization=none"), SAME),
-    Finding("PipelineRL-8 has the ceiling of PPO-off-policy-8", "3.1", BASE, _PPO_8, SAME),
-    Finding("a larger batch ends higher: 16 prompts, 4", "4", BASE, _FEW, HIGHER),
-    Finding("a larger batch ends higher: 64 prompts, 16", "4", _MANY, BASE, HIGHER),
-    Finding("a longer context ends higher: 16 tokens, 12", "4", BASE, _SHORT, HIGHER),
-    Finding("a larger model ends higher: width 64, 32", "4", BASE, _SMALL, HIGHER, _FLOPS),
-    Finding("a larger model ends higher: width 128, 64", "4", _LARGE, BASE, HIGHER, _FLOPS),
-    Finding("completions a prompt are second order: 8, 2", "4", BASE, _TWO, SAME),
-    Finding("completions a prompt are second order: 8, 32", "4", BASE, _THIRTY_TWO, SAME),
+    Finding("filtering groups of zero variance ends higher", "3.2", BASE, _variant("filter=none"), HIGHER),
+    Finding("leaving out solved prompts ends higher", "3.2", BASE, _UNIFORM, HIGHER),
+    Finding("normalization by batch has the same ceiling as by prompt", "3.2", BASE, _PROMPT, SAME),
+    Finding(
+        "normalization by batch has the same ceiling as no normalization",
+        "3.2",
+        BASE,
+        _variant("normalization=none"),
+        SAME,
+    ),
+    Finding("PipelineRL-8 has the same ceiling as PPO-off-policy-8", "3.1", BASE, _PPO_8, SAME),
+    Finding("a larger batch ends higher: 16 prompts against 4", "4", BASE, _FEW, HIGHER),
+    Finding("a larger batch ends higher: 64 prompts against 16", "4", _MANY, BASE, HIGHER),
+    Finding("a longer context ends higher: 16 tokens against 12", "4", BASE, _SHORT, HIGHER),
+    Finding("a larger model ends higher: width 64 against 32", "4", BASE, _SMALL, HIGHER, _FLOPS),
+    Finding("a larger model ends higher: width 128 against 64", "4", _LARGE, BASE, HIGHER, _FLOPS),
+    Finding("completions per prompt are second order: 8 against 2", "4", BASE, _TWO, SAME),
+    Finding("completions per prompt are second order: 8 against 32", "4", BASE, _THIRTY_TWO, SAME),
     Finding("PipelineRL-8 is faster than PPO-off-policy-8", "3.1", BASE, _PPO_8, FASTER),
     Finding("CISPO is faster than DAPO's loss", "5", BASE, _DAPO, FASTER),
-    Finding("without solved prompts it is faster", "5", BASE, _UNIFORM, FASTER),
+    Finding("leaving out solved prompts is faster", "5", BASE, _UNIFORM, FASTER),
     Finding("normalization by batch is faster than by prompt", "5", BASE, _PROMPT, FASTER),
-    Finding("a smaller batch is faster: 16 prompts, 64", "4", BASE, _MANY, FASTER),
-    Finding("a shorter context is faster: 12 tokens, 16", "4", _SHORT, BASE, FASTER),
+    Finding("a smaller batch is faster: 16 prompts against 64", "4", BASE, _MANY, FASTER),
+    Finding("a shorter context is faster: 12 tokens against 16", "4", _SHORT, BASE, FASTER),
 )
 OURS = (
     Finding("PipelineRL-8 is faster than on-policy", "", BASE, _ON_POLICY, FASTER),
-    Finding("PipelineRL-8 has the ceiling of on-policy", "", BASE, _ON_POLICY, SAME),
+    Finding("PipelineRL-8 has the same ceiling as on-policy", "", BASE, _ON_POLICY, SAME),
     Finding("a truncated ratio ends higher than none (REINFORCE)", "", BASE, _REINFORCE, HIGHER),
     Finding("a truncated ratio is faster than none", "", BASE, _REINFORCE, FASTER),
     Finding("a truncated ratio ends higher: 32 updates off-policy", "", _FAR, f"{_FAR}+loss=reinforce", HIGHER),
-    Finding("a smaller model is faster: width 64, 128", "", BASE, _LARGE, FASTER, _FLOPS),
-    Finding("fewer completions a prompt are faster: 8, 32", "", BASE, _THIRTY_TWO, FASTER),
+    Finding("a smaller model is faster: width 64 against 128", "", BASE, _LARGE, FASTER, _FLOPS),
+    Finding("fewer completions per prompt are faster: 8 against 32", "", BASE, _THIRTY_TWO, FASTER),
 )
 
 
@@ -410,14 +416,14 @@ def main() -> int:
     head = [
         "here",
         "difference of A",
-        "of pass rate at common compute",
+        "difference of pass rate at common compute",
         "times the compute",
-        "acted in a share of steps",
+        "share of steps with an effect",
     ]
     runs = len({(row["recipe"], row["seed"]) for row in rows})
     summary = (
-        f"{len(hours.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided at 95%, all "
-        "together**, one way or the other."
+        f"{len(hours.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided**, one way or the "
+        "other, at a level of 95% for all of them together."
     )
     text = PAGE.read_text()
     for mark, lines in (

@@ -72,7 +72,7 @@ def table(found: Mapping[str, Array]) -> Iterator[str]:
     points = {name: (float(rows[:, 0].mean()), float(rows[:, 1].mean())) for name, rows in found.items()}
     best = frontier(points)
     rest = [name for name in points if name.startswith(("racing", "Optuna's Hyperband"))]
-    yield "| method | compute | regret | stopped a study | false kills | on the frontier |"
+    yield "| method | compute | regret | stopped per study | false kills | on the frontier |"
     yield "|---|---|---|---|---|---|"
     for name in sorted({*best, *rest, NO_STOPPING}, key=lambda name: points[name][1]):
         regret, compute = points[name]
@@ -83,7 +83,7 @@ def table(found: Mapping[str, Array]) -> Iterator[str]:
 
 def beside(found: Mapping[str, Array], names: Sequence[str]) -> Iterator[str]:
     """Some methods on the same few studies."""
-    yield "| method | compute | regret | stopped a study | false kills |"
+    yield "| method | compute | regret | stopped per study | false kills |"
     yield "|---|---|---|---|---|"
     yield from (_row(name, found[name]) for name in sorted(names, key=lambda name: float(found[name][:, 1].mean())))
 
@@ -92,16 +92,20 @@ SET_UP = wrapped(
     f"- **Studies**: simulated, of {RECIPES} recipes with one run each. A run has {EVALUATIONS} evaluations of "
     f"{PROMPTS} held-out prompts with {SAMPLES} samples; all runs have the same prompts.",
     "- **Differences**: recipes differ in A (its standard deviation is the spread in the headings), B and C_mid. Runs "
-    f"of one recipe differ by {SEED_SD} in A. A policy wanders about its curve by {WANDER}.",
+    f"of one recipe differ by {SEED_SD} in A (standard deviation). The pass rate drifts around its curve with a "
+    f"standard deviation of {WANDER}.",
     "- **Compute**: all compute that was observed, as a share of the compute of running every recipe to the budget.",
     "- **Regret**: the best recipe's true reward at the budget minus that of the recipe that the method names; mean "
     "and standard error over studies.",
     "- **False kills**: stopped recipes whose true reward at the budget exceeds that of every remaining recipe by more "
     f"than {MARGIN}.",
-    "- **On the frontier**: no other method has both less regret and less compute.",
+    "- **On the frontier**: no other method has both less regret and less compute; after *no*, a method that has.",
     "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with three "
     "rates and ten grace periods, synchronously and as Optuna's ASHA, and the median and signed ranks with as many. So "
     "the frontier is one of tuned competitors.",
+    "- **Names**: a race stops a recipe whose chance of ending ahead of the favourite is below `p` at `looks` looks in "
+    "a row; *last value* does so without a forecast. `eta` is the rate of halving, `grace` the share of the budget "
+    "before the first stop. *Signed rank* compares passes of the same prompts by Wilcoxon's test at level `p`.",
     "- **`loss`**: for races, the limit on the expected cost of all stops together. Rows without it have no limit; the "
     f"default is {ours.RACING.loss:g}, in `{ours.DEFAULT.split(', loss')[0]}`.",
 )
@@ -127,7 +131,13 @@ def syne_section(name: str, same: Mapping[str, Array], names: Sequence[str]) -> 
     """Syne Tune's methods and others on the first studies of a setting."""
     few = len(same[NO_STOPPING])
     return [
-        *("", f"### {name}", "", f"Syne Tune's, on the first {few} of them, and others on the same:", ""),
+        *(
+            "",
+            f"### {name}",
+            "",
+            f"Syne Tune's methods on the first {few} studies, and other methods on the same studies:",
+            "",
+        ),
         *beside(same, names),
     ]
 

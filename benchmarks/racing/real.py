@@ -102,7 +102,7 @@ def rows(study: tuple[str, float]) -> list[str]:
 def means_of(lines: Sequence[str], title: str) -> list[str]:
     """A table of the means of each method's rows."""
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
-    table = ["", f"| {title} | compute | regret | stopped in all | false |", "|---|---|---|---|---|"]
+    table = ["", f"| {title} | compute | regret | stopped in total | false |", "|---|---|---|---|---|"]
     for method in dict.fromkeys(row[3] for row in cells):
         own = [[float(cell) for cell in row[4:]] for row in cells if row[3] == method]
         spent, regret, gone, false = np.array(own).T
@@ -111,15 +111,16 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
 
 
 SET_UP = wrapped(
-    "Studies that were really run. Each was raced to several budgets with the default rules, with a tighter limit on "
+    "The studies were really run. Each was raced to several budgets with the default rules, with a tighter limit on "
     "the expected loss, and without a limit (`--loss 1`).",
     "",
-    "- **regret**: what is true at a budget is the mean reward over the last tenth before it. The regret is the best "
-    "recipe's minus that of the recipe that is named. A race names the best of the recipes that it did not stop.",
-    f"- **false**: stopped recipes that are more than {MARGIN} above all that were left.",
-    "- **compute**: a share of that of running all recipes to the budget.",
+    "- **regret**: the true reward of a recipe at a budget is its mean reward over the last tenth of compute before "
+    "the budget. The regret is the best recipe's true reward minus that of the recipe that the method names. A race "
+    "names the best of the recipes that it did not stop.",
+    f"- **false**: stopped recipes whose true reward is more than {MARGIN} above that of every remaining recipe.",
+    "- **compute**: a share of the compute of running all recipes to the budget.",
     "- **halving** keeps half of the recipes at a quarter and at half of the budget; **the best at a fifth** stops all "
-    "others there.",
+    "but the best at a fifth of the budget.",
     "- **set on, held out**: the limit was set on the first five files. Nothing was set on the others: the current "
     "replication, and files given by `--also`, whose licences do not allow copying them into the repository.",
     "",

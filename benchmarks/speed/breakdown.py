@@ -107,7 +107,7 @@ def section(found: Record) -> list[str]:
         "",
     ]
     shares = ", ".join(f"{name} {rate / 1e9 / record['peak_gflops']:.0%}" for name, rate in reached.items())
-    lines += [f"Counted FLOPs per second, as a share of that product's rate: {shares}.", ""]
+    lines += [f"Counted FLOPs per second, as a share of the rate of that matrix product: {shares}.", ""]
     lines += [
         "## Start\n",
         f"`scalerl train budget.steps=1` takes {record['one_member_cpu_s']:.1f} s of CPU from the command to its end, "

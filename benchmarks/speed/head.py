@@ -114,10 +114,11 @@ def section(kept: Mapping[str, Any]) -> list[str]:
     timed = " x ".join(f"{size:,}" for size in TIMED)
     lines = [
         "## Head\n",
-        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds. Peak: bytes alive at {tokens} tokens x "
-        f"{vocabulary} x {width} in FP32; *of what is needed*: relative to inputs, weights, their gradients and one "
-        f"chunk of logits. Time: CPU seconds at {timed}, in as many chunks.\n",
-        "| log-probabilities, forward and backward | peak | of what is needed | time | times ours |",
+        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds. Peak: memory in use with {tokens} "
+        f"tokens, a vocabulary of {vocabulary} and a width of {width} in FP32; *relative to need*: divided by the "
+        f"memory of inputs, weights, their gradients and one chunk of logits. Time: CPU seconds with {timed}, in the "
+        "same number of chunks.\n",
+        "| log-probabilities, forward and backward | peak | relative to need | time | times ours |",
         "|---|---|---|---|---|",
     ]
     for each in kept["records"]:

@@ -43,9 +43,9 @@ def section(found: Record) -> list[str]:
     lines = [
         "## Sweeps\n",
         f"{found['date']}, {found['machine']}. CPU seconds of the controller in each phase of a study whose "
-        "members' jobs end at once (`benchmarks/scale.py`; nine recipes at four learning rates, with as many seeds as "
-        f"needed). The exponent of the growth with members is fitted from {FITTED_FROM} members on; 1 is linear.\n",
-        f"| phase | {head} | exponent | peak at most |",
+        "members' jobs end immediately (`benchmarks/scale.py`; nine recipes at four learning rates, with as many seeds "
+        f"as needed). The exponent of the growth with members is fitted from {FITTED_FROM} members on; 1 is linear.\n",
+        f"| phase | {head} | exponent | peak memory |",
         f"|---|{'---|' * len(records[0]['members'])}---|---|",
     ]
     for each in records:
