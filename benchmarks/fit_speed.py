@@ -160,9 +160,9 @@ def set_up(recipes: int, points: int, repeats: int, verdicts: dict[str, int]) ->
     """What the table shows."""
     counted = ", ".join(f"{n} {name}" for name, n in verdicts.items())
     return wrapped(
-        f"{recipes} simulated recipes of {points} evaluations, one core, one thread, medians of {repeats} runs in "
-        f"turn. All {recipes} have an interval for A; verdicts: {counted}. All rows but the first are CPU time, so "
-        "other work on the machine does not count."
+        f"{recipes} simulated recipes of {points} evaluations, one core, one thread; medians of {repeats} rounds "
+        f"that measure every row. All {recipes} have an interval for A; verdicts: {counted}. All rows but the first "
+        "are CPU time, so other work on the machine does not count."
     )
 
 

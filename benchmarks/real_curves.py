@@ -209,8 +209,8 @@ def report(
     lines = [
         "# Forecasts on real curves",
         "",
-        "How good are forecasts on reward curves of other people's runs, and how much does each law of the model "
-        "contribute?",
+        "How good are forecasts on reward curves of other people's runs, and how much does each law of the model (see",
+        "the [glossary](../README.md#glossary)) contribute?",
         "",
         f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "

@@ -71,7 +71,7 @@ def set_up(studies: int) -> list[str]:
     """What the table shows."""
     return wrapped(
         f"{studies} simulated studies per setting, in which the recipe with the highest true reward at the budget has "
-        "the lowest at a quarter. Evaluations are as in [racing.md](racing.md).",
+        "the lowest at a quarter of it. Evaluations are as in [racing.md](racing.md).",
         "",
         "- *Curves that cross* are sigmoids that rise later if their asymptote is higher.",
         "- *Stairs* rise twice: part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
