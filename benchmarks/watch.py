@@ -25,7 +25,7 @@ FALL, RAMP, RHO = 0.1, 0.15, 0.6
 SET_UP = wrapped(
     "The table has the share of simulated runs for which a departure from the law is reported at any evaluation. The "
     f"number of runs is in brackets. Runs that fall lose {FALL:g} of reward after half of their compute, at once or "
-    f"over {RAMP:.0%} of it. *Small sets*: evaluations with noise of 0.015 instead of 0.006.",
+    f"over {RAMP:.0%} of it. *Small sets*: another curve, evaluated with noise of 0.015 instead of 0.006.",
     "",
 )
 

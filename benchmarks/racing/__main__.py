@@ -101,8 +101,8 @@ SET_UP = wrapped(
     f"than {MARGIN}.",
     "- **On the frontier**: no other method has both less regret and less compute; after *no*, a method that has.",
     "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with three "
-    "rates and ten grace periods, synchronously and as Optuna's ASHA, and the median and signed ranks with as many. So "
-    "the frontier is one of tuned competitors.",
+    "rates and ten grace periods, synchronously and as Optuna's ASHA, the median with as many, and signed ranks with "
+    "four levels and four grace periods. So the frontier is one of tuned competitors.",
     "- **Names**: a race stops a recipe whose chance of ending ahead of the favourite is below `p` at `looks` looks in "
     "a row; *last value* does so without a forecast. `eta` is the rate of halving, `grace` the share of the budget "
     "before the first stop. *Signed rank* compares passes of the same prompts by Wilcoxon's test at level `p`.",
