@@ -96,6 +96,17 @@ def test_variants_depart_from_the_baseline_of_their_own_values(tmp_path: Path) -
     }
 
 
+def test_a_variant_of_another_version_has_the_baseline_of_its_own_values(tmp_path: Path) -> None:
+    run(tmp_path, 0.001, loss="cispo")
+    run(tmp_path, 0.003, loss="cispo", branch={"run": None})
+    run(tmp_path, 0.001, recipe="scalerl+loss=dapo", loss="dapo", branch={"run": None})
+    assert {curve.recipe: curve.baseline for curve in load([str(tmp_path)]).curves} == {
+        "scalerl (optimizer.lr=0.001)": "scalerl (optimizer.lr=0.001)",
+        "scalerl (optimizer.lr=0.003)": "scalerl (optimizer.lr=0.003)",
+        "scalerl+loss=dapo": "scalerl (optimizer.lr=0.001)",
+    }
+
+
 def test_what_tells_them_apart_already_needs_no_second_name(tmp_path: Path) -> None:
     """Two sizes of one recipe, each in a study of its own."""
     for width in (32, 64):
