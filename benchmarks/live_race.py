@@ -163,23 +163,15 @@ def told(studies: Studies, where: str) -> Iterator[str]:
         f"- Time: full grid {studies.seconds('full'):.0f} s, race {studies.seconds('race'):.0f} s; with the controller "
         f"killed {studies.deaths('killed')} times {studies.seconds('killed'):.0f} s."
     )
-    looks = f"- {len(record.looks)} looks."
-    killed, on_grid = (decisions(each) == decided for each in (RaceRecord.read(work / "killed").looks, after.looks))
-    if killed and on_grid:
-        yield (
-            f"{looks} The race whose controller was killed made the same decisions at them, and so did `scalerl race` "
-            "on the full grid."
-        )
-    else:
-        for agrees, other in (
-            (killed, "the race whose controller was killed"),
-            (on_grid, "`scalerl race` on the full grid"),
-        ):
-            yield f"{looks} The decisions of {other} are {'the same' if agrees else 'NOT the same'}."
-    equal, runs = same_journals(work / "race", work / "full")
-    yield f"- Runs of the race whose journal equals the full grid's, up to the journal's end: {equal} of {runs}."
-    equal, runs = same_journals(work / "killed", work / "full")
-    yield f"- The same for the race whose controller was killed: {equal} of {runs}."
+    same = {
+        "the race whose controller was killed": decisions(RaceRecord.read(work / "killed").looks) == decided,
+        "`scalerl race` on the full grid": decisions(after.looks) == decided,
+    }
+    for other, agrees in same.items():
+        yield f"- {len(record.looks)} looks; the decisions of {other} are {'the same' if agrees else 'NOT the same'}."
+    for folder, name in (("race", "the race"), ("killed", "the race whose controller was killed")):
+        equal, runs = same_journals(work / folder, work / "full")
+        yield f"- Runs of {name}: {equal} of {runs} have a journal equal to the full grid's, up to the journal's end."
     yield ""
 
 

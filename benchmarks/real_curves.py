@@ -278,8 +278,14 @@ def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Fore
             rows += table(f"without {law.name}", [row for file, curves in files for row in forecasts(file, curves)])
     with patch.object(posterior, "WALK_PRIOR", (-9.0, 0.01)):
         rows += table("without a walk", [row for file, curves in files for row in forecasts(file, curves)])
-    said = "(the law *none* is a level curve), or without the random walk around the law:"
-    return ["", f"The same forecasts, without one law each {said}", "", *HEAD, *rows]
+    return [
+        "",
+        "The same forecasts, without one law each (the law *none* is a level curve), or without the random walk around "
+        "the law:",
+        "",
+        *HEAD,
+        *rows,
+    ]
 
 
 def main() -> None:

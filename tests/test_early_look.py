@@ -25,9 +25,8 @@ def test_a_look_is_judged_by_the_end() -> None:
     assert (RIGHT.ahead, RIGHT.winner, RIGHT.misled_seeds) == ("a", "a", 0)
     tie = replace(MISLED, end=np.full(4, -0.01))
     assert not tie.matters and most_misleading([tie, RIGHT, MISLED]) is MISLED
-    assert "2 pairs" in summary([MISLED, RIGHT, tie]) and "in 1 (with one seed per recipe in 3 of 8)" in summary(
-        [MISLED, RIGHT, tie]
-    )
+    told = summary([MISLED, RIGHT, tie])
+    assert "2 pairs" in told and "in 1 (with one seed per recipe in 3 of 8)" in told
     assert "in 1 pairs, none of them wrongly" in summary([MISLED, RIGHT])
     assert "in 2 pairs, 1 of them wrongly" in summary([replace(MISLED, named="a"), RIGHT])
 

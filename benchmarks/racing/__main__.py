@@ -99,7 +99,8 @@ SET_UP = wrapped(
     "and standard error over studies.",
     "- **False kills**: stopped recipes whose true reward at the budget exceeds that of every remaining recipe by more "
     f"than {MARGIN}.",
-    "- **On the frontier**: no other method has both less regret and less compute; after *no*, a method that has.",
+    "- **On the frontier**: no other method has both less regret and less compute. If the cell says *no*, it names one "
+    "that has.",
     "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with three "
     "rates and ten grace periods, synchronously and as Optuna's ASHA, the median with as many, and signed ranks with "
     "four levels and four grace periods. So the frontier is one of tuned competitors.",

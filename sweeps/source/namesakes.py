@@ -144,13 +144,15 @@ def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _N
 def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
     """Return the new label of the baseline curve with this run's values; the old label if no curve has them."""
     run_values = _values(view.path.parent)
+    if not run_values:
+        return label
     # The run may be of another version than the baseline's: if no curve has all its values, compare keys that all have.
     shared = [key for key in base.keys if all(key in values for values in (run_values, *base.values.values()))]
     for keys in (base.keys, shared):
         matching = [
             curve
             for curve, values in base.values.items()
-            if run_values and all(run_values.get(key, _NO_KEY) == values.get(key, _NO_KEY) for key in keys)
+            if all(run_values.get(key, _NO_KEY) == values.get(key, _NO_KEY) for key in keys)
         ]
         if len(matching) == 1:
             return base.labels[matching[0]]
