@@ -265,6 +265,12 @@ def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
         plan_members([[*QUICK, *overrides]])
 
 
+def test_a_scale_for_another_model_is_refused_as_such() -> None:
+    """It names the model, where a setting of the other task would be refused without a remedy."""
+    with pytest.raises(ConfigurationError, match="scale: .* were made for arithmetic_base_model"):
+        plan_members([["experiment=agent", "scale=tiny"]])
+
+
 def test_what_is_shown_is_what_would_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Hydra answers --cfg by itself: it would show DAPO under a label that says GSPO, which no run is made of."""
     monkeypatch.setattr(sys, "argv", ["scalerl", "--cfg", "job", "variant=loss_gspo", "loss=dapo"])

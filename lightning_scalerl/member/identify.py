@@ -235,9 +235,10 @@ def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
     from lightning_scalerl.member.identity import part_of
     from lightning_scalerl.task.base import check_task
 
-    check_task(builder(config, "task"))
+    # A scale may set values of a task, so a scale for another model is refused before the task refuses these values.
     model = chosen_node(config, "model")
     check_scale(config.get("scaled_for"), model["_target_"] == config.get("scaled_for"))
+    check_task(builder(config, "task"))
     part_of("model", model)
     for group in _WITHOUT_LIGHTNING:
         if group in config:
