@@ -135,11 +135,11 @@ def plan_command(options: argparse.Namespace) -> None:
         _design(options)
         return
     if not options.sources:
-        options.refuse("give a SOURCE, or --design with the overrides of a study to come")
+        options.refuse("give a SOURCE, or --design with the overrides of a planned study")
     if options.like is not None or options.rate is not None:
-        options.refuse("--like and --rate: of a study to come; give --design")
+        options.refuse("--like and --rate: only for a planned study; give --design")
     if options.output is not None and options.size is None:
-        options.refuse("-o: the figure is of model sizes; name their column with --size")
+        options.refuse("-o: the figure shows model sizes; name their column with --size")
     figure = check_figure(options)
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = read_and_fit(options)
@@ -190,7 +190,7 @@ def _design(options: argparse.Namespace) -> None:
     from sweeps.cli.study_commands import train_command
 
     if options.sources:
-        options.refuse(f"--design: {options.sources[0]} is a source; an earlier study is named with --like")
+        options.refuse(f"--design: {options.sources[0]} is a source; give an earlier study with --like")
     words = [*options.design, f"launch.design={'json' if options.json else 'text'}"]
     for name in ("like", "rate", "margin"):
         if (value := getattr(options, name)) is not None:
@@ -295,7 +295,7 @@ def effects_command(options: argparse.Namespace) -> None:
 
     grid = effects(fits, options.interaction)
     notes = grid.notes if grid.effects else ()  # without effects the notes are the answer, and are printed below
-    warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left_out)])
+    warn([*notes, *(f"{recipe}: has no usable fit; left out" for recipe in grid.left_out)])
     if figure is not None:
         if not grid.effects:
             raise UserError(f"-o {figure}: nothing to draw; {grid.notes[0]}")

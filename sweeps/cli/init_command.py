@@ -22,4 +22,4 @@ def init_command(options: argparse.Namespace) -> None:
         print(f"  {path}")
     print(f"cd {shlex.quote(str(folder))}")
     print("scalerl train --config-dir . recipe=mine budget.steps=4      # a run of a few steps")
-    print("scalerl train --config-dir . --multirun experiment=mine      # the study; README.md says more")
+    print("scalerl train --config-dir . --multirun experiment=mine      # the study; see README.md")

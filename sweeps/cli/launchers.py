@@ -38,7 +38,7 @@ from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 _COMPOSED_EARLY = 4  # number of members that are composed before slow imports
 STOCK = "submitit_slurm"  # name of Hydra's standard launcher for SLURM, whose keys have the same meaning here
-_NOT_BEGUN = "As far as is known nothing of this launch was submitted. The same command goes on with it."
+_NOT_BEGUN = "As far as is known, nothing of this launch was submitted. The same command continues it."
 SEARCH_JOBS = 8  # parallel trials of a search on a cluster
 
 
@@ -86,7 +86,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
         if OmegaConf.select(config, "hydra.runtime.choices")["hydra/launcher"] == STOCK:
-            self._translation_note = f"hydra/launcher={STOCK} is understood as cluster=slurm"
+            self._translation_note = f"hydra/launcher={STOCK} is treated as cluster=slurm"
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings from the members' common configuration and the launcher's own settings."""
@@ -239,7 +239,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if plan.race:
             raise UserError("race.mode: a search races its trials by hydra.sweeper.prune=race; leave race.mode at none")
         if self._settings.get("detach"):
-            raise UserError("hydra.launcher.detach: a search needs this process to go on; leave --detach away")
+            raise UserError("hydra.launcher.detach: a search needs this process to keep running; remove --detach")
         jobs = SEARCH_JOBS if plan.outlives else plan.max_parallel
         checked = SearchSettings.of({**settings, **({"n_jobs": jobs} if settings.get("n_jobs") is None else {})})
         directory = Path(spec.config["output_dir"])
@@ -270,7 +270,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if any(state.state == "finished" for state in states.values()):
             show_results(study.directory, plan.tracking)  # failed trials are part of a search
         else:
-            report_failures(study, states, "more trials, by a larger hydra.sweeper.n_trials, propose others")
+            report_failures(study, states, "a larger hydra.sweeper.n_trials adds trials with other values")
             if refusals := search.trials.refusals():
                 raise UserError(f"{search.trials.sentence()}: {refusals[0]}")
         print(search.trials.sentence(), file=sys.stderr)
@@ -358,10 +358,10 @@ def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
     if plan.race.get("mode") != "live" or at_once or not lost:
         return []
-    remedy = "a node for each" if plan.outlives else f"launch.max_parallel={len(specs)}"
+    remedy = "one node for each" if plan.outlives else f"launch.max_parallel={len(specs)}"
     return [
-        "warning: race.mode: live: a member that waits for others is stopped, and with command.resume.anew it begins "
-        f"again from zero; give all {len(specs)} members a place at once ({remedy}), or say how they resume"
+        "warning: race.mode: live: a member that waits for others is stopped, and with command.resume.anew it starts "
+        f"again from zero; run all {len(specs)} members at once ({remedy}), or configure how they resume"
     ]
 
 
@@ -405,8 +405,8 @@ def _margin(value: Any) -> float | None:
 def _detached_note(study: Study) -> str:
     """Return a note on how to follow a study whose jobs continue without this process."""
     return (
-        f"The jobs go on without this process. See how they are with\n    scalerl status {study.directory}\n"
-        f"and gather what they have brought, or submit what is left, with\n    scalerl collect {study.directory}"
+        f"The jobs continue without this process. To see their state:\n    scalerl status {study.directory}\n"
+        f"To collect results and submit what is left:\n    scalerl collect {study.directory}"
     )
 
 

@@ -36,7 +36,7 @@ Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
 # Modules of commands that fit and decide, but start no members.
 _CALCULATING_MODULES = ("fitting_commands", "deciding_commands", "showing_commands")
 EPILOG = (
-    "scalerl COMMAND --help says more, with an example. Completion of commands and options with TAB: "
+    "scalerl COMMAND --help prints the options of a command and an example. To complete commands and options with TAB: "
     "scalerl completion bash|zsh|tcsh"
 )
 
@@ -126,7 +126,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     """Make the argument parser, and return it with the names of all commands."""
     parser = argparse.ArgumentParser(
         prog="scalerl",
-        description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
+        description="Run RL recipes, fit their reward over compute, and rank them with a stated certainty.",
         epilog=EPILOG,
     )
     parser.add_argument(
@@ -149,7 +149,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     train = command(
         "train",
         lambda options: train_command(options.overrides),
-        "train one run, or a grid with --multirun (Hydra's overrides and options)",
+        "train one run, or a grid with --multirun (takes Hydra's overrides and options)",
         "scalerl train variant=loss_dapo seed=1 --cfg job",
     )
     train.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train")
@@ -161,8 +161,8 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     completion = command(
         "completion",
         _lazy_handler("completion", "completion_command"),
-        "print a script for the shell that completes commands and options with TAB",
-        'scalerl completion bash   (to have it: eval "$(scalerl completion bash)" in ~/.bashrc)',
+        "print a shell script that completes commands and options with TAB",
+        'scalerl completion bash   (to enable it, put this into ~/.bashrc: eval "$(scalerl completion bash)")',
     )
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     return parser, tuple(commands.choices)
@@ -172,29 +172,33 @@ def _fitting(command: Command) -> None:
     fit = command(
         "fit",
         _lazy_handler("fitting_commands", "fit_command"),
-        "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
+        "fit reward over compute per recipe: A, B and C_mid with intervals, and a verdict",
         "scalerl fit examples/curves.csv --max-compute 8000",
     )
     _add_source(fit)
-    fit.add_argument("--json", action="store_true", help="print a JSON list, an object a recipe")
+    fit.add_argument("--json", action="store_true", help="print a JSON list with one object per recipe")
     fit.add_argument(
         "--family",
         choices=[*FAMILY_NAMES, "all"],
         default="sigmoid",
         metavar="F",
-        help=f"{', '.join(FAMILY_NAMES)}; all: the sigmoid, and how every family compares on forecasts and AICc",
+        help=f"curve to fit: {', '.join(FAMILY_NAMES)}; all: the sigmoid, and a comparison of all families by "
+        "forecasts and AICc",
     )
     fit.add_argument(
         "--method",
         choices=["posterior", METHOD],
         default="posterior",
-        help=f"{METHOD}: the published procedure, its grid included, in GPU-hours (seconds a recipe; no intervals); "
-        "default: %(default)s",
+        help=f"{METHOD}: the published procedure with its grid, compute in GPU-hours (takes seconds per recipe, gives "
+        "no "
+        "intervals); default: %(default)s",
     )
     fit.add_argument(
         "--sensitivity",
         action="store_true",
-        help="also refit with early cuts, other rules for R0, robust weights and less of the window: does A hold?",
+        help="also refit without early points, with other rules for R0, robust weights and shorter windows, to see "
+        "whether A "
+        "changes",
     )
 
 
@@ -202,7 +206,7 @@ def _deciding(command: Command) -> None:
     ranking = command(
         "rank",
         _lazy_handler("deciding_commands", "rank_command"),
-        "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
+        "rank recipes by asymptote, ties by efficiency; report 'undecided' if the data do not decide",
         "scalerl rank examples/curves.csv --budget 16000",
     )
     _add_source(ranking)
@@ -212,15 +216,20 @@ def _deciding(command: Command) -> None:
         nargs="?",
         const="",
         metavar="X,Y",
-        help="also rank at as many steps, device hours, FLOPs side by side: columns as of --x; of journals, all",
+        help="also rank by several measures of compute (steps, device hours, FLOPs), given as for --x; for runs of a "
+        "study the "
+        "default is all of them",
     )
-    ranking.add_argument("--rate", type=_number, metavar="MONEY", help="of a device hour: with --axes, by cost too")
+    ranking.add_argument(
+        "--rate", type=_number, metavar="MONEY", help="price of a device hour; with --axes, also rank by cost"
+    )
     ranking.add_argument("--json", action="store_true", help="print a JSON object")
 
     planning = command(
         "plan",
         _lazy_handler("deciding_commands", "plan_command"),
-        "say what to run next to settle the choice, and what a target, a budget or a launch takes; which model size",
+        "propose the next runs; compute needed for a target, split of a budget, size of a planned study, best model "
+        "size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
     _add_source(planning, "*")
@@ -231,48 +240,52 @@ def _deciding(command: Command) -> None:
     compare = command(
         "compare",
         _lazy_handler("deciding_commands", "compare_command"),
-        "hold two recipes against each other, or all against one: reward at matched compute, compute, asymptote",
+        "compare two recipes, or all with one: reward at the same compute, compute to the same reward, asymptote",
         "scalerl compare examples/curves.csv scalerl scalerl+loss=dapo",
     )
     _add_source(compare)
-    compare.add_argument("--budget", type=_number, metavar="C", help="also give the difference at this compute")
+    compare.add_argument("--budget", type=_number, metavar="C", help="also print the difference at this compute")
     compare.add_argument(
         "--margin",
         type=_number,
         metavar="R",
-        help=f"rewards within this are the same; default: the study's launch.margin, or {MARGIN:g} of the scale",
+        help=f"smaller differences in reward count as none; default: the study's launch.margin, or {MARGIN:g} of the "
+        "scale",
     )
     compare.add_argument("--json", action="store_true", help="print a JSON object")
 
     decide = command(
         "decide",
         _lazy_handler("deciding_commands", "decide_command"),
-        "keep or discard a change by the final values of a few runs, against the noise floor of repeated ones",
+        "keep or discard a change by the final values of a few runs and the noise floor of repeated runs",
         "scalerl decide a1b2c3d b2c3d4e --from examples/results.tsv --lower-is-better",
     )
-    decide.add_argument("baseline", metavar="A", help="recipe or commit to keep so far")
-    decide.add_argument("candidate", metavar="B", help="the one that may take its place")
+    decide.add_argument("baseline", metavar="A", help="recipe or commit that is kept so far")
+    decide.add_argument("candidate", metavar="B", help="recipe or commit that may replace it")
     decide.add_argument(
         "--from",
         dest="source",
         required=True,
         metavar="FILE",
-        help="a table with a row per run: TSV, CSV, JSONL, Parquet, Excel; several rows of a recipe are its runs",
+        help="a table with one row per run (TSV, CSV, JSONL, Parquet, Excel); rows of the same recipe are repeated "
+        "runs",
     )
     decide.add_argument("--by", metavar="COL", help="recipe column; default: commit or recipe")
     decide.add_argument("--y", metavar="COL", help="value column; default: value, reward, score or val_bpb")
-    decide.add_argument("--status", metavar="COL", help="column that says whether a run failed; default: status")
-    decide.add_argument("--failed", metavar="WORD,WORD", help="statuses of failed runs; default: crash, oom and others")
+    decide.add_argument("--status", metavar="COL", help="column with the status of each run; default: status")
+    decide.add_argument(
+        "--failed", metavar="WORD,WORD", help="statuses that mean a failed run; default: crash, oom and others"
+    )
     decide.add_argument("--lower-is-better", action="store_true", help="the value is a loss or an error rate")
     decide.add_argument(
-        "--margin", type=_number, metavar="D", help="difference worth telling; default: the noise floor"
+        "--margin", type=_number, metavar="D", help="smallest difference that matters; default: the noise floor"
     )
     decide.add_argument("--json", action="store_true", help="print a JSON object")
 
     effects = command(
         "effects",
         _lazy_handler("deciding_commands", "effects_command"),
-        "say what each axis of a grid does to asymptote and compute, over the whole grid, and which cells to run next",
+        "estimate the effect of each axis of a grid on asymptote and compute, and propose the cells to run next",
         "scalerl effects examples/grid.csv",
     )
     _add_source(effects)
@@ -282,7 +295,7 @@ def _deciding(command: Command) -> None:
         default=[],
         type=_two_axes,
         metavar="AXIS:AXIS",
-        help="also of two axes; repeatable",
+        help="also estimate the interaction of two axes; repeatable",
     )
     effects.add_argument("-o", "--output", metavar="FILE", help="write a forest plot: .svg, .png or .pdf")
     effects.add_argument("--json", action="store_true", help="print a JSON object")
@@ -290,75 +303,94 @@ def _deciding(command: Command) -> None:
     race = command(
         "race",
         _lazy_handler("deciding_commands", "race_command"),
-        "say which recipes need not be run to the budget, look by look; stops nothing itself",
+        "show which recipes a race would have stopped before the budget, look by look; does not stop any run",
         "scalerl race examples/curves.csv --budget 16000",
     )
     _add_source(race)
     race.add_argument(
-        "--budget", type=_number, required=True, metavar="C", help="compute of one run, at which the best is wanted"
+        "--budget",
+        type=_number,
+        required=True,
+        metavar="C",
+        help="compute of one run, at which the best recipe is wanted",
     )
     race.add_argument(
         "--p-ahead",
         type=_number,
         metavar="P",
-        help="stop below this chance of ending ahead of the favourite; default: %(default)g",
-    )
-    race.add_argument("--looks", type=_count, metavar="K", help="at so many looks in a row; default: %(default)s")
-    race.add_argument(
-        "--first", type=_number, metavar="S", help="share of the budget at the first look; default: %(default)g"
+        help="stop a recipe below this probability of ending ahead of the favourite; default: %(default)g",
     )
     race.add_argument(
-        "--growth", type=_number, metavar="G", help="of compute, from one look to the next; default: %(default)g"
+        "--looks",
+        type=_count,
+        metavar="K",
+        help="stop only after so many looks in a row below it; default: %(default)s",
+    )
+    race.add_argument(
+        "--first", type=_number, metavar="S", help="fraction of the budget at the first look; default: %(default)g"
+    )
+    race.add_argument(
+        "--growth", type=_number, metavar="G", help="factor of compute from one look to the next; default: %(default)g"
     )
     race.add_argument(
         "--loss",
         type=_number,
         metavar="L",
-        help="the most that all stops together may be expected to cost, of the reward's scale; default: %(default)g",
+        help="largest expected loss of all stops together, as a fraction of the reward's scale; default: %(default)g",
     )
     race.set_defaults(p_ahead=Rules.p_ahead, looks=Rules.looks, first=Rules.first, growth=Rules.growth, loss=Rules.loss)
-    race.add_argument("--json", action="store_true", help="print a JSON object, with every look")
+    race.add_argument("--json", action="store_true", help="print a JSON object with all looks")
 
 
 def _showing(command: Command) -> None:
     report = command(
         "report",
         _lazy_handler("showing_commands", "report_command"),
-        "write one self-contained HTML page, with figures and ranking.csv beside it",
+        "write a self-contained HTML page, and figures and ranking.csv next to it",
         "scalerl report examples/study -o report.html",
     )
     _add_source(report)
     _add_ranking(report)
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
-    report.add_argument("--beside", metavar="SOURCE", help="another study, fitted alike, to stand beside this one")
-    report.add_argument("--title", help="the study's name; default: the first source's")
+    report.add_argument(
+        "--beside", metavar="SOURCE", help="another study, to be shown next to this one; it is fitted in the same way"
+    )
+    report.add_argument("--title", help="title of the page; default: the name of the first source")
     report.add_argument(
         "--history",
         action="store_true",
-        help="also A as fitted at growing compute, and its forecasts against what came (about a second a recipe)",
+        help="also show A as fitted at growing compute, and earlier forecasts next to what was observed (about a "
+        "second per "
+        "recipe)",
     )
 
     watch = command(
         "watch",
         _lazy_handler("showing_commands", "watch_command"),
-        "a live screen, or re-fits as lines: members, curves, P(best), A over time, a warning on departure",
+        "watch a study live: members, curves, P(best), A over time, and warnings where a run leaves its forecast",
         "scalerl watch examples/curves.csv --once",
     )
     _add_source(watch)
-    watch.add_argument("--interval", type=_number, default=30.0, metavar="S", help="seconds; default: %(default)g")
-    watch.add_argument("--once", action="store_true", help="go through what is there and exit")
-    watch.add_argument("--json", action="store_true", help="print a JSON object a line")
+    watch.add_argument(
+        "--interval",
+        type=_number,
+        default=30.0,
+        metavar="S",
+        help="seconds between two refreshes; default: %(default)g",
+    )
+    watch.add_argument("--once", action="store_true", help="process what is there and exit")
+    watch.add_argument("--json", action="store_true", help="print one JSON object per line")
     watch.add_argument(
         "--out",
         metavar="FILE",
-        help="append every snapshot to this and adopt what it holds; default: fits.jsonl in a run or sweep directory, "
-        "nothing for tables and several sources",
+        help="append every snapshot to this file, after reading the ones in it; default: fits.jsonl in a run or sweep "
+        "directory, no file for tables and for several sources",
     )
 
     publish = command(
         "publish",
         _lazy_handler("showing_commands", "publish_command"),
-        "put fits, bands and figures into MLflow and print the link to the chart",
+        "write fits, bands and figures to MLflow and print the link to the chart",
         "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )
     publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")
@@ -369,15 +401,15 @@ def _studying(command: Command) -> None:
     init = command(
         "init",
         _lazy_handler("init_command", "init_command"),
-        "make a folder of your own that runs as it is: task, reward, recipe, study, batch script",
+        "make a folder to start from, which runs as it is: task, reward, recipe, study, batch script",
         "scalerl init my_study",
     )
-    init.add_argument("folder", metavar="FOLDER", help="new or empty")
+    init.add_argument("folder", metavar="FOLDER", help="a new or empty folder")
 
     adopt = command(
         "adopt",
         _lazy_handler("study_commands", "adopt_command"),
-        "take runs that others have made into a study as members, so that all that is asked of it counts them",
+        "add runs of other tools to a study as members, so that every command on the study includes them",
         "scalerl adopt my_study --from examples/curves.csv --by recipe,seed",
     )
     adopt.add_argument("study", metavar="STUDY", help="a study's folder, or a new one")
@@ -387,160 +419,191 @@ def _studying(command: Command) -> None:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="as of scalerl fit: wandb:entity/project, mlflow:URI#experiment, folders of W&B, tables, logs; "
-        "or a folder of logs",
+        help="as for scalerl fit: wandb:entity/project, mlflow:URI#experiment, W&B folders, tables, logs; or a folder "
+        "of logs",
     )
     adopt.add_argument(
         "--by",
         action="append",
         default=[],
         metavar="NAME,NAME=COL",
-        help="columns or parameters that tell recipes and seeds apart: loss,seed or loss=config.loss_type; repeatable",
+        help="columns or parameters that distinguish recipes and seeds: loss,seed or loss=config.loss_type; repeatable",
     )
-    adopt.add_argument("--metric", metavar="M", help="the reward, of a log")
-    adopt.add_argument("--x", metavar="COL", help="compute column or metric; default: as of scalerl fit")
-    adopt.add_argument("--y", metavar="COL", help="reward column, of a table")
+    adopt.add_argument("--metric", metavar="M", help="name of the reward in a log")
+    adopt.add_argument("--x", metavar="COL", help="compute column or metric; default: as for scalerl fit")
+    adopt.add_argument("--y", metavar="COL", help="reward column of a table")
     adopt.add_argument(
         "--unit",
         choices=["device_hours", "virtual_device_hours", "flops", "tokens", "steps"],
-        help="what the compute column counts, where its name does not say",
+        help="unit of the compute column, if its name does not say",
     )
-    adopt.add_argument("--set", metavar="NAME", help="evaluation set of the reward; default: the study's, or heldout")
-    adopt.add_argument("--seed-from", metavar="REGEX", help="where names of runs hide the seed, as of scalerl fit")
-    adopt.add_argument("--running", action="store_true", help="also runs still at work, as far as they have come")
+    adopt.add_argument(
+        "--set", metavar="NAME", help="evaluation set that the reward was measured on; default: the study's, or heldout"
+    )
+    adopt.add_argument(
+        "--seed-from",
+        metavar="REGEX",
+        help="regular expression that finds the seed in names of runs, as for scalerl fit",
+    )
+    adopt.add_argument(
+        "--running", action="store_true", help="also add runs that have not ended, up to their last evaluation"
+    )
     adopt.add_argument("--json", action="store_true", help="print a JSON object")
 
     memory = command(
         "memory",
         _lazy_handler("memory_command", "memory_command"),
-        "say what a run takes on each device, by part, before compute is spent",
+        "predict the memory of a run on each device, by part, before any compute is spent",
         "scalerl memory scale=0.6b model.width=256 --devices 8 --gib 80",
     )
     memory.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train")
     memory.add_argument(
-        "--devices", type=_count, metavar="N", help="that train; default: what strategy.* asks for, or 1"
+        "--devices",
+        type=_count,
+        metavar="N",
+        help="number of training devices; default: the number in strategy.*, or 1",
     )
-    memory.add_argument("--gib", type=_number, metavar="G", help="of a device: refuse what does not fit, with a remedy")
-    memory.add_argument("--json", action="store_true", help="print a JSON object, in bytes")
+    memory.add_argument(
+        "--gib", type=_number, metavar="G", help="memory of a device: exit with 1 and a remedy if the run does not fit"
+    )
+    memory.add_argument("--json", action="store_true", help="print a JSON object, sizes in bytes")
     translate = command(
         "translate",
         _lazy_handler("translate_command", "translate_command"),
-        "say a recipe in another trainer's words, and list what has no counterpart there",
+        "translate a recipe into another trainer's settings, and list the choices that have no counterpart there",
         "scalerl translate recipe=scalerl_core aggregation=token --to trl",
     )
     translate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train")
     translate.add_argument("--to", required=True, metavar="TRAINER", help="trl, verl, prime-rl or skyrl")
     translate.add_argument(
-        "--config-dir", action="append", default=[], metavar="DIR", help="files of your own, as there"
+        "--config-dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="your own folder of configuration files, as for scalerl train",
     )
     translate.add_argument(
-        "-o", "--output", metavar="FILE", help="write what the trainer reads here, not on the terminal"
+        "-o", "--output", metavar="FILE", help="write the trainer's settings to this file instead of the terminal"
     )
     translate.add_argument("--json", action="store_true", help="print a JSON object: settings, missing, notes, axes")
 
     status = command(
         "status",
         _lazy_handler("study_commands", "status_command"),
-        "say what runs, waits, is done or failed and why; only looks",
+        "show which members run, wait, are finished or failed, and why; changes nothing",
         "scalerl status examples/study",
     )
     status.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
-    status.add_argument("--all", action="store_true", help=f"every member; default: the {ROWS} that matter most")
+    status.add_argument("--all", action="store_true", help=f"show every member; default: the {ROWS} most important")
     status.add_argument("--json", action="store_true", help="print a JSON object")
 
     collect = command(
         "collect",
         _lazy_handler("study_commands", "collect_command"),
-        "take stock of a study on a cluster: judge what ended, submit what is left, feed MLflow, rank",
+        "update a study on a cluster: classify ended jobs, submit what is left, update MLflow, rank",
         "scalerl collect examples/study",
     )
     collect.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
-    collect.add_argument("--wait", action="store_true", help="stay until everything is done")
+    collect.add_argument("--wait", action="store_true", help="wait until every member is done")
     _add_trust(collect)
-    collect.add_argument("--again", action="store_true", help="give members that failed another chance")
+    collect.add_argument("--again", action="store_true", help="retry members that failed")
 
     clean = command(
         "clean",
         _lazy_handler("study_commands", "clean_command"),
-        "show what of a study can go, with its size, and remove it with --yes",
+        "list files of a study that can be deleted, with their sizes; delete them with --yes",
         "scalerl clean examples/study",
     )
     clean.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
-    clean.add_argument("--yes", action="store_true", help="remove it; without, it is only shown")
-    clean.add_argument("--checkpoints", action="store_true", help="of finished members; usual, as --leftovers")
+    clean.add_argument("--yes", action="store_true", help="delete the files; without it, they are only listed")
     clean.add_argument(
-        "--keep", type=_count, default=0, metavar="N", help="newest checkpoints of each that stay; default: %(default)s"
+        "--checkpoints",
+        action="store_true",
+        help="checkpoints of finished members (included by default, like --leftovers)",
     )
-    clean.add_argument("--leftovers", action="store_true", help="of processes that were killed as they wrote")
-    clean.add_argument("--logs", action="store_true", help="of finished members")
-    clean.add_argument("--attempts", action="store_true", help="of finished members, and submissions that are over")
-    clean.add_argument("--rollouts", action="store_true", help="of finished members, that scalerl rollouts shows")
+    clean.add_argument(
+        "--keep",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="number of newest checkpoints to keep per member; default: %(default)s",
+    )
+    clean.add_argument("--leftovers", action="store_true", help="unfinished files of killed processes")
+    clean.add_argument("--logs", action="store_true", help="logs of finished members")
+    clean.add_argument("--attempts", action="store_true", help="job records of finished members, and ended submissions")
+    clean.add_argument(
+        "--rollouts", action="store_true", help="stored rollouts of finished members (scalerl rollouts shows them)"
+    )
 
     export = command(
         "export",
         _lazy_handler("study_commands", "export_command"),
-        "write a run's model as a folder that transformers loads, with tokenizer and a card",
+        "write the model of a run as a folder that transformers loads, with tokenizer and model card",
         "scalerl export outputs/mine/runs/0f3a9c21d4e7 my_model --dtype bf16",
     )
     export.add_argument("run", metavar="RUN", help="a run's folder: outputs/STUDY/runs/IDENTITY")
-    export.add_argument("directory", metavar="DIR", help="new or empty")
+    export.add_argument("directory", metavar="DIR", help="a new or empty folder")
     export.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights; default: %(default)s"
+        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="type of the weights; default: %(default)s"
     )
     _add_trust(export)
-    export.add_argument("--step", type=int, metavar="N", help="of the checkpoint; default: the newest")
+    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
 
 
 def _reading(command: Command) -> None:
     rollouts = command(
         "rollouts",
         _lazy_handler("rollout_commands", "rollouts_command"),
-        "show what a run's model has written: whole groups with rewards, outcomes, versions",
+        "show completions that a run has stored: whole groups with rewards, outcomes and weight versions",
         "scalerl rollouts outputs/mine/runs/0f3a9c21d4e7 --only wrong --limit 2",
     )
     rollouts.add_argument("run", metavar="RUN", help="a run's folder: outputs/STUDY/runs/IDENTITY")
-    rollouts.add_argument("--step", type=_steps, metavar="N|N:M", help="of this step, or from one to another")
-    rollouts.add_argument("--prompt", metavar="ID", help="of this prompt")
-    rollouts.add_argument("--difficulty", metavar="D", help="of this difficulty")
-    rollouts.add_argument("--source", metavar="TASK", help="of this task of a mixture")
-    rollouts.add_argument("--outcome", choices=["score", "abstain", "error"], help="that ended so")
-    rollouts.add_argument("--only", choices=["right", "wrong"], help="that were graded so")
-    rollouts.add_argument("--limit", type=int, default=3, metavar="K", help="the last K groups; 0: all; default: 3")
-    rollouts.add_argument("--full", action="store_true", help="texts whole")
-    rollouts.add_argument("--json", action="store_true", help="print a JSON list, an object a group")
+    rollouts.add_argument("--step", type=_steps, metavar="N|N:M", help="only this step, or a range of steps")
+    rollouts.add_argument("--prompt", metavar="ID", help="only this prompt")
+    rollouts.add_argument("--difficulty", metavar="D", help="only prompts of this difficulty")
+    rollouts.add_argument("--source", metavar="TASK", help="only this task of a mixture")
+    rollouts.add_argument("--outcome", choices=["score", "abstain", "error"], help="only completions with this outcome")
+    rollouts.add_argument("--only", choices=["right", "wrong"], help="only completions that were graded like this")
+    rollouts.add_argument(
+        "--limit", type=int, default=3, metavar="K", help="print the last K groups; 0: all; default: 3"
+    )
+    rollouts.add_argument("--full", action="store_true", help="print texts in full")
+    rollouts.add_argument("--json", action="store_true", help="print a JSON list with one object per group")
 
     rescore = command(
         "rescore",
         _lazy_handler("rollout_commands", "rescore_command"),
-        "grade a run's stored rollouts anew, with its own verifier or another; generates nothing",
+        "grade the stored rollouts of a run again, with its own verifier or another; generates nothing",
         "scalerl rescore outputs/mine/runs/0f3a9c21d4e7 --reward my_rewards.py:strict",
     )
     rescore.add_argument("run", metavar="RUN", help="a run's folder: outputs/STUDY/runs/IDENTITY")
     rescore.add_argument(
-        "--reward", metavar="R", help="math, choice, ... or file.py:function; default: that of the run's task"
+        "--reward", metavar="R", help="math, choice, ... or file.py:function; default: the reward of the run's task"
     )
     _add_trust(rescore)
     rescore.add_argument("--out", metavar="FILE", help="write the groups with their new grades (JSON lines)")
-    rescore.add_argument("--json", action="store_true", help="print a JSON list, an object a task")
+    rescore.add_argument("--json", action="store_true", help="print a JSON list with one object per task")
 
     noise = command(
         "noise",
         _lazy_handler("rollout_commands", "noise_command"),
-        "repeat an evaluation at fixed weights: how far a point may be off",
+        "repeat an evaluation with the same weights, to measure the error of one evaluation",
         "scalerl noise my_model gsm8k task.train=train.jsonl 'task.heldout={test: test.jsonl}' --repeats 5",
     )
     noise.add_argument("model", metavar="MODEL", help="a run's folder, or a model's folder or hub id")
-    noise.add_argument("overrides", nargs="*", metavar="TASK OVERRIDE", help="of a model: the task, and its settings")
+    noise.add_argument("overrides", nargs="*", metavar="TASK OVERRIDE", help="for a model: the task and its settings")
     _add_trust(noise)
-    noise.add_argument("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
-    noise.add_argument("--json", action="store_true", help="print a JSON list, an object a held-out set")
+    noise.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="number of evaluations; default: %(default)s"
+    )
+    noise.add_argument("--json", action="store_true", help="print a JSON list with one object per held-out set")
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run whatever code the folder names; default: ours by its public names, and your own "
+        help="run all code that the folder names; default: only this project's public names and your own code "
         "(docs/guide/study.md)",
     )
 
@@ -568,62 +631,73 @@ def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
         type=_r0,
         default="first",
         metavar="X|first|free",
-        help="reward before training: a number, the first evaluation (default), or fitted",
+        help="reward before training: a number, the first evaluation (default), or fitted (free)",
     )
-    parser.add_argument("--robust", action="store_true", help="give evaluations far from the curve less weight")
-    parser.add_argument("--min-compute", type=_number, metavar="C", help="leave out what lies below")
-    parser.add_argument("--max-compute", type=_number, metavar="C", help="leave out what lies above")
+    parser.add_argument("--robust", action="store_true", help="give less weight to evaluations far from the curve")
+    parser.add_argument("--min-compute", type=_number, metavar="C", help="leave out evaluations below this compute")
+    parser.add_argument("--max-compute", type=_number, metavar="C", help="leave out evaluations above this compute")
     parser.add_argument(
         "--metric",
         metavar="M",
-        help="the reward: eval/<set>/pass_rate of journals (default: the first set), a metric of a log; "
-        "all: a curve a set",
+        help="the reward: eval/<set>/pass_rate of runs of a study (default: the first set), or a metric of a log; "
+        "all: one curve per set",
     )
     parser.add_argument(
         "--x",
         metavar="COL",
-        help="compute column (default: compute), or axis of journals and logs; order: row numbers; of a log, sum:COL: "
-        "the running sum of what each step took",
+        help="compute column (default: compute), or measure of compute in runs and logs; order: the row number; "
+        "sum:COL: the "
+        "running sum of a log's column",
     )
-    parser.add_argument("--y", metavar="COL", help="reward column (default: reward); all: every column is a run")
+    parser.add_argument("--y", metavar="COL", help="reward column (default: reward); all: each column is a run")
     parser.add_argument(
         "--bounds",
         nargs=2,
         type=_finite,
         metavar=("LOW", "HIGH"),
-        help="lowest and highest possible reward, as it is in the source; default: 0 1, -1 1 or 0 100 where all "
-        "rewards lie within, else none",
+        help="lowest and highest possible reward, on the scale of the source; default: the first of 0 1, -1 1 and 0 "
+        "100 that "
+        "contains all rewards, else no bounds",
     )
     parser.add_argument(
         "--lower-is-better",
         action="store_true",
-        help="the reward is a loss or an error rate: it is shown as minus the metric, and so are --r0 and --target",
+        help="the reward is a loss or an error rate: it is shown as minus the metric; give --r0 and --target as minus "
+        "the metric",
     )
-    parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
+    parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or a tag or parameter in MLflow")
     parser.add_argument(
         "--seed-from",
         metavar="REGEX",
-        help="where names of other people's runs hide the seed: what its one group matches, as in 'ppo-s(\\d+)'",
+        help="regular expression with one group, which finds the seed in names of runs, such as 'ppo-s(\\d+)'",
     )
-    parser.add_argument("--size", metavar="COL", help="model size: a column or configuration key; a curve a size")
+    parser.add_argument("--size", metavar="COL", help="model size: a column or configuration key; one curve per size")
     parser.add_argument(
-        "--group", action="append", default=[], metavar="COL", help="a curve for every value of this too; repeatable"
+        "--group",
+        action="append",
+        default=[],
+        metavar="COL",
+        help="make one curve per value of this column, too; repeatable",
     )
 
 
 def _add_ranking(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget", type=_number, metavar="C", help="also give the reward at this compute")
+    parser.add_argument("--budget", type=_number, metavar="C", help="also print the reward at this compute")
     parser.add_argument(
-        "--baseline", metavar="RECIPE", help="recipe to hold the others against; default: what the runs depart from"
+        "--baseline",
+        metavar="RECIPE",
+        help="recipe to compare the others with; default: the recipe that the variants change",
     )
     parser.add_argument(
         "--margin",
         type=_number,
         metavar="A",
-        help=f"A within this are tied; default: the study's launch.margin, or {MARGIN:g} of the scale",
+        help=f"recipes whose A differ by less are tied; default: the study's launch.margin, or {MARGIN:g} of the scale",
     )
     parser.add_argument(
-        "--sets", metavar="A,B", help="also compare over these evaluation sets as one: interquartile mean, bootstrap"
+        "--sets",
+        metavar="A,B",
+        help="also compare the recipes over these evaluation sets together: interquartile mean, bootstrap",
     )
 
 
@@ -634,31 +708,41 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--design",
         nargs="+",
         metavar="OVERRIDE",
-        help="of a study to come, as for scalerl train --multirun: members, device hours, and what it will tell",
+        help="overrides of a planned study, as for scalerl train --multirun: prints its members, device hours and the "
+        "differences that it can detect",
     )
     goal.add_argument(
         "--budget",
         type=_number,
         metavar="C",
-        help="compute still to spend over all recipes; with --size, --rollouts or --group, compute of one run",
+        help="further compute for all recipes together; with --size, --rollouts or --group, compute of one run",
     )
     parser.add_argument(
         "--margin",
         type=_number,
         metavar="A",
-        help="A within this of the best is no wrong choice; default: the study's launch.margin, "
+        help="a recipe whose A is within this of the best is not a wrong choice; default: the study's launch.margin, "
         f"or {MARGIN:g} of the scale",
     )
     parser.add_argument(
-        "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"
+        "--sizes", default="", metavar="LIST", help="further model sizes to predict, with --size: 1e9,14B"
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="with --size: draw the best size over budgets: .svg, .png or .pdf"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="with --size: write a figure of the best size over budgets: .svg, .png or .pdf",
     )
-    parser.add_argument("--like", metavar="SOURCE", help="with --design: an earlier study, by which it is foretold")
-    parser.add_argument("--rate", type=_number, metavar="MONEY", help="with --design: what a device hour costs")
-    parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")
-    parser.add_argument("--difficulty", metavar="COL", help="difficulty of the evaluated prompts, with --rollouts")
+    parser.add_argument(
+        "--like",
+        metavar="SOURCE",
+        help="with --design: an earlier study, whose errors and costs are used for the prediction",
+    )
+    parser.add_argument("--rate", type=_number, metavar="MONEY", help="with --design: price of a device hour")
+    parser.add_argument("--rollouts", metavar="COL", help="rollouts per prompt, if they vary: a column or key")
+    parser.add_argument(
+        "--difficulty", metavar="COL", help="difficulty of the evaluated prompts: a column, with --rollouts"
+    )
 
 
 def _two_axes(text: str) -> tuple[str, str]:

@@ -33,12 +33,12 @@ def memory_command(options: argparse.Namespace) -> int:
         return 1 if remedy else 0
     print(
         f"{found.parameters / 1e9:.3g} billion parameters, {devices} device{'' if devices == 1 else 's'} ({strategy}), "
-        f"a pass of {found.tokens} tokens, rows of up to {found.row}\n"
+        f"{found.tokens} tokens per pass, rows of up to {found.row} tokens\n"
     )
     rows = [
         *([name, f"{size / GIB:.2f}"] for name, size in found.device.items()),
         *([f"rank 0: {name}", f"{size / GIB:.2f}"] for name, size in found.leader.items()),
-        ["together, on the fullest device", f"{found.peak / GIB:.2f}"],
+        ["total of the fullest device", f"{found.peak / GIB:.2f}"],
         *([f"on the host of rank 0: {name}", f"{size / GIB:.2f}"] for name, size in found.host.items()),
     ]
     print(table(["part", "GiB"], rows))

@@ -90,7 +90,7 @@ def _conversation_line(conversation: dict[str, Any]) -> str:
     rewards = ", ".join(f"{reward:g}" for reward in conversation["rewards"])
     counts = "".join(f", {conversation[key]} {key}" for key in ("calls", "malformed", "raised") if conversation[key])
     failed = f"; failed, {one_line(conversation['failed'])}" if conversation["failed"] else ""
-    return f"conversation{name}: {conversation['turns']} turns{counts}; the environment's rewards {rewards}{failed}"
+    return f"conversation{name}: {conversation['turns']} turns{counts}; rewards of the environment {rewards}{failed}"
 
 
 def _wrapped(text: str, indent: str, width: int, max_lines: int | None) -> list[str]:
@@ -101,7 +101,7 @@ def _wrapped(text: str, indent: str, width: int, max_lines: int | None) -> list[
         for piece in textwrap.wrap(one_line(line), width - len(indent)) or [""]
     ]
     if max_lines is not None and len(lines) > max_lines:
-        lines = [*lines[: max_lines - 2], f"[{len(lines) - max_lines + 1} lines more, --full]", lines[-1]]
+        lines = [*lines[: max_lines - 2], f"[{len(lines) - max_lines + 1} more lines, --full]", lines[-1]]
     return [f"{indent}{line}".rstrip() for line in lines]
 
 
@@ -152,9 +152,10 @@ def noise_command(options: argparse.Namespace) -> None:
         ]
         for entry in found
     ]  # fmt: skip
-    print(table(["set", "prompts", "samples", "pass rate", "sampling error", "foretold", "prompt error"], rows))
+    print(table(["set", "prompts", "samples", "pass rate", "sampling error", "predicted", "prompt error"], rows))
     print(
-        f"\n{options.repeats} evaluations of the same weights. sampling error: how much they differ, with its 95% "
-        "interval;\nforetold: what each gives by itself, and fits use; prompt error: what another draw of as many "
-        "prompts would add."
+        f"\n{options.repeats} evaluations of the same weights.\nsampling error: standard deviation of the evaluations, "
+        "with its "
+        "95% interval\npredicted: the same, computed from a single evaluation (fits use it)\nprompt error: additional "
+        "standard deviation if the held-out prompts were drawn again"
     )

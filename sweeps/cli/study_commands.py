@@ -60,11 +60,11 @@ def status_command(options: argparse.Namespace) -> None:
         print(f"and {len(live) - FAILURES} more members (--all)")
     changed = [view for view in views if view.code]
     for view in changed if options.all else changed[:FAILURES]:
-        print(f"\n{view.recipe} seed {view.seed} went on with other code {one_line(view.code or '')}")
+        print(f"\n{view.recipe} seed {view.seed} was continued with other code: {one_line(view.code or '')}")
     if len(changed) > FAILURES and not options.all:
         print(f"and {len(changed) - FAILURES} more members (--all)")
     for view in [view for view in views if view.state == "failed"][:FAILURES]:
-        print(f"\n{view.recipe} seed {view.seed}, the end of {study}/runs/{view.run}/log.txt:")
+        print(f"\n{view.recipe} seed {view.seed}, the last lines of {study}/runs/{view.run}/log.txt:")
         for line in log_tail(study, view):
             print(f"    {one_line(line)}")
 
@@ -149,7 +149,7 @@ def adopt_command(options: argparse.Namespace) -> None:
         ]
         for each in done.runs
     ]
-    print(table(["", "recipe", "seed", "points", "run there", ""], rows))
+    print(table(["", "recipe", "seed", "points", "original name", ""], rows))
 
 
 def clean_command(options: argparse.Namespace) -> None:
@@ -159,7 +159,7 @@ def clean_command(options: argparse.Namespace) -> None:
     study = Path(options.study)
     kinds = [kind for kind in KINDS if getattr(options, kind)] or [*USUAL]
     result = clean(study, kinds, options.keep) if options.yes else inventory(study, options.keep)
-    at_work = f", {result.at_work} at work" if result.at_work else ""
+    at_work = f", {result.at_work} running" if result.at_work else ""
     print(f"{study}: {result.finished} of {result.finished + result.others} members finished{at_work}\n")
     rows = [
         [
@@ -172,18 +172,20 @@ def clean_command(options: argparse.Namespace) -> None:
         for kind, what in KINDS.items()
         if kind in kinds or not options.yes
     ]
-    print(table(["removed" if options.yes else "would go", "files", "size", "", ""], rows))
-    kept = "a member that is not finished keeps all that it needs to go on"
-    print(f"\nJournals, specifications, configurations, the ledger and launch.json stay; {kept}.")
+    print(table(["deleted" if options.yes else "can be deleted", "files", "size", "", ""], rows))
+    print(
+        "\nJournals, specifications, configurations, the ledger and launch.json are kept, and everything that an "
+        "unfinished member needs to continue."
+    )
     if result.linked:
-        warn([f"{path} is a symbolic link: what it leads to stays" for path in result.linked])
+        warn([f"{path} is a symbolic link: its target is kept" for path in result.linked])
     if result.removable["checkpoints"] and "checkpoints" in kinds and not options.keep:
         print(
             "A run without a checkpoint cannot be continued with a larger budget, exported or evaluated again; "
-            "--keep 1 leaves the newest of each."
+            "--keep 1 keeps the newest of each."
         )
     if not options.yes:
-        print("Nothing was removed; --yes removes it.")
+        print("Nothing was deleted; --yes deletes these files.")
 
 
 def export_command(options: argparse.Namespace) -> None:
@@ -211,7 +213,7 @@ def collect_command(options: argparse.Namespace) -> None:
         study = Study.read(directory)
         plan = LaunchSettings.read(directory)
         if not plan.outlives and not options.wait:
-            warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
+            warn([f"{directory} runs on one machine; --wait continues its unfinished members"])
         else:
             # A race is only decided with --wait, because then this process keeps running.
             require_training("scalerl collect")
@@ -222,7 +224,7 @@ def collect_command(options: argparse.Namespace) -> None:
                 states = prepared.commit(detach=not options.wait)
     elif (directory / LEDGER_FILE).is_file():
         # The study's controller died before the launch was accepted and its settings were written.
-        warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
+        warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and continues them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
     print_table(STATUS, _status_rows(views, ROWS))

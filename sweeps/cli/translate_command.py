@@ -26,7 +26,7 @@ def translate_command(options: argparse.Namespace) -> None:
     if options.output is not None:
         write_atomically(Path(options.output), found.text())
         keys = ", ".join(each.key for each in found.missing)
-        lacking = f"; without a counterpart, as its comments say: {keys}" if keys else ""
+        lacking = f"; without a counterpart (see its comments): {keys}" if keys else ""
         print(f"{options.output}: {counted(len(found.settings), 'setting')} of {found.to}{lacking}", file=sys.stderr)
     elif not options.json:
         print(found.text(), end="")

@@ -156,7 +156,7 @@ def test_the_help_of_training_is_quick_and_lists_the_users_choices(tmp_path: Pat
         (["--multirun", "cluster=slurm"], "scalerl train: cluster: slurm needs sbatch"),
         (
             ["--multirun", "hydra/launcher=submitit_slurm"],
-            "hydra/launcher=submitit_slurm is understood as cluster=slurm: cluster: slurm needs sbatch",
+            "hydra/launcher=submitit_slurm is treated as cluster=slurm: cluster: slurm needs sbatch",
         ),
         (["hydra/launcher=submitit_slurm"], "hydra/launcher=submitit_slurm: a single run runs in this process; add"),
     ],

@@ -89,7 +89,7 @@ def test_a_clusters_study_writes_them_only_where_its_jobs_need_them(tmp_path: Pa
     (tmp_path / "bin" / "squeue").write_text(SHOWS)
     study = ("study=x", "cluster=slurm", "seed=0,1", "hydra.launcher.detach=true", *LAUNCHER)
     done = launch(tmp_path, *study, PATH=path, **ENVIRONMENT)
-    assert done.returncode == 0 and "The jobs go on without this process" in done.stderr, done.stderr
+    assert done.returncode == 0 and "The jobs continue without this process" in done.stderr, done.stderr
     (tmp_path / "said.txt").write_text(done.stdout + done.stderr)
     assert holding(tmp_path, [*ENVIRONMENT.values(), "of-hydra"]) == set()
     assert holding(tmp_path, IN_COMMANDS) == {"launch.json", "7_submission.sh"}

@@ -370,7 +370,7 @@ def test_the_command_shows_first_and_removes_when_told(study: Path, capsys: pyte
     before = contents(study)
     code, out, err = run(capsys, str(study))
     assert (code, err) == (0, "") and contents(study) == before
-    assert "2 of 3 members finished" in out and "Nothing was removed; --yes removes it." in out
+    assert "2 of 3 members finished" in out and "Nothing was deleted; --yes deletes these files." in out
     assert re.search(r"checkpoints +4 +\d+ B +checkpoints of finished members", out)
     assert re.search(r"logs +4 +102 B +with --logs", out) is None and "with --logs" in out
     assert "cannot be continued with a larger budget" in out and "--keep 1" in out

@@ -356,7 +356,7 @@ def test_members_that_went_on_with_other_code_are_told(tmp_path: Path, capsys: p
         assert [told_by_json[spec.run] for spec in here.specs] == [None, told]
         assert cli.main(["status", str(folder)]) == 0
         changed = [line for line in capsys.readouterr().out.splitlines() if "other code" in line]
-        assert changed == [f"{here.specs[1].recipe} seed {here.specs[1].seed} went on with other code {told}"]
+        assert changed == [f"{here.specs[1].recipe} seed {here.specs[1].seed} was continued with other code: {told}"]
 
 
 def test_the_end_of_a_log_is_short_and_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
