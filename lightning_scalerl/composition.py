@@ -294,10 +294,13 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    chosen: dict[str, str] = {}
     for parsed in OverridesParser.create().parse_overrides(list(overrides)):
         group, value = parsed.key_or_group, None if parsed.is_sweep_override() else parsed.value()
         if not group:
             raise ConfigurationError(f"{parsed.input_line}: no key before the =; write KEY=VALUE")
+        if isinstance(value, str):
+            chosen[group] = value
         # Only plain names choose a file: a mapping sets values in a group, and `~GROUP` has no value.
         if isinstance(value, str | Mapping) or parsed.is_sweep_override() or not is_group(group, folders):
             continue
@@ -306,6 +309,50 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
         if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
             name = parsed.input_line.partition("=")[2]
             raise ConfigurationError(no_choice(group, name, names_in(group, folders), folders=folders))
+    _check_inherited(chosen, folders)
+
+
+def _check_inherited(chosen: Mapping[str, str], folders: Folders) -> None:
+    """Refuse an axis choice that would inherit values which the recipe's file sets for its own choice.
+
+    Args:
+        chosen: names of the chosen files, by group.
+        folders: the user's folders.
+
+    Raises:
+        ConfigurationError: the recipe or experiment chooses a file of the axis and changes values of it, and the
+            overrides choose another file of this axis.
+    """
+    variant = chosen.get("variant", "")
+    by_variant = dict([plain_variants()[variant]]) if variant in plain_variants() else {}
+    by_variant |= _defaults_and_body("variant", variant, folders)[0]
+    for group in ("recipe", "experiment"):
+        defaults, body = _defaults_and_body(group, chosen.get(group, ""), folders)
+        for axis, choice in defaults.items():
+            other = chosen.get(axis, by_variant.get(axis, choice))
+            if other != choice and isinstance(body.get(axis), Mapping):
+                names = ", ".join(f"{axis}.{name}" for name in body[axis])
+                raise ConfigurationError(
+                    f"{group}={chosen[group]}: its file sets {names} for {axis}={choice}, and {axis}={other} would get "
+                    f"the same; move these values into a file {axis}/NAME.yaml of your folder, and choose {axis}: NAME"
+                )
+
+
+def _defaults_and_body(group: str, name: str, folders: Folders) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the axis choices that a file overrides, by axis, and its values; both are empty if there is no file."""
+    import yaml
+
+    # The first folder of Hydra's search path wins.
+    paths = [path for folder in (conf_dir(), *folders) if (path := Path(folder) / group / f"{name}.yaml").is_file()]
+    try:
+        content = yaml.safe_load(paths[0].read_text(encoding="utf-8")) if paths else None
+    except (OSError, ValueError, yaml.YAMLError):
+        content = None  # Hydra reports it
+    if not isinstance(content, dict):
+        return {}, {}
+    entries = [entry for entry in content.get("defaults") or () if isinstance(entry, Mapping)]
+    choices = {str(key).rpartition("/")[2]: value for entry in entries for key, value in entry.items()}
+    return {axis: name for axis, name in choices.items() if axis in AXES and isinstance(name, str)}, content
 
 
 def no_choice(group: str, name: str, valid: Sequence[str], location: str = "", folders: Folders = ()) -> str:

@@ -56,7 +56,7 @@ class RolloutDataModule(LightningDataModule):
         folders = use_folders(() if config_dir is None else (config_dir,))
         parsed = build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task
         self.task = self._trained = check_task(parsed, evaluated=False)
-        self.seed = seed
+        self.seed = whole_number("seed", seed, 0)
 
     def set_evaluation_sets(self, sets: Mapping[str, Task]) -> None:
         """Add held-out sets of other tasks to the task's own; they replace the sets of an earlier call.

@@ -395,7 +395,7 @@ def test_a_file_of_a_variant_says_more_than_its_name() -> None:
     """One that only takes a file of an axis has no file of its own; a file of its name would win over it."""
     own = {path.stem for path in (CONF / "variant").glob("*.yaml")}
     assert not own & plain_variants().keys()
-    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "loss_dapo_28" in own
+    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "async_mode_pipeline_4" in own
 
 
 def test_the_leave_one_out_is_the_papers() -> None:

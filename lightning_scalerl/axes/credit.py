@@ -56,8 +56,8 @@ class TurnCredit(Credit):
     """Each turn has an advantage: its discounted return compared with the group's returns at the same turn.
 
     R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. The rollouts of the group that have a
-    turn t are compared. The last turn's reward includes all that verifier, length control and the user's axes add to
-    the environment's rewards.
+    turn t are compared. The environment's rewards are scaled like the training reward (axis `reward`), unless a
+    verifier grades the rollout. What scale, verifier, length control and the user's axes add belongs to the last turn.
 
     Args:
         discount: gamma, the discount factor per turn.
@@ -102,11 +102,10 @@ def turn_rewards(rollout: Rollout) -> list[float]:
     conversation = rollout.conversation
     if conversation is None:
         return [rollout.reward]
-    if not conversation.rewarded:
-        return [*(0.0 for _ in conversation.rewards[:-1]), rollout.reward]
-    rewards = list(conversation.rewards)
-    # The difference comes from a reward scale, a length penalty or the user's axes. Without them it is zero, so the
-    # last reward stays exact.
+    scale = conversation.scale if conversation.rewarded else 0.0
+    rewards = [scale * reward for reward in conversation.rewards]
+    # The difference is a verifier's reward, the constant of the reward scale, a length penalty or from the user's axes.
+    # Without them it is zero, so the last reward stays exact.
     if (remainder := rollout.reward - sum(rewards)) != 0:
         rewards[-1] += remainder
     return rewards

@@ -25,12 +25,15 @@ class Filter(DesignChoice):
     Attributes:
         refills: whether a dropped group is replaced at once by a group of another prompt.
         most_dropped: with `refills`, the largest number of dropped groups per group of a batch; above it the run stops.
+        by_variance: whether it drops groups because nothing in them differs. A group whose rewards are equal is then
+            kept if the values that axis `credit` compares differ (`stream.credit.enters`).
     """
 
     axis: ClassVar[str] = "filter"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoFilter"}
     refills: ClassVar[bool] = False
     most_dropped: int = 0
+    by_variance: ClassVar[bool] = False
 
     @abstractmethod
     def keep(self, group: Group) -> bool:
@@ -62,9 +65,12 @@ def _groups_of_one_error(choice: str, completions: int) -> str | None:
 class ZeroVariance(Filter):
     """Drop groups whose rewards are all equal, without replacement: the batch gets smaller ("effective batch").
 
-    The advantages of these groups are zero either way. The filter only changes the divisor of the loss.
+    Advantages within the group are zero either way, so the filter only changes the divisor of the loss. With a critic
+    (`advantage=gae`) they are not zero, and the filter also removes what these groups would have taught.
     Source: ScaleRL, arXiv 2510.13786, section 3.2.
     """
+
+    by_variance: ClassVar[bool] = True
 
     def keep(self, group: Group) -> bool:
         """Return True if the rewards differ within the group."""
@@ -88,6 +94,7 @@ class DynamicSampling(Filter):
     """
 
     refills: ClassVar[bool] = True
+    by_variance: ClassVar[bool] = True
 
     def __init__(self, most_dropped: int = 20) -> None:
         self.most_dropped = whole_number("filter.most_dropped", most_dropped)

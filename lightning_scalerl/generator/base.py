@@ -234,14 +234,14 @@ class EndOfThinking:
 
 
 class StopText(Protocol):
-    """Test whether the last `window` tokens of a completion contain a stop text."""
+    """Test whether the last sampled tokens of a completion, at most `window`, contain a stop text."""
 
     @property
     def window(self) -> int:
         """Number of trailing tokens that the test needs."""
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether these completion tokens (all so far, or the last ones) contain a stop text."""
+        """Return whether these tokens contain a stop text."""
 
 
 def never_ends_thinking(tokens: list[int]) -> bool:

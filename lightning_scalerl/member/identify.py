@@ -153,14 +153,16 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Check that the seed and the number of steps are whole numbers."""
+    """Check that the seed and the number of steps are whole numbers, 0 or more and 1 or more."""
     seed = values.get("seed")
     try:
-        is_whole = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed)
+        is_whole = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed) and int(seed) >= 0
     except (TypeError, ValueError, OverflowError):
         is_whole = False
     if not is_whole:
-        raise ConfigurationError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
+        raise ConfigurationError(
+            f"seed: {seed!r} must be a whole number, 0 or more; give seed=0, or several: seed=0,1,2"
+        )
     whole_number("budget.steps", _setting(values, "budget.steps"))
 
 

@@ -124,7 +124,10 @@ def _sample(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
     """Return a stored rollout as the argument of a grader."""
     truncated = stored["finish_reason"] == "length"
     answer = stored.get("answer", stored["completion"])
-    return Sample(prompt, stored["completion"], answer, tuple(stored["ids"]), truncated, step)
+    turns = tuple((source, text) for source, text in stored.get("turns", ()))
+    # As in training, the tokens of a conversation are those of its last turn.
+    last_turn = stored["conversation"]["starts"][-1] if "conversation" in stored else 0
+    return Sample(prompt, stored["completion"], answer, tuple(stored["ids"][last_turn:]), truncated, step, turns)
 
 
 def _with_outcomes(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:

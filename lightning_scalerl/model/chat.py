@@ -333,11 +333,16 @@ class Rendering:
         """Return the text of these tokens after the end of thinking; empty if thinking has started and not ended."""
         return self._answer(prompt, tokens, self.decode(tokens))
 
+    def read(self, tokens: Sequence[int]) -> str:
+        """Decode tokens that the model did not sample, without special tokens; a stop text does not end them."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode completion tokens, without special tokens and without the stop text or stop token."""
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text = self.read(tokens)
         ends = [position for position in map(text.find, self.chat.stop) if position >= 0]
         return text[: min(ends)] if ends else text
 

@@ -53,6 +53,7 @@ class Conversation:
         starts: index of the first token of each of the model's turns in the completion.
         rewards: the environment's reward of each turn; the last turn has the final reward as well.
         rewarded: whether the environment has given any reward.
+        scale: factor from `rewards` to the training reward; 0 if a verifier grades the rollout.
         calls: number of tool calls, malformed ones included.
         malformed: number of calls that could not be read.
         raised: number of calls whose tool raised an exception.
@@ -65,6 +66,7 @@ class Conversation:
     starts: tuple[int, ...]
     rewards: tuple[float, ...]
     rewarded: bool = False
+    scale: float = 1.0
     calls: int = 0
     malformed: int = 0
     raised: int = 0
@@ -135,6 +137,14 @@ class Rollout:
     def inserted(self) -> list[bool]:
         """For each token, whether it was inserted instead of sampled."""
         return [source != Source.SAMPLED for source in self.sources]
+
+    def sampled_last(self, most: int) -> list[int]:
+        """Return the tokens sampled since the last inserted token, at most the last `most` of them."""
+        start = max(0, len(self.tokens) - most)
+        for index in range(len(self.tokens) - 1, start - 1, -1):
+            if self.sources[index] != Source.SAMPLED:
+                return self.tokens[index + 1 :]
+        return self.tokens[start:]
 
     @property
     def by_source(self) -> list[tuple[Source, int, int]]:
@@ -288,7 +298,7 @@ class Denominators:
         samples: rollouts that carry credit.
         tokens: tokens that carry credit.
         max_tokens: the completion limit.
-        sampled: all rollouts of the step, with or without credit.
+        sampled: all rollouts of the step that have a score, with or without credit. An abstention has none.
     """
 
     prompts: float

@@ -323,6 +323,11 @@ def make(
         tokenizer = tokenizer or load_tokenizer(model)
     elif tokenizer is None:
         raise ConfigurationError("tokenizer: a model object comes without one; pass tokenizer=")
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        raise ConfigurationError(
+            "tokenizer: it has no eos_token, so completions could never end; set tokenizer.eos_token to the token that "
+            "ends a completion"
+        )
     if not any(override.startswith("scale=") for override in overrides):
         built.check_scale(is_arithmetic_base(model))
     path = model if isinstance(model, str) else None
@@ -341,6 +346,11 @@ def make(
         policy.adapter = arguments["model_adapter"] = described(model)
     if built.choices.adapter.adapts:
         adapt_policy(policy, built.choices.adapter)
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise ConfigurationError(
+            "model: all its parameters are frozen, so nothing would be trained; set requires_grad=True on those to "
+            'train, or add an adapter: overrides=["adapter=lora"]'
+        )
     models = Models(policy, tokenizer, stop_tokens(model, tokenizer), built.batch.packed, path, files)
     return built, models, arguments
 

@@ -212,6 +212,11 @@ class Sampling:
         if problem:
             raise ConfigurationError(problem)
         stop = tuple(stage.recipe.chat.stop)
+        if quoted := [text for text in stop if text in length_control.phrase]:
+            raise ConfigurationError(
+                f"chat.stop: {quoted[0]!r} is part of length_control.phrase, at which a completion would be cut off "
+                "when it is graded; choose another phrase or stop text"
+            )
         return SamplingSettings(
             max_prompt_tokens=context.max_prompt_tokens,
             max_new_tokens=context.max_new_tokens,

@@ -27,7 +27,7 @@ from lightning_scalerl.model.chat import Rendering
 from lightning_scalerl.model.turns import Turns
 from lightning_scalerl.rollouts.grade import Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.rollouts.rollout import Conversation, Rollout
+from lightning_scalerl.rollouts.rollout import Conversation, Rollout, Source
 
 RolloutKey = tuple[int, int]
 
@@ -159,8 +159,9 @@ class Dialogue:
             return self.rendering.sample(prompt, rollout, step)
         last = replace(rollout, tokens=rollout.tokens[conversation.starts[-1] :])
         sample = self.rendering.sample(prompt, last, step)
+        decoders = {source: self.rendering.read for source in Source} | {Source.SAMPLED: self.rendering.decode}
         texts = tuple(
-            (source.name.lower(), self.rendering.decode(rollout.tokens[start:end]))
+            (source.name.lower(), decoders[source](rollout.tokens[start:end]))
             for source, start, end in rollout.by_source
         )
         settled = None
@@ -573,6 +574,7 @@ class Conversations:
             starts=tuple(conversation.starts),
             rewards=tuple(by_turn),
             rewarded=any(reward is not None for reward in (*rewards, final)),
+            scale=1.0 if self._settings.reward == "environment" else 0.0,
             calls=sum(len(turn.calls) for turn, _ in conversation.exchanges),
             malformed=sum(observation.malformed for observation in observations),
             raised=sum(observation.raised for observation in observations),

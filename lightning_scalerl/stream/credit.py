@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.credit import turn_of_tokens
+from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.normalization import Moments
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Denominators, Group, Rollout, Source, TrainBatch
@@ -95,8 +96,18 @@ def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
 
 
 def enters(group: Group, choices: Choices) -> bool:
-    """Return whether a group carries credit: enough of its rollouts have a score, and the filter keeps it."""
-    return group.comparable and choices.filter.keep(group)
+    """Return whether a group carries credit: enough of its rollouts have a score, and the filter keeps it.
+
+    A filter by variance also keeps a group whose rewards are equal if the values that credit compares are not: with
+    credit by turn, rollouts of equal rewards can have got them in different turns.
+    """
+    if not group.comparable:
+        return False
+    if choices.filter.keep(group):
+        return True
+    return choices.filter.by_variance and any(
+        has_variance(comparison.values) for comparison in choices.credit.comparisons(group)
+    )
 
 
 def remember(groups: list[Group], choices: Choices) -> None:

@@ -8,7 +8,7 @@ Every async mode uses this ledger with its own rules for admission and publishin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_scalerl.axes.curriculum import weighted_sum
@@ -213,6 +213,8 @@ class RolloutStream:
             weighted = weighted_sum(outcome.reward, outcome.terms, factors)
             rollout.terms, rollout.staged = dict(outcome.terms), weighted != outcome.reward
             scaled = self.reward.scale(weighted)
+            if (conversation := rollout.conversation) is not None:
+                rollout.conversation = replace(conversation, scale=conversation.scale * self.reward.slope)
             rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, rollout.length)
             for axis in self.choices.user_axes.values():
                 rollout.reward = axis.adjust_reward(rollout.reward, rollout)

@@ -129,11 +129,16 @@ class RewardScale:
                 f"reward.correct: {self.correct!r} must be above reward.incorrect, {self.incorrect!r}"
             )
 
+    @property
+    def slope(self) -> float:
+        """Change of the training reward per unit of the verifier's reward."""
+        return self.correct - self.incorrect
+
     def scale(self, reward: float) -> float:
         """Return the training reward; with the default scale of 0 to 1, exactly the verifier's reward."""
         if self.incorrect == 0.0 and self.correct == 1.0:
             return reward
-        return self.incorrect + (self.correct - self.incorrect) * reward
+        return self.incorrect + self.slope * reward
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,11 @@ class NoReward(RewardScale):
 
     It is for distillation, where the distance to a teacher (axis `kl`) is the only training signal.
     """
+
+    @property
+    def slope(self) -> float:
+        """Return 0: the training reward does not depend on the verifier's."""
+        return 0.0
 
     def scale(self, reward: float) -> float:
         """Return 0 for any reward."""

@@ -18,6 +18,7 @@ from decimal import Decimal
 from string import ascii_uppercase
 from typing import Any
 
+from lightning_scalerl.checks import shown
 from lightning_scalerl.sandbox.survey import defined_names, used_names
 from lightning_scalerl.verify.mathematics import last_boxed
 from sweeps.run.files import parse_json
@@ -236,9 +237,22 @@ def natural_questions(row: Row) -> Problem:
     return Problem(str(_first(row, "question")), [str(answer) for answer in answer_list if not no_answer(answer)])
 
 
+def _messages(column: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Return a column's list of chat messages.
+
+    Raises:
+        ValueError: it is not a list of messages with a content.
+    """
+    # Arrays, which Parquet readers return for lists, are accepted too.
+    messages = [] if isinstance(value, str | Mapping) or not hasattr(value, "__iter__") else list(value)
+    if not messages or not all(isinstance(message, Mapping) and "content" in message for message in messages):
+        raise ValueError(f"{column}: {shown(value)[:60]} must be a text or a list of messages with role and content")
+    return tuple(dict(message) for message in messages)
+
+
 def verl(row: Row) -> Problem:
     """Read a row of verl: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
-    messages = tuple(dict(message) for message in _first(row, "prompt"))
+    messages = _messages("prompt", _first(row, "prompt"))
     model = _first(row, "reward_model")
     extra = row.get("extra_info") or {}
     level = _optional(row, "level").lower().replace(" ", "_")
@@ -284,7 +298,7 @@ class Columns:
     def __call__(self, row: Row) -> Problem:
         """Read one row by the named columns."""
         prompt = _first(row, self.prompt)
-        messages = () if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
+        messages = () if isinstance(prompt, str) else _messages(self.prompt, prompt)
         text = prompt if isinstance(prompt, str) else str(messages[-1]["content"])
         answer = "" if self.answer is None else _first(row, self.answer)
         label = "" if self.difficulty is None else str(_first(row, self.difficulty))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -176,8 +176,9 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
         name: [value] * count for name, value in prompt.columns.items() if name not in (*_NOT_PASSED, *_TRL_ARGUMENTS)
     }
     rewards = _call(function, arguments)
-    # `__len__` admits arrays and tensors of any library.
-    if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
+    # `__len__` admits arrays and tensors of any library. Mappings and sets have it too, but iterating over them would
+    # give keys, not rewards in order.
+    if not hasattr(rewards, "__len__") or isinstance(rewards, Mapping | Set | str | bytes):
         raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards for {'one completion' if count == 1 else f'{count} completions'}")
@@ -227,13 +228,24 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     result = _call(function, arguments)
     if not isinstance(result, Mapping):
         return Grade(result)
-    numbers = {str(name): float(value) for name, value in result.items() if isinstance(value, bool | int | float)}
+    numbers = {str(name): number for name, value in result.items() if (number := _number(value)) is not None}
     texts = {str(name): str(value) for name, value in result.items() if isinstance(value, str)}
     if "score" not in result:
         raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, result))}")
     reward = numbers.pop("score", result["score"])
-    correct = bool(result["acc"]) if "acc" in result else None
+    # A pass is a reward of 1 or more, here as everywhere: a fractional accuracy is none.
+    correct = float(result["acc"]) >= 1 if "acc" in result else None
     return Grade(reward, numbers, correct=correct, extra=texts)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of Python, NumPy or torch as a float; None for anything else."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or tensor with several elements
+        return None
 
 
 def _call_sample(function: Callable[..., Any], sample: Sample) -> Grade:

@@ -17,7 +17,7 @@ LONG = "n" * 300
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("seed=", r"^seed: '' must be a whole number; give seed=0"),
+        ("seed=", r"^seed: '' must be a whole number, 0 or more; give seed=0"),
         ("seed=null", r"^seed: None must be a whole number"),
         ("seed=0.5", r"^seed: 0\.5 must be a whole number"),
         ("seed=true", r"^seed: True must be a whole number"),

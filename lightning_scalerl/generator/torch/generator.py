@@ -329,10 +329,11 @@ class TorchGenerator:
         return torch.tensor(chosen, dtype=torch.float32, device=self.device).unsqueeze(1)
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
-        """Return a mask (active,) of the rollouts whose text contains a stop text."""
-        counts = self._slots.counts.tolist()
-        starts = [max(0, count - stop_text.window) for count in counts]
-        last_tokens = (self._slots.tokens[slot, starts[slot] : count].tolist() for slot, count in enumerate(counts))
+        """Return a mask (active,) of the rollouts whose last sampled tokens contain a stop text.
+
+        Only tokens that the model has sampled since the last insertion count: an observation may quote a stop text.
+        """
+        last_tokens = (self._slots.sampled_last(slot, stop_text.window) for slot in range(self._slots.active))
         return torch.tensor([stop_text(tokens) for tokens in last_tokens], dtype=torch.bool, device=self.device)
 
     def _decode(self, active: int) -> tuple[Tensor, int]:

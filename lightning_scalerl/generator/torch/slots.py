@@ -142,6 +142,16 @@ class Slots:
         row, count = torch.arange(number, device=self.device), self._count[:number]
         return self.tokens[row, count - 1], self._prompt_length[:number] + count - 1
 
+    def sampled_last(self, slot: int, most: int) -> list[int]:
+        """Return a rollout's tokens sampled since the last inserted token, at most the last `most` of them."""
+        count = int(self._count[slot])
+        answers = self.occupants[slot].answers
+        start = max(0, count - most, answers[-1][1] if answers else 0)
+        forced = torch.nonzero(self._forced[slot, start:count]).flatten()
+        if forced.numel():
+            start += int(forced[-1]) + 1
+        return self.tokens[slot, start:count].tolist()
+
     def next_uniform(self) -> Tensor:
         """Return the uniform numbers (active,) that decide the next token of each rollout."""
         return self._uniform[torch.arange(self.active, device=self.device), self.counts]

@@ -264,7 +264,9 @@ class InFlight:
 
     def _has_stop_text(self, active: ActiveRollout) -> bool:
         """Return whether a rollout's last tokens contain a stop text."""
-        return self.sampling.stop_text is not None and self.sampling.stop_text(active.rollout.tokens)
+        # Only tokens that the model has sampled since the last insertion count: an observation may quote a stop text.
+        stop_text = self.sampling.stop_text
+        return stop_text is not None and stop_text(active.rollout.sampled_last(stop_text.window))
 
     def _turn_ends(self, active: ActiveRollout, reason: str, ended: StepEnds) -> bool:
         """Handle the end of a rollout's request: insert the phrase if it is due, and end the turn if it is over.
