@@ -45,7 +45,8 @@ def outcome_sentence(standing: Standing) -> str:
     surely = f"{names} are tied in A within {margin:g}, above all others ({leader} {is_within})"
     if not standing.slower:
         return f"{surely}. Compute to 90% of the gain does not separate them: take any of them{unranked}"
-    return f"same ceiling: {_join(standing.choices, 'or')}, because {_describe_slower(standing)}. {surely}{unranked}"
+    choices = _join(standing.choices, "or")
+    return f"same ceiling: choose {choices}, because {_describe_slower(standing)}. {surely}{unranked}"
 
 
 def headline(standing: Standing, names: Mapping[str, str]) -> str:
