@@ -443,7 +443,7 @@ def _sentence(row: Difference, margin: float) -> str:
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
         text += f"; {one} takes {format_interval(ratio, '.2f')} times the compute of {two}"
     if row.p_neither is not None and row.p_neither >= 0.01:
-        text += f" (leaving out the {row.p_neither:.0%} of draws in which neither reaches the common reward)"
+        text += f" (leaving out the {row.p_neither:.0%} of the draws in which neither reaches the common reward)"
     return text
 
 

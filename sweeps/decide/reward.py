@@ -144,5 +144,5 @@ def _sentence(rows: Sequence[RewardRow], compute: float, reward: float | None, f
         text += f"; no recipe surely needs more compute to reach {reward:.3f} than {fastest}, the fastest"
     neither = max((row.p_neither or 0.0 for row in rows), default=0.0)
     if fastest is not None and neither >= 0.01:
-        text += f"; ratios leave out the draws in which neither of two recipes reaches it, up to {neither:.0%} of all"
+        text += f"; ratios leave out up to {neither:.0%} of the draws, in which neither of two recipes reaches it"
     return text

@@ -80,7 +80,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     table.write_text("\n".join(rows))
     assert main(["rank", str(table), "--axes", "compute,hours"]) == 0
     out = capsys.readouterr().out
-    assert "depends on what is held equal" in out and "at 400 compute" in out and "1. 0." in out
+    assert "which recipe is ahead depends on the axis: " in out and "at 400 compute" in out and "1. 0." in out
     for wrong, told in (
         (["--axes"], "name its columns"),
         (["--rate", "2"], "for --axes"),

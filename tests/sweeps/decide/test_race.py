@@ -60,7 +60,7 @@ def test_a_loser_is_stopped_and_one_that_rises_late_is_not() -> None:
     assert bad.spent == 2 * race.stopped["bad"]
     assert race.saved == pytest.approx(sum(2 * (BUDGET - at) for at in race.stopped.values()))
     assert race.full == 6 * BUDGET
-    assert "of ending ahead of " in bad.reason and " at 1.6e+04, where it is forecast at 0.4" in bad.reason
+    assert "of ending ahead of " in bad.reason and " at 1.6e+04, where its forecast is 0.4" in bad.reason
     # By what the first look saw, the late one would have gone.
     early = [cut(each, 0.2 * BUDGET) for each in three()]
     assert min(early, key=lambda each: each.reward[each.compute == each.compute.max()].mean()).recipe == "late"

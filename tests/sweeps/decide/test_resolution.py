@@ -74,7 +74,7 @@ def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
     )
     found = resolve(fit_curves([*study(ALIKE, ("0", "1")), null]), "a", 0.02)
     assert found is not None and found.noise == pytest.approx(0.03, rel=0.2)
-    assert f"an evaluation of the null recipe scatters by {found.noise:.3f}" in found.sentence
+    assert f"; evaluations of the null recipe scatter by {found.noise:.3f}" in found.sentence
     without = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
     assert without is not None and without.noise is None and "null recipe" not in without.sentence
 

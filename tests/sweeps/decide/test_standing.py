@@ -127,7 +127,7 @@ def test_only_what_could_not_be_ranked_is_said_not_to_be_named(number: int) -> N
     fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
     found = find_standing(fits)
     assert all(fit.identifiable for fit in fits)
-    assert found.leader == found.ranked[0] and "may not be named" not in outcome_sentence(found)
+    assert found.leader == found.ranked[0] and "not identifiable yet" not in outcome_sentence(found)
 
 
 def test_the_highest_of_many_is_drawn_to_the_others() -> None:
@@ -173,7 +173,7 @@ def test_the_same_reward_for_more_compute() -> None:
     slow = next(row for row in found.rows if row.recipe == "slow")
     assert slow.ratio is not None and slow.ratio.low is not None and slow.ratio.high is not None
     assert slow.ratio.low < 1.7 < slow.ratio.high and slow.ratio.high < 2.5
-    assert "slow takes 1.7x the compute of fast" in found.sentence
+    assert "slow needs 1.7x the compute of fast to reach 0." in found.sentence
     # At four fifths of what the slower has gained, where neither blurs into its plateau.
     assert found.reward == pytest.approx(
         0.3 + 0.8 * (law(np.array([16000.0]), 0.61, 1.9, 3400, 0.3)[0] - 0.3), abs=0.02
