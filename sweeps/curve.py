@@ -109,8 +109,8 @@ class Curve:
         if self.limits is not None or self.lower_is_better or self.range == (0, 1):
             return self.warnings
         low, high = self.seen or (self.reward.min(), self.reward.max())
-        scale = "A has no bounds" if self.range is None else "taken for a scale from {:g} to {:g}".format(*self.range)
-        note = f"rewards run from {low:.4g} to {high:.4g}, outside [0, 1]: {scale}; --bounds gives others"
+        ends = "A has no bounds" if self.range is None else "a scale from {:g} to {:g} is assumed".format(*self.range)
+        note = f"rewards range from {low:.4g} to {high:.4g}, outside [0, 1], so {ends}; set others with --bounds"
         return (*self.warnings, note)
 
     @property
@@ -205,7 +205,8 @@ def make_curve(
     repeated[1:] = (cs[1:] == cs[:-1]) & (ys[1:] == ys[:-1]) & (ss[1:] == ss[:-1])
     notes = list(warnings)
     if repeated.any():
-        notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
+        rows = "1 repeated row" if repeated.sum() == 1 else f"{repeated.sum()} repeated rows"
+        notes.append(f"dropped {rows} (same recipe, seed, compute and reward)")
     if ((cs[1:] == cs[:-1]) & (ss[1:] == ss[:-1]) & ~repeated[1:]).any():
         notes += _conflicts(cs[~repeated], ys[~repeated], ss[~repeated])
     if np.abs(y).max() > _LARGEST or c.max() > _LARGEST or (e is not None and e.max() > _LARGEST):
@@ -278,10 +279,11 @@ def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[st
             f"{values} compute {'value has' if values == 1 else 'values have'} "
             f"{'two' if most == 2 else f'up to {most}'} different rewards "
             f"(first at {compute[first]:g}: {reward[first]:.4g} and {reward[first + 1]:.4g}); "
-            "are two runs under one name? give them seeds or --by"
+            "do two runs share one name? give them seeds, or use --by"
         )
     if len(seeds) > _SAID_OF:
-        notes.append(f"so have {len(seeds) - _SAID_OF} more seeds")
+        more = len(seeds) - _SAID_OF
+        notes.append(f"{more} more {'seed has' if more == 1 else 'seeds have'} such values")
     return notes
 
 

@@ -151,7 +151,7 @@ class RacingRun:
         if self.axis is None:
             self.axis = self._looks.axis = STEPS if compute is None else SPENT
         if compute is None and self.axis != STEPS:
-            self.warn(f"compute is not given, and {self.axis} is compared; evaluations without it are not recorded")
+            self.warn(f"no compute is given, but runs are compared by {self.axis}: the evaluation is not recorded")
             return self._why
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
@@ -159,7 +159,7 @@ class RacingRun:
         except (TypeError, ValueError, OverflowError):  # an error here must not end the training
             bad, spent = True, math.nan
         if bad:
-            self.warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
+            self.warn(f"step {step}: reward {reward} at compute {compute} is not valid, and was not recorded")
             return self._why
         error = {f"{self.metric}_se": float(reward_se)} if reward_se is not None and math.isfinite(reward_se) else {}
         metrics = {self.metric: float(reward), **error, self.axis: spent}
@@ -189,7 +189,7 @@ class RacingRun:
         answered = threading.Event()
         self._calls.put(answered)
         if not answered.wait(wait_s):
-            self.warn(f"no answer within {wait_s:g} s; it is given by a later call")
+            self.warn(f"no answer within {wait_s:g} s; a later call will return it")
         return self._why
 
     def _work(self, calls: queue.SimpleQueue[threading.Event | None]) -> None:
@@ -199,7 +199,7 @@ class RacingRun:
                 self._write()
                 self._why = self._why or self._look()
             except Exception as error:  # an error here must not end the training
-                self.warn(f"not done now, tried again with the next call ({type(error).__name__}: {error})")
+                self.warn(f"failed; the next call will try again ({type(error).__name__}: {error})")
             answered.set()
 
     def _write(self) -> None:
@@ -243,8 +243,8 @@ class RacingRun:
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
             self.warn(
-                f"step {step}: compute {spent:g} is less than the {reached:g} of step {at}, and was not recorded; "
-                "count on from the checkpoint after a resume"
+                f"step {step}: compute {spent:g} is less than the {reached:g} of step {at} and was not recorded; "
+                "after a resume, continue counting from the checkpoint"
             )
         return spent < reached
 
@@ -354,7 +354,7 @@ class _RaceEvents:
             spent = self._spent(args, state)
             if spent is None:
                 self._run.warn(
-                    f"the Trainer counts no {self._compute}, and so nothing is recorded; choose compute=steps"
+                    f"the Trainer does not count {self._compute}, so nothing is recorded; choose compute=steps"
                 )
             else:
                 why = self._run.should_stop(int(state.global_step), float(logs[self._metric]), spent)

@@ -144,7 +144,7 @@ def _score_matrices(evaluations: SetScores, sets: Sequence[str]) -> tuple[dict[s
         if len(complete) < len(seeds):
             excluded = counted(len(seeds) - len(complete), "run")
             notes.append(
-                f"{recipe}: {excluded} without a score on every set by compute {evaluations.compute:.4g}; left out"
+                f"{recipe}: left out {excluded} without a score on every set by compute {evaluations.compute:.4g}"
             )
         if complete:
             matrices[recipe] = np.array([[runs[seed][-1] for runs in by_set] for seed in complete])
@@ -206,7 +206,7 @@ def _sentence(rows: Sequence[AggregateRow], sets: Sequence[str], compute: float)
     """Describe the first recipe, and its improvement over the second."""
     first = rows[0]
     text = (
-        f"over {counted(len(sets), 'set')} ({', '.join(sets)}) at compute {compute:.4g}, which all runs have spent, "
+        f"over {counted(len(sets), 'set')} ({', '.join(sets)}) at compute {compute:.4g}, which all runs reached, "
         f"{first.recipe} has the highest interquartile mean, {first.iqm.value:.3f}"
     )
     if len(rows) > 1 and rows[1].p_first_improves is not None:

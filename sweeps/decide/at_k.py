@@ -136,9 +136,9 @@ def _sentence(k: int, leaders: tuple[RewardRow, RewardRow], differs: bool) -> st
     if one.recipe != many.recipe:
         return (
             f"the two rankings differ: {one.recipe} is ahead by pass@1 (P = {one.p_best:.2f}), and {many.recipe} by "
-            f"pass@{k} (P = {many.p_best:.2f}); a gain in pass@1 alone makes right answers more frequent, and reaches "
-            "no more problems"
+            f"pass@{k} (P = {many.p_best:.2f}); a gain in pass@1 alone means that right answers become "
+            "more frequent, not that more problems are solved"
         )
     if differs:
-        return f"{one.recipe} is ahead by pass@1 and by pass@{k}; the order behind it differs"
+        return f"{one.recipe} is ahead by pass@1 and by pass@{k}; the order of the other recipes differs"
     return f"the order is the same by pass@1 and by pass@{k}"

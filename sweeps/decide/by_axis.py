@@ -108,13 +108,13 @@ def _sentence(columns: Sequence[Column]) -> str:
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)
     parts = [
-        f"{recipe} at as much of {_join_names([column.name for column in columns_of])} "
-        f"(P = {min(column.first.p_best for column in columns_of):.2f}{' at least' if len(columns_of) > 1 else ''})"
+        f"{recipe} at equal {_join_names([column.name for column in columns_of])} "
+        f"(P = {min(column.first.p_best for column in columns_of):.2f}{' or higher' if len(columns_of) > 1 else ''})"
         for recipe, columns_of in by_first.items()
     ]
     if len(parts) == 1:
-        return f"ahead whatever is held equal: {parts[0]}"
-    return f"who is ahead depends on what is held equal: {'; '.join(parts)}"
+        return f"the same recipe is ahead on every axis: {parts[0]}"
+    return f"which recipe is ahead depends on the axis: {'; '.join(parts)}"
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -84,11 +84,11 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     undecided = None if spread is None else _undecided(recipes, spread, error)
     seeds_needed = max(math.ceil((POWER * one_seed_error / margin) ** 2), 2) if margin > 0 else None
     smallest = POWER * error
-    sentence = f"differences of {smallest:.3f} are told (at 5%, with 80% power, by {source})"
+    sentence = f"a difference of {smallest:.3f} can be detected (5% level, 80% power, estimated from {source})"
     if seeds_needed is not None:
-        sentence += f"; {margin:g} takes {seeds_needed} seeds"
+        sentence += f"; a difference of {margin:g} needs {seeds_needed} seeds per recipe"
     if undecided is not None:
-        opening = f"with {counted(seeds, 'seed')} about {undecided:.0f} of {recipes - 1} comparisons"
+        opening = f"with {counted(seeds, 'seed')} per recipe, about {undecided:.0f} of {recipes - 1} comparisons"
         sentence = f"{opening} with the best will stay undecided: {sentence}"
     return Foresight(
         comparisons=recipes - 1,

@@ -173,7 +173,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     if centre is not None:
         note = (
             f"one change at a time: each recipe differs from {readable_fits[centre].recipe} in one axis, so no effect "
-            "can be averaged over the others: use scalerl compare"
+            "can be averaged over the others; use scalerl compare"
         )
         return Effects(
             effects=(),
@@ -425,7 +425,7 @@ def _choose_next_cells(
 def _notes(cells: Sequence[Mapping[str, str]], axes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a note on each pair of axes whose levels always change together, so that the grid cannot separate them."""
     return [
-        f"{a} and {b} vary together: the grid does not tell which of the two it was"
+        f"{a} and {b} vary together, so the grid cannot separate their effects"
         for a, b in combinations(axes, 2)
         if len({(cell[a], cell[b]) for cell in cells}) == len(axes[a]) == len(axes[b])
     ]

@@ -98,7 +98,7 @@ class Choice(AsJson):
 
     @property
     def margin_text(self) -> str:
-        """The margin in words, for the sentence "to tell ..."; empty if it is unknown."""
+        """The margin in words, for the sentence "to detect ..."; empty if it is unknown."""
         return "" if self.margin is None else _describe_margin(self.margin, self.noise_floor)
 
 
@@ -279,7 +279,7 @@ def _doubt(
     if leader.failed > len(leader.values):
         return text
     if estimate.verdict == UNDECIDED:
-        return f"{text}, and the difference does not hold if those had ended like {other.recipe}"
+        return f"{text}, and the difference would not hold if these had ended like {other.recipe}"
     return ""
 
 
@@ -320,7 +320,7 @@ def _sentence(
     assert interval.low is not None and interval.high is not None
     if margin is not None and -margin < interval.low and interval.high < margin:
         return f"undecided: {two} and {one} are the same within {margin:.4g}: {format_interval(interval, '+.4g')}"
-    return f"undecided: {two} and {one} are not told apart: {format_interval(interval, '+.4g')}"
+    return f"undecided: {two} and {one} cannot be told apart: {format_interval(interval, '+.4g')}"
 
 
 def _remedy(
@@ -334,26 +334,27 @@ def _remedy(
 ) -> str:
     for runs in (base_runs, candidate_runs):
         if not runs.values:
-            return f"mend and repeat {runs.recipe}, or leave it out: what did not run cannot be kept"
+            return f"fix and repeat {runs.recipe}, or leave it out: a change that did not run cannot be kept"
     if floor is None or margin is None:
         repeat = f"run {base_runs.recipe} {counted(_REPEATS, 'time')}, each with another seed"
         return f"{repeat}, and give every run its own row"
     if doubt:
         return "repeat the failed runs with other seeds, or find out why they failed"
     if run_count is None:
-        return f"a difference of {margin:.4g} takes more runs than anybody makes; look for a larger one"
+        return f"a difference of {margin:.4g} needs more than {MOST_SEEDS:,} runs of each; look for a larger one"
     more = {runs.recipe: run_count - len(values[runs.recipe]) for runs in (base_runs, candidate_runs)}
     missing = [f"{name} {counted(count, 'more time')}" for name, count in more.items() if count > 0]
-    goal = f"to tell {_describe_margin(margin, floor)}"
+    goal = _describe_margin(margin, floor)
     if not missing:
-        return f"the runs suffice {goal}: take the simpler one, or give a smaller --margin"
-    text = f"{goal} takes {run_count} runs of each: run {' and '.join(missing)}, each with another seed"
+        return f"the runs are enough to detect {goal}: take the simpler recipe, or give a smaller --margin"
+    text = f"detecting {goal} needs {run_count} runs of each: run {' and '.join(missing)}, each with another seed"
     return f"{text}; or give the difference that matters to you with --margin" if _is_floor(margin, floor) else text
 
 
 def _describe_margin(margin: float, floor: Interval | None) -> str:
     """Return the margin in words, with a remark if it equals the noise floor."""
-    return f"a difference as large as the noise floor ({margin:.4g})" if _is_floor(margin, floor) else f"{margin:.4g}"
+    text = f"as large as the noise floor ({margin:.4g})" if _is_floor(margin, floor) else f"of {margin:.4g}"
+    return f"a difference {text}"
 
 
 def _is_floor(margin: float, floor: Interval | None) -> bool:

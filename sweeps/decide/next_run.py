@@ -35,7 +35,6 @@ from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
-from sweeps.terminal import counted
 
 # Verdicts of recipes whose steps are simulated. The draws of an A that is not identifiable are wide: they show whether
 # the recipe may be the best and what an extension would reveal, but they do not justify choosing the recipe.
@@ -54,7 +53,7 @@ _MAX_POINTS = 64
 # Besides the leader, at most `_MAX_SIMULATED` recipes are simulated, each of which is best with probability
 # `_MIN_P_BEST` or more. The other recipes keep their present draws.
 _MIN_P_BEST, _MAX_SIMULATED = 0.002, 10
-_ENDED_REASON = "a run of it ended before its budget and cannot be extended, as where its pool of prompts is exhausted"
+_ENDED_REASON = "one of its runs ended before its budget (for example, prompts were exhausted) and cannot be extended"
 
 
 @dataclass(frozen=True)
@@ -343,7 +342,7 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     ordered = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
     if max((step.expected_gain or 0.0 for step in ordered), default=0.0) < choice.future.min_gain:
         # Only single steps are simulated: several together may help where no single step can change the choice.
-        sentence += "; no single step is expected to change that, several seeds might"
+        sentence += ". No single step is expected to change this, but several seeds might"
     return _settlement(standing, [*ordered, *remedies], sentence, settled=False)
 
 
@@ -371,14 +370,15 @@ def _with_gain(fit: Fit, step: Step, gain: float) -> Step:
     """Return the step with its expected gain and its reason in words."""
     assert fit.window is not None
     description = (
-        f"{step.compute / fit.window[1]:.2g} x its window, each of {counted(fit.seeds, 'run')}"
+        f"{'its run' if fit.seeds == 1 else f'each of its {fit.seeds} runs'} to {step.compute / fit.window[1]:.2g} x "
+        "the window"
         if step.action == "extend"
-        else f"a run like the {fit.seeds} it has"
+        else f"one more run, as long as {'the existing one' if fit.seeds == 1 else f'the {fit.seeds} existing ones'}"
     )
     note = "" if fit.identifiable else f"; A is not identifiable yet ({fit.verdict})"
     if fit.verdict == "pre_inflection" and step.action == "extend":
         description = _remedy_step(fit).reason
-        note = f"; to {step.compute / fit.window[1]:.2g} x at first"
+        note = f"; first extend to {step.compute / fit.window[1]:.2g} x"
     return replace(step, expected_gain=max(gain, 0.0), reason=description + note)
 
 
@@ -409,7 +409,7 @@ def _remedy_step(fit: Fit) -> Step:
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
         factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _EXTENSION_FACTORS[-1]))
         more = f"at least {factor:g}" if factor == _EXTENSION_FACTORS[-1] else f"about {factor:.2g}"
-        reason = f"needs {more} x the compute so far: the bend is not in the window"
+        reason = f"needs {more} x the compute so far, because the bend is not in the window"
     else:
         reason = f"{fit.verdict}: {fit.reason}"
     return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
@@ -466,29 +466,29 @@ def split_budget(choice: Choice, budget: float) -> Split:
     if leader is not None and loss <= standing.margin and not leader.curve.ended:
         return _make_split(fits=fits, winner=leader, paid_steps=steps, budget=budget, remaining=remaining, sentence="")
     outlook = (
-        f"keep the rest ({remaining:.4g}) until the results are in, then plan again"
+        f"Keep the rest ({remaining:.4g}) until the results are in, then plan again"
         if remaining > 0
-        else "nothing is left"
+        else "Nothing is left"
     )
     if leader is None:
-        why = "no recipe has a curve that rises to what it comes to"
+        why = "there is no leader with a rising curve"
     elif loss <= standing.margin:
-        why = f"as it stands the winner is {leader.recipe}, and {_ENDED_REASON}"
+        why = f"the winner so far is {leader.recipe}, but {_ENDED_REASON}"
     else:
         why = (
-            f"the best choice so far, {leader.recipe}, is expected to lie {loss:.3f} below the highest asymptote, more "
+            f"the best choice so far, {leader.recipe}, is expected to be {loss:.3f} below the highest asymptote, more "
             f"than the margin {standing.margin:g}"
         )
         if not steps and remaining > 0:
-            outlook = "nothing that this pays for is expected to change that: "
-            outlook += f"keep it ({remaining:.4g}) for seeds or more of it"
+            outlook = "No step within the budget is expected to change this. "
+            outlook += f"Keep it ({remaining:.4g}) for more seeds, or until it is larger"
     return _make_split(
         fits=fits,
         winner=None,
         paid_steps=steps,
         budget=budget,
         remaining=remaining,
-        sentence=f"no recipe is committed to: {why}; {outlook}",
+        sentence=f"the budget is not committed to a winner: {why}. {outlook}",
     )
 
 
@@ -499,8 +499,8 @@ def _split_over_remedies(fits: Sequence[Fit], budget: float) -> Split:
         if step.cost <= remaining:
             paid_steps[step.recipe] = step
             remaining -= step.cost
-    sentence = "no recipe has a curve yet, so there is none to commit to"
-    sentence += f": keep the rest ({remaining:.4g}) until the results are in" if remaining > 0 else ""
+    sentence = "the budget is not committed to a winner: no recipe has a curve yet"
+    sentence += f". Keep the rest ({remaining:.4g}) until the results are in" if remaining > 0 else ""
     return _make_split(
         fits=fits, winner=None, paid_steps=paid_steps, budget=budget, remaining=remaining, sentence=sentence
     )
@@ -521,7 +521,7 @@ def _make_split(
         end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
         to, cost, reason = end, 0.0, "nothing: it would not change the choice"
         if fit.verdict not in _CONTENDER_VERDICTS:
-            reason = f"nothing: what it would bring cannot be computed; {_remedy_step(fit).reason}"
+            reason = f"nothing: its gain cannot be computed; {_remedy_step(fit).reason}"
         if step is not None:
             to, cost, reason = step.compute, step.cost, f"{step.action}: {step.reason}"
         if winner is fit and remaining > 0:
@@ -529,13 +529,13 @@ def _make_split(
             to, cost = start + remaining, cost + remaining
             commit = (start, to)
             sentence = (
-                f"commit the rest to the winner: as it stands {fit.recipe}; continue a run of it from compute "
+                f"commit the rest to the winner so far, {fit.recipe}: continue one of its runs from compute "
                 f"{start:.4g} to {to:.4g} (the same run with a larger budget)"
             )
             reason = "the rest" if step is None else f"{reason}; then the rest"
         shares.append(Share(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
     if winner is not None and remaining <= 0:
-        sentence = f"nothing is left to commit to a winner; as it stands that is {winner.recipe}"
+        sentence = f"nothing is left to commit to the winner so far, {winner.recipe}"
     return Split(
         budget=budget,
         shares=tuple(shares),

@@ -434,16 +434,16 @@ def _sentence(row: Difference, margin: float) -> str:
     elif row.verdict == SAME:
         text = f"{one} and {two} are the same within {margin:g} {at}: {by}"
     else:
-        seed_count = "more seeds than anybody runs" if row.seeds_needed is None else f"{row.seeds_needed} seeds an arm"
-        text = f"{one} and {two} are not told apart {at}: {by} with {counted(row.seeds, 'seed')}"
-        text += f"; {margin:g} takes {seed_count} at 80% power"
+        count = f"more than {MOST_SEEDS:,}" if row.seeds_needed is None else str(row.seeds_needed)
+        text = f"{one} and {two} cannot be told apart {at}: {by} with {counted(row.seeds, 'seed')} per recipe"
+        text += f"; a difference of {margin:g} needs {count} seeds per recipe at 80% power"
     if ratio is not None and ratio.low is not None and ratio.low > 1:
         times = f"at least {ratio.low:.2f}" if ratio.value is None else format_interval(ratio, ".2f")
         text += f"; {one} takes {times} times the compute of {two}"
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
-        text += f"; {one} takes {format_interval(ratio, '.2f')} of the compute of {two}"
+        text += f"; {one} takes {format_interval(ratio, '.2f')} times the compute of {two}"
     if row.p_neither is not None and row.p_neither >= 0.01:
-        text += f" (in {row.p_neither:.0%} of the draws, which this leaves out, neither reaches the common reward)"
+        text += f" (leaving out the {row.p_neither:.0%} of the draws in which neither reaches the common reward)"
     return text
 
 
@@ -452,13 +452,12 @@ def _notes(rows: Sequence[Difference]) -> list[str]:
     notes = []
     unpaired = [row for row in rows if "seed" not in row.paired]
     if unpaired:
-        paired_count = "none" if len(unpaired) == len(rows) else f"{len(rows) - len(unpaired)} of {len(rows)}"
-        notes.append(
-            f"{paired_count} paired by seed: that takes the same seeds of both, two or more, of three recipes or more"
-        )
+        paired = len(rows) - len(unpaired)
+        which = f"only {paired} of {len(rows)} comparisons {'is' if paired == 1 else 'are'}" if paired else "not"
+        notes.append(f"{which} paired by seed, which needs the same seeds of both recipes, at least two")
     if any("prompt" not in row.paired for row in rows):
         notes.append(
-            "not paired by prompt where a run kept no passes by prompt (passes.jsonl), as runs of earlier versions and "
-            "of other trainers: the difference is on these prompts"
+            "not paired by prompt where a run has no passes per prompt (passes.jsonl), such as runs of earlier "
+            "versions and of other trainers; those differences hold for the evaluated prompts only"
         )
     return notes

@@ -133,7 +133,7 @@ def make_plan(
     if factors.more_sizes and factors.size is None:
         raise UserError("--sizes: name the column of sizes with --size")
     if factors.difficulty is not None and factors.rollouts is None:
-        raise UserError("--difficulty: name the column of rollouts a prompt with --rollouts")
+        raise UserError("--difficulty: name the column of rollouts per prompt with --rollouts")
     if factors.rollouts is not None and budget is None:
         raise UserError("--rollouts: the best number depends on the budget; give --budget")
     if target is not None:
@@ -185,7 +185,7 @@ def _row(fit: Fit, target: float | None, budget: float | None, split: Split | No
     if budget is None:
         return Row(fit.recipe, None, None, fit.reason, distance)
     reward = reward_at(fit, budget)
-    reason = "one run of the budget"
+    reason = "one run with this budget"
     if reward is None:
-        reason += f"; its reward cannot be named there ({fit.verdict}): {fit.reason}"
+        reason += f"; its reward cannot be forecast there ({fit.verdict}): {fit.reason}"
     return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, distance, to=budget)

@@ -110,10 +110,11 @@ class Look(AsJson):
         """Return in words why this look stops a recipe."""
         chances, rival = self.of(recipe), self.of(self.favourite)
         ours, theirs = _format(chances.R), _format(rival.R)
-        again = f"; so at {chances.below} looks in a row" if chances.below > 1 else ""
+        again = f"; the same at {chances.below} looks in a row" if chances.below > 1 else ""
         return (
             f"stopped at compute {self.compute:.4g}: {chance(chances.p_ahead or 0.0)} of ending ahead of "
-            f"{rival.recipe} at {rules.budget:.4g}, where it is forecast at {ours}, and that at {theirs}{again}"
+            f"{rival.recipe} at {rules.budget:.4g}, where its forecast is {ours} and that of {rival.recipe} is "
+            f"{theirs}{again}"
         )
 
 
@@ -428,8 +429,8 @@ def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits
         sentence = f"no look yet: the first is at compute {rules.first * rules.budget:.4g}"
     else:
         sentence = f"{len(stopped)} of {len(curves)} recipes stopped after {counted(len(looks), 'look')}; "
-        sentence += f"{leader} leads; they are spared {saved:.4g} of the {full:.4g} that all runs to the budget take "
-        sentence += f"({saved / full:.0%})"
+        sentence += f"{leader} leads; this saves {saved:.4g} of the {full:.4g} compute of running all recipes to the "
+        sentence += f"budget ({saved / full:.0%})"
     if waits_for:
         sentence += f"; the next look waits for {', '.join(waits_for[:4])}{', ...' if len(waits_for) > 4 else ''}"
     return Race(
@@ -459,7 +460,7 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Lo
     else:
         reason = f"in the race: {chance(chances.p_best)} of being best at {rules.budget:.4g}"
         if chances.below >= rules.looks:
-            reason += f"; stopping it too could be expected to cost more than {rules.loss:g} in all"
+            reason += f"; not stopped, because the expected cost of all stops together would exceed {rules.loss:g}"
     return Runner(
         recipe=curve.recipe,
         stopped_at=None if stopping_look is None else stopping_look.compute,

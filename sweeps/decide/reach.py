@@ -111,13 +111,13 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     compute, reached = if_reached(interval), interval.high is not None and interval.high <= end
     if interval.value == 0.0:
         compute, reached = Interval(0.0, 0.0, interval.high), True
-        reason = f"met before training (R0 {float(np.median(rewards[:, 0])):.3f})"
+        reason = f"reached before training (R0 {float(np.median(rewards[:, 0])):.3f})"
     elif compute is not None:
         reason = _reach_reason(fit, compute, p_never, reached)
     elif p_never >= _NEVER:
         reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
     else:
-        reason = f"unlikely ({chance(1 - p_never)}) that its runs reach it within {limit / end:g} x their compute"
+        reason = f"its runs are unlikely ({chance(1 - p_never)}) to reach it within {limit / end:g} x their compute"
     return Reach(fit.recipe, target, compute, reason, if_reached(quantiles(computes_of_new_run)), p_never, reached)
 
 
@@ -160,15 +160,16 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
     assert compute.value is not None and fit.window is not None
     end = fit.window[1]
     if reached:
-        text = f"reached already, at compute {compute.value:.4g}"
+        text = f"already reached, at compute {compute.value:.4g}"
     elif compute.value <= end:
-        text = "the fitted curve passes it within the window, without certainty"
+        text = "the fitted curve reaches it within the window, but not with certainty"
     else:
         text = f"{compute.value / end:.2g} x the compute spent so far"
     if not fit.identifiable:
-        text += f"; A is not identifiable ({fit.verdict}): " + ("the window shows it" if reached else "a forecast")
+        text += f"; A is not identifiable ({fit.verdict}), "
+        text += "but the target is reached within the window" if reached else "so this is only a forecast"
     if not reached and p_never >= 0.005:
-        text += f"; {chance(p_never)} that its runs never get there"
+        text += f"; {chance(p_never)} that its runs never reach it"
     return text
 
 
@@ -197,9 +198,9 @@ def near_asymptote(fit: Fit) -> Asymptote:
         verdict = "not near"
     elif fit.identifiable and share.low >= NEAR:
         verdict = "near"
-    reason = f"{share.value:.0%} of the gain from R0 to A is in; as much compute again brings {gain.value:+.3f}"
+    reason = f"{share.value:.0%} of the gain from R0 to A is reached; doubling the compute adds {gain.value:+.3f}"
     if not fit.identifiable:
-        reason = f"A is not identifiable ({fit.verdict}); as much compute again brings about {gain.value:+.3f}"
+        reason = f"A is not identifiable ({fit.verdict}); doubling the compute adds about {gain.value:+.3f}"
         if fit.verdict == "pre_inflection":
             reason, gain = f"{fit.verdict}: {fit.reason}", _UNKNOWN
         share = Interval(None, share.low, None if share.high >= 1 - 1e-6 else share.high)

@@ -9,13 +9,29 @@ from typing import ClassVar
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.pairwise import POWER, deviation, pairing_of_two, reward_difference, rewards_near, seeds_needed
+from sweeps.decide.pairwise import (
+    MOST_SEEDS,
+    POWER,
+    deviation,
+    pairing_of_two,
+    reward_difference,
+    rewards_near,
+    seeds_needed,
+)
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
 from sweeps.terminal import counted
 
 # End of the label of a recipe with learning rate 0 (conf/variant/lr_0.yaml), whose curve shows only noise.
 NULL_RECIPE = "optimizer=null"
+
+# Description of each source of the spread between seeds, see `SeedSpread.source`.
+_SPREADS = {
+    "paired": "seeds paired",
+    "measured": "spread between seeds measured",
+    "pooled": "spread between seeds pooled over recipes",
+    "borrowed": "spread between seeds taken from the paper",
+}
 
 
 @dataclass(frozen=True)
@@ -79,16 +95,16 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
     noise = _noise(readable_fits)
     source = ", ".join(sorted(sources))
     seeds_run = min(fit.seeds for fit in readable_fits)
-    text = f"with {counted(seeds_run, 'seed')} a recipe"
+    text = f"with {counted(seeds_run, 'seed')} per recipe"
     if seeds_run > seeds:
-        text += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
-    text += f" this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
-    text += f" (at 5%, with 80% power; spread between seeds {source})"
+        text += f" (in one recipe, only {seeds} ran far enough to inform the asymptote)"
+    text += f", this study can detect a difference of {smallest:.3f} in reward at compute {compute:.4g}"
+    text += f" (5% level, 80% power, {' or '.join(_SPREADS[name] for name in sorted(sources))})"
     if needed_seeds is None or needed_seeds > seeds:
-        more = "more seeds than anybody runs" if needed_seeds is None else f"{needed_seeds} seeds a recipe"
-        text += f"; {margin:g} takes {more} to that compute"
+        more = f"more than {MOST_SEEDS:,}" if needed_seeds is None else f"{needed_seeds}"
+        text += f"; a difference of {margin:g} needs {more} seeds per recipe, run to that compute"
     if noise is not None:
-        text += f"; an evaluation of the null recipe scatters by {noise:.3f}"
+        text += f"; evaluations of the null recipe scatter by {noise:.3f}"
     return Resolution(
         compute=compute,
         smallest=smallest,

@@ -132,16 +132,17 @@ def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
 
 def _sentence(rows: Sequence[RewardRow], compute: float, reward: float | None, fastest: str | None) -> str:
     best = rows[0]
-    text = f"at compute {compute:.4g}, which all have spent, {best.recipe} is ahead with {best.R.value:.3f}"
-    text += f" (P = {best.p_best:.2f} that it is highest there)" if len(rows) > 1 else ""
+    text = f"at compute {compute:.4g}, which all recipes reached, {best.recipe} is ahead with reward {best.R.value:.3f}"
+    text += f" (highest with P = {best.p_best:.2f})" if len(rows) > 1 else ""
     slower = [(row.ratio, row.recipe) for row in rows if row.ratio is not None and (row.ratio.low or 0.0) > 1]
     if fastest is not None and slower:
         ratio, slowest = max(slower, key=lambda each: each[0].value or np.inf)
         bounds = " to ".join("open" if end is None else f"{end:.2g}" for end in (ratio.low, ratio.high))
-        text += f"; {slowest} takes {multiple(ratio)}x the compute of {fastest} to reach {reward:.3f} ({bounds})"
+        text += f"; {slowest} needs {multiple(ratio)}x the compute of {fastest} to reach {reward:.3f}"
+        text += f" (95% interval {bounds})"
     elif fastest is not None and len(rows) > 1:
-        text += f"; the compute to reach {reward:.3f} tells none of them apart from {fastest}, the fastest"
+        text += f"; no recipe surely needs more compute to reach {reward:.3f} than {fastest}, the fastest"
     neither = max((row.p_neither or 0.0 for row in rows), default=0.0)
     if fastest is not None and neither >= 0.01:
-        text += f"; in up to {neither:.0%} of the draws, which ratios leave out, neither of two reaches it"
+        text += f"; ratios leave out up to {neither:.0%} of the draws, in which neither of two recipes reaches it"
     return text

@@ -58,7 +58,7 @@ def parse_rollouts(text: str) -> int:
     except ValueError:
         value = np.nan
     if not np.isfinite(value) or value < 1 or value != round(value):
-        raise UserError(f"rollouts {text!r}: not a whole number above 0; name the column of rollouts a prompt")
+        raise UserError(f"rollouts {text!r}: not a whole number above 0; name the column of rollouts per prompt")
     return int(value)
 
 
@@ -110,21 +110,22 @@ def _compare_counts(recipe: str, difficulty: str | None, by_value: dict[int, Fit
             value,
             quantiles(draws[value]) if value in draws else None,
             p_best.get(value),
-            "" if value in draws else f"cannot be read at {budget:.4g}: {fit.verdict}, {fit.reason}",
+            "" if value in draws else f"cannot be forecast at {budget:.4g}: {fit.verdict}, {fit.reason}",
         )
         for value, fit in by_value.items()
     )
     best = max(draws, key=lambda value: p_best[value], default=None)
     settled = best is not None and len(draws) == len(by_value) > 1 and p_best[best] >= CONFIDENCE
     if best is None:
-        sentence = f"undecided: no fit can be read at {budget:.4g}"
+        sentence = f"undecided: no recipe can be forecast at {budget:.4g}"
     elif len(by_value) == 1:
         sentence = f"undecided: only {best} was run"
     elif len(draws) < len(by_value):
         missing = ", ".join(str(value) for value in by_value if value not in draws)
-        sentence = f"undecided: {missing} cannot be read at {budget:.4g}; of the rest {best} ({chance(p_best[best])})"
+        sentence = f"undecided: {missing} cannot be forecast at {budget:.4g}; "
+        sentence += f"the best of the others is {best} ({chance(p_best[best])})"
     elif settled:
-        sentence = f"{best} rollouts a prompt ({chance(p_best[best])} among those run)"
+        sentence = f"{best} rollouts per prompt ({chance(p_best[best])} among those run)"
     else:
-        sentence = f"undecided: {best} is most likely best ({chance(p_best[best])}), the intervals do not separate"
+        sentence = f"undecided: {best} is most likely the best ({chance(p_best[best])}), but the intervals overlap"
     return RolloutPlan(recipe, difficulty, best if settled else None, values, sentence)

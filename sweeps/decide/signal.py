@@ -142,7 +142,7 @@ def _variance_about_line(scores: Array) -> float:
 def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
     rows_with_ratio = [row for row in rows if row.ratio is not None]
     if not rows_with_ratio:
-        return f"signal to noise of the sets is unknown: it takes runs with {_MIN_EVALUATIONS} evaluations that differ"
+        return f"the sets' signal to noise is unknown: it needs runs with {_MIN_EVALUATIONS} evaluations that differ"
     ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in rows_with_ratio)
     if best is None:
         text = f"no set separates the recipes: signal to noise is below 1 on each ({ratios})"
@@ -155,6 +155,6 @@ def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
         and best_without_rise.ratio_without_rise >= 1
         and best_without_rise.set != best
     ):
-        text += "; without the rise of the curves, which counts as noise here, "
+        text += "; the rise of the curves counts as noise here; without it, "
         text += f"set {best_without_rise.set} leads with {best_without_rise.ratio_without_rise:.3g}"
     return text

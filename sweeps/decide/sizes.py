@@ -22,6 +22,7 @@ from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
 from sweeps.fit.predict import FAR, chance, quantiles
+from sweeps.terminal import counted
 
 _HELD_OUT = 0.25
 _GRID = 400
@@ -264,7 +265,7 @@ def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> st
     words = []
     for name, crossing in (("power law", law), ("sigmoid", sigmoid)):
         if crossing is None:
-            words.append(f"{name}: a size has none")
+            words.append(f"{name}: not fitted for both sizes")
         elif crossing.value is None:
             words.append(f"{name}: never within {FAR:g} x the data")
         elif crossing.high is not None and crossing.high <= grid[0] * 1.001:
@@ -390,9 +391,9 @@ def _sentence(choices: Sequence[SizeChoice], budget: float | None, test_errors: 
     sure_by = ", ".join(f"{name} {chance(p)}" for name, (_, p) in answers.items())
     if len(sizes) > 1:
         listed = ", ".join(f"{name} {size:.4g} ({chance(p)})" for name, (size, p) in answers.items())
-        return f"undecided: at {budget:.4g} the laws disagree on the best size seen: {listed}"
+        return f"undecided: at {budget:.4g} the laws disagree on the best of the sizes run: {listed}"
     sure = min(p for _, p in answers.values()) >= CONFIDENCE
-    word = "best size seen" if sure else "undecided; most likely best of the sizes seen"
+    word = "best of the sizes run" if sure else "undecided; most likely the best of the sizes run"
     return f"{word} at {budget:.4g}: {sizes.pop():.4g} ({sure_by})"
 
 
@@ -407,21 +408,28 @@ def _warnings(
     """Return warnings on the limits of both laws for these data."""
     notes = []
     if law.left_out:
-        notes.append(f"{law.left_out} points left out of the power law: compute 0, or loss 0, has no logarithm")
+        notes.append(
+            f"the power law leaves out {counted(law.left_out, 'point')}, because compute 0 or loss 0 has no logarithm"
+        )
     if len(law.sizes) == 2:
-        notes.append("two sizes fix k_max and N_0 exactly: that k saturates is assumed, not tested")
+        notes.append("two sizes determine k_max and N_0 exactly: the saturation of k is assumed, not tested")
     if new_sizes and len(law.sizes) < 4:
         notes.append(
-            f"the intercept of a size not seen is a line through {len(law.sizes)} sizes: "
-            + ("its interval leaves out how far sizes lie off it" if len(law.sizes) == 2 else "little tests it")
+            f"the intercept of a size that was not run comes from a line through {len(law.sizes)} sizes: "
+            + (
+                "its interval does not cover the scatter of sizes around the line"
+                if len(law.sizes) == 2
+                else "the data hardly test this line"
+            )
         )
     ceilings = [] if joint is None else [high for size in by_size if (high := joint.ceiling(size).high) is not None]
     text = "a power law in 1 - R has no ceiling below 1"
     if ceilings:
-        text += f"; the sigmoids put it at {max(ceilings):.3f} or less for the sizes seen"
+        text += f"; the sigmoids put the ceiling of the sizes run at {max(ceilings):.3f} or less"
     if test_errors.better == "sigmoid":
-        text += ", and predict the held-out quarter better: trust them"
+        text += "; the sigmoids predict the held-out quarter better, so trust them"
     notes.append(text)
     if budget is not None and budget > _last_compute(by_size):
-        notes.append(f"the budget is {budget / _last_compute(by_size):.2g} x the largest compute seen: extrapolation")
+        factor = budget / _last_compute(by_size)
+        notes.append(f"the budget is {factor:.2g} x the largest compute of any run: rewards there are extrapolated")
     return tuple(notes)

@@ -6,7 +6,7 @@ These sentences are fields of the `--json` records, and a running search writes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sweeps.decide.standing import Outcome, Standing
 from sweeps.fit.fit import Fit, Interval, format_interval
@@ -19,33 +19,34 @@ def outcome_sentence(standing: Standing) -> str:
     total, unranked = len(standing.verdicts), _describe_unranked(standing)
     if outcome is Outcome.UNKNOWN or leader is None:
         only = next(iter(standing.verdicts), "")
-        whose = f"none of the {total} recipes is" if total > 1 else f"{only}, the only recipe, is not"
-        return f"undecided: the asymptote of {whose} identifiable{unranked}"
+        if total > 1:
+            return f"undecided: none of the {total} recipes has an identifiable asymptote{unranked}"
+        return f"undecided: the asymptote of {only}, the only recipe, is not identifiable{unranked}"
     if outcome is Outcome.ALONE or standing.p_wrong is None:
         return f"{leader} is the only recipe: nothing to compare"
     p, p_right = standing.p_best[leader], 1 - standing.p_wrong
     identifiable = leader in standing.ranked
-    not_named = "" if identifiable else f", though it may not be named yet ({standing.verdicts[leader]})"
-    is_within = f"is within {margin:g} of the best has {chance(p_right)}"
-    margin_text = f"that it {is_within}"
+    not_named = f"its A is not identifiable yet ({standing.verdicts[leader]})"
+    is_within = f"is within {margin:g} of the best with {chance(p_right)}"
     if outcome is Outcome.HIGHEST:
-        text = f"{leader} has the highest asymptote with {chance(p)}{not_named}; {margin_text}"
-        return f"{text}{unranked if identifiable else ''}"
+        text = f"{leader} has the highest asymptote with {chance(p)} and {is_within}"
+        return f"{text}{unranked}" if identifiable else f"{text}; {not_named}"
     if outcome is Outcome.FLAT:
-        return f"undecided: nothing to choose yet: {'both' if total == 2 else f'all {total}'} flat"
+        flat = "both recipes are" if total == 2 else f"all {total} recipes are"
+        return f"undecided: nothing to choose yet, because {flat} flat"
     if outcome is Outcome.BEST_SO_FAR:
-        cost = f"choosing it costs {standing.losses[leader]:.3f} on average"
-        text = f"{leader} is the best choice so far{not_named}: highest with {chance(p)}, {cost}, and {margin_text}"
-        return f"undecided: {text}{unranked}"
-    names = ", ".join(standing.tied)
+        text = f"{leader} is the best choice so far: it has the highest A with {chance(p)} and {is_within}"
+        cost = f"its expected loss is {standing.losses[leader]:.3f}{'' if identifiable else f', and {not_named}'}"
+        return f"undecided: {text}; {cost}{unranked}"
+    names = _join(standing.tied, "and")
     if outcome is Outcome.TIED_UNSURE:
-        why = f"that {leader} is within {margin:g} of the best A is uncertain ({chance(p_right)})"
-        return f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"
-    surely = f"{names} are tied in A within {margin:g}, above all others (that {leader} {is_within})"
+        why = f"it is uncertain whether {leader} is within {margin:g} of the best A ({chance(p_right)})"
+        return f"undecided: {names} are tied in A within {margin:g}, but {why}{unranked}"
+    surely = f"{names} are tied in A within {margin:g}, above all others ({leader} {is_within})"
     if not standing.slower:
-        return f"{surely}, and compute to 90% of the way there does not separate them: take any of them{unranked}"
-    either = " or ".join(filter(None, [", ".join(standing.choices[:-1]), standing.choices[-1]]))
-    return f"same ceiling; {either}: {_describe_slower(standing)}; {surely}{unranked}"
+        return f"{surely}. Compute to 90% of the gain does not separate them: take any of them{unranked}"
+    choices = _join(standing.choices, "or")
+    return f"same ceiling: choose {choices}, because {_describe_slower(standing)}. {surely}{unranked}"
 
 
 def headline(standing: Standing, names: Mapping[str, str]) -> str:
@@ -64,10 +65,10 @@ def headline(standing: Standing, names: Mapping[str, str]) -> str:
     if outcome is Outcome.TIED_UNSURE:
         return f"undecided: {len(standing.tied)} recipes share the lead"
     chosen = [names[recipe] for recipe in standing.choices]
-    either = " or ".join(chosen) if len(chosen) < 3 else f"any of {len(chosen)} recipes"
+    either = _join(chosen, "or") if len(chosen) < 3 else f"any of {len(chosen)} recipes"
     if not standing.slower:
         return f"choose {either}: neither ceiling nor compute separates them"
-    return f"choose {either}: {_describe_slower(standing).removesuffix(' to 90% of the way there')} to the same ceiling"
+    return f"choose {either}: {_describe_slower(standing).removesuffix(' to 90% of the gain')} to the same ceiling"
 
 
 def horizon_sentence(standing: Standing) -> str:
@@ -75,11 +76,22 @@ def horizon_sentence(standing: Standing) -> str:
     horizon = standing.horizon
     if horizon is None or horizon.leader is None or horizon.p_wrong is None or standing.outcome is Outcome.FLAT:
         return ""
-    where = f"at {horizon.windows:.3g} windows (compute {horizon.compute:.4g})"
+    where = f"at {windows_text(horizon.windows)} (compute {horizon.compute:.4g})"
     margin_text = f"within {standing.margin:g} of the highest reward with {chance(1 - horizon.p_wrong)}"
     if horizon.decided:
         return f"decided {where}: {horizon.leader} is {margin_text}"
-    return f"undecided {where}: {horizon.leader} is first, {margin_text}"
+    return f"undecided {where}: {horizon.leader} leads and is {margin_text}"
+
+
+def windows_text(windows: float) -> str:
+    """Format a compute in windows: `1 window`, `2 windows`."""
+    number = f"{windows:.3g}"
+    return f"{number} window{'' if number == '1' else 's'}"
+
+
+def _join(names: Sequence[str], word: str) -> str:
+    """Join names with commas, and the last with `and` or `or`."""
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 # Number words by count, to follow "the other"; empty for one recipe.
@@ -87,17 +99,17 @@ _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eigh
 
 
 def _describe_slower(standing: Standing) -> str:
-    """Describe how many times the compute the slower tied recipes need, to 90% of the way to their ceiling."""
+    """Describe how many times the compute the slower tied recipes need, to 90% of the gain to their ceiling."""
     slower, count = standing.slower, len(standing.slower)
     ratios = [ratio for recipe in slower if (ratio := standing.ratio(recipe)) is not None]
     subject = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
     verb = "takes" if count == 1 else "take"
     if count == 1 and ratios[0].value is not None:
-        return f"{subject} takes {format_interval(ratios[0], '.2f')} times the compute to 90% of the way there"
+        return f"{subject} takes {format_interval(ratios[0], '.2f')} times the compute to 90% of the gain"
     ordered = sorted(ratios, key=lambda each: (each.value is None, each.value or each.low or 0.0))
     lowest, highest = multiple(ordered[0]), multiple(ordered[-1])
     times = lowest if lowest == highest else f"{lowest} to {highest}"
-    return f"{subject} {verb} {times} times the compute to 90% of the way there"
+    return f"{subject} {verb} {times} times the compute to 90% of the gain"
 
 
 def multiple(ratio: Interval) -> str:
@@ -109,13 +121,16 @@ def _describe_unranked(standing: Standing) -> str:
     """Describe how many recipes cannot be ranked, and which of them could be best; empty if all are ranked."""
     total = len(standing.verdicts)
     unranked_count = total - len(standing.ranked)
-    text = f"; {unranked_count} of {total} recipes cannot be ranked" if unranked_count and total > 1 else ""
+    text = f". {unranked_count} of {total} recipes cannot be ranked" if unranked_count and total > 1 else ""
     rivals = [recipe for recipe in standing.rivals if recipe != standing.leader]
     if rivals:
-        named_rivals = ", ".join(f"{recipe} ({chance(standing.p_best[recipe])})" for recipe in rivals[:4])
-        return f"{text}, and of these {named_rivals}{' and others' if len(rivals) > 4 else ''} could be best"
+        named_rivals = [f"{recipe} ({chance(standing.p_best[recipe])})" for recipe in rivals[:4]]
+        if len(rivals) == 1:
+            return f"{text}; of these, {rivals[0]} could be the best ({chance(standing.p_best[rivals[0]])})"
+        listed = _join([*named_rivals, "others"] if len(rivals) > 4 else named_rivals, "and")
+        return f"{text}; of these, {listed} could be the best"
     if text and not standing.rivals:
-        text += ", and none of them is likely to be best"
+        text += f"; {'it is not' if unranked_count == 1 else 'none of these is'} likely to be the best"
     return text
 
 
@@ -125,7 +140,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
         first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
         text = f"A within {standing.margin:g} of the best; "
         if recipe == first:
-            return f"{text}first by the compute to {shared}"
+            return f"{text}least compute to {shared}"
         ratio = standing.ratio(recipe)
         if ratio is None:
             return f"{text}neither it nor {first} is known to get {shared}"
@@ -139,5 +154,5 @@ def contrast_reason(fit: Fit, comparable: bool, margin: float) -> str:
     if not fit.identifiable:
         return f"{fit.verdict}: {fit.reason}"
     if comparable:
-        return f"A within {margin:g}: compared by the compute to 90% of the way there"
+        return f"A within {margin:g}: compared by the compute to 90% of the gain"
     return f"A differs by more than {margin:g}: compute to a shared A cannot be compared"

@@ -90,7 +90,8 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     options = options or FitOptions()
     curve = _drop_unstarted_seeds(curve)
     options_by_name = {name: replace(options, family=name, asymptote=None) for name in FAMILIES}
-    no_comparison = Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
+    reason = "too few points, or no change in reward, to compare families"
+    no_comparison = Comparison(curve.recipe, (), None, None, reason)
     if not len(curve.reward) or not len(select(curve, options_by_name["power_law"]).reward):
         return no_comparison
     points = {
@@ -111,14 +112,14 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     rows = [replace(row, delta_aicc=row.aicc - lowest_aicc) for row in rows]
     scored = [row for row in rows if row.held_out is not None and row.family != "constant"]
     beats_last = None
-    sentence = "too little later compute to judge forecasts by"
+    sentence = "too little later compute to judge forecasts"
     if last_error is not None and scored:
         best = min(scored, key=lambda row: row.held_out or 0.0)
         assert best.held_out is not None
         beats_last = best.held_out < last_error
         family_error = next((row.held_out for row in scored if row.family == options.family), None)
         sentence = (
-            f"{best.family} foretells later compute best (error {best.held_out:.4f}; last value {last_error:.4f}"
+            f"{best.family} predicts later rewards best (error {best.held_out:.4f}; last value {last_error:.4f}"
             + (
                 f", {options.family} {family_error:.4f})"
                 if family_error is not None and best.family != options.family
@@ -127,7 +128,7 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
         )
         if not beats_last:
             sentence = (
-                f"no family foretells later compute better than the last value does (error {last_error:.4f}, "
+                f"no family predicts later rewards better than the last value does (error {last_error:.4f}, "
                 f"{best.family} {best.held_out:.4f})"
             )
     return Comparison(curve.recipe, tuple(rows), last_error, beats_last, sentence)

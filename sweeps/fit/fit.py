@@ -30,6 +30,7 @@ from sweeps.fit.pooling import POOLED_FROM, pooled_weights
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
+from sweeps.terminal import counted
 
 # With `robust`: number of rounds in which outliers are moved towards the line.
 _ROBUST_ROUNDS = 3
@@ -185,8 +186,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if not len(points.reward):
         if options.min_compute is None and options.max_compute is None:
             # Not an error: the run has only its evaluation at compute 0 so far.
-            reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}"
-            return replace(empty, verdict="too_few_points", reason=f"{reason}; run on")
+            at_start = counted(len(curve.reward), "evaluation")
+            reason = f"no evaluation above compute 0 yet; --r0 or the family leaves out {at_start} at compute 0"
+            return replace(empty, verdict="too_few_points", reason=f"{reason}; continue the run")
         raise UserError(
             f"recipe {curve.recipe!r}: no points in the window; compute ({curve.axis}) runs from "
             f"{curve.compute.min():.4g} to {curve.compute.max():.4g}: change --min-compute or --max-compute"
@@ -239,29 +241,29 @@ def _notes(
     """Yield warnings about the data of the fit. agreeing: the curve without its bad seeds."""
     if schedule is not None:
         yield (
-            f"the learning rate decays: compute counts {schedule.rate:.0%} at the end, A, B and C_mid are the peak's, "
-            "and forecasts are of these runs; a longer schedule is another run"
+            f"the learning rate decays: at the end, compute counts {schedule.rate:.0%}; A, B and C_mid hold at the "
+            "peak rate, and forecasts hold for these runs; a longer schedule is a different run"
         )
     if options.r0 == "first" and options.curve_family.from_zero and not (curve.compute == 0).any():
         yield "no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known"
     others = ", ".join(str(label) for label in np.unique(agreeing.seed))
     for seed in bad_seeds:
         yield (
-            f"seed {seed.seed} went its own way from compute {seed.since:.4g} on, {abs(seed.by):.3g} "
-            f"{'below' if seed.by < 0 else 'above'} the others ({others}): it is left out of the curve; look at its "
-            "run before you trust the recipe"
+            f"seed {seed.seed} departs from the others ({others}) at compute {seed.since:.4g}, by {abs(seed.by):.3g} "
+            f"{'downwards' if seed.by < 0 else 'upwards'}: it is left out of the curve; inspect its run before you "
+            "trust the recipe"
         )
     if inputs is None:
         return
     if inputs.evaluations_per_point > 1:
         total = round(inputs.evaluations_per_point * len(inputs.points.x))
-        yield f"{total} points were averaged to {len(inputs.points.x)} means of neighbours"
+        yield f"{total} points were averaged into {len(inputs.points.x)} means of neighbours"
     p, died = collapse_probability(inputs.points)
     if p > 0:
         since_at_peak = inputs.end * np.array(died)
         since = float(since_at_peak if schedule is None else schedule.compute_at(since_at_peak))
         yield (
-            f"the reward is exactly {inputs.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
+            f"the reward is exactly {inputs.bottom:g} from compute {since:.4g} on, where nothing more can be learned: "
             f"it stays there with P = {p:.3f}"
         )
 
@@ -282,7 +284,9 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
     excess, informing = seed_excess(points, line, outlook, labels)
     uninformative = [label for label, informs in zip(labels, informing, strict=False) if not informs]
     if uninformative and len(labels) == points.seeds:
-        note = f"seed {', '.join(uninformative)} ended too early to say anything of its asymptote; its points are used"
+        one = len(uninformative) == 1
+        note = f"seed{'' if one else 's'} {', '.join(uninformative)} ended too early to inform the asymptote; "
+        note += f"{'its' if one else 'their'} points are used"
         empty = replace(empty, warnings=tuple(dict.fromkeys([*empty.warnings, note])))
     empty = replace(empty, outlook_inputs=inputs)
     A = interval_of(draws.A)

@@ -244,12 +244,12 @@ def departure(snapshots: Sequence[Snapshot]) -> str | None:
     if since.compute_end * GROWTH > last.compute_end * (1 + 1e-9):
         return None
     where, remedy = (
-        ("above", "the law of its beginning no longer holds; fit the later part with --min-compute")
+        ("above", "the law of its early part no longer holds; fit the later part with --min-compute")
         if check.side > 0
         else ("below", "look at the run's health (entropy, truncation, KL)")
     )
     return (
-        f"reward lies {where} its forecast since compute {since.compute_end:.4g}: {check.actual:.3f} at "
-        f"{last.compute_end:.4g}, where the fit up to {check.made_at:.4g} gave {check.predicted:.3f} "
+        f"reward has been {where} its forecast since compute {since.compute_end:.4g}: {check.actual:.3f} at "
+        f"{last.compute_end:.4g}, where the fit up to {check.made_at:.4g} predicted {check.predicted:.3f} "
         f"[{check.low:.3f}, {check.high:.3f}]; {remedy}"
     )

@@ -17,6 +17,7 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.names import METHOD
+from sweeps.terminal import counted
 
 # Rounded, because linspace would give 0.6099999.
 A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
@@ -77,7 +78,7 @@ def fit_literal(
     if options.r0 != "first" and not bounds[0] <= r0 <= bounds[1]:
         raise UserError(f"--r0 {r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
     if options.min_compute is None:
-        notes.append(f"the paper drops what lies below {MIN_COMPUTE:,.0f} GPU-hours: give --min-compute in your unit")
+        notes.append(f"the paper drops evaluations below {MIN_COMPUTE:,.0f} GPU-hours: give --min-compute in your unit")
     seeds = len(np.unique(curve.seed[keep]))
     if seeds > 1:
         notes.append(f"the points of {seeds} seeds are fitted as one run; the paper fits each run alone")
@@ -94,7 +95,8 @@ def fit_literal(
     )
     distinct = len(np.unique(compute))
     if distinct < _MIN_COMPUTES:
-        reason = f"{distinct} distinct compute values cannot carry A, B and C_mid; evaluate more often or run longer"
+        values = counted(distinct, "distinct compute value")
+        reason = f"A, B and C_mid cannot be fitted to {values}; evaluate more often or run longer"
         return replace(fit, verdict="too_few_points", reason=reason)
     if compute.max() < c_mid[0] or compute.min() > c_mid[-1]:
         return replace(
@@ -160,7 +162,7 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
                     failed += 1
     notes = list(fit.warnings)
     if failed:
-        notes.append(f"{failed} of {sse.size} cells of the grid have no fit and were passed over")
+        notes.append(f"{failed} of {sse.size} cells of the grid have no fit and were skipped")
     if failed == sse.size:
         return replace(
             fit,
@@ -171,19 +173,19 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
     i, j = divmod(int(np.argmin(sse)), len(c_mid_grid))
     best_a, best_b, best_c = float(a_grid[i]), float(exponent[i, j]), float(c_mid_grid[j])
     if len(c_mid_grid) > 1:
-        note = f"C_mid is known to its grid only, in steps of {np.diff(c_mid_grid).max():.4g}"
+        note = f"C_mid is only known to a step of its grid, {np.diff(c_mid_grid).max():.4g}"
         if np.array_equal(c_mid_grid, C_MID_GRID):
-            note += f" GPU-hours (compute here: {fit.curve.unit}); none of the published C_mid lies on it"
+            note += f" GPU-hours (compute here: {fit.curve.unit}); none of the published C_mid values is on it"
         notes.append(note)
     edges = [
         f"{name} = {value:.4g}, grid {grid[0]:.4g} to {grid[-1]:.4g}"
         for name, value, grid in (("A", best_a, a_grid), ("C_mid", best_c, c_mid_grid))
         if len(grid) > 1 and value in (grid[0], grid[-1])
     ]
-    notes += [f"the best fit lies on the edge of its grid ({edge}): the value is the edge's" for edge in edges]
+    notes += [f"the best fit is on the edge of its grid ({edge}), so the value is only the edge's" for edge in edges]
     if edges:
         verdict = "at_bound"
-        reason = f"the best fit lies on the edge of its grid ({'; '.join(edges)}); run without --method {METHOD}"
+        reason = f"the best fit is on the edge of its grid ({'; '.join(edges)}); run without --method {METHOD}"
     else:
         verdict = "open"
         reason = f"the published procedure gives no interval: A {best_a:.3f}; run without --method {METHOD} for one"

@@ -104,7 +104,7 @@ def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
                 fixed = main.R0 + by
                 yield R0, f"R0 fixed at {fixed:.3f} ({by:+.3g})", f"R0 {by:+.3g}", replace(options, r0=fixed)
     if not options.robust:
-        yield ROBUST, "robust: points far off count less", "robust", replace(options, robust=True)
+        yield ROBUST, "robust: points far from the curve count less", "robust", replace(options, robust=True)
     for share in _ENDS:
         early = replace(options, max_compute=share * end)
         yield END, f"up to compute {share * end:.5g} ({share:.0%} of the end)", f"end {share:.0%}", early
@@ -135,19 +135,19 @@ def summary(rows: Sequence[Row]) -> str:
     cuts = [row for row in rows if row.kind == CUT]
     shifts = [(abs(row.shift), row) for row in cuts if row.shift is not None]
     if main.value is None:
-        return f"A is not named ({rows[0].verdict}), so nothing can move it"
+        return f"A is not named ({rows[0].verdict}), so it cannot shift"
     if not shifts:
-        return "no early cut leaves enough points to refit A"
+        return "too few points remain after any early cut to refit A"
     _, largest = max(shifts, key=lambda item: item[0])
     assert largest.A.value is not None
     is_within = _contains(main, largest.A.value)
     text = (
-        f"early cuts move A by at most {abs(largest.shift or 0.0):.3f} ({largest.short}), "
+        f"leaving out early points moves A by at most {abs(largest.shift or 0.0):.3f} ({largest.short}), "
         f"{'within' if is_within else 'outside'} its 95% interval"
     )
     if not is_within and _contains(largest.A, main.value):
         # With fewer points A is less certain, and may move for that reason alone.
-        text += ", but the refit's own holds the A as fitted"
+        text += ", but the refit's own interval contains the A as fitted"
     unidentifiable = [row.short for row in cuts if row.verdict != rows[0].verdict]
     if rows[0].verdict == "identifiable" and unidentifiable:
         text += f"; A is not identifiable with {', '.join(unidentifiable)}"

@@ -25,6 +25,7 @@ from sweeps.fit.constants import (
     P_FLAT,
     PLATEAU,
 )
+from sweeps.terminal import counted
 
 # The best value so far is the highest mean of this many consecutive evaluations.
 _SMOOTHED = 5
@@ -104,17 +105,17 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
     if most_computes < MIN_COMPUTES or len(compute) < parameters + 3:
         return Verdict(
             "too_few_points",
-            f"{len(compute)} points, at most {most_computes} distinct positive compute values in one run, cannot carry "
-            f"{parameters} parameters; evaluate more often or run longer (at least {parameters + 3} points, and in one "
-            f"run {MIN_COMPUTES} different values of compute above 0)",
+            f"{parameters} parameters cannot be fitted to {counted(len(compute), 'point')} with at most "
+            f"{most_computes} distinct positive compute values in one run; evaluate more often or run longer (at least "
+            f"{parameters + 3} points, and in one run {MIN_COMPUTES} distinct values of compute above 0)",
         )
     # Cap the argument: the exponential overflows above about 709.
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
     if span < MIN_SPAN:
         return Verdict(
             "degenerate",
-            f"all compute lies within a factor {span:.3g}, which shows no curve; "
-            f"include points that span at least a factor {MIN_SPAN:g}",
+            f"all compute values are within a factor of {span:.3g}, which shows no curve; "
+            f"include points that span at least a factor of {MIN_SPAN:g}",
         )
     if float(np.ptp(reward)) <= 1e-12 * max(1.0, float(np.abs(reward).max())):
         return Verdict("flat", f"every reward is {reward[0]:.4g}: nothing rises, so no asymptote can be named")
@@ -167,7 +168,7 @@ def _trend(e: Evidence) -> Verdict | None:
         return Verdict(
             "decreasing",
             f"reward fell by {fall:.3g} after compute {at:.4g}: the run went bad; "
-            f"fit what came before with --max-compute {at:.4g}",
+            f"fit the part before it with --max-compute {at:.4g}",
         )
     return None
 
@@ -183,7 +184,7 @@ def after_fit(e: Evidence) -> Verdict:
         return Verdict(
             "flat",
             f"the reward does not rise: P = {e.doubt.p_rise:.2f} of a rise by more than "
-            f"{PLATEAU * e.reward_range:.2g} in twice the compute; run longer, or evaluate on more prompts",
+            f"{PLATEAU * e.reward_range:.2g} within twice the compute; run longer, or evaluate on more prompts",
         )
     end = float(e.compute.max())
     misfit = _misfit(e)
@@ -196,13 +197,13 @@ def after_fit(e: Evidence) -> Verdict:
             return Verdict(
                 "pre_inflection",
                 f"the window ends at compute {end:.4g} and may not have reached the bend ({e.half_name} about {c:.4g}, "
-                f"beyond the window with P = {p_beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute",
+                f"beyond the window with P = {p_beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x the compute",
             )
         if c > 0:
             seen_range = f" in a window up to {end / c:.2g} x {e.half_name}"
     remedy = "add seeds or evaluate on more prompts"
     if e.half_gain is not None and end < 4 * e.half_gain[0]:
-        remedy = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x {e.half_name}), or more seeds"
+        remedy = f"needs about {4 * e.half_gain[0] / end:.2g}x the compute (to 4 x {e.half_name}), or more seeds"
     if a_low is None or a_high is None:
         side = "above" if a_high is None else "below"
         return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){seen_range}; {remedy}")
@@ -210,14 +211,14 @@ def after_fit(e: Evidence) -> Verdict:
     if width > allowed:
         return Verdict(
             "open",
-            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed)"
+            f"A is only known to be in {a_low:.3f}..{a_high:.3f} (allowed width: at most {allowed:.2g})"
             f"{seen_range}; {remedy}",
         )
     if e.doubt.agreement < AGREED:
         return Verdict(
             "open",
-            f"other laws fit as well and put the ceiling elsewhere: {e.doubt.agreement:.0%} of what they say "
-            f"lies within A's {a_low:.3f}..{a_high:.3f}{seen_range}; {remedy}",
+            f"other laws fit equally well and put the ceiling elsewhere: {e.doubt.agreement:.0%} of their ceilings are "
+            f"within A's {a_low:.3f}..{a_high:.3f}{seen_range}; {remedy}",
         )
     return Verdict("identifiable", f"A is known within {width:.3f}{seen_range}")
 
@@ -241,6 +242,6 @@ def _misfit(e: Evidence) -> Verdict | None:
     return Verdict(
         "misfit",
         f"{_WORDING[doubt.rival]}; it explains the evaluations e^{doubt.rival_lead:.1f} times better than a sigmoid, "
-        f"so A is not named; the best so far is {smooth.max():.3f} about compute {best:.4g}; readings of the window "
-        "and forecasts hold without A (scalerl plan, scalerl rank --budget)",
+        f"so A is not named; the best so far is {smooth.max():.3f} at about compute {best:.4g}; rewards in the "
+        "window and forecasts are valid without A (scalerl plan, scalerl rank --budget)",
     )

@@ -11,10 +11,7 @@ from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table, units
 
 # Explanation of the columns `best` and `ahead` of a race.
-CHANCES = (
-    "best, ahead: chance of being best and of ending ahead of the favourite, at the last look that the recipe was "
-    "part of"
-)
+CHANCES = "best, ahead: probability of being the best and of ending ahead of the favourite, at the recipe's last look"
 
 
 def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
@@ -32,7 +29,7 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
         columns[f"at {comparisons.budget:.4g}"] = [format_interval(row.R_at_budget, "+.3f") for row in pairs]
     columns["asymptote"] = [format_interval(row.A, "+.3f") for row in pairs]
     columns["times the compute"] = [format_interval(row.ratio, ".2f") for row in pairs]
-    joint_note = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
+    joint_note = f"; bounds hold for all {len(pairs)} pairs together" if comparisons.simultaneous else ""
     lines = [
         table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]),
         "",
@@ -55,12 +52,12 @@ def choice_text(choice: Choice) -> str:
     ]
     direction = "lower is better" if choice.lower_is_better else "higher is better"
     details = [
-        ["noise floor", format_interval(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
+        ["noise floor", format_interval(choice.noise_floor, ".4g"), _degrees(choice.degrees)],
         ["gain of B over A", format_interval(choice.difference, "+.4g"), direction + _spread_of(choice.spread)],
     ]
     if choice.verdict == UNDECIDED:
         run_count = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
-        purpose = choice.margin_text and f"to tell {choice.margin_text} at 5% with 80% power"
+        purpose = choice.margin_text and f"to detect {choice.margin_text} at the 5% level with 80% power"
         details.append(["runs needed", run_count, purpose])
     width = max(len(detail[1]) for detail in details)
     lines = [f"{name:16}  {value:{width}}  {remark}".rstrip() for name, value, remark in details]
@@ -72,12 +69,18 @@ def choice_text(choice: Choice) -> str:
 
 def _spread_of(spread: str | None) -> str:
     """Describe the spread that an interval is based on, see `Choice.spread`; empty without an interval."""
-    return "" if spread is None else "; spread of their own runs" if spread == "own" else "; spread: the noise floor"
+    if spread is None:
+        return ""
+    return "; interval from the spread of each recipe's runs" if spread == "own" else "; interval from the noise floor"
+
+
+def _degrees(count: int) -> str:
+    return f"{count} degree{'' if count == 1 else 's'} of freedom"
 
 
 def effects_text(effects: Effects) -> str:
     """Format the effects of a grid's axes, and the cells to run next."""
-    head = ["axis", "choice", "against", "recipes", "asymptote", "P(raises it)", "times the compute to half"]
+    head = ["axis", "choice", "against", "recipes", "asymptote", "P(raises A)", "times the compute to half the gain"]
     rows = [
         [
             effect.axis,
@@ -92,15 +95,15 @@ def effects_text(effects: Effects) -> str:
     ]
     blocks = [
         table(head, rows),
-        f"on average over {effects.cells} recipes, drawn to zero as far as the others are small; 95% intervals; "
-        f"recipes differ by {effects.residual_sd:.3f} beyond that",
+        f"averages over {effects.cells} recipes with 95% intervals; effects are shrunk towards zero, more so if the "
+        f"others are small; a standard deviation of {effects.residual_sd:.3f} between recipes remains unexplained",
     ]
     if not effects.effects:
         blocks = [one_line(note) for note in effects.notes]
     if effects.next:
         axes = list(effects.next[0].levels)
         cells = table([*axes, "gain"], [[*cell.levels.values(), f"{cell.gain:.0%}"] for cell in effects.next])
-        blocks.append(f"to run next, by what of the main effects' variance goes:\n{cells}")
+        blocks.append(f"what to run next (gain: expected reduction of the main effects' variance):\n{cells}")
     return "\n\n".join(blocks)
 
 

@@ -37,7 +37,7 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 def units_line(fit: Fit, bounds: str) -> str:
     """Format the names of compute and reward; bounds: text on the meaning of the bounds."""
-    pooled = [f"walks are pooled over {fit.pool_size} recipes"] if fit.pool_size > 1 else []
+    pooled = [f"the scale of the walks is pooled over {fit.pool_size} recipes"] if fit.pool_size > 1 else []
     return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
 
@@ -48,15 +48,19 @@ def verdict_line(fit: Fit) -> str:
     if effect is None or not fit.identifiable:
         return line
     sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
+    known = [(side, a, b) for side, a, b in sides if a is not None and b is not None]
     changes = [
-        f"{effect.step:g} {side}, A {a:.3f} and B {b:.3g}" for side, a, b in sides if a is not None and b is not None
+        f"if R0 were {effect.step:g} {side}, A would be {a:.3f} and B {b:.3g}"
+        if number == 0
+        else f"if {effect.step:g} {side}, {a:.3f} and {b:.3g}"
+        for number, (side, a, b) in enumerate(known)
     ]
-    return f"{line}; were R0 {', or '.join(changes)}" if changes else line
+    return "; ".join([line, *changes])
 
 
 def families_text(comparison: Comparison) -> str:
     """Format the comparison of all families on one recipe: a sentence and a table."""
-    head = ["family", "A", "AICc above least", "error on later compute", "R^2"]
+    head = ["family", "A", "AICc above lowest", "error on later compute", "R^2"]
     rows = [
         [
             row.family,
@@ -95,7 +99,7 @@ def snapshot_line(snapshot: Snapshot) -> str:
     check = snapshot.check
     if check is not None:
         parts.append(
-            f"came {check.actual:.3f}, predicted {check.predicted:.3f} [{check.low:.3f}, {check.high:.3f}] "
-            f"at {check.made_at:.4g}{'' if check.inside else ', outside'}"
+            f"observed {check.actual:.3f}, predicted at {check.made_at:.4g}: {check.predicted:.3f} "
+            f"[{check.low:.3f}, {check.high:.3f}]{'' if check.inside else ', outside'}"
         )
     return one_line(f"{snapshot.recipe}: compute {snapshot.compute_end:.4g}, {', '.join(parts)}")

@@ -43,7 +43,7 @@ def sections(plan: Plan) -> Iterator[Section]:
             [s.recipe, s.action, f"{s.compute:.4g}", f"{s.cost:.4g}", gain(s.expected_gain), s.reason]
             for s in plan.next
         ]
-        yield "what to run next (gain: by how much nearer to the best A the choice is expected to come):", head, rows
+        yield "what to run next (gain: expected reduction of the distance to the best A):", head, rows
     if plan.split is not None:
         yield plan.split.sentence, [], []
 
@@ -55,7 +55,7 @@ def gain(expected: float | None) -> str:
 
 def _target_section(plan: Plan) -> Section:
     """Return the section on the compute to the target."""
-    head = ["recipe", f"compute to {plan.target:g}", "a new run", "near its asymptote", "why"]
+    head = ["recipe", f"compute to {plan.target:g}", "for a new run", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
         assert row.reach is not None
@@ -99,13 +99,13 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
             for size in sizes.joint.sizes.tolist()
         ]
         yield (
-            f"sigmoids of all sizes together: 1 - A goes as N^{format_interval(powers['one_minus_A'], '.3f')}, C_mid "
-            f"as N^{format_interval(powers['C_mid'], '.3f')}:",
+            "sigmoids of all sizes together: 1 - A is proportional to "
+            f"N^{format_interval(powers['one_minus_A'], '.3f')}, C_mid to N^{format_interval(powers['C_mid'], '.3f')}:",
             ["size", "A", "C_mid"],
             rows,
         )
     if sizes.choices:
-        head = ["size", "seen", "R, power law", "P(best)", "R, sigmoid", "P(best)"]
+        head = ["size", "was run", "R, power law", "P(best)", "R, sigmoid", "P(best)"]
         rows = [
             [
                 f"{choice.size:.4g}",
@@ -119,7 +119,7 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
         ]
         yield sizes.sentence, head, rows
     if sizes.reach:
-        head = ["size", "seen", "compute, power law", "compute, sigmoid"]
+        head = ["size", "was run", "compute, power law", "compute, sigmoid"]
         rows = [
             [
                 f"{reach.size:.4g}",
@@ -144,11 +144,11 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
     yield "compute from which the larger size wins:", head, rows
     errors = sizes.held_out
     if errors.power_law is None or errors.sigmoid is None:
-        yield "the last quarter held out: not enough to compare the two laws", [], []
+        yield "forecasts of the held-out last quarter: too few data to compare the two laws", [], []
     else:
         yield (
-            f"the last quarter held out: error {errors.power_law:.4f} (power law), {errors.sigmoid:.4f} (sigmoid) over "
-            f"{counted(errors.runs, 'run')}; predicts better: {errors.better.replace('_', ' ')}",
+            f"forecasts of the held-out last quarter: error {errors.power_law:.4f} (power law), {errors.sigmoid:.4f} "
+            f"(sigmoid) over {counted(errors.runs, 'run')}; better: {errors.better.replace('_', ' ')}",
             [],
             [],
         )
@@ -157,7 +157,7 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
 def _rollout_section(plan: RolloutPlan) -> Section:
     """Return the section on the number of rollouts per prompt."""
     where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
-    head = ["rollouts a prompt", "R at the budget", "P(best)", "why"]
+    head = ["rollouts per prompt", "R at the budget", "P(best)", "why"]
     rows = [
         [str(v.rollouts), format_interval(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
         for v in plan.values

@@ -8,6 +8,7 @@ from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.rank import Ranking
 from sweeps.decide.reward import Rewards
 from sweeps.decide.signal import Signal
+from sweeps.decide.wording import windows_text
 from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 
@@ -48,7 +49,7 @@ def rank_text(
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the ranking's table."""
     tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
-    horizon = [] if ranking.horizon is None else [f"at {ranking.horizon.windows:.3g} windows"]
+    horizon = [] if ranking.horizon is None else [f"at {windows_text(ranking.horizon.windows)}"]
     head = ["rank", "recipe", "P(best)", *horizon, "A", *tie, "B at shared A", "why"]
     rows = []
     for entry in ranking.ranking:

@@ -128,7 +128,7 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = "a,0,1,0.5\n" * 3 + "a,1,1,0.5\n"
     (curve,) = load([csv_file(tmp_path, "recipe,seed,compute,reward\n" + rows)]).curves
     assert len(curve.reward) == 2
-    assert any("2 repeated rows" in note for note in curve.warnings)
+    assert any("dropped 2 repeated rows" in note for note in curve.warnings)
 
 
 def test_two_rewards_at_one_compute_are_kept_and_said() -> None:
@@ -136,7 +136,7 @@ def test_two_rewards_at_one_compute_are_kept_and_said() -> None:
     assert curve.reward.tolist() == [0.1, 0.41, 0.47, 0.5, 0.6]
     (note,) = [note for note in curve.warnings if "different rewards" in note]
     assert note.startswith("seed 0: 2 compute values have two different rewards (first at 1200: 0.41 and 0.47)")
-    assert "are two runs under one name? give them seeds or --by" in note
+    assert "do two runs share one name? give them seeds, or use --by" in note
     assert not make_curve("x", [1, 1, 2], [0.1, 0.2, 0.1], ["a", "b", "a"]).warnings  # two seeds may differ
     (one,) = make_curve("x", [1, 1, 1], [0.1, 0.2, 0.3], ["run 0"] * 3).warnings
     assert one.startswith("run 0: 1 compute value has up to 3 different rewards")
@@ -145,7 +145,7 @@ def test_two_rewards_at_one_compute_are_kept_and_said() -> None:
 def test_of_many_seeds_with_two_rewards_a_few_are_named() -> None:
     seeds = [str(seed) for seed in range(9) for _ in range(2)]
     notes = make_curve("x", [1.0] * 18, np.linspace(0, 1, 18), seeds).warnings
-    assert len(notes) == 4 and notes[0].startswith("seed 0:") and notes[-1] == "so have 6 more seeds"
+    assert len(notes) == 4 and notes[0].startswith("seed 0:") and notes[-1] == "6 more seeds have such values"
 
 
 @pytest.mark.parametrize(
@@ -693,7 +693,7 @@ def test_the_scale_is_inferred_once_for_all_recipes_of_a_study(tmp_path: Path) -
     assert (
         low.notes
         == high.notes
-        == ("rewards run from 0.1 to 2, outside [0, 1]: A has no bounds; --bounds gives others",)
+        == ("rewards range from 0.1 to 2, outside [0, 1], so A has no bounds; set others with --bounds",)
     )
     assert low.take(low.compute < 1).range is None
     # Rewards of two metrics are on two scales.

@@ -249,7 +249,7 @@ def test_what_is_no_evaluation_is_told_and_left_out(
     run = RacingRun(tmp_path, "mine", 0, budget=20)
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(0, 0.1, 0.0) is None and run.should_stop(1, reward, compute) is None
-    assert "is no evaluation" in caplog.text and len(rows_in(run)) == 1
+    assert " is not valid, and was not recorded" in caplog.text and len(rows_in(run)) == 1
 
 
 def test_steps_do_not_pass_for_the_compute_that_a_call_has_left_out(

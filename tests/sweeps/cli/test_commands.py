@@ -90,7 +90,7 @@ def test_a_command_that_does_not_exist_names_the_one_like_it(
 
 def test_a_fit_names_compute_and_reward_only_where_that_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "fit", EXAMPLE)
-    assert re.search(r"\n95% intervals, within these runs; walks are pooled over \d+ recipes\n", out)
+    assert re.search(r"\n95% intervals, within these runs; the scale of the walks is pooled over \d+ recipes\n", out)
     _, out, _ = run(capsys, "fit", ROOT / "examples" / "study")
     assert "\ncompute: virtual device hours; reward: eval/heldout/pass_rate; 95% intervals" in out
 
@@ -429,7 +429,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
             f"warning: {recipe}: step is an order of steps, not compute: recipes differ in what a step costs"
             in warnings
         )
-    assert any("two runs under one name" in line for line in warnings)
+    assert any("do two runs share one name?" in line for line in warnings)
     name, *words = command.split()
     output: list[str | Path] = ["-o", steps.with_name("report.html")] if name == "report" else []
     code, out, err = run(capsys, name, steps, *words, *output)
@@ -442,7 +442,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
 def test_a_race_prints_the_warnings_of_its_curves(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "race", steps, "--budget", "1000", "--json")
     assert code == 0 and json.loads(out)
-    assert err.count(": step is an order of steps") == 3 and "two runs under one name" in err
+    assert err.count(": step is an order of steps") == 3 and "do two runs share one name?" in err
 
 
 def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(

@@ -39,8 +39,8 @@ def test_they_disagree_where_a_step_costs_more() -> None:
         (row.C.value, other.C.value) for row, other in zip(cost.rows, hours.rows, strict=True) if row.C and other.C
     ]
     assert priced and all(money == pytest.approx(2.5 * spent) for money, spent in priced)
-    assert found.sentence.startswith("who is ahead depends on what is held equal: long at as much of steps (P = ")
-    assert "short at as much of device hours and cost (P = " in found.sentence
+    assert found.sentence.startswith("which recipe is ahead depends on the axis: long at equal steps (P = ")
+    assert "short at equal device hours and cost (P = " in found.sentence
     place = hours.row("long")
     assert place is not None and place[0] == 2 and hours.row("another") is None
 
@@ -48,7 +48,9 @@ def test_they_disagree_where_a_step_costs_more() -> None:
 def test_they_agree_where_a_step_costs_the_same() -> None:
     same = dict.fromkeys(("long", "short"), 0.02)
     found = by_axis({axis: fits(axis, same) for axis in ("step", "gpu_hours")})
-    assert found.agreed and found.sentence.startswith("ahead whatever is held equal: long at as much of steps and gpu_")
+    assert found.agreed and found.sentence.startswith(
+        "the same recipe is ahead on every axis: long at equal steps and gpu_"
+    )
 
 
 def test_what_is_wrong_with_it() -> None:
@@ -78,7 +80,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     table.write_text("\n".join(rows))
     assert main(["rank", str(table), "--axes", "compute,hours"]) == 0
     out = capsys.readouterr().out
-    assert "depends on what is held equal" in out and "at 400 compute" in out and "1. 0." in out
+    assert "which recipe is ahead depends on the axis: " in out and "at 400 compute" in out and "1. 0." in out
     for wrong, told in (
         (["--axes"], "name its columns"),
         (["--rate", "2"], "for --axes"),

@@ -108,7 +108,7 @@ def test_what_varies_together_is_said_and_what_can_not_be_read_is_left_out() -> 
     short = make_curve("base+loss=short", [0.0, 1.0], [0.2, 0.3])
     found = effects(fit_curves([*curves, third, short]))
     assert found.left_out == ("base+loss=short",)
-    assert found.notes == ("loss and async vary together: the grid does not tell which of the two it was",)
+    assert found.notes == ("loss and async vary together, so the grid cannot separate their effects",)
     with pytest.raises(UserError, match="2 recipes can be read"):
         effects(fit_curves(curves))
 
@@ -150,7 +150,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     table.write_text("recipe,seed,compute,reward\n" + "\n".join(rows))
     assert main(["effects", str(table), "-o", str(tmp_path / "effects.svg")]) == 0
     shown = capsys.readouterr().out
-    assert "loss" in shown and "async" in shown and "on average over 4 recipes" in shown
+    assert "loss" in shown and "async" in shown and "averages over 4 recipes with 95% intervals; " in shown
     assert (tmp_path / "effects.svg").read_text().startswith("<?xml")
     assert main(["effects", str(table), "--interaction", "loss:async", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -108,14 +108,17 @@ def test_the_default_margin_is_named_as_the_noise_floor_and_runs_needed_are_for_
     base, near, far = [1.0, 1.2, 0.9, 1.1, 1.05], [1.1, 1.2, 1.0], [3.0, 3.2, 2.9]
     by_default, given = choice(a=base, b=near), choice(0.5, a=base, b=near)
     assert by_default.verdict == given.verdict == UNDECIDED and by_default.runs_needed == 17
-    told = f"to tell a difference as large as the noise floor ({by_default.margin:.4g})"
+    difference = f"a difference as large as the noise floor ({by_default.margin:.4g})"
     assert by_default.remedy is not None and by_default.remedy.startswith(
-        f"{told} takes 17 runs of each: run a 12 more"
+        f"detecting {difference} needs 17 runs of each: run a 12 more"
     )
     assert by_default.remedy.endswith("; or give the difference that matters to you with --margin")
     (row,) = [line for line in choice_text(by_default).splitlines() if line.startswith("runs needed")]
-    assert row.startswith("runs needed       17 of each ") and row.endswith(f" {told} at 5% with 80% power")
-    assert "noise floor (" not in choice_text(given) and "to tell 0.5 at 5% with 80% power" in choice_text(given)
+    assert row.startswith("runs needed       17 of each ") and row.endswith(
+        f" to detect {difference} at the 5% level with 80% power"
+    )
+    assert "noise floor (" not in choice_text(given)
+    assert "to detect a difference of 0.5 at the 5% level with 80% power" in choice_text(given)
     for decided in (choice(a=base, b=far), choice(a=far, b=base)):
         assert decided.verdict in (KEEP, DISCARD) and decided.to_json()["runs_needed"] == 17
         assert "runs needed" not in choice_text(decided)
@@ -138,7 +141,7 @@ def test_failed_runs_are_counted_and_may_take_the_verdict_back() -> None:
     assert often.remedy is not None and often.remedy.startswith("repeat the failed runs")
     near = [1.2, 1.4, 1.25, 1.35, 1.3]
     assert choice(a=base, b=near).verdict == KEEP
-    assert "does not hold if those had ended like a" in choice(a=base, b=[*near, *[None] * 3]).sentence
+    assert "would not hold if these had ended like a" in choice(a=base, b=[*near, *[None] * 3]).sentence
     assert choice(a=ahead, b=[*base, *[None] * 6]).verdict == DISCARD  # the one behind may fail
     none = choice(a=base, b=[None, None])
     assert none.verdict == UNDECIDED and "no run of b finished (2 runs failed)" in none.sentence

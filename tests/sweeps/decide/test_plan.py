@@ -82,7 +82,7 @@ def test_a_bound_is_open_where_the_draws_may_not_get_there() -> None:
 
 def test_reached_in_the_window_is_said_with_the_compute() -> None:
     reach = compute_to_reach(fit_curve(curve()), 0.5)
-    assert reach.reached and reach.reason.startswith("reached already, at compute")
+    assert reach.reached and reach.reason.startswith("already reached, at compute")
     assert not compute_to_reach(fit_curve(curve(end=4000)), 0.55).reached
 
 
@@ -109,11 +109,17 @@ def test_without_an_asymptote_the_window_is_read_and_what_comes_is_forecast() ->
     assert short.verdict == "pre_inflection"
     observed = compute_to_reach(short, 0.38)
     assert observed.compute is not None and observed.compute.value == pytest.approx(inverse(0.38), rel=0.1)
-    assert "not identifiable" in observed.reason and observed.reason.endswith("the window shows it")
+    assert "not identifiable" in observed.reason and observed.reason.endswith(
+        "but the target is reached within the window"
+    )
     beyond = compute_to_reach(short, 0.55)
     # Ten windows ahead nothing is sure: the forecast holds the truth, and leaves open that it never comes.
     assert beyond.compute is not None and beyond.compute.low is not None and beyond.compute.high is None
-    assert beyond.compute.low < inverse(0.55) and "a forecast" in beyond.reason and (beyond.p_never or 0) > 0.025
+    assert (
+        beyond.compute.low < inverse(0.55)
+        and "so this is only a forecast" in beyond.reason
+        and (beyond.p_never or 0) > 0.025
+    )
 
 
 def test_a_target_that_a_run_has_passed_is_reached_whatever_the_verdict() -> None:
@@ -139,7 +145,7 @@ def test_too_few_points_have_no_compute_and_a_level_curve_never_gets_there() -> 
 def test_what_most_draws_do_not_reach_is_unlikely_not_never() -> None:
     reach = compute_to_reach(fit_curve(curve(rng=1)), 0.61)
     assert reach.compute is None and reach.p_never is not None and 0.5 < reach.p_never < 0.95
-    assert reach.reason.startswith(f"unlikely (P = {1 - reach.p_never:.2f}) that its runs reach it within 100 x")
+    assert reach.reason.startswith(f"its runs are unlikely (P = {1 - reach.p_never:.2f}) to reach it within 100 x")
 
 
 def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
@@ -280,18 +286,18 @@ def test_a_budget_is_spent_once_and_the_rest_committed() -> None:
     assert sum(share.compute for share in split.shares) == pytest.approx(50000)
     assert split.winner == "short" and split.commit is not None
     assert split.commit[1] - split.commit[0] == pytest.approx(50000 - sum(step.cost for step in split.steps))
-    assert "commit the rest to the winner" in split.sentence
+    assert "commit the rest to the winner so far, short: continue one of its runs" in split.sentence
     shares = {share.recipe: share for share in split.shares}
     assert shares["lost"].compute == 0 and shares["good"].R is not None
     small = split_budget(choice_of(contested(), 0.04), 100)
     assert small.steps == () and small.commit == (4500.0, 4600.0)
     nothing = split_budget(choice_of(contested(), 0.01), 100)
-    assert nothing.steps == () and nothing.winner is None and "keep it (100)" in nothing.sentence
+    assert nothing.steps == () and nothing.winner is None and "Keep it (100)" in nothing.sentence
 
 
 def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
     split = split_budget(choice_of(fit_curves([curve("a", end=1500), curve("b", end=1500, rng=1)])), 1e5)
-    assert split.winner is None and split.commit is None and "no recipe is committed to" in split.sentence
+    assert split.winner is None and split.commit is None and "the budget is not committed to a winner" in split.sentence
     assert "below the highest asymptote, more than the margin 0.02" in split.sentence
     assert sum(share.compute for share in split.shares) <= 1e5
 
@@ -313,8 +319,8 @@ def test_a_run_that_cannot_be_continued_is_not_extended() -> None:
     fits = contested()
     assert split_budget(choice_of(fits, 0.04), 50000).commit is not None
     split = split_budget(choice_of(ended(fits), 0.04), 50000)
-    assert split.commit is None and "as it stands the winner is" in split.sentence
-    assert "a run of it ended before its budget" in split.sentence
+    assert split.commit is None and "the winner so far is" in split.sentence
+    assert "but one of its runs ended before its budget" in split.sentence
 
 
 @pytest.mark.parametrize(
@@ -330,7 +336,7 @@ def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
     assert before - advised < promised < 5 * (before - advised)
 
 
-# --- rollouts a prompt ----------------------------------------------------------------------------------------
+# --- rollouts per prompt --------------------------------------------------------------------------------------
 
 
 def rollout_fits() -> list[Fit]:
@@ -400,20 +406,20 @@ def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and plan["budget"] == 20000
     spent = sum(entry["compute"]["value"] for entry in plan["recipes"])
     assert 0 < spent < 20000 and spent == pytest.approx(sum(step["cost"] for step in plan["next"]))
-    assert plan["commit"]["recipe"] is None and "keep the rest" in plan["commit"]["sentence"]
+    assert plan["commit"]["recipe"] is None and "Keep the rest" in plan["commit"]["sentence"]
     code, out, _ = run(capsys, EXAMPLE, "--budget", "20000", "--margin", "0.06", "--json")
     plan = json.loads(out, parse_constant=pytest.fail)
     assert sum(entry["compute"]["value"] for entry in plan["recipes"]) == pytest.approx(20000)
     assert plan["commit"]["recipe"] == "scalerl" and plan["commit"]["to"] > plan["commit"]["from"]
     code, out, _ = run(capsys, EXAMPLE, "--budget", "20000")
     # No seed of a recipe whose window ends before the bend: it would end there, too.
-    assert code == 0 and "no recipe is committed to" in out and "the bend is not in the window" in out
+    assert code == 0 and "the budget is not committed to a winner" in out and "the bend is not in the window" in out
 
 
 @pytest.mark.full
 def test_sizes_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, SIZES, "--size", "size", "--budget", "20000", "--sizes", "14B")
-    assert code == 0 and "k_max" in out and "no: extrapolation" in out and "predicts better" in out
+    assert code == 0 and "k_max" in out and "no: extrapolation" in out and "over 8 runs; better: " in out
     assert "no ceiling below 1" in err
     code, out, _ = run(capsys, SIZES, "--size", "size", "--target", "0.75", "--json")
     (sizes,) = json.loads(out, parse_constant=pytest.fail)["sizes"]
@@ -428,7 +434,7 @@ def test_rollouts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "rollouts.csv"
     path.write_text("\n".join(rows))
     code, out, _ = run(capsys, path, "--budget", "16000", "--rollouts", "n")
-    assert code == 0 and "s: 16 rollouts a prompt" in out
+    assert code == 0 and "s: 16 rollouts per prompt" in out
 
 
 def test_example_of_sizes_is_what_its_script_makes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,7 @@ def test_a_larger_size_that_never_wins() -> None:
     assert pair.power_law is None and "power law: never within 100 x the data" in pair.reason
     plan = compare_sizes(by_size, "s", budget=10000.0)
     assert max(plan.choices, key=lambda choice: choice.p_best).size == 1e9
-    assert any("two sizes fix" in note for note in plan.warnings)
+    assert any("two sizes determine k_max and N_0 exactly: " in note for note in plan.warnings)
 
 
 def test_bounds_are_open_where_the_exponent_does_not_saturate() -> None:

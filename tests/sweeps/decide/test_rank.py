@@ -85,7 +85,8 @@ def test_refused_recipes_come_last_with_their_reason() -> None:
     # A window before the bend may hide the best; a level curve does not.
     p_best = {entry.recipe: entry.p_best or 0.0 for entry in result.ranking}
     assert p_best["a-flat"] < 0.05 < p_best["scalerl+loss=dapo"] and result.undecided
-    assert result.leader == "scalerl+loss=dapo" and "best choice so far, though it may not be named" in result.sentence
+    assert result.leader == "scalerl+loss=dapo" and "is the best choice so far: it has the" in result.sentence
+    assert ", and its A is not identifiable yet (pre_inflection)" in result.sentence
     losses = {entry.recipe: entry.expected_loss for entry in result.ranking}
     assert min(losses, key=lambda recipe: losses[recipe]) == result.leader and min(losses.values()) > 0
 

@@ -44,8 +44,8 @@ def test_it_says_what_the_comparisons_say() -> None:
 
 def test_where_there_is_one_seed_the_spread_is_borrowed_and_named() -> None:
     found = resolve(fit_curves(study(ALIKE, ("0",))), "a", 0.02)
-    assert found is not None and found.source == "borrowed" and "1 seed a recipe" in found.sentence
-    assert "spread between seeds borrowed" in found.sentence
+    assert found is not None and found.source == "borrowed" and "with 1 seed per recipe, " in found.sentence
+    assert "spread between seeds taken from the paper" in found.sentence
 
 
 def test_seeds_that_ran_and_seeds_that_tell_are_both_said() -> None:
@@ -57,10 +57,10 @@ def test_seeds_that_ran_and_seeds_that_tell_are_both_said() -> None:
     found = resolve(fit_curves(curves), "a", 0.02)
     assert found is not None and found.seeds == 1
     assert found.sentence.startswith(
-        "with 2 seeds a recipe, of which in one recipe 1 went far enough to tell of the asymptote, this study tells"
+        "with 2 seeds per recipe (in one recipe, only 1 ran far enough to inform the asymptote), this study can detect"
     )
     whole = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
-    assert whole is not None and whole.sentence.startswith("with 2 seeds a recipe this study tells")
+    assert whole is not None and whole.sentence.startswith("with 2 seeds per recipe, this study can detect")
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
     )
     found = resolve(fit_curves([*study(ALIKE, ("0", "1")), null]), "a", 0.02)
     assert found is not None and found.noise == pytest.approx(0.03, rel=0.2)
-    assert f"an evaluation of the null recipe scatters by {found.noise:.3f}" in found.sentence
+    assert f"; evaluations of the null recipe scatter by {found.noise:.3f}" in found.sentence
     without = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
     assert without is not None and without.noise is None and "null recipe" not in without.sentence
 

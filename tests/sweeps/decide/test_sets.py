@@ -139,7 +139,7 @@ def test_no_set_is_recommended_without_a_signal() -> None:
     assert found.best is None and found.sentence.startswith("no set separates the recipes: ")
     assert [(row.set, row.ratio is None) for row in found.rows] == [("wild", False), ("flat", True)]
     short = [on_set(recipe, name, {"0": [0.1, 0.2, 0.3]}) for recipe in "ab" for name in ("x", "y")]
-    assert signals(*short).sentence.startswith("signal to noise of the sets is unknown")
+    assert signals(*short).sentence.startswith("the sets' signal to noise is unknown")
     assert signal_to_noise(short[:2]) is None  # one recipe
     assert signal_to_noise(short[::2]) is None  # one set
     assert set_scores([on_set("a", "x", {"0": [0.5]})]) is None
@@ -163,7 +163,7 @@ def test_scores_are_the_newest_by_the_compute_that_all_runs_have_spent() -> None
     assert second.iqm.low is None and second.profile_low[0] is None  # one run shows no spread
     assert found.notes == (
         "b, seed 2: no evaluation after the start; left out",
-        "b: 1 run without a score on every set by compute 4; left out",
+        "b: left out 1 run without a score on every set by compute 4",
     )
     assert "more seeds give an interval" in found.sentence
     json.dumps(found.to_json(), allow_nan=False)

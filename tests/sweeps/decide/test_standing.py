@@ -32,12 +32,13 @@ def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
     """The slower recipe has the higher ceiling, and its window ends at 2 C_mid."""
     found = find_standing(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
     assert not found.decided and found.leader == "r1" and found.ranked == ("r0",)
-    assert "r1 is the best choice so far, though it may not be named yet" in outcome_sentence(found)
+    assert "r1 is the best choice so far: it has the highest A with P = 0." in outcome_sentence(found)
+    assert ", and its A is not identifiable yet (" in outcome_sentence(found)
     assert sum(found.p_best.values()) == pytest.approx(1)
     # Also where it is less likely than not.
     found = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
     assert 0.06 < found.p_best["r1"] < 0.4 and found.rivals == ("r1",) and found.leader == "r0"
-    assert "of these r1 (P = 0." in outcome_sentence(found) and "could be best" in outcome_sentence(found)
+    assert "1 of 2 recipes cannot be ranked; of these, r1 could be the best (P = 0." in outcome_sentence(found)
 
 
 @pytest.mark.parametrize("number", every(3, range(3)))
@@ -59,7 +60,11 @@ def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_dra
 def test_a_level_recipe_is_no_rival() -> None:
     level = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(2).standard_normal(31))
     found = find_standing(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), level]))
-    assert found.decided and found.rivals == () and "none of them is likely to be best" in outcome_sentence(found)
+    assert (
+        found.decided
+        and found.rivals == ()
+        and outcome_sentence(found).endswith(". 1 of 2 recipes cannot be ranked; it is not likely to be the best")
+    )
 
 
 def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
@@ -108,7 +113,7 @@ def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
     assert not fits[1].identifiable
     ranking, choice = rank(fits), choice_of(fits)
     assert not ranking.undecided and ranking.leader == fits[1].recipe == settle(choice).leader
-    assert "though it may not be named yet" in ranking.sentence and (choice.standing.p_wrong or 0.0) <= 0.05
+    assert "; its A is not identifiable yet (" in ranking.sentence and (choice.standing.p_wrong or 0.0) <= 0.05
     settlement = settle(choice)
     assert settlement.settled and settlement.sentence == f"no further run is needed to choose: {ranking.sentence}"
     # Nothing is decided where it could still lie below.
@@ -122,7 +127,7 @@ def test_only_what_could_not_be_ranked_is_said_not_to_be_named(number: int) -> N
     fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
     found = find_standing(fits)
     assert all(fit.identifiable for fit in fits)
-    assert found.leader == found.ranked[0] and "may not be named" not in outcome_sentence(found)
+    assert found.leader == found.ranked[0] and "not identifiable yet" not in outcome_sentence(found)
 
 
 def test_the_highest_of_many_is_drawn_to_the_others() -> None:
@@ -168,7 +173,7 @@ def test_the_same_reward_for_more_compute() -> None:
     slow = next(row for row in found.rows if row.recipe == "slow")
     assert slow.ratio is not None and slow.ratio.low is not None and slow.ratio.high is not None
     assert slow.ratio.low < 1.7 < slow.ratio.high and slow.ratio.high < 2.5
-    assert "slow takes 1.7x the compute of fast" in found.sentence
+    assert "slow needs 1.7x the compute of fast to reach 0." in found.sentence
     # At four fifths of what the slower has gained, where neither blurs into its plateau.
     assert found.reward == pytest.approx(
         0.3 + 0.8 * (law(np.array([16000.0]), 0.61, 1.9, 3400, 0.3)[0] - 0.3), abs=0.02
@@ -195,7 +200,7 @@ def test_where_nobody_is_known_to_get_there_nobody_takes_the_least(monkeypatch: 
     found = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
     assert found is not None and found.reward is not None and found.fastest is None
     head, rows = reward_rows(found)
-    assert [each[head.index("times the least")] for each in rows] == ["-", "-"] and " takes " not in found.sentence
+    assert [each[head.index("times the least")] for each in rows] == ["-", "-"] and " needs " not in found.sentence
 
 
 def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
@@ -203,9 +208,9 @@ def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
     source = np.random.default_rng(3)
     compute = np.linspace(0, 6, 31)
     ranking = rank(fit_curves([make_curve(name, compute, 0.2 + 0.01 * source.standard_normal(31)) for name in "ab"]))
-    assert ranking.undecided and ranking.sentence == "undecided: nothing to choose yet: both flat"
+    assert ranking.undecided and ranking.sentence == "undecided: nothing to choose yet, because both recipes are flat"
     assert ranking.resolution is not None and ranking.outcome == (ranking.resolution.sentence, ranking.sentence)
-    assert ranking_text(ranking).startswith("with 1 seed a recipe this study tells differences of ")
+    assert ranking_text(ranking).startswith("with 1 seed per recipe, this study can detect a difference of ")
 
 
 def test_each_curve_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_departure_needs_two_snapshots_in_a_row(actuals: list[tuple[float, float
 def test_departure_names_numbers_and_remedy() -> None:
     below = departure([snapshot(100, 0.60), snapshot(120, 0.50), snapshot(150, 0.51)])
     assert below == (
-        "reward lies below its forecast since compute 120: 0.510 at 150, where the fit up to 100 gave 0.600 "
+        "reward has been below its forecast since compute 120: 0.510 at 150, where the fit up to 100 predicted 0.600 "
         "[0.580, 0.620]; look at the run's health (entropy, truncation, KL)"
     )
     above = departure([snapshot(100, 0.70), snapshot(120, 0.70)])
@@ -413,7 +413,12 @@ def test_the_example_of_the_help_runs(capsys: pytest.CaptureFixture[str], monkey
     assert cli.main(example.split()[2:]) == 0
     captured = capsys.readouterr()
     last = [line for line in captured.out.splitlines() if line.startswith("scalerl: compute 1.6e+04, 66 evaluations, ")]
-    assert len(last) == 1 and "identifiable, A 0.6" in last[0] and "came 0." in last[0] and "at 1.1e+04" in last[0]
+    assert (
+        len(last) == 1
+        and "identifiable, A 0.6" in last[0]
+        and "observed 0." in last[0]
+        and "predicted at 1.1e+04: 0." in last[0]
+    )
     assert len(captured.out.splitlines()) == 44
     assert not (ROOT / "examples" / "fits.jsonl").exists()
 

@@ -309,7 +309,7 @@ def test_a_million_points_are_averaged_and_counted() -> None:
     fit = fit_curve(make_curve("x", compute, np.clip(law(compute, 0.61, 1.9, 2500.0, 0.3) + noise, 0, 1)))
     assert fit.verdict == "identifiable" and fit.n == 1_000_000
     assert fit.A.value == pytest.approx(0.61, abs=0.002)
-    assert any("1000000 points were averaged to 161 means" in note for note in fit.warnings)
+    assert any("1000000 points were averaged into 161 means" in note for note in fit.warnings)
 
 
 def test_intervals_that_are_told_the_noise_are_about_as_wide() -> None:

@@ -82,7 +82,7 @@ def test_parameters_are_those_at_the_peak_and_windows_those_spent() -> None:
     for interval, truth in ((fit.A, 0.7), (fit.B, 1.8), (fit.C_mid, 60.0)):
         assert interval.low is not None and interval.high is not None
         assert interval.low <= truth <= interval.high
-    assert any("the learning rate decays: compute counts 0% at the end" in note for note in fit.warnings)
+    assert any("the learning rate decays: at the end, compute counts 0%;" in note for note in fit.warnings)
     ahead = predict(fit, [320.0, 3200.0])
     assert ahead.value[1] == pytest.approx(ahead.value[0], abs=2e-3)
     assert fit.draws is not None

@@ -157,7 +157,7 @@ def test_outcome_tables_and_refusals_are_on_the_page(usual_page: tuple[str, tupl
         "R²",
         "What R0 does",
         "Sensitivity",
-        "early cuts move A by at most",
+        "leaving out early points moves A by at most",
         "Families",
         "Last value",
         "Provenance",
@@ -418,8 +418,8 @@ def test_a_over_time_and_departures(tmp_path: Path) -> None:
     text, written = report(tmp_path, good, bad, histories=found)
     Page(text)
     plain = words(text)
-    assert "A over time" in plain and "bad: reward lies above its forecast" in plain
-    assert "good: reward lies" not in plain and plain.count("departed") == 2
+    assert "A over time" in plain and "bad: reward has been above its forecast" in plain
+    assert "good: reward has been" not in plain and plain.count("departed") == 2
     assert tmp_path / "report_history.png" in written
 
 
@@ -431,7 +431,7 @@ def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys:
     plain = words(page.read_text(encoding="utf-8"))
     assert "How the sources were read" in plain and "264 rows: 264 points" in plain
     # A recipe that is not ranked is compared too.
-    assert "scalerl+aggregation=token: exponential foretells" in plain
+    assert "scalerl+aggregation=token: exponential predicts later rewards best" in plain
 
 
 @pytest.mark.slow

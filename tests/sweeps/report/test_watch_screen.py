@@ -88,7 +88,7 @@ def study(members: int = 30) -> Screen:
         ranking=ranking(),
         ranked_s=4.0,
         behind=3,
-        warnings=("scalerl: reward lies below its forecast", "two", "three", "four"),
+        warnings=("scalerl: reward has been below its forecast", "two", "three", "four"),
     )
 
 
