@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,17 +218,22 @@ def compared(
     options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit], recipes: Sequence[str]
 ) -> Comparisons:
     """Compare two named recipes; with one name, all others with it; without names, all others with the baseline."""
-    from sweeps.decide.pairwise import compare
+    from sweeps.decide.pairwise import compare, why_incomparable
     from sweeps.source.held_out import passes_by
 
     curve = fits[0].curve
-    return compare(
+    pairs = _pairs(recipes, fits)
+    compared_recipes = {recipe for pair in pairs for recipe in pair}
+    left_out = [fit for fit in fits if len(recipes) < 2 and fit.recipe not in compared_recipes]
+    notes = [f"{reason}; left out" for fit in left_out if (reason := why_incomparable(fit)) is not None]
+    found = compare(
         fits,
-        _pairs(recipes, fits),
+        pairs,
         budget=options.budget,
         margin=margin(options),
         passes=passes_by(study.runs, curve.axis, curve.metric),
     )
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -249,17 +255,23 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
     Raises:
         UserError: there is no recipe to compare with.
     """
+    from sweeps.decide.pairwise import why_incomparable
     from sweeps.decide.rank import baseline_of
 
     if len(named) == 2:
         return [(named[0], named[1])]
     recipes = [fit.recipe for fit in fits]
-    against = named[0] if named else baseline_of(fits) or recipes[0]
-    if against not in recipes:
-        raise UserError(f"{against}: no such source, and no such recipe; the sources have {', '.join(recipes)}")
+    if named and named[0] not in recipes:
+        raise UserError(f"{named[0]}: no such source, and no such recipe; the sources have {', '.join(recipes)}")
     if len(recipes) < 2:
         raise UserError(f"{recipes[0]}: the only recipe; give a source with another one to compare it with")
-    return [(recipe, against) for recipe in recipes if recipe != against]
+    # A recipe without a forecast is an error only if it is named, or if it leaves nothing to compare.
+    comparable = [fit.recipe for fit in fits if why_incomparable(fit) is None]
+    against = named[0] if named else baseline_of(fits) or recipes[0]
+    if not named and against not in comparable:
+        against = next(iter(comparable), against)
+    pairs = [(recipe, against) for recipe in recipes if recipe != against]
+    return [pair for pair in pairs if pair[0] in comparable] or pairs
 
 
 def decide_command(options: argparse.Namespace) -> None:

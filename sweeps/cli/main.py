@@ -1,7 +1,7 @@
 """Entry point and argument parser of the console script `scalerl`.
 
 Exit codes: 0 for success, also if the data do not decide; 1 for a failure, with one line on the problem and the remedy;
-2 for wrong usage.
+2 for wrong usage; 130 if interrupted by Ctrl-C.
 
 This module imports little. Each command's modules are imported when the command runs, so that help, a typing error and
 a missing file are answered at once. tests/sweeps/cli/test_quick.py checks the imports.
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("scalerl: interrupted", file=sys.stderr)
-        return 1
+        return 130  # as shells report an end by SIGINT
 
 
 def _join_seed_pattern(arguments: Sequence[str]) -> list[str]:

@@ -179,6 +179,13 @@ def compare(
     )
 
 
+def why_incomparable(fit: Fit) -> str | None:
+    """Return why a recipe cannot be compared, or None if it has a forecast and so can be."""
+    if readable(fit) and fit.window is not None:
+        return None
+    return f"{fit.recipe}: nothing can be read off it ({fit.reason}); give it more evaluations"
+
+
 def _check_pair(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
     """Refuse a pair of recipes that cannot be compared.
 
@@ -188,8 +195,8 @@ def _check_pair(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
     for name in pair:
         if name not in by_name:
             raise UserError(f"{name}: no such recipe; the sources have {', '.join(by_name)}")
-        if not readable(by_name[name]) or by_name[name].window is None:
-            raise UserError(f"{name}: nothing can be read off it ({by_name[name].reason}); give it more evaluations")
+        if (reason := why_incomparable(by_name[name])) is not None:
+            raise UserError(reason)
     if pair[0] == pair[1]:
         raise UserError(f"{pair[0]}: is compared with itself; name two recipes")
 

@@ -369,7 +369,7 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         slower=slower,
         choices=choices,
         rivals=rivals,
-        outcome=_outcome(fits, leader, p_wrong, len(choices)),
+        outcome=_outcome(fits, leader, p_best, p_wrong, len(choices)),
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
         drawn=tuple(draws_of_all),
@@ -377,7 +377,9 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
     )
 
 
-def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, choices: int) -> Outcome:
+def _outcome(
+    fits: Sequence[Fit], leader: Fit | None, p_best: Mapping[str, float], p_wrong: float | None, choices: int
+) -> Outcome:
     """Classify the choice. choices: number of tied recipes that may be chosen; 0 if the leader is not tied."""
     if leader is None or (len(fits) == 1 and not leader.identifiable):
         return Outcome.UNKNOWN
@@ -385,8 +387,10 @@ def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, cho
         return Outcome.ALONE
     sure = p_wrong <= _UNSURE
     if not choices:
-        unsure = Outcome.FLAT if all(fit.verdict == "flat" for fit in fits) else Outcome.BEST_SO_FAR
-        return Outcome.HIGHEST if sure else unsure
+        # Recipes that have not moved are within the margin of each other, which does not make one of them the winner.
+        if all(fit.verdict == "flat" for fit in fits) and not (sure and p_best[leader.recipe] >= 1 - _UNSURE):
+            return Outcome.FLAT
+        return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
     if not sure:
         return Outcome.TIED_UNSURE
     return Outcome.MOST_EFFICIENT if choices == 1 else Outcome.TIED

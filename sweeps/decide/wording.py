@@ -42,7 +42,8 @@ def outcome_sentence(standing: Standing) -> str:
     if outcome is Outcome.TIED_UNSURE:
         why = f"it is uncertain whether {leader} is within {margin:g} of the best A ({chance(p_right)})"
         return f"undecided: {names} are tied in A within {margin:g}, but {why}{unranked}"
-    surely = f"{names} are tied in A within {margin:g}, above all others ({leader} {is_within})"
+    others = ", above all others" if len(standing.tied) < total else ""
+    surely = f"{names} are tied in A within {margin:g}{others} ({leader} {is_within})"
     if not standing.slower:
         return f"{surely}. Compute to 90% of the gain does not separate them: take any of them{unranked}"
     choices = _join(standing.choices, "or")
@@ -122,7 +123,7 @@ def _describe_unranked(standing: Standing) -> str:
     total = len(standing.verdicts)
     unranked_count = total - len(standing.ranked)
     text = f". {unranked_count} of {total} recipes cannot be ranked" if unranked_count and total > 1 else ""
-    rivals = [recipe for recipe in standing.rivals if recipe != standing.leader]
+    rivals = [recipe for recipe in standing.rivals if recipe != standing.leader and total > 1]
     if rivals:
         named_rivals = [f"{recipe} ({chance(standing.p_best[recipe])})" for recipe in rivals[:4]]
         if len(rivals) == 1:
@@ -140,10 +141,13 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
         first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
         text = f"A within {standing.margin:g} of the best; "
         if recipe == first:
-            return f"{text}least compute to {shared}"
+            # The leader is the most efficient of the recipes that are surely within the margin; others may need less.
+            ratios = [ratio for other in standing.tied if (ratio := standing.ratio(other)) is not None]
+            faster = any(ratio.value is not None and ratio.value < 1 for ratio in ratios)
+            return f"surely {text.removesuffix('; ')}" if faster else f"{text}least compute to {shared}"
         ratio = standing.ratio(recipe)
         if ratio is None:
-            return f"{text}neither it nor {first} is known to get {shared}"
+            return f"{text}neither it nor {first} is known to reach {shared}"
         times = multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
         return f"{text}{times} times the compute of {first} to {shared}"
     return "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
