@@ -433,7 +433,7 @@ class ScaleRL(LightningModule):
             self.continuation.meaning = None
             self.stream = Follower(steps_of(checkpoint))  # type: ignore[assignment]
             return
-        identity = identity_of(trainer, self)
+        identity = identity_of(trainer, self, self.continuation.meaning)
         check_run(identity, checkpoint, ckpt_path)
         # Set the step now: Lightning restores its counters only after the evaluation that may still be due.
         self.stream.completed_steps = steps_of(checkpoint)
@@ -491,7 +491,7 @@ class ScaleRL(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's state to a checkpoint. All ranks call it."""
-        identity = identity_of(self.trainer, self)
+        identity = identity_of(self.trainer, self, self.continuation.meaning)
         save_state(checkpoint, self._data_path, self.models, self.updates, self.records, identity)
 
     def on_fit_end(self) -> None:

@@ -210,6 +210,22 @@ def test_a_recipe_that_names_every_axis_is_what_it_names(tmp_path: Path) -> None
     assert OmegaConf.to_container(compose(["recipe=mine"], [folder]), resolve=True) == resolved("scalerl_32k")
 
 
+def test_values_of_a_recipes_own_choice_do_not_reach_another_choice(tmp_path: Path) -> None:
+    """Or a study of losses on this recipe would compare losses with each other's bounds."""
+    for override in ("loss=gspo", "variant=loss_gspo"):
+        assert dict(compose(["recipe=dapo", override]).loss) == dict(compose(["loss=gspo"]).loss)
+    assert compose(["recipe=dapo", "async_mode=on_policy"]).async_mode.keys() == {"_target_"}
+    folder = user_recipe(tmp_path, **{**NEEDED, "loss": "dapo"})
+    with (folder / "recipe" / "mine.yaml").open("a") as file:
+        file.write("\nloss:\n  clip_high: 0.5\n")
+    assert compose(["recipe=mine", "loss=dapo"], [folder]).loss.clip_high == 0.5
+    for override in ("loss=gspo", "variant=loss_gspo"):
+        with pytest.raises(
+            ConfigurationError, match=r"recipe=mine: its file sets loss.clip_high for loss=dapo, and loss=gspo"
+        ):
+            compose(["recipe=mine", override], [folder])
+
+
 def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> None:
     folder = user_recipe(tmp_path, **{axis: file for axis, file in NEEDED.items() if axis != "loss"})
     with pytest.raises(ConfigurationError, match=r"^axes: nothing chosen for loss; .* \(override /loss: NAME"):
@@ -251,6 +267,7 @@ def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> 
                 (["strategy.nodes=2"], "strategy.nodes: 2, and strategy.devices does not say how many ranks each has"),
                 (["mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
                 (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
+                (["seed=-1"], "seed: -1 must be a whole number, 0 or more"),
                 (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),
                 (["recipy=scalerl"], "did you mean recipe\\?"),
                 (["+trainer.accelerator=gpu"], "trainer.accelerator=gpu: needs trainer=trl; .*strategy.devices=2"),
@@ -267,7 +284,7 @@ def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
 
 def test_a_scale_for_another_model_is_refused_as_such() -> None:
     """It names the model, where a setting of the other task would be refused without a remedy."""
-    with pytest.raises(ConfigurationError, match="scale: .* were made for arithmetic_base_model"):
+    with pytest.raises(ConfigurationError, match=r"scale: .* were made for arithmetic_base_model"):
         plan_members([["experiment=agent", "scale=tiny"]])
 
 

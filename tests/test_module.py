@@ -175,6 +175,39 @@ def test_activations_of_large_models_are_recomputed_unless_told_otherwise(tiny_m
             Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
 
 
+def test_a_model_and_a_tokenizer_that_could_not_train_are_refused_at_once(tiny_model_path: str) -> None:
+    model, tokenizer = load_model(tiny_model_path), load_tokenizer(tiny_model_path)
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigurationError, match=r"^tokenizer: it has no eos_token"):
+        ScaleRL(model, overrides=SMALL, tokenizer=tokenizer)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match=r"^model: all its parameters are frozen"):
+        ScaleRL(model, overrides=SMALL, tokenizer=load_tokenizer(tiny_model_path))
+    adapted = ScaleRL(model, overrides=[*SMALL, "adapter=lora"], tokenizer=load_tokenizer(tiny_model_path))
+    assert any(parameter.requires_grad for parameter in adapted.policy.parameters())
+
+
+@pytest.mark.parametrize("seed", [-1, None, "a", True])
+def test_a_seed_is_a_whole_number_of_0_or_more(seed: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^seed: .* must be a whole number, 0 or more"):
+        RolloutDataModule(CountingTask(), seed=seed)
+
+
+def test_a_stop_text_within_the_forced_phrase_is_refused(tiny_model_path: str) -> None:
+    """Graders would see the completion only up to it."""
+    overrides = [
+        *SMALL,
+        "length_control=interruption",
+        "length_control.phrase='time#'",
+        "length_control.end_of_thinking='#'",
+    ]
+    module = ScaleRL(
+        tiny_model_path, overrides=[*overrides, "length_control.low=1", "length_control.high=2", "chat.stop=['me']"]
+    )
+    with pytest.raises(ConfigurationError, match=r"^chat\.stop: 'me' is part of length_control\.phrase"):
+        Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+
+
 def test_choices_are_callbacks(tiny_model_path: str) -> None:
     """A callback of the Trainer takes its axis; the recipe fills the others, with the same instances each time."""
     dapo = DAPO(clip_low=0.2, clip_high=0.3)

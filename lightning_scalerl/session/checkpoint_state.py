@@ -13,7 +13,8 @@ a later fit starts a new run from them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +29,24 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES, axis_class
 from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, outline
-from lightning_scalerl.measure.semantics import own_label
+from lightning_scalerl.measure.semantics import own_label, resolved_choices
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.models import Models, adapt_policy
 from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
 from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.state import TorchRandomState
+from sweeps.run.spec import digest
+
+# Settings that decide what a run learns, by group; None for all names of the group. A checkpoint's run keeps them.
+_LEARNT_FROM: Mapping[str, tuple[str, ...] | None] = {
+    "choices": None,
+    "optimizer": None,
+    "reward": None,
+    "context": None,
+    "environment": None,
+    "batch": ("prompts", "completions"),
+}
 
 
 def save_state(
@@ -115,10 +127,10 @@ def steps_of(checkpoint: Mapping[str, Any]) -> int:
     return int(checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0))
 
 
-def identity_of(trainer: Any, run: Run) -> dict[str, Any]:
+def identity_of(trainer: Any, run: Run, meaning: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the identity stored in checkpoints: the run's name in its study (if any), title, recipe, seed, choices.
 
-    The title is the label in the run's journal.
+    The title is the label in the run's journal. With `meaning` (`Continuation.meaning`), also settings and task.
     """
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
     logged = logs[0].identity if logs else {}
@@ -126,7 +138,27 @@ def identity_of(trainer: Any, run: Run) -> dict[str, Any]:
     names = {"run": logged.get("run"), "title": str(logged.get("recipe", own_label(run)))}
     if "branch" in logged:
         names["branch"] = logged["branch"]
-    return {**names, "recipe": run.recipe.name, "seed": run.seed, "choices": choices}
+    return {
+        **names,
+        "recipe": run.recipe.name,
+        "seed": run.seed,
+        "choices": choices,
+        "settings": _settings(run, meaning),
+    }
+
+
+def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings and the digest of the task that decide what the run learns; empty without `meaning`."""
+    if meaning is None:
+        return {}
+    resolved = resolved_choices(run.recipe, run.choices)
+    settings = {
+        f"{group}.{name}".removeprefix("choices."): value
+        for group, names in _LEARNT_FROM.items()
+        for name, value in resolved.get(group, {}).items()
+        if names is None or name in names
+    }
+    return {**settings, "task": digest(meaning["task"])}
 
 
 def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -175,6 +207,8 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
     # For an axis that is newer than the checkpoint, assume the neutral choice.
     saved_identity = {**saved_identity, "choices": {**_neutral(), **(saved_identity.get("choices") or {})}}
     if all(_comparable_value(identity, key) == _comparable_value(saved_identity, key) for key in keys):
+        if not in_studies:
+            _check_settings(identity["settings"], saved_identity.get("settings", {}), ckpt_path)
         return
     descriptions = [f"{each.get('title')} seed {each.get('seed')}" for each in (saved_identity, identity)]
     if in_studies:
@@ -189,6 +223,33 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
         f"{differ and f' ({differ})'}; give a checkpoint of this run, or begin another with the weights: "
         "ScaleRL.load_from_checkpoint(path)"
     )
+
+
+def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_path: Any) -> None:
+    """Refuse other settings or another task than those of the checkpoint's run, as a second fit of a module does.
+
+    Only settings that both have are compared: checkpoints of earlier versions lack some.
+
+    Raises:
+        ConfigurationError: a setting differs.
+    """
+    changed = [text for key in settings if key in saved for text in _differences(key, saved[key], settings[key])]
+    if not changed:
+        return
+    raise ConfigurationError(
+        f"ckpt_path: {ckpt_path} does not fit this run, whose settings have changed: {'; '.join(changed[:4])}; give "
+        "the settings and task of its run, or begin another run with the weights: ScaleRL.load_from_checkpoint(path)"
+    )
+
+
+def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
+    """Yield a text for each difference between two values of a setting; names that only one has are left out."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for name in sorted(saved.keys() & now.keys()):
+            yield from _differences(f"{key}.{name}", saved[name], now[name])
+    # As JSON a tuple equals a list, which a checkpoint may have made of it.
+    elif json.dumps(saved, default=str) != json.dumps(now, default=str):
+        yield key if key == "task" else f"{key} {saved!r}, now {now!r}"
 
 
 def _neutral() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from lightning_scalerl.axes.advantage import GAE
 from lightning_scalerl.axes.aggregation import SampleAggregation
 from lightning_scalerl.axes.credit import OutcomeCredit, turn_of_tokens, turn_returns, turn_rewards
 from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.filter import DynamicSampling, Filter, ZeroVariance
 from lightning_scalerl.axes.loss import Reinforce
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Conversation, Group, Scored, Source
@@ -109,6 +112,28 @@ def test_whatever_is_added_to_the_reward_counts_in_the_last_turn() -> None:
     unrewarded = conversation_group([([2, 2], [0.0, 0.0])] * 2, rewarded=False).rollouts[0]
     unrewarded.reward = 1.0  # by the task's verifier
     assert turn_rewards(unrewarded) == [0.0, 1.0] and turn_returns([0.0, 1.0], 0.5) == [0.5, 1.0]
+
+
+def test_a_scale_of_rewards_scales_each_turn() -> None:
+    """A reward of the first turn does not reach the second one, whatever the scale; only the constant does."""
+    group = conversation_group([([2, 2], [1.0, 0.0]), ([2, 2], [0.0, 0.0])])
+    for rollout in group.rollouts:
+        rollout.reward = 2 * rollout.reward - 1
+        rollout.conversation = replace(rollout.conversation, scale=2.0)
+    assert [turn_rewards(rollout) for rollout in group.rollouts] == [[2.0, -1.0], [0.0, -1.0]]
+    first, second = TurnCredit().comparisons(group)
+    assert first.values.tolist() == [1.0, -1.0] and second.values.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("filter", [ZeroVariance(), DynamicSampling()])
+def test_a_filter_by_variance_keeps_a_group_whose_turns_differ(filter: Filter) -> None:
+    """All got the same, in different turns: their advantages of turns are not zero."""
+    group = conversation_group([([2, 2], [1.0, 0.0]), ([2, 2], [0.0, 1.0])])
+    kept = assemble([group], row(TurnCredit(), filter), max_new_tokens=64)
+    assert kept.rollouts == 2 and kept.advantages.abs().sum() > 0
+    assert assemble([group], row(OutcomeCredit(), filter), max_new_tokens=64).rollouts == 0
+    equal = conversation_group([([2, 2], [1.0, 0.0]), ([2, 2], [1.0, 0.0])])
+    assert assemble([equal], row(TurnCredit(), filter), max_new_tokens=64).rollouts == 0
 
 
 def test_an_observation_belongs_to_the_turn_before_it() -> None:

@@ -432,6 +432,27 @@ def test_a_script_does_not_go_on_from_another_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({"task": CountingTask(prompts=7)}, "task"),
+        ({"overrides": ["loss.max_ratio=9"]}, "loss.max_ratio .*, now 9"),
+        ({"overrides": ["batch.prompts=3"]}, "batch.prompts .*, now 3"),
+        ({"overrides": ["optimizer.lr=0.5"]}, "optimizer.lr .*, now 0.5"),
+        ({"overrides": ["context.temperature=0.5"]}, "context.temperature 1.0, now 0.5"),
+    ],
+    ids=["task", "choice", "batch", "learning rate", "temperature"],
+)
+def test_a_script_does_not_go_on_with_other_settings_or_another_task(
+    tiny_model_path: str, whole_run: Path, options: dict[str, Any], changed: str
+) -> None:
+    """Or completions of the old prompts would be trained on as those of the new ones."""
+    path = whole_run / "checkpoints" / "step-00000002.ckpt"
+    with pytest.raises(ConfigurationError, match=rf"does not fit this run, whose settings have changed: {changed}; "):
+        go_on(tiny_model_path, path, **options)
+
+
+@pytest.mark.slow
 def test_another_budget_and_a_checkpoint_that_says_nothing_are_gone_on_from(
     tiny_model_path: str, whole_run: Path, tmp_path: Path
 ) -> None:

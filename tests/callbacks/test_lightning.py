@@ -536,6 +536,7 @@ def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_pa
         ({"limit_val_batches": 3}, "limit_val_batches: 3 decides nothing"),
         ({"overfit_batches": 1}, "overfit_batches: 1"),
         ({"limit_train_batches": 2}, "limit_train_batches: 2 has no meaning"),
+        ({"limit_train_batches": 1}, "limit_train_batches: 1 has no meaning"),
     ],
 )
 def test_settings_of_the_trainer_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -198,13 +199,26 @@ def test_a_text_ends_a_completion_with_its_last_token(tiny_model: Any) -> None:
     assert 0 < stopped < len(whole)
 
 
-def test_a_forced_phrase_does_not_end_a_completion(tiny_model: Any) -> None:
-    generator = generator_of(
-        tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5], stop_text=Pair((3, 5), window=2)
-    )
-    generator.submit(dataclasses.replace(requests(1)[0], interrupt_at=(2, 2, 2)))
-    for entry in drain(generator).values():
-        assert entry.rollout.tokens[2:4] == [3, 5] and len(entry.rollout.tokens) > 4
+@dataclasses.dataclass
+class Anywhere(Pair):
+    """Ends a completion whose last sampled tokens contain these two, as a text does that is longer than a token."""
+
+    window: int = 9
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        return self.pair in pairwise(tokens)
+
+
+@pytest.mark.parametrize("stop_text", [Pair((3, 5)), Anywhere((3, 5))])
+def test_a_forced_phrase_does_not_end_a_completion(tiny_model: Any, stop_text: Pair) -> None:
+    """Neither with its last token nor with the tokens after it."""
+    whole = generator_of(tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5])
+    ended = generator_of(tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5], stop_text=stop_text)
+    for generator in (whole, ended):
+        generator.submit(dataclasses.replace(requests(1)[0], interrupt_at=(2, 2, 2)))
+    expected = drain(whole)
+    for place, entry in drain(ended).items():
+        assert entry.rollout.tokens[2:4] == [3, 5] and entry.rollout.tokens == expected[place].rollout.tokens
 
 
 def test_stale_and_recomputed_caches_differ(tiny_model: Any) -> None:

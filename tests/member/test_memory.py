@@ -15,7 +15,9 @@ RUN = ("memory", "scale=0.6b", "model.width=128")
 def test_it_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "strategy=fsdp2", "--devices", "4", "--gib", "80"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"4 devices \(fsdp2\), \d+ tokens per pass, rows of up to \d+ tokens\n", out) and out.rstrip().endswith("fits into 80 GiB")
+    assert re.search(
+        r"4 devices \(fsdp2\), \d+ tokens per pass, rows of up to \d+ tokens\n", out
+    ) and out.rstrip().endswith("fits into 80 GiB")
     assert "layers made whole" in out and "rank 0: its keys and values" in out and "on the host of rank 0" in out
 
 

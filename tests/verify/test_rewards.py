@@ -269,6 +269,8 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
         ("[[1.0]]", "error", "TypeError"),
         ("1 / 0", "error", "ZeroDivisionError"),
         ("['1']", "error", "TypeError"),
+        ("{0: 1.0}", "error", "TypeError: a reward function of TRL's form returns a list, not dict"),
+        ("{1.0}", "error", "TypeError: a reward function of TRL's form returns a list, not set"),
     ],
 )
 @pytest.mark.parametrize("how", ["def", "async def"])
@@ -297,6 +299,19 @@ def test_what_verls_may_return(expression: str, kind: str, reward: float, tmp_pa
     text = f"def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return {expression}\n"
     outcome = here(file_of(tmp_path, text), verl_row("x"))
     assert (outcome.kind, outcome.reward) == (kind, reward)
+
+
+def test_verls_numbers_of_any_library_and_a_pass_of_one_or_more(tmp_path: Path) -> None:
+    text = (
+        "import numpy as np, torch\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    numbers = {'length': np.float32(3), 'count': np.int64(3), 'part': torch.tensor(1.5), 'all': np.zeros(2)}\n"
+        "    return {'score': 0.25, 'acc': float(solution_str), **numbers}\n"
+    )
+    place = file_of(tmp_path, text)
+    part, whole = here(place, verl_row("0.25")), here(place, verl_row("1.0"))
+    assert part.parts == {"acc": 0.25, "length": 3.0, "count": 3.0, "part": 1.5}
+    assert (part.correct, whole.correct) == (False, True), "a fraction of the accuracy is no pass"
 
 
 def test_our_own_forms(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from sweeps.api import READING
@@ -463,3 +464,31 @@ def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(
     assert last == f"next: scalerl plan {steps} --x=step --y=reward --by=recipe --r0=0.2 --bounds -1 1"
     code, out, _ = run(capsys, *last.removeprefix("next: scalerl ").split())
     assert code == 0 and out.startswith("not settled: ")
+
+
+def test_a_recipe_without_a_forecast_is_left_out_of_comparisons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One young run does not prevent the comparison of all others; one that is named is refused."""
+    table = pd.read_csv(EXAMPLE)
+    young = pd.DataFrame({"recipe": "young", "seed": 0, "compute": [0.0, 300.0], "reward": [0.3, 0.31]})
+    path = tmp_path / "mixed.csv"
+    pd.concat([young, table]).to_csv(path, index=False)
+    for words, against in (([], "scalerl"), (["scalerl+loss=dapo"], "scalerl+loss=dapo")):
+        assert cli.main(["compare", str(path), *words, "--json"]) == 0
+        printed = capsys.readouterr()
+        rows = json.loads(printed.out)["rows"]
+        assert len(rows) == 3 and {row["other"] for row in rows} == {against}
+        assert "warning: young: nothing can be read off it" in printed.err and "; left out\n" in printed.err
+    assert cli.main(["compare", str(path), "young"]) == 1
+    assert "young: nothing can be read off it" in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_with_the_code_of_a_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sweeps.cli.fitting_commands.fit_command", interrupted)
+    assert cli.main(["fit", str(EXAMPLE)]) == 130 and capsys.readouterr().err == "scalerl: interrupted\n"

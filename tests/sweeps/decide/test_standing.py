@@ -213,6 +213,23 @@ def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
     assert ranking_text(ranking).startswith("with 1 seed per recipe, this study can detect a difference of ")
 
 
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
+def test_recipes_that_never_moved_have_no_winner(reward: float) -> None:
+    """They are within the margin of each other for certain, and no run of theirs shows which is the better."""
+    compute, rewards = np.tile(np.linspace(0, 6, 24), 2), np.full(48, reward)
+    curves = [make_curve(name, compute, rewards, seed=np.repeat(["0", "1"], 24)) for name in "ab"]
+    ranking = rank(fit_curves(curves))
+    assert ranking.undecided and ranking.sentence == "undecided: nothing to choose yet, because both recipes are flat"
+
+
+def test_of_flat_recipes_the_surely_higher_one_is_chosen() -> None:
+    source = np.random.default_rng(5)
+    compute = np.linspace(0, 6, 31)
+    curves = [make_curve(n, compute, a + 0.01 * source.standard_normal(31)) for n, a in (("a", 0.3), ("b", 0.7))]
+    ranking = rank(fit_curves(curves))
+    assert not ranking.undecided and ranking.leader == "b"
+
+
 def test_each_curve_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranking, plan, comparison and effects read the draws of the fits and fit nothing again."""
     explored = 0

@@ -225,7 +225,10 @@ def test_the_command_becomes_the_launch(monkeypatch: pytest.MonkeyPatch, capsys:
     ]
     for wrong, told in (
         (["plan"], "give a SOURCE, or --design"),
-        (["plan", "x.csv", "--target", "1", "--like", "y"], "--like and --rate: only for a planned study; give --design"),
+        (
+            ["plan", "x.csv", "--target", "1", "--like", "y"],
+            "--like and --rate: only for a planned study; give --design",
+        ),
         (["plan", "x.csv", "--design", "seed=0"], "x.csv is a source"),
     ):
         with pytest.raises(SystemExit) as ended:
