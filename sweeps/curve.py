@@ -109,8 +109,10 @@ class Curve:
         if self.limits is not None or self.lower_is_better or self.range == (0, 1):
             return self.warnings
         low, high = self.seen or (self.reward.min(), self.reward.max())
-        ends = "A has no bounds" if self.range is None else "a scale from {:g} to {:g} is assumed".format(*self.range)
-        note = f"rewards range from {low:.4g} to {high:.4g}, outside [0, 1], so {ends}; set others with --bounds"
+        consequence = "A has no bounds; set them with --bounds"
+        if self.range is not None:
+            consequence = "a scale from {:g} to {:g} is assumed; set another with --bounds".format(*self.range)
+        note = f"rewards range from {low:.4g} to {high:.4g}, outside [0, 1], so {consequence}"
         return (*self.warnings, note)
 
     @property

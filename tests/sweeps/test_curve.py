@@ -693,7 +693,7 @@ def test_the_scale_is_inferred_once_for_all_recipes_of_a_study(tmp_path: Path) -
     assert (
         low.notes
         == high.notes
-        == ("rewards range from 0.1 to 2, outside [0, 1], so A has no bounds; set others with --bounds",)
+        == ("rewards range from 0.1 to 2, outside [0, 1], so A has no bounds; set them with --bounds",)
     )
     assert low.take(low.compute < 1).range is None
     # Rewards of two metrics are on two scales.

@@ -258,7 +258,7 @@ def test_steps_do_not_pass_for_the_compute_that_a_call_has_left_out(
     run = RacingRun(tmp_path, "mine", 0, budget=2e9, axis="compute/tokens")
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(1, 0.1, 1e8) is None and run.should_stop(2, 0.2) is None
-    assert "compute is not given, and compute/tokens is compared" in caplog.text
+    assert "no compute is given, but runs are compared by compute/tokens: the evaluation" in caplog.text
     assert [step for step, _, _ in rows_in(run)] == [1]
 
 

@@ -364,7 +364,7 @@ def test_rollouts_far_beyond_a_window_without_a_bend_are_not_compared() -> None:
     c = curve("s rollouts=4", a=0.9, end=1500, points=15)
     early = make_curve(c.recipe, c.compute, c.reward, c.seed, factors={"rollouts": "4", "level": "easy"})
     plans = best_rollouts([*rollout_fits(), *fit_curves([early])], 20000.0, "rollouts", "level")
-    assert plans[0].best is None and "4 cannot be read" in plans[0].sentence
+    assert plans[0].best is None and "undecided: 4 cannot be forecast at " in plans[0].sentence
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "2.5", "nan", "-8"])

@@ -90,7 +90,7 @@ def test_compute_in_another_unit_is_refused_with_the_remedy() -> None:
 def test_the_grid_s_unit_and_spacing_are_noted() -> None:
     fit = fit_literal(noiseless(0.6, 1.9, 2500, 500, 16000), GIVEN, a_grid=[0.55, 0.6, 0.65])
     (note,) = fit.warnings
-    assert "in steps of 403 GPU-hours (compute here: compute)" in note
+    assert "only known to a step of its grid, 403 GPU-hours (compute here: compute); none" in note
 
 
 def test_what_is_left_out_and_what_is_not() -> None:

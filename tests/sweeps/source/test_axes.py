@@ -99,4 +99,4 @@ def test_the_least_number_of_points_is_the_one_that_is_named(tmp_path: Path, poi
     path.write_text("compute,reward\n" + rows)
     (fit,) = fit_curves(load([path]).curves, workers=1)
     assert (fit.verdict == "too_few_points") == (points < 7)
-    assert points == 7 or "at least 7 points, and in one run 6 different values of compute" in fit.reason
+    assert points == 7 or "at least 7 points, and in one run 6 distinct values of compute" in fit.reason
