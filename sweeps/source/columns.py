@@ -92,7 +92,7 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
         cell = str(bad.iloc[0])
         remedy = "correct them, or leave the cells empty"
         if "," in cell:
-            remedy += "; decimal commas are read if ';' or tabs part the cells and no number has a point"
+            remedy += "; decimal commas are read if ';' or tabs separate the cells and no number has a point"
         raise UserError(
             f"{file.path}: column {short(name)} is not a finite number in {len(bad)} of {len(cells)} rows, "
             f"first at {table.place(int(bad.index[0]))} ({short(cell)!r}); {remedy}"

@@ -149,7 +149,7 @@ def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
             or at + _FRAGMENT.size > len(raw)
             or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum
         ):
-            warnings.append(f"{path.name} is cut off or damaged at byte {at}; what follows was not read")
+            warnings.append(f"{path.name} is cut off or damaged at byte {at}; the rest was not read")
             return
         at += _FRAGMENT.size + length
         # A record may be split into fragments across blocks.

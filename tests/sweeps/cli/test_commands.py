@@ -426,7 +426,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
     )
     for recipe in ("base", "base+loss=x", "base+lr=y"):
         assert (
-            f"warning: {recipe}: step is an order of steps, not compute: recipes differ in what a step costs"
+            f"warning: {recipe}: step counts steps, not compute: the compute of a step differs between recipes"
             in warnings
         )
     assert any("two runs under one name" in line for line in warnings)
@@ -442,7 +442,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
 def test_a_race_prints_the_warnings_of_its_curves(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "race", steps, "--budget", "1000", "--json")
     assert code == 0 and json.loads(out)
-    assert err.count(": step is an order of steps") == 3 and "two runs under one name" in err
+    assert err.count(": step counts steps, not compute") == 3 and "two runs under one name" in err
 
 
 def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(

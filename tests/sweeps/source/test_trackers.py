@@ -110,7 +110,10 @@ def test_a_run_of_ours_in_a_folder_of_wandb_has_its_default_axis(tmp_path: Path)
         place = tmp_path / str(count)
         log_of(place / "offline-run-a" / "run-a.wandb", message("run", name="a"), *rows)
         study = load([place])
-        assert study.curves[0].axis == names[count - 1] and "our default" in study.mapping[0]
+        assert (
+            study.curves[0].axis == names[count - 1]
+            and "our default: virtual device hours, else device hours" in study.mapping[0]
+        )
         assert load([place], x="compute/flops").curves[0].axis == "compute/flops"
 
 
