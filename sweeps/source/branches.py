@@ -63,7 +63,7 @@ def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalVie
     for family in families:
         kept_runs, copies = _drop_copies(family)
         result += [_cut_to_start(run.view, step) for run, step in _start_steps(kept_runs)]
-        notes += [f"{view.path.parent}: left out, because its curve is the same as another run's" for view in copies]
+        notes += [f"{view.path.parent}: left out, because another run has the same curve" for view in copies]
     steps = sorted({int(view.header[START]["step"]) for view in result})
     runs = counted(len(result), "run")
     intro = f"{runs} in branches, compared from where they diverge (step {', '.join(map(str, steps))}): "

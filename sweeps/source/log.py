@@ -445,7 +445,7 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
     if compute.name not in log.names:
         if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
             if (steps < 0).any():
-                raise UserError(f"{where}: {(steps < 0).sum()} steps are negative, first {steps[steps < 0][0]:g}")
+                raise UserError(f"{where}: negative steps: {(steps < 0).sum()}, first {steps[steps < 0][0]:g}")
             return steps, 0, 0, []
         raise UserError(
             f"{where}: run {short(log.name, 60)} has no {short(compute.name)}; found {listed(log.names)}; "
@@ -463,7 +463,7 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
     _check_steps(series, compute.name, logged_steps, where)
     if (values < 0).any():
         raise UserError(
-            f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, "
+            f"{where}: {short(compute.name)} is negative at {counted(int((values < 0).sum()), 'step')}, "
             f"first {logged_steps[values < 0][0]:g}; compute starts at 0"
         )
     if compute.summed:

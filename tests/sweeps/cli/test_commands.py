@@ -301,7 +301,7 @@ def test_without_training_installed_train_says_what_to_install(
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("run-1.wandb", b":W&B\x01\x02\x00abc", "no metric in 1 logs of W&B; give another source"),
+        ("run-1.wandb", b":W&B\x01\x02\x00abc", "no metric in 1 log of W&B; give another source"),
         ("study.xlsx", b"PK\x03\x04\x14\x00", "a spreadsheet, which is not read; save its sheet as CSV"),
         ("step-00000004.ckpt", b"PK\x03\x04\x14\x00", "a checkpoint, which holds no curve; give the run's folder"),
     ],

@@ -59,7 +59,7 @@ def test_a_console_of_trl_and_unsloth(tmp_path: Path, text: bool) -> None:
     assert (curve.recipe, curve.axis, curve.metric) == ("grpo", "num_tokens", "eval_reward")
     assert curve.compute.tolist() == [5000, 10000, 15000, 20000]
     assert curve.reward.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert "step <- the progress bar;" in study.mapping[0] and "24 rows: 4 points" in study.mapping[0]
+    assert "step <- the progress bar, " in study.mapping[0] and "24 rows: 4 points" in study.mapping[0]
     (training,) = load([tmp_path / "grpo.log"], metric="reward", x="step").curves
     assert training.compute.tolist() == list(range(1, 21))
     assert training.reward.tolist() == pytest.approx([step / 40 for step in range(1, 21)])

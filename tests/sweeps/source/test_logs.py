@@ -117,8 +117,8 @@ def test_bad_values_of_a_log_are_counted_with_the_first(tmp_path: Path) -> None:
         ([{"step": 1, "loss": 0.5}], "none of TRL's names of a reward; found loss"),
         ([{"step": 1, "reward": None, "num_tokens": 1}], "no usable value of reward in 1 rows"),
         ([{"reward": 1.0}], "none of TRL's names"),
-        ([{"step": 1, "reward": 0.5, "num_tokens": -1.0}], "num_tokens is negative at 1 steps, first 1"),
-        ([{"step": -1, "reward": 0.5}], "steps are negative"),
+        ([{"step": 1, "reward": 0.5, "num_tokens": -1.0}], "num_tokens is negative at 1 step, first 1"),
+        ([{"step": -1, "reward": 0.5}], "negative steps: 1, first -1"),
     ],
 )
 def test_unusable_trl_states_say_why(tmp_path: Path, rows: Any, message: str) -> None:
@@ -201,7 +201,7 @@ def test_nul_bytes_of_a_crash_are_dropped_and_counted(tmp_path: Path, name: str)
     for middle, lost in (([b"\0" * 100], 0), ([broken], 1), ([broken + lines[half][-20:]], 1)):
         study = load([write(tmp_path / name, b"\n".join([*lines[:half], *middle, *lines[half:]]))])
         assert study.curves[0].reward.tolist() == whole.reward.tolist()
-        assert ("with 1 lines that they cut off" in study.warnings[0]) == bool(lost)
+        assert ("left by a crash, and 1 line cut off there" in study.warnings[0]) == bool(lost)
     if name != "open_instruct_history.csv":  # of a CSV, a cell's end cannot be told from a cell
         raw = b"\n".join([*lines[:half], broken + lines[half], *lines[half + 1 :]])
         assert load([write(tmp_path / name, raw)]).curves[0].reward.tolist() == whole.reward.tolist()

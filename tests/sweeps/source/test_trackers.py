@@ -137,7 +137,7 @@ def test_a_damaged_record_ends_it(tmp_path: Path) -> None:
 
 def test_a_log_without_metrics(tmp_path: Path) -> None:
     path = log_of(tmp_path / "run-a.wandb", message("run", name="x"))
-    with pytest.raises(UserError, match="no metric in 1 logs of W&B"):
+    with pytest.raises(UserError, match="no metric in 1 log of W&B"):
         load([path])
 
 
