@@ -419,7 +419,8 @@ def test_a_over_time_and_departures(tmp_path: Path) -> None:
     Page(text)
     plain = words(text)
     assert "A over time" in plain and "bad: reward lies above its forecast" in plain
-    assert "good: reward lies" not in plain and plain.count("departed") == 2
+    assert "good: reward lies" not in plain
+    assert plain.count("departed") == 1 and plain.count("Departed: ") == 1
     assert tmp_path / "report_history.png" in written
 
 
