@@ -62,7 +62,7 @@ def naming(field: str) -> Iterator[None]:
         raise UserError(f"{field}: {description}") from error
 
 
-_ELSEWHERE = "give a place that is yours to write (output_dir=, study=, -o), or change its rights"
+_ELSEWHERE = "give a place where you may write (output_dir=, study=, -o), or change its rights"
 _REMEDIES = {
     errno.EACCES: _ELSEWHERE,
     errno.EPERM: _ELSEWHERE,
@@ -74,9 +74,9 @@ _REMEDIES = {
     errno.ENOSPC: "make room, then give the same command again",
     errno.EDQUOT: "make room within your quota, then give the same command again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "the machine has no more open files to give; try again later",
-    errno.EIO: "the file system fails; try again when it is well",
-    errno.ESTALE: "the file system fails; try again when it is well",
+    errno.ENFILE: "the machine has reached its limit of open files; try again later",
+    errno.EIO: "the file system fails; try again when it works",
+    errno.ESTALE: "the file system fails; try again when it works",
     errno.ELOOP: "its symbolic links lead in a circle; give another place",
 }
 

@@ -82,7 +82,7 @@ class Facts:
         spent = {axis: sum(_spent(view, axis) for view in self._runs) for axis in UNITS}
         texts = [f"{spent[axis]:.3g} {unit}" for axis, unit in UNITS.items() if spent[axis]]
         if self.rate and spent[DEVICE_HOURS]:
-            texts.insert(0, f"{self.rate * spent[DEVICE_HOURS]:,.2f} at {self.rate:g} a device hour")
+            texts.insert(0, f"{self.rate * spent[DEVICE_HOURS]:,.2f} at {self.rate:g} per device hour")
         return ", ".join(texts)
 
 

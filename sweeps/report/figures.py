@@ -51,7 +51,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     colour = colours(ranking)
     left, right = limits([by_recipe[recipe].curve for recipe in order])
     with rc_context(STYLE):
-        figure, panels = multiples(_short_labels(order, ranking), fits[0].curve.unit, "reward less the curve")
+        figure, panels = multiples(_short_labels(order, ranking), fits[0].curve.unit, "reward minus the curve")
         largest = max(
             _draw_residuals(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe])
             for recipe, panel in zip(order, panels, strict=True)
@@ -172,7 +172,7 @@ def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking
     heights = [value for s in identifiable for value in (s.A.value, s.A.low, s.A.high) if value is not None]
     margin = 0.12 * (max(heights) - min(heights)) + 1e-3
     with rc_context(STYLE):
-        figure, panels = multiples(_short_labels(order, ranking), unit, "asymptote A, as fitted up to there")
+        figure, panels = multiples(_short_labels(order, ranking), unit, "asymptote A, fitted up to this compute")
         panels[0].set_ylim(min(heights) - margin, max(heights) + margin)
         ends = [snapshot.compute_end for snapshot in all_snapshots]
         for recipe, panel in zip(order, panels, strict=True):
@@ -295,7 +295,7 @@ def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure 
                 panel.fill_between(aggregate.thresholds, low, high, step="post", color=colour, alpha=0.15, linewidth=0)
         panel.set_ylim(0, 1.04)
         panel.set_xlabel("score")
-        panel.set_ylabel("share of runs and sets above it")
+        panel.set_ylabel("share of runs and sets above the score")
         panel.tick_params(length=2.5)
         legend = panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False, fontsize=8)
         for text in legend.get_texts():

@@ -26,6 +26,6 @@ def forest_figure(effects: Effects) -> Figure:
         names = [f"{effect.axis} = {effect.level}" for effect in effects.effects]
         panel.set_yticklabels([cut(names, 34)[name] for name in names])
         panel.tick_params(axis="y", length=0)
-        panel.set_xlabel(f"effect on the asymptote, on average over {effects.cells} recipes (95%)")
+        panel.set_xlabel(f"effect on the asymptote, mean over {effects.cells} recipes (95% interval)")
         panel.margins(y=0.5 / max(len(effects.effects), 1))
     return figure

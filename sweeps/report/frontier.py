@@ -88,7 +88,7 @@ def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequ
         sizes.set_ylim(0.8 * joint.sizes[0], 1.25 * joint.sizes[-1])
         sizes.set_yticks(joint.sizes, [f"{size:.3g}" for size in joint.sizes])
         sizes.minorticks_off()
-        sizes.set_ylabel("best size for the budget")
+        sizes.set_ylabel("best size for each budget")
     return figure
 
 

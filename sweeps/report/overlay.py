@@ -87,7 +87,7 @@ def _draw_ranking(
         )  # fmt: skip
     short = shortened(order)
     name_rows(panel, [short[recipe] for recipe in order], 44)
-    panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best; hollow: not named)")
+    panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best; hollow: reward so far)")
 
 
 def name_rows(panel: Axes, names: Sequence[str], limit: int = 34) -> None:

@@ -35,6 +35,7 @@ from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
 from sweeps.search.race_log import RaceRecord
 from sweeps.source.held_out import PromptShares
+from sweeps.terminal import counted
 
 # Verdicts under which A has a value, so that its sensitivity is computed.
 NAMED = ("identifiable", "open")
@@ -170,7 +171,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    functions = (number, compact, gain, signed, summary, colours, inline_svg, columns, identifiable_from)
+    functions = (number, compact, counted, gain, signed, summary, colours, inline_svg, columns, identifiable_from)
     templates.globals |= {function.__name__: function for function in functions}
     templates.globals |= {"NAMED": NAMED, "MAIN": MAIN, "TALL": _TALL, "FAMILIES": FAMILIES}
     assert templates.loader is not None

@@ -110,7 +110,7 @@ def publish_into(
     chart, recipes, runs = (ui_command(tracker.uri, link) for link in links)
     lines = [
         f"points, curves and bands: {chart.url}",
-        f"a row per recipe:         {recipes.url}",
+        f"one row per recipe:       {recipes.url}",
         f"runs by rank:             {runs.url}",
     ]
     return "\n".join(lines if chart.command is None else [chart.command, *lines])

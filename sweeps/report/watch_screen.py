@@ -32,7 +32,7 @@ _RANKING = (
 )  # fmt: skip
 _MEMBERS = (
     Column("state"), Column("recipe", soft=True), Column("seed", 40, right=True), Column("step", 60, right=True),
-    Column("reward", right=True), Column("curve", 70), Column("why", 60, soft=True),
+    Column("reward", right=True), Column("curve", 70), Column("note", 60, soft=True),
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ class Screen:
         """Draw the header, then as many rows of both tables as fit on the screen."""
         width, height = options.max_width, self.height
         max_sentences = None if height is None else 3 if height >= _TALL else 1
-        outcome = self.waiting or "fitting for the first time" if self.ranking is None else self.ranking.sentence
+        outcome = self.waiting or "the first fit is running" if self.ranking is None else self.ranking.sentence
         lines = [self._head(), *self._age(), *Text(one_line(outcome)).wrap(console, width)[:max_sentences]]
         lines += [Text(one_line(f"! {text}"), "yellow") for text in self.warnings[:max_sentences]]
         for line in lines:

@@ -63,11 +63,11 @@ def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalVie
     for family in families:
         kept_runs, copies = _drop_copies(family)
         result += [_cut_to_start(run.view, step) for run, step in _start_steps(kept_runs)]
-        notes += [f"{view.path.parent}: its parent's own curve, left out beside it" for view in copies]
+        notes += [f"{view.path.parent}: left out, because another run has the same curve" for view in copies]
     steps = sorted({int(view.header[START]["step"]) for view in result})
     runs = counted(len(result), "run")
-    intro = f"{runs} of branches, from where they part (step {', '.join(map(str, steps))}): "
-    notes.insert(0, f"{intro}compute is counted from there, and what they share counts once, as their common start")
+    intro = f"{runs} in branches, compared from where they diverge (step {', '.join(map(str, steps))}): "
+    notes.insert(0, f"{intro}compute is counted from there, and evaluations that they share count once")
     return result, notes
 
 

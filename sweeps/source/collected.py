@@ -214,7 +214,7 @@ class Collected:
                 "choose one with --x"
             )
         if points.metric != metric:
-            note = f"rewards of different names are fitted together: {points.metric}, {metric}"
+            note = f"rewards with different names are fitted together: {points.metric}, {metric}"
             if note not in points.warnings:
                 points.warnings.append(note)
         return points
@@ -302,7 +302,7 @@ class Collected:
             )
         self.study.warnings += [
             f"--bounds {self.request.bounds[0]:g} {self.request.bounds[1]:g}: {metric} is a pass rate and keeps its "
-            f"own, {low:g} to {high:g}"
+            f"own bounds, {low:g} to {high:g}"
             for metric, (low, high) in metric_bounds.items()
             if self.request.bounds not in (None, (low, high))
         ]
@@ -316,9 +316,9 @@ class Collected:
         )
         if len(recipes) > 2 and are_single:
             self.study.note(
-                f"each of the {len(recipes)} runs is a recipe of its own: if some are seeds of one recipe, give "
-                "--seed-from REGEX, or --by with what names the recipe (a column, a value of the configuration, or a "
-                "key in the runs' names), or put the seed into the runs' names (grpo-seed1)",
+                f"each of the {len(recipes)} runs is treated as a separate recipe; if some are seeds of one recipe, "
+                "give --seed-from REGEX, or --by with the field that names the recipe (a column, a value of the "
+                "configuration, or a key in the runs' names), or put the seed into the runs' names (grpo-seed1)",
                 shown=True,
             )
 

@@ -14,6 +14,7 @@ from sweeps.source.cells import is_blank, is_numeric, mixed_percent, numbers
 from sweeps.source.frame import Table
 from sweeps.source.text import File, short
 from sweeps.source.vocabulary import STEP_NAMES, counters
+from sweeps.terminal import counted
 
 # Name of the column of row numbers that pandas writes.
 _INDEX = re.compile(r"|unnamed: \d+|index", re.IGNORECASE)
@@ -72,8 +73,8 @@ def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
     short_rows = [] if is_numeric(cells) or not (cells == "").any() else table.narrow(table.names.index(last) + 1)
     if short_rows:
         raise UserError(
-            f"{file.path}: {len(short_rows)} rows have too few cells, first at {table.place(short_rows[0])}; repair "
-            "them"
+            f"{file.path}: too few cells in {counted(len(short_rows), 'row')}, first at {table.place(short_rows[0])}; "
+            "repair them"
         )
 
 
@@ -92,7 +93,7 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
         cell = str(bad.iloc[0])
         remedy = "correct them, or leave the cells empty"
         if "," in cell:
-            remedy += "; decimal commas are read if ';' or tabs part the cells and no number has a point"
+            remedy += "; decimal commas are read if ';' or tabs separate the cells and no number has a point"
         raise UserError(
             f"{file.path}: column {short(name)} is not a finite number in {len(bad)} of {len(cells)} rows, "
             f"first at {table.place(int(bad.index[0]))} ({short(cell)!r}); {remedy}"
@@ -114,6 +115,6 @@ def not_negative(file: File, table: Table, name: str, values: Array) -> None:
     below = np.flatnonzero(values < 0)
     if len(below):
         raise UserError(
-            f"{file.path}: column {short(name)} is negative in {len(below)} rows, first at "
+            f"{file.path}: column {short(name)} is negative in {counted(len(below), 'row')}, first at "
             f"{table.place(int(below[0]))} ({values[below[0]]:g}); it starts at 0"
         )

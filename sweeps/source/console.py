@@ -178,11 +178,11 @@ def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
     # If output is buffered, several training rows follow the same count of the progress bar.
     repeated = sum(one == other for one, other in pairwise(training_counts))
     if total is None:
-        fallback, note = by_row, "rows are numbered, for neither they nor a progress bar say one"
+        fallback, note = by_row, "numbers of the rows, because neither the rows nor a progress bar has a step"
     elif 10 * repeated > training_rows:
-        fallback, note = by_row, "rows are numbered, for they were buffered and stand behind later progress bars"
+        fallback, note = by_row, "numbers of the rows, because they were buffered and printed after later progress bars"
     else:
-        fallback, note = by_bar, "the progress bar's"
+        fallback, note = by_bar, "the progress bar"
     if None not in own_steps:
         note = "in the rows"
     return [other if step is None else step for step, other in zip(own_steps, fallback, strict=True)], f"step <- {note}"

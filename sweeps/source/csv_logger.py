@@ -53,5 +53,5 @@ def read(file: File, into: Collected) -> None:
         labels=tuple(labels),
         label=labels.get,
     )
-    where, notes = str(file.path), ["a torn last line was left out"] if table.torn else []
+    where, notes = str(file.path), ["an incomplete last line was left out"] if table.torn else []
     add_logs([log], NAME, where, into, None, "the logger's folder", "step", notes)

@@ -18,6 +18,7 @@ from sweeps.source.collected import Collected
 from sweeps.source.log import Log, Series, add_logs, series_of_points
 from sweeps.source.run_names import is_bare_seed
 from sweeps.source.text import File, run_of, short
+from sweeps.terminal import counted
 
 NAME = "TensorBoard event files"
 WALL_TIME = "wall_time"
@@ -99,7 +100,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
     if not loaded:
         raise UserError(f"{path}: not an event file; give the file that TensorBoard's writer made")
     if loaded < record_count or not is_complete:
-        return f"{path.name} is cut off or damaged after {loaded} records; what follows was not read"
+        return f"{path.name} is cut off or damaged after {counted(loaded, 'record')}; the rest was not read"
     return None
 
 

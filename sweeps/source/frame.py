@@ -167,7 +167,7 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     # Excel may write the delimiter in a line of its own, `sep=;`.
     separator_line = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
     delimiter = separator_line[1] if separator_line else _delimiter(lines)
-    notes = [] if delimiter == "," else [f"cells parted by {_DELIMITER_NAMES.get(delimiter, repr(delimiter))}"]
+    notes = [] if delimiter == "," else [f"cells separated by {_DELIMITER_NAMES.get(delimiter, repr(delimiter))}"]
     if delimiter == " ":  # columns may be aligned by several blanks
         text, delimiter = "\n".join("\t".join(line.split()) for line in text.split("\n")), "\t"
     header_lines = 2 if separator_line else 1
@@ -313,20 +313,20 @@ def _whole_lines(file: File) -> str:
 
 def _json(file: File) -> Table | None:
     """Read a JSON list of objects, or else one JSON object per line."""
-    file.wanted = "a JSON object a line"
+    file.wanted = "one JSON object per line"
     document = None if file.suffix in _JSON_LINES else file.document
     if document is None and file.start[:1] == b"[" and file.suffix not in _JSON_LINES:
-        raise UserError(f"{file.path}: not JSON, or cut off; give a list of objects, or an object a line")
+        raise UserError(f"{file.path}: not JSON, or cut off; give a list of objects, or one object per line")
     if isinstance(document, dict) and not any(isinstance(value, dict | list) for value in document.values()):
         document = [document]
     if document is not None and not isinstance(document, list):
         raise UserError(
             f"{file.path}: a JSON object with {short(', '.join(map(str, document)))}; give TRL's trainer state "
-            "(it has log_history), a list of rows, or an object a line"
+            "(it has log_history), a list of rows, or one object per line"
         )
     if document is None:
         records, lines, torn = json_lines(file)
-        where, of_container, expected = "line", "", "one object a line"
+        where, of_container, expected = "line", "", "one object per line"
     else:
         records, lines, torn = document, range(1, len(document) + 1), None
         where, of_container, expected = "entry", " of the list", "a list of objects"

@@ -103,8 +103,8 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 )
             if view.missing:
                 points.warnings.append(
-                    f"run {view.path.parent.name} (seed {seed}) has {view.missing}: it went on from a checkpoint newer "
-                    "than its journal"
+                    f"run {view.path.parent.name} (seed {seed}) has {view.missing}: it continued from a checkpoint "
+                    "that is newer than its journal"
                 )
             spent: list[float] = []
             if axis == ORDER and (note := order_warning(axis)) and note not in points.warnings:
@@ -138,7 +138,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
     )
     study.note(
         f"journals; compute <- {axis} ({axis_rule}); reward <- {short(', '.join(names), 400)} ({metric_rule}); "
-        f"recipe <- the header's label{''.join(f', {factor}' for factor in request.factors)}; seed <- the header's; "
+        f"recipe <- the header's label{''.join(f', {factor}' for factor in request.factors)}; seed <- the header; "
         f"sd <- the evaluation's standard error; {counted(len(study.runs), 'run')}: {counted(count, 'point')}",
         shown=False,
     )

@@ -193,11 +193,11 @@ def add_logs(
     compute = compute or _compute(names, framework, step, where, into)
     warnings = []
     if compute.is_order:
-        warnings.append(f"{compute.name} numbers the values as they were logged, which is no compute")
+        warnings.append(f"{compute.name} numbers the values in the order of logging, which is not compute")
     elif compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
-        warnings.append(f"{compute.name} is an order of steps, not compute: recipes differ in what a step costs")
+        warnings.append(f"{compute.name} counts steps, not compute: the compute of a step differs between recipes")
     if rewards[0].rule.startswith("training"):
-        warnings.append(f"{rewards[0].name} is the reward of training, not of a held-out evaluation")
+        warnings.append(f"{rewards[0].name} is the reward during training, not that of a held-out evaluation")
     for chosen in rewards:
         _add_reward(
             reward=chosen,
@@ -245,7 +245,7 @@ def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, whe
     per_step = {} if vocabulary is None else first_match([vocabulary.per_step], names)
     metric = into.request.x
     if metric == ORDER and metric not in names:
-        return Column(ORDER, "given by --x: values numbered as they were logged", is_order=True)
+        return Column(ORDER, "given by --x: values numbered in the order of logging", is_order=True)
     if metric is not None and metric.startswith(SUM) and metric not in names:
         metric = metric.removeprefix(SUM)
         if metric not in names:
@@ -261,7 +261,7 @@ def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, whe
         vocabulary is SCALERL
         and (default_axis := next((axis for axis in OUR_AXES if axis in candidates), None)) is not None
     ):
-        return Column(default_axis, "our default: the virtual clock's, else device hours")
+        return Column(default_axis, "our default: virtual device hours, else device hours")
     if len(candidates) > 1:
         raise UserError(
             f"{where}: {len(candidates)} compute axes could be meant ({listed(candidates)}); choose one with --x"
@@ -323,10 +323,13 @@ def _add_reward(
         counts["between"] += between
         messages = [*messages, *log.warnings]
         if superseded:
-            messages.append(f"{superseded} values of {reward.name} were logged again at their step; the later is used")
+            messages.append(
+                f"{counted(superseded, 'value')} of {reward.name} replaced by a later value at the same step"
+            )
         if series.bad:
             messages.append(
-                f"{series.bad} values of {reward.name} are not finite numbers (first {series.first_bad}); left out"
+                f"{counted(series.bad, 'value')} of {reward.name} left out: not finite numbers "
+                f"(first {series.first_bad})"
             )
         points.warnings += [note for note in warnings if note not in points.warnings] + [
             prefix + note for note in messages
@@ -358,8 +361,8 @@ def _add_reward(
         )
     if empty:
         into.study.warnings.append(
-            f"{where}: {len(empty)} of {counted(len(logs), 'run')} left out, without a value of {short(reward.name)}: "
-            f"{listed(map(short, empty))}"
+            f"{where}: {len(empty)} of {counted(len(logs), 'run')} left out for lack of a value of "
+            f"{short(reward.name)}: {listed(map(short, empty))}"
         )
     amounts = [f"{run_count} of {len(logs)} runs"] if len(logs) > 1 else []
     if counts["rows"]:
@@ -369,7 +372,7 @@ def _add_reward(
     for number, description in (
         (counts["absent"], f"rows without {reward.name}"),
         (counts["bad"], "values not finite"),
-        (counts["superseded"], "values superseded at their step"),
+        (counts["superseded"], "values replaced by a later value at the same step"),
         (counts["start"], "points before the first step, at compute 0"),
         (counts["between"], "points whose compute is interpolated between logged steps"),
         (decays, "runs whose compute counts less as the learning rate decays"),
@@ -381,7 +384,7 @@ def _add_reward(
     line = (
         f"{where}: {reader}; compute <- {compute.name} ({compute.rule}); reward <- {reward.name} ({reward.rule}); "
         f"recipe <- {by}; "
-        f"seed <- {'seed' if seeds_named else 'a number a run'}; "
+        f"seed <- {'seed' if seeds_named else 'the number of the run'}; "
         f"sd <- {f'{reward.name}_se' if with_sd == run_count else 'none'}; {', '.join([*parts, *notes])}"
     )
     into.study.note(short(line, 2000), shown=True)
@@ -442,7 +445,7 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
     if compute.name not in log.names:
         if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
             if (steps < 0).any():
-                raise UserError(f"{where}: {(steps < 0).sum()} steps are negative, first {steps[steps < 0][0]:g}")
+                raise UserError(f"{where}: negative steps: {(steps < 0).sum()}, first {steps[steps < 0][0]:g}")
             return steps, 0, 0, []
         raise UserError(
             f"{where}: run {short(log.name, 60)} has no {short(compute.name)}; found {listed(log.names)}; "
@@ -453,14 +456,14 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
     messages = []
     if series.bad:
         messages.append(
-            f"{series.bad} values of {compute.name} are not finite numbers (first {series.first_bad}); left out"
+            f"{counted(series.bad, 'value')} of {compute.name} left out: not finite numbers (first {series.first_bad})"
         )
     if not len(logged_steps):
         raise UserError(f"{where}: no value of {short(compute.name)}; choose another with --x")
     _check_steps(series, compute.name, logged_steps, where)
     if (values < 0).any():
         raise UserError(
-            f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, "
+            f"{where}: {short(compute.name)} is negative at {counted(int((values < 0).sum()), 'step')}, "
             f"first {logged_steps[values < 0][0]:g}; compute starts at 0"
         )
     if compute.summed:
@@ -469,13 +472,13 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
     falls = np.flatnonzero(np.diff(values) < 0)
     if not compute.summed and looks_per_step(values):
         messages.append(
-            f"{compute.name} falls at {len(falls)} of {len(values)} steps: it looks like what each step took, not what "
-            f"was spent so far; give --x {SUM}{compute.name}, which sums it over the steps"
+            f"{compute.name} falls at {len(falls)} of {len(values)} steps: it looks like the compute of each step, "
+            f"not the total so far; give --x {SUM}{compute.name}, which sums it over the steps"
         )
     elif len(falls):
         messages.append(
-            f"{compute.name} falls at {len(falls)} steps, first {logged_steps[falls[0] + 1]:g}: it is not cumulative, "
-            "or started again with a resumed run"
+            f"{compute.name} falls at {counted(len(falls), 'step')}, first at step {logged_steps[falls[0] + 1]:g}: "
+            "it is not cumulative, or started again when the run was resumed"
         )
     is_logged = np.isin(steps, logged_steps)
     start = 0
@@ -507,10 +510,10 @@ def _gap_warnings(steps: Array, name: str) -> list[str]:
     """Return warnings about missing steps, which make a running sum too low."""
     messages = []
     if steps[0] > 1:
-        messages.append(f"the log starts at step {steps[0]:g}: what {name} was before is not in the running sum")
+        messages.append(f"the log starts at step {steps[0]:g}: earlier values of {name} are not in the running sum")
     missing = round(steps[-1] - steps[0]) + 1 - len(steps)
     if missing > 0:
-        messages.append(f"{missing} steps are missing in the log: the running sum of {name} is too low")
+        messages.append(f"{counted(missing, 'step')} missing in the log: the running sum of {name} is too low")
     return messages
 
 

@@ -22,7 +22,7 @@ _MAX_KEYS = 3  # keys in a label
 # Identities in the headers of scripts that do not name one.
 _UNKNOWN = frozenset({"", "local", "None"})
 # Advice on runs of scripts that share a label.
-NAME_RUNS = "give each recipe its own, RunLog(run_dir, {'recipe': NAME})"
+NAME_RUNS = "give each recipe its own label, RunLog(run_dir, {'recipe': NAME})"
 # Keys of `semantics.json` that may differ between runs of one recipe, or that follow from other keys.
 _RUN_KEYS = ("seed", "versions", "commit", "departs_from_recipe_on")
 _NO_KEY = object()
@@ -75,8 +75,8 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
     for (recipe, factor_pairs), entry in ambiguous.items():
         where = "".join(f" {name}={value}" for name, value in factor_pairs)
         study.warnings.append(
-            f"{len(entry.labels)} different configurations share the label {recipe!r}{where}; each is a curve of its "
-            f"own: {short(', '.join(entry.labels.values()), 400)}"
+            f"{len(entry.labels)} different configurations share the label {recipe!r}{where}; each has a separate "
+            f"curve: {short(', '.join(entry.labels.values()), 400)}"
         )
 
 

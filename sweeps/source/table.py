@@ -215,8 +215,8 @@ def _warn_per_step(
         finite_rows = rows[np.isfinite(steps[rows]) & np.isfinite(compute[rows])]
         if looks_per_step(compute[finite_rows[np.argsort(steps[finite_rows], kind="stable")]]):
             into.study.warnings.append(
-                f"{file.path}: {short(column_of['compute'])} looks like what each step took, not what was spent so "
-                f"far: it does not rise along {step}; add a column with its running sum, and name that with --x"
+                f"{file.path}: {short(column_of['compute'])} looks like the compute of each step, not the total "
+                f"so far: it does not rise along {step}; add a column with its running sum, and name that with --x"
             )
             return
 
@@ -230,12 +230,12 @@ def _warn_skipped(
         return
     if skipped.all():
         raise UserError(f"{file.path}: no row has both compute and reward; log them in one row, or give another table")
-    counts = ((no_reward, "rows without a reward"), (no_compute & ~no_reward, "rows without compute"))
-    parts = [f"{mask.sum()} {description}" for mask, description in counts if mask.any()]
+    counts = ((no_reward, "without a reward"), (no_compute & ~no_reward, "without compute"))
+    parts = [f"{counted(int(mask.sum()), 'row')} {description}" for mask, description in counts if mask.any()]
     remaining = {recipe for recipe, blank in zip(recipes, skipped.tolist(), strict=True) if not blank}
     lost_recipes = [recipe for recipe in dict.fromkeys(recipes) if recipe not in remaining]
-    loss_note = f"; nothing is left of {listed(lost_recipes)}" if lost_recipes else ""
-    into.study.warnings.append(f"{file.path}: {' and '.join(parts)} were skipped{loss_note}")
+    loss_note = f"; no row is left of {listed(lost_recipes)}" if lost_recipes else ""
+    into.study.warnings.append(f"{file.path}: skipped {' and '.join(parts)}{loss_note}")
 
 
 def _note(file: File, into: Collected, columns: Columns, table: Table, points: int) -> None:
@@ -245,7 +245,7 @@ def _note(file: File, into: Collected, columns: Columns, table: Table, points: i
     def rule(role: str, option: str, name: str | None) -> str:
         reason = f"given by {option}" if name not in (None, role) else "default"
         if role == "compute" and columns.fallback:
-            reason = "for want of a column compute"
+            reason = "there is no column compute"
         return f"{role} <- {column_of[role]} ({reason})"
 
     optional = [f"{key} <- {column_of.get(key, 'none')}" for key in ("seed", "sd")]

@@ -19,6 +19,7 @@ from typing import Any
 from sweeps.errors import UserError, require
 from sweeps.run.files import parse_json
 from sweeps.source.run_names import is_bare_seed
+from sweeps.terminal import counted
 
 # File names that are equal for all runs, so that the directory names the run.
 _FIXED_NAMES = ("trainer_state.json", "metrics.jsonl")
@@ -147,8 +148,8 @@ class File:
         """Message about the NUL bytes and lines that were dropped; None if there were none."""
         if not self.nuls:
             return None
-        lost = f", with {len(self.cut)} lines that they cut off" if self.cut else ""
-        return f"{self.nuls} NUL bytes, as a crash leaves them, were dropped{lost}"
+        lost = f", and {counted(len(self.cut), 'line')} cut off there" if self.cut else ""
+        return f"dropped {counted(self.nuls, 'NUL byte')} left by a crash{lost}"
 
     @cached_property
     def text(self) -> str:

@@ -74,9 +74,9 @@ def rename_metrics(
     sets = {name for _, row in rows if (name := _set_of(row)) is not None}
     notes = []
     if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):
-        notes.append("num_tokens of evaluation rows is eval_num_tokens")
+        notes.append("num_tokens of evaluation rows <- eval_num_tokens")
     if len(sets) > 1:
-        notes.append(f"evaluation sets by their eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
+        notes.append(f"evaluation sets found by eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
     return [(step, _rename_row(row, sets)) for step, row in rows], notes
 
 

@@ -98,7 +98,7 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
         raise UserError(f"{file.path}: no line of verl's console logger (step:N - key:value); give another log")
     notes = [f"other lines: {others}"] if others else []
     if unread:
-        notes.append(f"fields that are no number: {unread}")
+        notes.append(f"fields that are not numbers: {unread}")
     return records, len(records), notes
 
 
@@ -110,7 +110,7 @@ def _jsonl(file: File) -> tuple[Records, int, list[str]]:
         step = finite(entry.get("step")) if isinstance(entry, dict) else None
         if step is not None and isinstance(entry.get("data"), dict):
             records.append((step, entry["data"]))
-    notes = ["a torn last line was left out"] if torn else []
+    notes = ["an incomplete last line was left out"] if torn else []
     if len(records) < len(entries):
         notes.append(f"lines without step and data: {len(entries) - len(records)}")
     return records, len(entries) + bool(torn), notes

@@ -138,10 +138,10 @@ def counters(names: Sequence[str]) -> list[str]:
 def order_warning(axis: str) -> str | None:
     """Return the warning that an axis of steps or row numbers is an order, not compute; None for other axes."""
     if axis == ORDER:
-        return f"{axis} numbers the rows as they stand, which is no compute"
+        return f"{axis} numbers the rows from top to bottom, which is not compute"
     if axis.casefold() not in map(str.casefold, STEP_NAMES):
         return None
-    return f"{axis} is an order of steps, not compute: recipes differ in what a step costs"
+    return f"{axis} counts steps, not compute: the compute of a step differs between recipes"
 
 
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:

@@ -145,7 +145,7 @@ def read(file: File, into: Collected) -> None:
     if stepless:
         notes.append(f"rows without {step}: {stepless}")
     if table.torn:
-        notes.append("a torn last line was left out")
+        notes.append("an incomplete last line was left out")
     framework = vocabulary_of(table.names)
     reader = HISTORY if "_step" in table.names else f"{framework.project if framework else 'a'} log"
     add_logs(logs, reader, str(file.path), into, framework, run_column or "the file's name", step, notes)

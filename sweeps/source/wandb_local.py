@@ -17,6 +17,7 @@ from sweeps.run.spec import leaves
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
 from sweeps.source.text import File, parse_json_text
+from sweeps.terminal import counted
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
@@ -54,7 +55,7 @@ def read_all(paths: list[Path], where: str, into: Collected) -> None:
     require("wandb", f"{where} (a log of W&B)")
     logs = [log for path in paths if (log := _log(path)) is not None]
     if not logs:
-        raise UserError(f"{where}: no metric in {len(paths)} logs of W&B; give another source")
+        raise UserError(f"{where}: no metric in {counted(len(paths), 'log')} of W&B; give another source")
     add_logs(logs, NAME, where, into, None, "the run's name", "_step")
 
 
@@ -149,7 +150,7 @@ def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
             or at + _FRAGMENT.size > len(raw)
             or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum
         ):
-            warnings.append(f"{path.name} is cut off or damaged at byte {at}; what follows was not read")
+            warnings.append(f"{path.name} is cut off or damaged at byte {at}; the rest was not read")
             return
         at += _FRAGMENT.size + length
         # A record may be split into fragments across blocks.

@@ -27,7 +27,7 @@ from sweeps.terminal import counted
 if TYPE_CHECKING:
     import pandas
 
-NAME = "table with a column a run"
+NAME = "table with one column per run"
 
 # A table with one of these columns is a table of points.
 _POINT_COLUMNS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
@@ -143,7 +143,7 @@ def read(file: File, into: Collected) -> None:
         blank_cells += int((no_reward & ~no_compute).sum())
         if not len(rows):
             into.study.warnings.append(
-                f"{file.path}: column {short(run)} has no reward where there is compute; left out"
+                f"{file.path}: column {short(run)} left out: it has no reward in a row with compute"
             )
             continue
         labels = labels_in(run)
@@ -165,15 +165,15 @@ def read(file: File, into: Collected) -> None:
     if not points_read:
         raise UserError(f"{file.path}: no row has both compute and a reward; give another table")
     if no_compute.any():
-        into.study.warnings.append(f"{file.path}: {no_compute.sum()} rows without compute were skipped")
+        into.study.warnings.append(f"{file.path}: skipped {counted(int(no_compute.sum()), 'row')} without compute")
     left_out = [name for name in table.names if name not in (x, *runs)]
     parts = [f"{counted(table.count, 'row')}: {counted(points_read, 'point')}", *table.notes]
     parts += [f"cells without a reward: {blank_cells}"] if blank_cells else []
     parts += [f"columns left out: {listed(left_out)}"] if left_out else []
-    rule = "given by --x" if request.x else "default" if x.casefold() == "compute" else "for want of a column compute"
+    rule = "given by --x" if request.x else "default" if x.casefold() == "compute" else "there is no column compute"
     line = (
         f"{file.path}: {NAME}; compute <- {x} ({rule}); reward <- the cells of {len(runs)} columns "
         f"({listed(runs)}); recipe <- {f'{request.by} (given by --by)' if request.by else 'the name of the column'}; "
-        f"seed <- {'seed' if seeds_named else 'a number a run'}; sd <- none; {', '.join(parts)}"
+        f"seed <- {'seed' if seeds_named else 'the number of the run'}; sd <- none; {', '.join(parts)}"
     )
     into.study.note(short(line, 2000), shown=True)

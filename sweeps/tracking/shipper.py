@@ -80,7 +80,7 @@ class Shipper:
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                _log.warning("MLflow: the shipper still waits for the store; not everything was sent")
+                _log.warning("MLflow: the store does not answer in time; not everything was sent")
                 return False
             self._thread = None
         complete = False
@@ -120,11 +120,11 @@ class Shipper:
             except Exception as error:  # an outage or an unforeseen error must not reach the controller
                 if self.outage is None:
                     store = without_credentials(self.tracker.uri)
-                    _log.warning("MLflow at %s does not answer (%s); trying on", store, one_line(error))
+                    _log.warning("MLflow at %s does not answer (%s); trying again", store, one_line(error))
                 self.outage = one_line(error)
                 return False
             if self.outage is not None:
-                _log.info("MLflow answers again; the backlog is sent")
+                _log.info("MLflow answers again; the backlog was sent")
             self.outage = None
             return complete
 

@@ -138,7 +138,7 @@ def scaling_state(
         compareRunSections=[
             # Titles are cut at about 35 characters; the charts' axes show their unit.
             _section("log", "Pass rate over log10 of compute"),
-            _section("linear", "Pass rate over compute, from 0 on"),
+            _section("linear", "Pass rate over compute, from 0"),
         ],
         compareRunCharts=[
             _line_chart("log", keys.rate, keys.log10, logarithmic),

@@ -54,7 +54,7 @@ def test_lightnings_csv_logger(axes: tuple[str, ...], chosen: str, tmp_path: Pat
         ("scalerl", str(seed)): [(float(step * times), round(0.1 * step + seed / 100, 6)) for step in range(5)]
         for seed in (0, 1)
     }
-    assert all("our default" in line for line in study.shown)
+    assert all("our default: virtual device hours, else device hours" in line for line in study.shown)
     (other,) = load([tmp_path], x="compute/flops").curves
     assert other.axis == "compute/flops"
 

@@ -113,7 +113,7 @@ def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
         fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
     (said,) = [record.message for record in caplog.records if record.message.startswith("race: ")]
     assert said.startswith(f"race: 2 runs in {tmp_path.resolve()} have the label {SMALL_CORE!r}, and do not race")
-    assert said.endswith("give each recipe its own, RunLog(run_dir, {'recipe': NAME})")
+    assert said.endswith("give each recipe its own label, RunLog(run_dir, {'recipe': NAME})")
 
 
 def test_a_folder_that_is_a_run_itself_is_no_race(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_results_have_the_warnings_that_commands_print() -> None:
         {"step": range(100, 1300, 100), "reward": np.linspace(0.2, 0.5, 12), "recipe": ["a", "b"] * 6}
     )
     study = api.load(one_seed)
-    told = [f"{name}: step is an order of steps, not compute: recipes differ in what a step costs" for name in "ab"]
+    told = [f"{name}: step counts steps, not compute: the compute of a step differs between recipes" for name in "ab"]
     assert study.remarks()[-2:] == told
     fits = api.fit(study)
     for result in (fits, api.rank(fits)):

@@ -163,12 +163,12 @@ def test_of_many_seeds_with_two_rewards_a_few_are_named() -> None:
             "compute is not a finite number in 1 of 2 rows, first at line 3",
         ),
         ("recipe,compute,reward\na,1,\n", "column reward is blank in all 1 rows; give another with --y"),
-        ("recipe,compute,reward\na,1,0.1\na,-2,0.5\n", "compute is negative in 1 rows, first at line 3"),
-        ("recipe,compute,reward\na,1\n", "too few cells, first at line 2"),
+        ("recipe,compute,reward\na,1,0.1\na,-2,0.5\n", "compute is negative in 1 row, first at line 3"),
+        ("recipe,compute,reward\na,1\n", "too few cells in 1 row, first at line 2"),
         ("recipe,compute,reward,reward\na,1,2,3\n", "occurs more than once"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text file"),
-        (b"recipe,compute\0,reward\n", r"is empty.* \(1 NUL bytes.*dropped, with 1 lines that they cut off\)"),
-        (b"\0" * 9, r"is empty.* \(9 NUL bytes"),
+        (b"recipe,compute\0,reward\n", r"is empty.* \(dropped 1 NUL byte left by a crash, and 1 line cut off there\)"),
+        (b"\0" * 9, r"is empty.* \(dropped 9 NUL bytes left by a crash\)"),
         ('recipe,compute,reward\n"a,1,2\n', "not a CSV file"),
     ],
 )
@@ -185,7 +185,7 @@ def test_rows_without_a_value_are_skipped_and_counted_once(tmp_path: Path, none:
     study = load([csv_file(tmp_path, text)])
     (curve,) = study.curves
     assert curve.compute.tolist() == [1, 4] and curve.reward.tolist() == [0.1, 0.4] and not curve.warnings
-    said = "3 rows without a reward and 1 rows without compute were skipped; nothing is left of b"
+    said = "skipped 3 rows without a reward and 1 row without compute; no row is left of b"
     assert study.warnings == [f"{tmp_path / 'curves.csv'}: {said}"]
     assert "6 rows: 2 points" in study.mapping[0]
 
@@ -215,8 +215,8 @@ def test_headers_in_any_case_and_two_that_differ_in_nothing_else(tmp_path: Path)
 def test_a_step_stands_in_for_compute_and_is_said_to_be_none(tmp_path: Path) -> None:
     study = load([csv_file(tmp_path, "Step,REWARD\n1,0.5\n2,0.6\n", "run.csv")])
     (curve,) = study.curves
-    assert curve.axis == "step" and any("Step is an order of steps, not compute" in note for note in curve.warnings)
-    assert "compute <- Step (for want of a column compute)" in study.shown[0]
+    assert curve.axis == "step" and any("Step counts steps, not compute" in note for note in curve.warnings)
+    assert "compute <- Step (there is no column compute)" in study.shown[0]
     tokens = load([csv_file(tmp_path, "step,num_tokens,reward\n1,10,0.5\n2,20,0.6\n", "run.csv")])
     assert tokens.curves[0].compute.tolist() == [10, 20] and not tokens.curves[0].warnings
     with pytest.raises(UserError, match=r"2 compute axes could be meant \(num_tokens, progress/total_tokens\).*--x"):
@@ -237,7 +237,7 @@ def test_tables_as_a_german_spreadsheet_writes_them(tmp_path: Path) -> None:
     study = load([csv_file(tmp_path, text)])
     (curve,) = study.curves
     assert curve.compute.tolist() == [0, 1.5, 3] and curve.reward.tolist() == [0.1, 1, 0.45]
-    assert "cells parted by ';', decimal commas in Compute, Reward" in study.shown[0]
+    assert "cells separated by ';', decimal commas in Compute, Reward" in study.shown[0]
     said = csv_file(tmp_path, 'sep=;\r\nrecipe;compute;reward\r\na;1;"21,5%"\r\n')
     assert load([said]).curves[0].reward.tolist() == pytest.approx([0.215])
     for cell, line in (("abc", 4), ("1.234,5", 3), ("0.5", 3)):  # a column with a point is not one with commas
@@ -268,9 +268,9 @@ def test_a_table_with_a_column_a_run(tmp_path: Path) -> None:
     assert grpo.recipe == "grpo" and grpo.seed.tolist() == ["1"] * 3 + ["2"] * 2
     assert grpo.compute.tolist() == [0, 10, 30, 0, 10] and grpo.reward.tolist() == [0.1, 0.3, 0.5, 0.2, 0.4]
     assert any("not compute" in note for note in grpo.warnings)
-    assert study.warnings == [f"{tmp_path / 'runs.csv'}: 1 rows without compute were skipped"]
+    assert study.warnings == [f"{tmp_path / 'runs.csv'}: skipped 1 row without compute"]
     line, seeds = study.shown
-    assert "table with a column a run; compute <- Step (for want of a column compute)" in line
+    assert "table with one column per run; compute <- Step (there is no column compute)" in line
     assert "the cells of 3 columns (grpo-seed1, grpo-seed2, dapo); recipe <- the name of the column" in line
     assert "4 rows: 6 points, cells without a reward: 3, columns left out: , note" in line
     assert "grpo <- grpo-seed1 (seed 1), grpo-seed2 (seed 2)" in seeds
@@ -434,7 +434,10 @@ def test_a_journal_with_a_hole_is_named(tmp_path: Path) -> None:
     run(tmp_path, "r1", seed=1)
     (curve,) = load([tmp_path]).curves
     (said,) = [warning for warning in curve.warnings if "no records" in warning]
-    assert said == "run r0 (seed 0) has no records of steps 3 to 5: it went on from a checkpoint newer than its journal"
+    text = (
+        "run r0 (seed 0) has no records of steps 3 to 5: it continued from a checkpoint that is newer than its journal"
+    )
+    assert said == text
     assert said in fit_curves([curve])[0].warnings
 
 
@@ -716,7 +719,7 @@ def test_pass_rates_of_our_own_runs_keep_their_bounds(tmp_path: Path) -> None:
     ours, theirs = run(tmp_path / "a", "ours"), run(tmp_path / "b", "theirs", axis="compute/flops")
     study = load([ours], bounds=(-1, 1))
     assert study.curves[0].range == (0, 1)
-    assert study.warnings == ["--bounds -1 1: eval/heldout/pass_rate is a pass rate and keeps its own, 0 to 1"]
+    assert study.warnings == ["--bounds -1 1: eval/heldout/pass_rate is a pass rate and keeps its own bounds, 0 to 1"]
     assert load([theirs], bounds=(-1, 1)).curves[0].range == (-1, 1)
     with pytest.raises(UserError, match=r"--lower-is-better: eval/heldout/pass_rate is a pass rate, higher is better"):
         load([ours], lower_is_better=True)

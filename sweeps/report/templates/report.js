@@ -164,15 +164,15 @@ function asymptotesChart() {
 }
 
 // A click on a point shows the command that prints the rollouts of its evaluation.
-const picked = element("p", {id: "picked", role: "status"}, "Click a point for the command that shows what the model wrote there. Hollow on the right: A may not be named, and the reward so far stands for it.");
+const picked = element("p", {id: "picked", role: "status"}, "Click a point for the command that shows what the model wrote there. Hollow points on the right: A may not be named, so the reward so far is shown.");
 function pick(point) {
   const about = `${point.label}, seed ${point.s}` + (point.step === undefined ? "" : `, step ${point.step}`) + `: ${point.reward}. `;
   picked.replaceChildren(about);
-  if (point.run === undefined) return picked.append("No journal stands behind this point.");
+  if (point.run === undefined) return picked.append("This point is in no journal, so it has no rollouts.");
   const [run, kept] = study.runs[point.run];
-  if (!kept.length) return picked.append("This run keeps no rollouts (rollouts.groups=0, or they were cleaned).");
+  if (!kept.length) return picked.append("This run has no stored rollouts (rollouts.groups=0, or they were deleted).");
   const step = kept.filter(one => one <= point.step).at(-1) ?? kept[0];
-  if (step !== point.step) picked.append(`Rollouts nearest before it are of step ${step}. `);
+  if (step !== point.step) picked.append(`The nearest stored rollouts are of step ${step}. `);
   const path = /^[\w@%+=:,./-]+$/.test(run) ? run : `'${run.replaceAll("'", `'"'"'`)}'`;
   const code = element("code", {className: "command"}, `scalerl rollouts ${path} --step ${step}`);
   picked.append(code, copyButton("copy", "Copy the command", () => code.textContent));
@@ -180,7 +180,7 @@ function pick(point) {
   const there = study.shown.find(one => one[0] === name && one[1] === step) ?? study.shown.find(one => one[0] === name);
   if (there) {
     const target = document.getElementById(`rollouts-${there[0]}-${there[1]}`);
-    picked.append(" ", element("a", {href: `#${target.id}`}, `Some of step ${there[1]} are on this page.`));
+    picked.append(" ", element("a", {href: `#${target.id}`}, `Rollouts of step ${there[1]} are on this page.`));
     if (there[1] === step) target.scrollIntoView({behavior: "smooth"});
   }
 }
@@ -219,20 +219,20 @@ const swatch = recipe => {
   holder.innerHTML = `<svg width="22" height="8" aria-hidden="true"><line x1="1" y1="4" x2="21" y2="4" stroke="${recipe.colour}" stroke-width="3"${dash ? ` stroke-dasharray="${dash}"` : ""}/></svg>`;
   return holder;
 };
-const recipes = element("fieldset", {className: "recipes"}, element("legend", {}, "Recipes, the best first"),
+const recipes = element("fieldset", {className: "recipes"}, element("legend", {}, "Recipes, best first"),
   ...study.recipes.map((recipe, r) => element("label", {title: recipe.label}, boxes[r], swatch(recipe), recipe.short)));
 const log = box("", false, on => { state.log = on; });
 const bands = box("", false, on => { state.bands = on; });
 const dots = box("", true, on => { state.points = on; });
 log.id = "log"; bands.id = "bands"; dots.id = "points";
 figure.append(
-  element("div", {className: "controls"}, element("label", {}, "Compute by ", axis), choice("logarithmic", log),
+  element("div", {className: "controls"}, element("label", {}, "Compute axis: ", axis), choice("logarithmic", log),
     choice("95% bands", bands), choice("evaluations", dots), all("all recipes", true), all("none", false)),
   element("div", {className: "charts"}, ...charts), recipes, picked);
 if (study.thinned) figure.append(element("p", {className: "soft"},
-  `${study.thinned[0]} of ${study.thinned[1]} evaluations are drawn here, evenly picked from each run; fits rest on all.`));
+  `${study.thinned[0]} of ${study.thinned[1]} evaluations are drawn here, picked evenly from each run. The fits use all of them.`));
 if (study.axes.length > 1) figure.append(element("p", {className: "soft"},
-  `Curves were fitted against ${study.unit}; on another axis they are drawn where their runs stood on it, and A is the same.`));
+  `Curves were fitted against ${study.unit}. On another axis they are drawn at the mean position of their runs, and A is the same.`));
 fixed.before(figure);
 async function load() {
   const packed = Uint8Array.from(atob(document.getElementById("library").textContent), sign => sign.charCodeAt(0));

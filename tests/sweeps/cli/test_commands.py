@@ -302,7 +302,7 @@ def test_without_training_installed_train_says_what_to_install(
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("run-1.wandb", b":W&B\x01\x02\x00abc", "no metric in 1 logs of W&B; give another source"),
+        ("run-1.wandb", b":W&B\x01\x02\x00abc", "no metric in 1 log of W&B; give another source"),
         ("study.xlsx", b"PK\x03\x04\x14\x00", "a spreadsheet, which is not read; save its sheet as CSV"),
         ("step-00000004.ckpt", b"PK\x03\x04\x14\x00", "a checkpoint, which holds no curve; give the run's folder"),
     ],
@@ -427,7 +427,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
     )
     for recipe in ("base", "base+loss=x", "base+lr=y"):
         assert (
-            f"warning: {recipe}: step is an order of steps, not compute: recipes differ in what a step costs"
+            f"warning: {recipe}: step counts steps, not compute: the compute of a step differs between recipes"
             in warnings
         )
     assert any("do two runs share one name?" in line for line in warnings)
@@ -443,7 +443,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
 def test_a_race_prints_the_warnings_of_its_curves(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "race", steps, "--budget", "1000", "--json")
     assert code == 0 and json.loads(out)
-    assert err.count(": step is an order of steps") == 3 and "do two runs share one name?" in err
+    assert err.count(": step counts steps, not compute") == 3 and "do two runs share one name?" in err
 
 
 def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(

@@ -37,7 +37,7 @@ def test_the_ranking_stands_above_the_link(study: Path, tmp_path: Path, capsys: 
     assert command.startswith("mlflow ui ") and " --host 127.0.0.1 " in command
     address = r"http://127\.0\.0\.1:5000/#/experiments/1/runs\?viewStateShareKey"
     assert re.match(rf"points, curves and bands: {address}=scaling-\w+&compareRunsMode=CHART", chart)
-    assert re.match(rf"a row per recipe: +{address}=recipes-\w+&compareRunsMode=TABLE", recipes)
+    assert re.match(rf"one row per recipe: +{address}=recipes-\w+&compareRunsMode=TABLE", recipes)
     assert re.match(rf"runs by rank: +{address}=ranking-\w+&compareRunsMode=TABLE", runs)
 
 

@@ -94,7 +94,10 @@ def test_what_is_lost_is_named_in_status_and_in_fits(tmp_path: Path, monkeypatch
     (shown,) = overview(run_dir.parent)
     assert shown.reason == "no records of steps 6 to 10"
     (curve,) = load([run_dir]).curves
-    assert any("has no records of steps 6 to 10: it went on from a checkpoint newer" in each for each in curve.warnings)
+    assert any(
+        "has no records of steps 6 to 10: it continued from a checkpoint that is newer" in each
+        for each in curve.warnings
+    )
 
 
 def test_a_checkpoint_without_a_step_before_it_is_refused_by_name(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_the_figure_is_drawn_and_refused_in_one_line(tmp_path: Path, capsys: pyt
     figure = tmp_path / "frontier.svg"
     assert main(["plan", table, "--size", "size", "--budget", "20000", "-o", str(figure), "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["sizes"]
-    assert "best size for the budget" in figure.read_text()
+    assert "best size for each budget" in figure.read_text()
     assert len(entry["frontier"]) == 40 and entry["frontier"][0]["size"]["value"] == pytest.approx(5e8)
     assert entry["joint"]["exponents"]["C_mid"]["value"] < 0
     with pytest.raises(SystemExit):

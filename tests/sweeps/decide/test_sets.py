@@ -265,7 +265,8 @@ def test_the_report_has_both(tmp_path: Path) -> None:
     page = tmp_path / "out" / "r.html"
     assert main(["report", study(tmp_path / "study"), "--sets", "math,code", "-o", str(page)]) == 0
     text = page.read_text()
-    assert "Which set decides" in text and "Use set math" in text and "Several sets as one" in text
+    assert "Which evaluation set separates recipes best" in text and "Several evaluation sets combined" in text
+    assert "Use set math" in text
     assert (tmp_path / "out" / "r_performance.svg").exists()
 
 
@@ -291,7 +292,12 @@ def test_the_page_has_both_where_they_are_given(tmp_path: Path) -> None:
     }
     text = render(**given, documents={"performance": svg(figure)}, findings=Findings(signal=found, aggregate=both))
     without = render(**given, documents={})
-    for part in ("Which set decides", "Use set math", "Several sets as one", "Performance profiles: "):
+    for part in (
+        "Which evaluation set separates recipes best",
+        "Use set math",
+        "Several evaluation sets combined",
+        "Performance profiles: ",
+    ):
         assert part in text and part not in without
 
 

@@ -192,7 +192,7 @@ def test_what_stands_at_the_top(tmp_path: Path) -> None:
     facts = Facts([read_journal(tmp_path / "runs" / f"r{seed}") for seed in (0, 1)])
     lines = dict(facts.lines)
     assert lines["Model"] == "model_path (mine/model)" and lines["Task"] == "ArithmeticTask"
-    assert lines["Cost"].startswith("6.00 at 2 a device hour, 3 device hours") and re.match(r"\d{4}-", lines["Date"])
+    assert lines["Cost"].startswith("6.00 at 2 per device hour, 3 device hours") and re.match(r"\d{4}-", lines["Date"])
     assert facts.commands == ["scalerl train --multirun seed=0 'x=a b'"]
     (crash,) = facts.crashes
     assert (crash.path.parent.name, crash.header["seed"], crash.reason) == ("r1", 1, "out of memory")

@@ -120,7 +120,7 @@ def test_what_is_left_when_it_ends_has_the_whole_sentence() -> None:
 @pytest.mark.parametrize("waiting", ["", "no evaluation yet; waiting for the first"])
 def test_before_the_first_ranking_it_says_why_there_is_none(waiting: str) -> None:
     lines = shown(Screen(title="x", waiting=waiting), 80, 10)
-    assert lines[1].rstrip() == (waiting or "fitting for the first time")
+    assert lines[1].rstrip() == (waiting or "the first fit is running")
 
 
 def test_what_may_not_be_ranked_stands_by_its_chance() -> None:

@@ -30,12 +30,14 @@ def test_rows_are_numbered_where_order_is_asked_for(tmp_path: Path) -> None:
     (curve,) = load([log], metric="acc", x="order").curves
     assert curve.axis == "order" and curve.compute.tolist() == list(range(1, 9))
     assert curve.reward.tolist() == list(REWARD)
-    assert any("order numbers the values as they were logged, which is no compute" in note for note in curve.warnings)
+    assert any(
+        "order numbers the values in the order of logging, which is not compute" in note for note in curve.warnings
+    )
     table = tmp_path / "b.csv"
     table.write_text("recipe,seed,reward\n" + "".join(f"{r},{s},0.{i}\n" for i in (3, 4) for r in "xy" for s in (1, 2)))
     for each in load([table], x="order").curves:  # each run is counted for itself
         assert sorted(zip(each.seed, each.compute, strict=True)) == [("1", 1), ("1", 2), ("2", 1), ("2", 2)]
-        assert any("order numbers the rows as they stand, which is no compute" in note for note in each.warnings)
+        assert any("order numbers the rows from top to bottom, which is not compute" in note for note in each.warnings)
     table.write_text("grpo,dapo\n" + "0.3,30\n" * 3)
     assert {each.recipe for each in load([table], x="order", y="all").curves} == {"grpo", "dapo"}
     table.write_text("order,reward\n5,0.1\n7,0.2\n")  # a column of that name is the one that is meant
@@ -49,14 +51,17 @@ def test_evaluations_of_a_run_of_ours_are_numbered() -> None:
     for each in load([ROOT / "examples" / "study"], x="order").curves:
         for seed in set(each.seed):
             assert each.compute[each.seed == seed].tolist() == list(range(1, sum(each.seed == seed) + 1))
-        assert any("which is no compute" in note for note in each.warnings)
+        assert any("which is not compute" in note for note in each.warnings)
 
 
 def test_what_each_step_took_is_named_and_can_be_summed(tmp_path: Path) -> None:
     log = history(tmp_path / "a.jsonl", _step=range(1, 9), acc=REWARD, took=TOOK, same=(5,) * 8)
     for name in ("took", "same"):
         (curve,) = load([log], metric="acc", x=name).curves
-        assert any("looks like what each step took" in note and f"--x sum:{name}" in note for note in curve.warnings)
+        assert any(
+            "looks like the compute of each step, not the total so far" in note and f"--x sum:{name}" in note
+            for note in curve.warnings
+        )
     (curve,) = load([log], metric="acc", x="sum:took").curves
     assert curve.axis == "took" and curve.compute[:3].tolist() == [900, 1850, 2760] and not curve.warnings
     with pytest.raises(UserError, match="no metric nope; found _step, acc, took, same; choose with --x sum:METRIC"):
@@ -64,7 +69,10 @@ def test_what_each_step_took_is_named_and_can_be_summed(tmp_path: Path) -> None:
     table = tmp_path / "b.csv"
     rows = [f"{s},{t},{r}\n" for s, t, r in zip(range(8), TOOK, REWARD, strict=True)]
     table.write_text("step,took,reward\n" + "".join(rows))
-    assert any("took looks like what each step took" in note for note in load([table], x="took").warnings)
+    assert any(
+        "took looks like the compute of each step, not the total so far" in note
+        for note in load([table], x="took").warnings
+    )
     shuffled = [f"{s},{100 * s},{s / 10}\n" for s in (3, 1, 8, 2, 7, 4, 6, 5)]
     table.write_text("step,tokens,reward\n" + "".join(shuffled))
     assert not load([table], x="tokens").warnings

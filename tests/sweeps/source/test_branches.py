@@ -66,7 +66,8 @@ def test_branch_and_parent_count_from_where_they_part(tmp_path: Path) -> None:
     assert parent.compute.tolist() == branch.compute.tolist() == [0, 100, 200]
     assert parent.reward.tolist() == [0.3, 0.4, 0.5] and branch.reward.tolist() == [0.3, 0.5, 0.6]
     assert parent.origin == branch.origin == 200 and branch.baseline == "base@20"
-    assert "what they share counts once" in study.shown[0] and "step 20" in study.shown[0]
+    assert "evaluations that they share count once" in study.shown[0]
+    assert "compared from where they diverge (step 20)" in study.shown[0]
     steps = {curve.recipe: curve.compute.tolist() for curve in load([tmp_path], x="step").curves}
     assert steps == {"base@20": [0, 10, 20], "base@20+loss=dapo": [0, 10, 20]}
 
@@ -120,7 +121,7 @@ def test_a_branch_that_changes_nothing_is_its_parent(tmp_path: Path) -> None:
     curves = {curve.recipe: curve for curve in study.curves}
     assert sorted(curves) == ["base@20", "base@20+loss=dapo"]
     assert curves["base@20"].reward.tolist() == [0.3, 0.4, 0.5, 0.55], "the longer of the two"
-    assert any("its parent's own curve" in line for line in study.shown)
+    assert any("left out, because another run has the same curve" in line for line in study.shown)
     fresh = run(tmp_path, "fresh", "base@20+fresh", PARENT, {**of("p", 20), "optimizer": "fresh"})
     assert fresh.exists() and len(load([tmp_path], x=FLOPS).curves) == 3
 

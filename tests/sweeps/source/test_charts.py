@@ -119,13 +119,13 @@ def test_a_run_without_a_value_is_named(tmp_path: Path) -> None:
     columns = {"grpo - acc": VALUES, "crashed - acc": ("", "", ""), "NaN only - acc": ("NaN",) * 3}
     path = csv_of(tmp_path / "chart.csv", {"Step": (10, 20, 30), **columns})
     study = load([path])
-    assert study.warnings == [f"{path}: 2 of 3 runs left out, without a value of acc: crashed, NaN only"]
+    assert study.warnings == [f"{path}: 2 of 3 runs left out for lack of a value of acc: crashed, NaN only"]
     assert "runs left out: 2" in study.mapping[0]
 
 
 def test_runs_that_are_recipes_of_their_own_are_noted(tmp_path: Path) -> None:
     """In a chart and in a table with a column per run; not if a name has its seed, and not for two runs."""
-    hint = "each of the 3 runs is a recipe of its own: if some are seeds of one recipe, give --seed-from REGEX"
+    hint = "each of the 3 runs is treated as a separate recipe; if some are seeds of one recipe, give --seed-from REGEX"
     for end, x in ((" - acc", "Step"), ("", "compute")):
         path = csv_of(tmp_path / "runs.csv", {x: (10, 20, 30), **{f"{run}{end}": VALUES for run in ("a1", "b2", "b3")}})
         shown = load([path]).shown

@@ -59,7 +59,7 @@ def test_a_console_of_trl_and_unsloth(tmp_path: Path, text: bool) -> None:
     assert (curve.recipe, curve.axis, curve.metric) == ("grpo", "num_tokens", "eval_reward")
     assert curve.compute.tolist() == [5000, 10000, 15000, 20000]
     assert curve.reward.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert "step <- the progress bar's" in study.mapping[0] and "24 rows: 4 points" in study.mapping[0]
+    assert "step <- the progress bar, " in study.mapping[0] and "24 rows: 4 points" in study.mapping[0]
     (training,) = load([tmp_path / "grpo.log"], metric="reward", x="step").curves
     assert training.compute.tolist() == list(range(1, 21))
     assert training.reward.tolist() == pytest.approx([step / 40 for step in range(1, 21)])
@@ -103,7 +103,10 @@ def test_rows_that_were_buffered_behind_the_bars_are_numbered(tmp_path: Path) ->
     """Standard output is written by blocks where it is a file, the bars of standard error at once."""
     bars = "".join("\r" + bar(step, 20) for step in range(21))
     rows = "".join(f"{{'loss': 0.1, 'rewards/a/mean': 0.5, 'reward': {step / 40}}}\n" for step in range(1, 21))
-    for said, why in ((bars + "\n" + rows, "they were buffered"), (rows, "neither they nor a progress bar say one")):
+    for said, why in (
+        (bars + "\n" + rows, "they were buffered"),
+        (rows, "neither the rows nor a progress bar has a step"),
+    ):
         study = load([write(tmp_path / "a.log", said)])
         assert study.curves[0].compute.tolist() == list(range(1, 21)) and why in study.mapping[0]
 

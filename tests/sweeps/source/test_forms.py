@@ -89,7 +89,7 @@ def test_what_parts_the_cells_and_decimal_commas(tmp_path: Path, parted: str, sa
     path = tmp_path / "curves.txt"
     path.write_text("\n".join(map(parted.join, rows)))
     study = load([path])
-    assert is_plain(study) and f"cells parted by {said}" in study.shown[0]
+    assert is_plain(study) and f"cells separated by {said}" in study.shown[0]
     assert ("decimal commas in compute, reward" in study.shown[0]) == comma
     path.write_text(path.read_text() + "\n\n" + parted.join(["b", "2", "4", "x"]))
     with pytest.raises(UserError, match=r"first at line 6 \('x'\)"):
@@ -116,7 +116,7 @@ def test_the_first_sheet_of_an_excel_file_is_read(tmp_path: Path) -> None:
     assert is_plain(study) and "sheet sheet 0, the first of 2" in study.shown[0]
     frame.loc[1, "compute"] = None
     study = load([sheets(tmp_path / "blank.xlsx", frame)])
-    assert study.curves[0].compute.tolist() == [1] and "1 rows without compute were skipped" in study.warnings[0]
+    assert study.curves[0].compute.tolist() == [1] and "skipped 1 row without compute" in study.warnings[0]
     frame = frame.astype({"compute": object})
     frame.loc[1, "compute"] = "far"
     with pytest.raises(

@@ -78,8 +78,8 @@ def test_trl_falls_back_to_training_reward_and_to_steps_and_says_so(tmp_path: Pa
     study = load([path])
     (curve,) = study.curves
     assert curve.recipe == "run" and curve.axis == "step" and curve.compute.tolist() == [1, 2, 3, 4]
-    assert any("step is an order of steps, not compute" in note for note in curve.warnings)
-    assert any("reward of training, not of a held-out" in note for note in curve.warnings)
+    assert any("step counts steps, not compute: the compute of a step differs" in note for note in curve.warnings)
+    assert any("reward during training, not that of a held-out evaluation" in note for note in curve.warnings)
     assert "5 rows: 4 points, rows without reward: 1" in line(study)
     named = load([path], x="step", metric="completions/mean_length").curves[0]
     assert named.metric == "completions/mean_length"
@@ -91,8 +91,8 @@ def test_trl_rows_logged_again_after_a_resume_supersede(tmp_path: Path) -> None:
     path = state(tmp_path / "a" / "trainer_state.json", rows)
     study = load([path])
     assert study.curves[0].reward.tolist() == pytest.approx([0.1, 0.25, 0.3, 0.4])
-    assert "values superseded at their step: 2" in line(study)
-    assert any("logged again" in note for note in study.curves[0].warnings)
+    assert "values replaced by a later value at the same step: 2" in line(study)
+    assert any("replaced by a later value at the same step" in note for note in study.curves[0].warnings)
 
 
 def test_bad_values_of_a_log_are_counted_with_the_first(tmp_path: Path) -> None:
@@ -104,7 +104,8 @@ def test_bad_values_of_a_log_are_counted_with_the_first(tmp_path: Path) -> None:
     assert study.curves[0].compute.tolist() == [0, 10, 40]
     assert "values not finite: 2" in line(study) and "rows without a step: 1" in line(study)
     assert any(
-        "2 values of eval_reward are not finite numbers (first row 3: 'nan')" in w for w in study.curves[0].warnings
+        "2 values of eval_reward left out: not finite numbers (first row 3: 'nan')" in w
+        for w in study.curves[0].warnings
     )
 
 
@@ -116,8 +117,8 @@ def test_bad_values_of_a_log_are_counted_with_the_first(tmp_path: Path) -> None:
         ([{"step": 1, "loss": 0.5}], "none of TRL's names of a reward; found loss"),
         ([{"step": 1, "reward": None, "num_tokens": 1}], "no usable value of reward in 1 rows"),
         ([{"reward": 1.0}], "none of TRL's names"),
-        ([{"step": 1, "reward": 0.5, "num_tokens": -1.0}], "num_tokens is negative at 1 steps, first 1"),
-        ([{"step": -1, "reward": 0.5}], "steps are negative"),
+        ([{"step": 1, "reward": 0.5, "num_tokens": -1.0}], "num_tokens is negative at 1 step, first 1"),
+        ([{"step": -1, "reward": 0.5}], "negative steps: 1, first -1"),
     ],
 )
 def test_unusable_trl_states_say_why(tmp_path: Path, rows: Any, message: str) -> None:
@@ -163,8 +164,8 @@ def test_verl_lines_cut_off_repeated_and_missing_are_counted(tmp_path: Path) -> 
     assert curve.reward.tolist() == pytest.approx([0.2, 0.3, 0.6, 0.7])
     assert curve.compute.tolist() == [100, 200, 300, 300]
     said = " ".join(curve.warnings)
-    assert "log starts at step 2" in said and "2 steps are missing" in said and "1 values of critic" in said
-    assert "fields that are no number: 5" in line(study)
+    assert "log starts at step 2" in said and "2 steps missing in the log" in said and "1 value of critic" in said
+    assert "fields that are not numbers: 5" in line(study)
 
 
 def test_verl_data_sources_are_a_choice(tmp_path: Path) -> None:
@@ -177,7 +178,9 @@ def test_verl_data_sources_are_a_choice(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_of_a_log_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
     text = (LOGS / "verl_dapo.jsonl").read_text()
-    assert "a torn last line was left out" in line(load([write(tmp_path / "a.jsonl", text + '{"step": 81, "da')]))
+    assert "an incomplete last line was left out" in line(
+        load([write(tmp_path / "a.jsonl", text + '{"step": 81, "da')])
+    )
     lines = text.splitlines()
     lines[2] = lines[2][:20]
     with pytest.raises(UserError, match="line 3 is not JSON"):
@@ -191,14 +194,14 @@ def test_nul_bytes_of_a_crash_are_dropped_and_counted(tmp_path: Path, name: str)
     (whole,) = load([LOGS / name]).curves
     study = load([write(tmp_path / name, raw + b"\0" * 4096)])
     assert study.curves[0].reward.tolist() == whole.reward.tolist() and study.curves[0].axis == whole.axis
-    assert study.warnings == [f"{tmp_path / name}: 4096 NUL bytes, as a crash leaves them, were dropped"]
+    assert study.warnings == [f"{tmp_path / name}: dropped 4096 NUL bytes left by a crash"]
     lines = raw.split(b"\n")
     half = len(lines) // 2
     broken = lines[half][:20] + b"\0" * 512
     for middle, lost in (([b"\0" * 100], 0), ([broken], 1), ([broken + lines[half][-20:]], 1)):
         study = load([write(tmp_path / name, b"\n".join([*lines[:half], *middle, *lines[half:]]))])
         assert study.curves[0].reward.tolist() == whole.reward.tolist()
-        assert ("with 1 lines that they cut off" in study.warnings[0]) == bool(lost)
+        assert ("left by a crash, and 1 line cut off there" in study.warnings[0]) == bool(lost)
     if name != "open_instruct_history.csv":  # of a CSV, a cell's end cannot be told from a cell
         raw = b"\n".join([*lines[:half], broken + lines[half], *lines[half + 1 :]])
         assert load([write(tmp_path / name, raw)]).curves[0].reward.tolist() == whole.reward.tolist()
@@ -212,7 +215,7 @@ def test_nul_bytes_behind_a_state_and_before_a_log_are_dropped(tmp_path: Path) -
     # A log that was cut short while its writer went on starts with a hole, and then in the middle of a line.
     raw = b"\0" * 9000 + b"core/x:0.5\n" + (LOGS / "verl_grpo.log").read_bytes()
     study = load([write(tmp_path / "job.log", raw)])
-    assert len(study.curves[0].reward) == 17 and "9000 NUL bytes" in study.warnings[0]
+    assert len(study.curves[0].reward) == 17 and "dropped 9000 NUL bytes left by a crash" in study.warnings[0]
 
 
 # --- W&B, prime-rl, open-instruct -----------------------------------------------------------------------------
@@ -235,7 +238,7 @@ def test_a_chart_of_steps_groups_and_averages(tmp_path: Path) -> None:
     study = load([write(tmp_path / "chart.csv", text)], by="algo")
     (curve,) = study.curves
     assert curve.recipe == "cispo" and curve.seed.tolist() == ["1", "1", "2", "2"]
-    assert any("Step is an order of steps" in note for note in curve.warnings)
+    assert any("Step counts steps, not compute" in note for note in curve.warnings)
     assert "whose points are means (their __MIN and __MAX differ): 1" in line(study)
     assert "values not finite: 1" in line(study)
     with pytest.raises(UserError, match=r"nothing named nope.*found algo, seed"):
@@ -258,7 +261,7 @@ def test_prime_rl_file_monitor_is_no_journal_of_ours(tmp_path: Path) -> None:
     write(tmp_path / "study" / "run_b" / "metrics.jsonl", text + '{"step": 5, "ti')
     study = load([tmp_path / "study"])
     assert [curve.recipe for curve in study.curves] == ["run_a", "run_b"] and study.runs == []
-    assert "prime-rl log" in study.mapping[0] and "a torn last line was left out" in study.mapping[1]
+    assert "prime-rl log" in study.mapping[0] and "an incomplete last line was left out" in study.mapping[1]
 
 
 def test_open_instruct_prefers_the_held_out_rate() -> None:
@@ -301,7 +304,7 @@ def test_a_history_of_several_runs_in_every_form(tmp_path: Path, form: str) -> N
 def test_an_axis_that_falls_is_said(tmp_path: Path) -> None:
     rows = [{"_step": s, "acc": 0.1 * s, "tokens": t} for s, t in enumerate((0, 10, 20, 5, 15))]
     (curve,) = load([write(tmp_path / "h.json", rows)], metric="acc", x="tokens").curves
-    assert any("tokens falls at 1 steps, first 3" in note for note in curve.warnings)
+    assert any("tokens falls at 1 step, first at step 3" in note for note in curve.warnings)
 
 
 def test_compute_between_logged_steps_is_interpolated_and_counted(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_runs_of_others_by_metric_tag_and_parameter(database: Path) -> None:
     curves = load([source], metric="acc", x="tokens").curves
     assert [curve.recipe for curve in curves] == ["run-a", "run-b", "run-c"]
     assert curves[0].compute.tolist() == [2000, 4000, 6000] and curves[0].reward.tolist() == [0.1, 0.2, 0.9]
-    assert any("logged again" in note for note in curves[0].warnings)
+    assert any("replaced by a later value at the same step" in note for note in curves[0].warnings)
     assert any("failed; its points are used" in note for note in curves[2].warnings)
     cispo, grpo = load([source], y="acc", x="tokens", by="algo", factors=("model", "team")).curves
     assert grpo.recipe == "grpo model=7b team=x" and sorted(set(grpo.seed.tolist())) == ["3", "4"]

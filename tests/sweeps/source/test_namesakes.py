@@ -65,7 +65,7 @@ def test_two_grids_under_one_label_are_two_curves(tmp_path: Path) -> None:
         assert set(curve.seed.tolist()) == {"0", "1"} and len(curve.reward) == 12
     (note,) = study.warnings
     assert note == (
-        "2 different configurations share the label 'scalerl'; each is a curve of its own: "
+        "2 different configurations share the label 'scalerl'; each has a separate curve: "
         "scalerl (optimizer.lr=0.001), scalerl (optimizer.lr=0.003)"
     )
     counters = mechanism_counters(study.runs)
@@ -185,7 +185,7 @@ def test_runs_of_scripts_that_differ_in_their_settings_say_so(tmp_path: Path) ->
     (curve,) = load([str(tmp_path)]).curves
     assert curve.warnings == (
         "runs of scalerl differ in loss.clip_high: 0.2, 0.5; batch.prompts: 2, 3; they are fitted together as seeds of "
-        "one recipe; give each recipe its own, RunLog(run_dir, {'recipe': NAME})",
+        "one recipe; give each recipe its own label, RunLog(run_dir, {'recipe': NAME})",
     )
 
 

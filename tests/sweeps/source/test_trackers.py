@@ -110,7 +110,10 @@ def test_a_run_of_ours_in_a_folder_of_wandb_has_its_default_axis(tmp_path: Path)
         place = tmp_path / str(count)
         log_of(place / "offline-run-a" / "run-a.wandb", message("run", name="a"), *rows)
         study = load([place])
-        assert study.curves[0].axis == names[count - 1] and "our default" in study.mapping[0]
+        assert (
+            study.curves[0].axis == names[count - 1]
+            and "our default: virtual device hours, else device hours" in study.mapping[0]
+        )
         assert load([place], x="compute/flops").curves[0].axis == "compute/flops"
 
 
@@ -134,7 +137,7 @@ def test_a_damaged_record_ends_it(tmp_path: Path) -> None:
 
 def test_a_log_without_metrics(tmp_path: Path) -> None:
     path = log_of(tmp_path / "run-a.wandb", message("run", name="x"))
-    with pytest.raises(UserError, match="no metric in 1 logs of W&B"):
+    with pytest.raises(UserError, match="no metric in 1 log of W&B"):
         load([path])
 
 
