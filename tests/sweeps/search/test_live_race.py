@@ -150,7 +150,7 @@ def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
     specs = [member(0.7), member(0.4, cost=0.8), member(0.3, cost=1.5)]
     raced(tmp_path, specs, Runners(slots=1), replace(LIVE, budget=None), told)
     assert RaceRecord.read(tmp_path).rules == LIVE.rules(0.8)
-    assert "race: to 0.8 virtual device hours a run" in told.said[0]
+    assert "race: to 0.8 virtual device hours per run (the smallest compute that a member spends" in told.said[0]
 
 
 # --- nothing but time ----------------------------------------------------------------------------------------
