@@ -264,7 +264,8 @@ ENDS = {
     ),
     "reward_ends": (
         log_of("range(1, 31)", "{'step': step, 'tokens': 1} | ({'eval_reward': 0} if step % 2 and step < 12 else {})"),
-        r"^command.metrics.reward: eval_reward was last logged at step 11 of 30, but every 2 steps before that; find out why",
+        r"^command.metrics.reward: eval_reward was last logged at step 11 of 30, but every 2 steps before "
+        "that; find out why",
     ),
     "tokens_fall": (
         log_of("range(1, 31)", "{'step': step, 'tokens': 100 - step, 'eval_reward': 0}"),
