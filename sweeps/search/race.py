@@ -290,7 +290,8 @@ class LiveRace:
         stopped = self._record.stopped if self._live else {}
         messages = describe_result([each for each in curves if each.recipe not in stopped], rules, stopped)
         verb = "saved" if self._live else "a live race would have saved"
-        messages.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
+        share = f"({spared / full:.0%})"
+        messages.append(f"{verb} {spared:.4g} of the {full:.4g} compute of running all recipes to the budget {share}")
         messages = [f"race: {line}" for line in messages]
         before, self._last_result = self._last_result, messages
         return messages if messages != before else []

@@ -109,7 +109,8 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     assert all("of being best" in line for line in end[1:3]) and "stopped at compute" in end[3]
     assert end[5].startswith(("race: winner: scalerl+a=0.7", "race: undecided between scalerl+a=0.7"))
     spared = sum(2 * (1 - look["compute"]) * len(look["stopped"]) for look in looks(tmp_path))
-    assert end[6:] == [f"race: saved {spared:.4g} of the 8 that all runs to the budget take ({spared / 8:.0%})"]
+    saved = f"race: saved {spared:.4g} of the 8 compute of running all recipes to the budget ({spared / 8:.0%})"
+    assert end[6:] == [saved]
     view = next(each for each in overview(tmp_path) if each.recipe == "scalerl+a=0.35")
     assert (view.state, view.reason) == ("stopped", reason)
 
@@ -136,7 +137,7 @@ def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> 
     told = Told()
     states = raced(tmp_path / "dry", four(), told=told)
     assert recipes(states, "stopped") == set()
-    assert "race: saved 0 of the 8 that" in told.said[-1]
+    assert "race: saved 0 of the 8 compute of running all recipes to the budget" in told.said[-1]
 
 
 @pytest.mark.slow
@@ -373,7 +374,9 @@ def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -
     assert len(executor.started) == 4
     told = Told()
     raced(tmp_path, four(), told=told)
-    assert "race: saved 0 of the 8 that" in told.said[-1], "what was continued has not been spared"
+    assert "race: saved 0 of the 8 compute of running all recipes to the budget" in told.said[-1], (
+        "what was continued has not been spared"
+    )
 
 
 @pytest.mark.slow
