@@ -228,7 +228,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     result = _call(function, arguments)
     if not isinstance(result, Mapping):
         return Grade(result)
-    numbers = {str(name): number for name, value in result.items() if (number := _number(value)) is not None}
+    numbers = {str(name): number for name, value in result.items() if (number := _as_float(value)) is not None}
     texts = {str(name): str(value) for name, value in result.items() if isinstance(value, str)}
     if "score" not in result:
         raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, result))}")
@@ -238,7 +238,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     return Grade(reward, numbers, correct=correct, extra=texts)
 
 
-def _number(value: Any) -> float | None:
+def _as_float(value: Any) -> float | None:
     """Return a number of Python, NumPy or torch as a float; None for anything else."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None

@@ -596,19 +596,19 @@ class Lab:
         if node not in self.knobs.node_names():
             raise LabError(f"there is no node {number}: this lab has {self.knobs.nodes}")
         if not self.knobs.namespaces:
-            raise LabError(f"this machine gave no namespaces, so tasks would live on: use `kill slurmd:{node}`")
+            raise LabError(f"this machine gave no namespaces, so tasks would keep running: use `kill slurmd:{node}`")
         was_on = self.kill(f"node:{node}")
         # When process 1 ends, the kernel ends all other processes of its namespace.
         wait_for(10, f"slurmd of {node} outlives its node", lambda: self.pid(f"slurmd:{node}") is None)
         (self.root / "pids" / f"slurmd:{node}").unlink(missing_ok=True)
-        return f"{node} is off" if was_on else f"{node} was off already"
+        return f"{node} is off" if was_on else f"{node} is already off"
 
     def kill_daemon(self, name: str) -> str:
         """Kill -9 one daemon."""
         names = [*DAEMONS, *(f"slurmd:{node}" for node in self.knobs.node_names())]
         if name not in names:
             raise LabError(f"no daemon {name}: choose from {' '.join(names)}")
-        return f"{name} killed" if self.kill(name) else f"{name} does not run"
+        return f"{name} killed" if self.kill(name) else f"{name} is not running"
 
     def down(self, wipe: bool) -> str:
         """Stop everything that was recorded; with `wipe`, remove the state, too."""
@@ -666,22 +666,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="A real SLURM cluster on this machine, for tests. Needs root.")
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--dir", help="state directory (default: $SLURM_LAB, or slurm_lab among temporary files)")
+    where.add_argument("--dir", help="state directory (default: $SLURM_LAB, or slurm_lab in the temporary folder)")
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", parents=[where], help="start whatever does not run")
+    up = commands.add_parser("up", parents=[where], help="start everything that is not running")
     default = Knobs()
     for name in ("nodes", "cpus", "memory_mb", "gpus", "port", "node_down_s", "requeue_wait_s"):
         up.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {getattr(default, name)}")
     up.add_argument("--accounting", choices=("dbd", "none"), help="dbd (default): sacct works")
     up.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a line of slurm.conf; repeatable")
-    down = commands.add_parser("down", parents=[where], help="stop all that `up` started")
-    down.add_argument("--wipe", action="store_true", help="remove the state directory, too")
+    down = commands.add_parser("down", parents=[where], help="stop everything that `up` started")
+    down.add_argument("--wipe", action="store_true", help="also remove the state directory")
     off = commands.add_parser("node-off", parents=[where], help="power a node off")
     off.add_argument("number", type=int)
     kill = commands.add_parser("kill", parents=[where], help="kill -9 one daemon")
-    kill.add_argument("name", help="slurmd:n1 (its tasks run on), slurmctld, slurmdbd, mariadbd or munged")
+    kill.add_argument("name", help="slurmd:n1 (its tasks keep running), slurmctld, slurmdbd, mariadbd or munged")
     commands.add_parser("env", parents=[where], help="print the exports")
-    commands.add_parser("status", parents=[where], help="what is up")
+    commands.add_parser("status", parents=[where], help="show which daemons run, and the state of the nodes")
     return parser.parse_args(arguments)
 
 

@@ -100,7 +100,7 @@ def silence(view: MemberView) -> str:
     """Return a note on a running member that has shown no activity for `SILENT_S` seconds, else ""."""
     if view.idle_s is None or view.idle_s < SILENT_S:
         return ""
-    return f"no sign of life for {duration(view.idle_s)} (the last: {view.doing})"
+    return f"no sign of life for {duration(view.idle_s)} (last activity: {view.doing})"
 
 
 def _scheduler(study: Path) -> Scheduler | None:

@@ -298,7 +298,7 @@ class Follower:
             if name in self._columns:
                 raise MetricsError(
                     f"command.{setting}: {short(name)} was in {self._source.title} up to step {self.last_step} and is "
-                    f"there no more; {where}; the journal has what was there"
+                    f"no longer there; {where}; the journal keeps the values so far"
                 )
             if final and found.rows != self._rows_before:  # otherwise this attempt has logged nothing
                 raise MetricsError(
@@ -391,7 +391,7 @@ class Follower:
     def _record_hole(self, last: int, end: int) -> None:
         """Record the gap from step `last` to `end`. Assume that its steps took the average compute per step so far."""
         print(
-            f"warning: {self._source.title}: no records of steps {max(last, 0) + 1} to {end}: they are lost", flush=True
+            f"warning: {self._source.title}: no records of steps {max(last, 0) + 1} to {end}; they are lost", flush=True
         )
         self._holes.append((max(last, 0) + 1, end))
         compute, (_, base, began) = self._command.compute, self._begin
@@ -468,8 +468,9 @@ class Follower:
             return None
         column = next(iter(self._command.rewards.values()))
         return (
-            f"command.metrics.reward: {short(column)} was last logged at step {steps[-1]} of {self.last_step}, and "
-            f"every {longest} steps before; look why the command has left it out; the journal has what was there"
+            f"command.metrics.reward: {short(column)} was last logged at step {steps[-1]} of {self.last_step}, but "
+            f"every {longest} steps before that; find out why the command no longer logs it; the journal keeps the "
+            "values so far"
         )
 
 
@@ -542,9 +543,9 @@ class Counter:
 
 def _not_resumed(first: int, last: int) -> MetricsError:
     return MetricsError(
-        f"command.resume: the command began again at step {first}, and the journal has steps up to "
-        f"{last}: it has not resumed; say how it does (command.resume.add, command.resume.checkpoints), "
-        "or command.resume.anew=true for one that cannot; the journal is as it was"
+        f"command.resume: the command began again at step {first}, but the journal has steps up to "
+        f"{last}: it has not resumed; set how it resumes (command.resume.add, command.resume.checkpoints), "
+        "or command.resume.anew=true if it cannot; the journal is unchanged"
     )
 
 

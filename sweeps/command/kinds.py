@@ -96,7 +96,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command.resume": (_is_group, "a group of settings"),
     "command.resume.anew": (_is_flag, "true or false"),
     "command.resume.add": (_any_of(_is_none, _is_text, _list_of(_is_scalar)), "words of a command line, or null"),
-    "command.resume.checkpoints": (_any_of(_is_none, _is_text), "a path, with * for what differs, or null"),
+    "command.resume.checkpoints": (_any_of(_is_none, _is_text), "a path, with * for the part that varies, or null"),
     "command.stop": (_is_group, "a group of settings"),
     "command.stop.signal": (_any_of(_is_none, _is_text), "the name of a signal, such as SIGTERM, or null"),
     "command.stop.file": (_any_of(_is_none, _is_text), "the path of a file, or null"),

@@ -28,6 +28,7 @@ from sweeps.run.provenance import changes_line, code_changes, code_facts, versio
 from sweeps.run.repair import find_break, mend
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
+from sweeps.terminal import counted
 
 LOCK_FILE = ".command.lock"
 ATTEMPT_FILE = "command.json"  # the newest attempt: its command line, and the number of attempts
@@ -77,7 +78,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
             lease.check()
             copy = mend(broken)
             print(
-                f"{broken.why}; kept as {copy.name}, and what was lost is read again where it is still there",
+                f"{broken.why}; kept as {copy.name}; lost records are read again from the command's metrics if they "
+                "are still there",
                 flush=True,
             )
         _Member(run_dir, spec, lease, progress).run()
@@ -212,7 +214,7 @@ class _Member:
         facts = {**code_facts(), "folders": {f"{self._command.folder}/{name}": text for name, text in named.items()}}
         frozen = self._spec.config["command"].get("named") or {}
         changed = sorted(name for name in {*named, *frozen} if named.get(name) != frozen.get(name))
-        notes = [f"{name} is not as it was when the study was launched" for name in changed]
+        notes = [f"{name} has changed since the study was launched" for name in changed]
         if earlier is not None:
             before = [known for _, known in earlier.code][-1:]
             notes += [] if changed or not before else list(code_changes(before[0], facts))
@@ -286,7 +288,7 @@ class _Member:
 
     def _ask_to_stop(self, tree: Tree, reason: str) -> None:
         command = self._command
-        print(f"asked to stop ({reason}); the command has {command.stop_within_s:g} s for it", flush=True)
+        print(f"asked to stop ({reason}); the command has {command.stop_within_s:g} s to end", flush=True)
         if command.stop_file is not None:
             command.stop_file.parent.mkdir(parents=True, exist_ok=True)
             command.stop_file.touch()
@@ -328,12 +330,15 @@ class _Member:
         follower, journal = self._follower, self._journal
         steps, last = self._spec.steps, follower.last_step
         behind = (
-            f" (it left {ended.behind} processes behind, which were ended: its own has to stay)" if ended.behind else ""
+            f" ({_left_behind(ended.behind)} and ended; the command must stay in the foreground)"
+            if ended.behind
+            else ""
         )
         if ended.left:
-            print(f"the command left {ended.left} processes behind, which were killed", flush=True)
+            print(f"the command ended; {_left_behind(ended.left)} and killed", flush=True)
         if self._source.left_out:
-            print(f"warning: {self._source.title}: {self._source.left_out} damaged lines were left out", flush=True)
+            damaged = counted(self._source.left_out, "damaged line")
+            print(f"warning: {self._source.title}: {damaged} skipped", flush=True)
         if ended.code == 0 and last >= steps - self._command.within and last >= 0:
             if (problem := follower.overdue()) is not None:
                 self._fail(problem)
@@ -344,7 +349,7 @@ class _Member:
             journal.end(steps if last < steps else last, "finished")
             return
         if self._stop_reason is not None:
-            killed = f" (it did not end within {self._command.stop_within_s:g} s: killed with all that it started)"
+            killed = f" (not within {self._command.stop_within_s:g} s, so it and its child processes were killed)"
             raise RunInterruptedError(
                 f"{self._stop_reason} at step {last}; the command ended with "
                 f"{ended.how}{killed if ended.killed else ''}"
@@ -358,18 +363,18 @@ class _Member:
             )
         if last < 0:
             self._fail(
-                f"command.metrics.source: the command ended with exit code 0{behind}, and {self._source.title} holds "
-                "no metrics; look where it writes them, and say it there",
+                f"command.metrics.source: the command ended with exit code 0{behind}, but {self._source.title} holds "
+                "no metrics; give the place where it writes them",
             )
         if self._resumed_from is not None and not follower.has_logged:
             self._fail(
-                f"command.resume.checkpoints: {self._resumed_from}: the command went on from it and logged nothing; "
-                f"the journal ends at step {last} of {steps}, so what was logged between is lost; move that checkpoint "
-                "away, to go on from the one before it",
+                f"command.resume.checkpoints: {self._resumed_from}: the command continued from it and logged nothing; "
+                f"the journal ends at step {last} of {steps}, so the metrics in between are lost; move that checkpoint "
+                "away to continue from the one before it",
             )
         self._fail(
-            f"budget.steps: the command ended with exit code 0 at step {last} of {steps}{behind}; give it {{steps}}, a "
-            "smaller budget.steps, or command.done.within for steps at the end that it does not log",
+            f"budget.steps: the command ended with exit code 0 at step {last} of {steps}{behind}; pass it {{steps}}, "
+            "lower budget.steps, or set command.done.within if it does not log its last steps",
         )
 
     def _fail(self, reason: str, kind: type[CommandFailedError] = CommandFailedError) -> None:
@@ -399,6 +404,10 @@ class _Member:
             "versions": versions(()),
         }
         write_json(self._run_dir / SEMANTICS_FILE, content)
+
+
+def _left_behind(count: int) -> str:
+    return f"{count} {'process was' if count == 1 else 'processes were'} left behind"
 
 
 def _write_config(run_dir: Path, config: Mapping[str, Any]) -> None:

@@ -143,7 +143,10 @@ def find_substitutes(
         matching = _with_same_values(spec, members)
         if len({member.curve for member in matching}) > 1:
             names = ", ".join(dict.fromkeys(member.recipe for member in matching))
-            notes.append(f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in")
+            notes.append(
+                f"{spec.title} could be any of {names}, so it replaces none; adopt it --by all values in which they "
+                "differ"
+            )
             matching = []
         spec = _relabel(directory, spec, matching[0] if matching else spec, view, text)
         member = next((candidate for candidate in matching if candidate.seed == spec.seed), None)

@@ -32,6 +32,7 @@ from sweeps.source.journals import compared_by
 from sweeps.source.places import Kind, Place
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
+from sweeps.terminal import counted
 
 # Default reward of a study that has no evaluation yet.
 METRIC = "eval/heldout/pass_rate"
@@ -161,10 +162,10 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
         UserError: the run cannot become a member.
     """
     if run.state == RUNNING and not running:
-        return _skipped(run, "still running, or ended without a word; --running takes it as far as it has come")
+        return _skipped(run, "still running, or ended without recording it; --running adopts its points so far")
     points = points_of(run)
     if not points.steps:
-        return _skipped(run, "no point")
+        return _skipped(run, "no points")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
     values, seed_named = _values(run, by)
     if (twin := folder.member_with_points(points, key)) is not None and (
@@ -192,7 +193,7 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
     if earlier is None:
         check_labels(folder.directory / RUNS_DIR, [spec], folder.states)
     return _write(
-        folder, spec, run, points, remark=None if seed_named is not None else f"no seed was named: it counts as {seed}"
+        folder, spec, run, points, remark=None if seed_named is not None else f"no seed found; it gets seed {seed}"
     )
 
 
@@ -250,7 +251,7 @@ def _unchanged_member(
         points=len(member.points.steps),
         source=run.where,
         name=run.name,
-        reason="a member of this study already",
+        reason="already a member of this study",
     )
 
 
@@ -273,7 +274,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
     if common == len(new) < len(old):  # shorter than before, such as an earlier checkpoint: keep the known points
-        what, count, remark = "unchanged", len(old), "has come less far than it was adopted with"
+        what, count, remark = "unchanged", len(old), "has fewer points than when it was adopted"
     # Check the specification's steps too: it is written after the journal, and a process may be killed in between.
     elif common == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
@@ -298,9 +299,9 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
             journal.close()
         _record(folder, spec, status, origin, count)
         if common < len(old):
-            remark = f"{len(old) - common} points were logged anew; those are used"
+            remark = f"{counted(len(old) - common, 'point')} replaced, because the source has other values now"
     if status != "finished":
-        remark = "failed where it ran" if status == "failed" else "still running: adopt it again to take the rest"
+        remark = "failed in its source" if status == "failed" else "still running; adopt it again for later points"
     folder.add(spec)
     return Taken(
         run=spec.run,
@@ -337,7 +338,7 @@ def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, An
     spec.write(run_dir)
     # Commands group runs by the values in this file. JSON is valid YAML.
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
-    reason = {"failed": "failed where it ran", "running": "still running where it was adopted from"}.get(status)
+    reason = {"failed": "failed in its source", "running": "still running in its source"}.get(status)
     entry = {
         **member_fields(spec, spec.checksum()),
         **{"state": {"running": "stopped"}.get(status, status), "reason": reason},

@@ -32,10 +32,10 @@ from sweeps.run.writer import BEAT_S
 # Description of each kind of file.
 KINDS: Mapping[str, str] = {
     "checkpoints": "checkpoints of finished members",
-    "leftovers": "what killed processes left of files that they were writing, and checkpoints set aside",
+    "leftovers": "incomplete files of killed processes, and checkpoints that are no longer used",
     "logs": "logs of finished members",
-    "attempts": "what finished members' jobs said of themselves, and submissions that are over",
-    "rollouts": "rollouts kept to be read, of finished members",
+    "attempts": "records of finished members' jobs, and files of submissions that have ended",
+    "rollouts": "stored rollouts of finished members",
 }
 USUAL = ("checkpoints", "leftovers")
 

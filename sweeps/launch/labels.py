@@ -46,7 +46,7 @@ def _differing(spec: RunSpec, other: Path) -> str:
     try:
         other_values = leaves(science(RunSpec.read(other).config))
     except UserError:
-        return f"their configuration is another ({other})"
+        return f"their configuration differs ({other})"
     values = leaves(science(spec.config))
     keys = [
         key

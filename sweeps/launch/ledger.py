@@ -119,7 +119,7 @@ class Ledger:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 if not warned:
-                    _log.warning("%s: no space left on the disk; waiting for some", self.path)
+                    _log.warning("%s: no space left on the disk; waiting for free space", self.path)
                 warned = True
                 time.sleep(FULL_DISK_PAUSE_S)
 

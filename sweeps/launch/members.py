@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR, Ledger, read_frozen
+from sweeps.run.files import named_lines
 from sweeps.run.lease import Lease, LeaseHeldError
 from sweeps.run.spec import RunSpec, check_distinct
 
@@ -74,7 +75,7 @@ class Members:
         """Log a warning with the numbers of ledger lines that cannot be read, if there are any."""
         if damaged := self.ledger.damaged():
             _log.warning(
-                "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",
+                "%s: %s torn or damaged; entries that were only there are lost, except for members that have a folder",
                 self.ledger.path,
-                ", ".join(map(str, damaged)),
+                named_lines(damaged),
             )

@@ -93,7 +93,7 @@ class NodeBlacklist:
                 excluded.append(node)
         for node in set(excluded) - self._announced:
             last = self._blames[node][-1]
-            _log.warning("%s is kept off for an hour: it has failed several members (%s)", node, last.cause)
+            _log.warning("%s is excluded for an hour: several members have failed on it (%s)", node, last.cause)
         self._announced = set(excluded)
         return tuple(excluded)
 

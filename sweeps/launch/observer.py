@@ -21,7 +21,7 @@ _BAR = 16  # width of a member's progress bar in characters
 # Colours of members' states in all displays.
 STYLES = {
     "finished": "green", "running": "cyan", "queued": "blue", "waiting": "bright_black", "paused": "bright_black",
-    "again": "yellow", "stopped": "yellow", "ended": "yellow", "cancelled": "red", "failed": "bold red",
+    "retried": "yellow", "stopped": "yellow", "ended": "yellow", "cancelled": "red", "failed": "bold red",
 }  # fmt: skip
 _COLUMNS = (
     Column("recipe", soft=True), Column("seed", 50, right=True), Column("", 60), Column("step", right=True),
@@ -147,7 +147,7 @@ class Progress(Observer):
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Print a line on the retry with its reason."""
-        self._event("again", spec, reason)
+        self._event("retried", spec, reason)
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Print a line on the pause with its reason."""

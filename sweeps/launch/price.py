@@ -76,12 +76,15 @@ class Launch(AsJson):
         if self.left == 0 and not show_unknown:
             return lines
         if self.price is None:
-            unknown = "device hours: not known, for no run here has taken a step; name an earlier study that has"
+            unknown = (
+                "device hours: unknown, because no run here has taken a step; name an earlier study whose runs have"
+            )
             return [*lines, f"{unknown} (launch.like=STUDY, or --like)"] if show_unknown else lines
-        text = f"device hours: {self.price.hours:.3g}, by {counted(self.price.runs, 'run')} of {self.price.by}"
+        runs = counted(self.price.runs, "run")
+        text = f"device hours: about {self.price.hours:.3g}, estimated from {runs} of {self.price.by}"
         if self.price.other_scale:
-            text += f", with another {', '.join(self.price.other_scale)} than some members have"
-        lines.append(text if self.money is None else f"{text}; {self.money:.4g} in money")
+            text += f"; some members differ from these runs in {', '.join(self.price.other_scale)}"
+        lines.append(text if self.money is None else f"{text}; price: {self.money:.4g}")
         return lines
 
 

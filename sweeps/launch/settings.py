@@ -161,7 +161,7 @@ def prepare_study(
 
 
 def report_failures(
-    study: Study, states: Mapping[str, MemberState], remedy: str = "the same command continues what is not done"
+    study: Study, states: Mapping[str, MemberState], remedy: str = "the same command continues the unfinished members"
 ) -> None:
     """Raise an error that names the failed members, if there are any.
 

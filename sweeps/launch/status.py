@@ -208,8 +208,8 @@ def _state(
     if queue is None:
         # No scheduler answers: use the job's last record.
         running = bool(past_attempts) and past_attempts[-1].outcome is None and past_attempts[-1].job == state.job
-        return ("running" if running else "queued"), "as it was; the scheduler does not answer"
-    return "ended", "the queue no longer holds the job"
+        return ("running" if running else "queued"), "last known state; the scheduler does not answer"
+    return "ended", "the job is no longer in the queue"
 
 
 def _sides(state: str, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[SideView, ...]:

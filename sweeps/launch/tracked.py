@@ -53,7 +53,7 @@ class TrackingObserver(Observer):
         except UserError as error:
             if not (self._study.directory / IDS_FILE).is_file():
                 raise
-            _log.warning("%s; the study goes on, and is told to MLflow later", error)
+            _log.warning("%s; the study continues, and its records are sent to MLflow later", error)
             self._next_try = time.monotonic() + RETRY_S
 
     def _open(self) -> None:
@@ -87,7 +87,7 @@ class TrackingObserver(Observer):
         try:
             self._tracker.add_members(shipper.sweep, self._members(self._uncreated))
         except UserError as error:
-            _log.warning("%s; tried again in %.0f s", error, RETRY_S)
+            _log.warning("%s; trying again in %.0f s", error, RETRY_S)
             self._next_try = time.monotonic() + RETRY_S
             return
         created, self._uncreated = self._uncreated, []
@@ -135,6 +135,8 @@ class TrackingObserver(Observer):
             with suppress(UserError):
                 self._open()
         if self._shipper is None:
-            _log.warning("MLflow was away all the time; `scalerl collect` or `scalerl publish` sends what is missing")
+            _log.warning(
+                "MLflow was unreachable until the end; `scalerl collect` or `scalerl publish` sends the missing records"
+            )
         else:
             self._shipper.stop(final=True)

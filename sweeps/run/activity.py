@@ -57,7 +57,7 @@ class Patience:
             if name == "hang_factor" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > lower_bound:
-                also = ", or null to wait for ever" if name == "hang_factor" else ""
+                also = ", or null to wait forever" if name == "hang_factor" else ""
                 raise UserError(f"launch.{name}: {value!r} must be a number above {lower_bound}{also}")
         return cls(factor, at_least_s)
 
@@ -113,7 +113,7 @@ class Activity:
         if limit_s is None or self.idle_s <= limit_s:
             return None
         return (
-            f"no sign of life for {self.idle_s:.0f} s (the last: {self._doing}; the longest pause before: "
+            f"no sign of life for {self.idle_s:.0f} s (last activity: {self._doing}; longest earlier pause: "
             f"{self.longest_s:.1f} s); the stack of every thread is in the log"
         )
 

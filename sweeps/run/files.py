@@ -210,6 +210,11 @@ def numbered_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[i
     return entries, damaged
 
 
+def named_lines(numbers: Sequence[int]) -> str:
+    """Format line numbers for a message: `line 3`, `lines 3, 5`."""
+    return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes: int = 8192) -> Iterator[bytes]:
     """Yield the complete lines of an open file from the last one backwards, reading only as far as needed.
 

@@ -31,6 +31,6 @@ def check_gpu() -> None:
 
 
 REMEDY = (
-    "the node may have lost them (`nvidia-smi` there), a container needs --nv; where GPUs are only counted, "
+    "check `nvidia-smi` on the node; a container needs --nv; if the cluster only counts GPUs, set "
     "hydra.launcher.require_gpu=false"
 )

@@ -110,7 +110,8 @@ def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
             share = "15%" if max(level for level, _ in levels) > 1 else "10%"
             notes.append(
                 f"{view.header.get('recipe')} seed {view.header.get('seed')}: {share} or more of the completions were "
-                f"truncated (first at step {steps[0]}, in {len(steps)} of {len(levels)} steps); such runs destabilise"
+                f"truncated (first at step {steps[0]}, in {len(steps)} of {len(levels)} steps); such runs may become "
+                "unstable"
             )
     return notes
 
@@ -118,8 +119,8 @@ def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
 def code_changes(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning for each resume of a run with different code."""
     return [
-        f"{view.header.get('recipe')} seed {view.header.get('seed')}: from step {max(0, change.step)} on with other "
-        f"code: {changes_line(change.what)}"
+        f"{view.header.get('recipe')} seed {view.header.get('seed')}: continued from step {max(0, change.step)} "
+        f"with other code: {changes_line(change.what)}"
         for view in runs
         for change in view.code_changes
     ]

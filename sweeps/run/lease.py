@@ -200,7 +200,7 @@ class Lease:
         printed = False
         while not self._try(give_up):
             if not printed and (wait_s is None or wait_s > ANNOUNCED_S):
-                most = "" if wait_s is None else f", for {wait_s:.0f} s at most"
+                most = "" if wait_s is None else f" for at most {wait_s:.0f} s"
                 print(f"waiting{most}: {self.holder()} is at work in {self._directory}", flush=True)
                 printed = True
             if give_up() or (deadline is not None and time.monotonic() >= deadline):
@@ -271,7 +271,7 @@ class Lease:
                 who = self.holder() if first_state[1] <= _term(first_state[0]) else "a process that was taking it over"
                 print(
                     f"waiting until {datetime.fromtimestamp(until):%H:%M:%S}: {self._directory} was not "
-                    f"released by {who}; it is free then unless a heartbeat comes",
+                    f"released by {who}; it is free then, unless a heartbeat arrives",
                     flush=True,
                 )
                 printed = True
@@ -382,7 +382,9 @@ class Lease:
                 failing = False
             except OSError as error:  # full disk or file server unavailable: the next beat may succeed
                 if not failing:
-                    _log.warning("%s: no heartbeat (%s); it is tried again until the lease expires", self._file, error)
+                    _log.warning(
+                        "%s: heartbeat not written (%s); trying again until the lease expires", self._file, error
+                    )
                 failing = True
 
     def _send_heartbeat(self) -> None:
@@ -394,7 +396,7 @@ class Lease:
             raise
         except Exception as error:  # a failure to get further facts must not prevent the heartbeat
             if not self._further_facts_failed:
-                _log.warning("%s: the heartbeat lacks the run's further facts (%r)", self._file, error)
+                _log.warning("%s: the heartbeat was written without the run's facts (%r)", self._file, error)
             self._further_facts_failed = True
             self._write(facts)
 

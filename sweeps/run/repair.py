@@ -65,7 +65,7 @@ def find_break(run_dir: Path) -> Break | None:
     if why is None:
         return None
     if parser.lines == 0:
-        raise JournalError(f"{why}, so nobody knows whose journal it is; restore the line, or move the file away")
+        raise JournalError(f"{why}, so it is unknown whose journal it is; restore the line, or move the file away")
     view = parser.view()
     later = [entry for line in lines[parser.lines + 1 :] if (entry := parse_line(line)) is not None]
     records = [entry for entry in later if _step(entry) is not None and isinstance(entry.get("metrics"), Mapping)]

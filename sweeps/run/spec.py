@@ -26,8 +26,8 @@ SPEC_FILE = "spec.json"
 # Format version of frozen specifications. The first format had module paths in its identities, and no version number.
 FORM = 2
 _OTHER_FORM = (
-    "{}: written by another version, whose runs had other identities; its journals still fit, rank and publish, but to "
-    "go on, launch the study into a folder of its own (study=NAME)"
+    "{}: written by another version, whose runs had other identities; its journals can still be fitted, ranked and "
+    "published; to continue, launch the study into a folder of its own (study=NAME)"
 )
 
 # Beginning of a specification's file: its format version, which the first format lacks.

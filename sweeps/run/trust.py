@@ -9,7 +9,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-REMEDY = "look at what it does, and give --trust to run it all the same"
+REMEDY = "look at what it does, and give --trust to run it anyway"
 
 
 def belongs_to_user(path: Path, outside: Path | None = None) -> bool:

@@ -16,7 +16,7 @@ from sweeps.decide.race import Look, next_look
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run import fields
-from sweeps.run.files import append_lines, numbered_lines
+from sweeps.run.files import append_lines, named_lines, numbered_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs
 from sweeps.search.journals import Journals, compute_reached
 from sweeps.search.race_log import RACE_FILE
@@ -75,8 +75,9 @@ class Looks:
             except ValueError:
                 damaged.append(number)
         if damaged:
-            named = ", ".join(map(str, sorted(damaged)))
-            self.warn(f"{self._path}: line {named} torn or damaged; a look that was only there is lost")
+            self.warn(
+                f"{self._path}: {named_lines(sorted(damaged))} torn or damaged; looks that were only there are lost"
+            )
 
     def warn(self, text: str) -> None:
         """Log a warning, once."""

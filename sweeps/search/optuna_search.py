@@ -30,6 +30,7 @@ from sweeps.search.journals import Journals
 from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
+from sweeps.terminal import counted
 
 _LOW = 0.025  # probability below the lower bound; this bound is a trial's value
 # Number of refused configurations in a row after which the search fails.
@@ -113,8 +114,9 @@ class Search:
             return None
         more = ", ..." if len(strange) > 3 else ""
         return (
-            f"search: {len(strange)} members are of no trial in {TRIALS_FILE} ({', '.join(strange[:3])}{more}); if "
-            "this search has made them, the file has lost lines, and other trials may take their place"
+            f"search: {counted(len(strange), 'member')} without a trial in {TRIALS_FILE} "
+            f"({', '.join(strange[:3])}{more}); if this search started them, the file has lost lines, and other "
+            "trials may take their place"
         )
 
     def _specs(self, suggested: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:

@@ -30,6 +30,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.search.journals import Journals, compute_reached
 from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
+from sweeps.terminal import counted
 
 # A run's compute per step is known after this fraction of its steps.
 _KNOWN_AFTER = 0.1
@@ -162,8 +163,12 @@ class LiveRace:
             behind = [run for run in racing if self._is_behind(run, limit)]
             idle = [run for run in behind if run not in placed]
             if idle:
-                where = "has shown what a step takes" if limit is None else f"is at compute {limit:.4g}"
-                why = f"paused: it {where}, and {len(idle)} others have not come as far"
+                others = counted(len(idle), "other member")
+                why = (
+                    f"paused: its compute per step is known; it waits for {others} to show theirs"
+                    if limit is None
+                    else f"paused: it is at compute {limit:.4g} and waits for {others} to get there"
+                )
                 to_pause = {
                     run: _first_reason(self._wish.to_pause.get(run), why) for run in racing if run not in behind
                 }
@@ -246,7 +251,7 @@ class LiveRace:
             costs = [cost for cost in known.values() if cost is not None]
             if not costs:
                 return []
-            budget, source = min(costs), "of the steps of the member that gets the least done in them"
+            budget, source = min(costs), "the smallest compute that a member spends on its steps"
         rules = self._settings.rules(budget)
         first = curves[0]
         self._write(
@@ -260,7 +265,7 @@ class LiveRace:
             }
         )
         self._record = replace(self._record, rules=rules, axis=first.axis, metric=first.metric)
-        return [f"to {budget:.4g} {first.unit} a run ({source}); the first look is at {rules.first * budget:.4g}"]
+        return [f"to {budget:.4g} {first.unit} per run ({source}); the first look is at {rules.first * budget:.4g}"]
 
     def _write(self, line: Mapping[str, Any]) -> float:
         """Append a line to the race record; return its time in seconds, by the ledger's clock."""
@@ -284,8 +289,9 @@ class LiveRace:
         full = rules.budget * sum(run in states for run in self._members)
         stopped = self._record.stopped if self._live else {}
         messages = describe_result([each for each in curves if each.recipe not in stopped], rules, stopped)
-        verb = "spared" if self._live else "a race that stops would have spared"
-        messages.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
+        verb = "saved" if self._live else "a live race would have saved"
+        share = f"({spared / full:.0%})"
+        messages.append(f"{verb} {spared:.4g} of the {full:.4g} compute of running all recipes to the budget {share}")
         messages = [f"race: {line}" for line in messages]
         before, self._last_result = self._last_result, messages
         return messages if messages != before else []

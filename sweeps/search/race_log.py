@@ -12,7 +12,7 @@ from sweeps.decide.race import Look
 from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.errors import UserError
 from sweeps.run import fields
-from sweeps.run.files import numbered_lines
+from sweeps.run.files import named_lines, numbered_lines
 from sweeps.terminal import counted
 
 RACE_FILE = "race.jsonl"
@@ -75,10 +75,9 @@ class RaceRecord:
         """One sentence on the damaged lines of the record; None without damage."""
         if not self.damaged:
             return None
-        named = ", ".join(map(str, self.damaged))
         return (
-            f"{RACE_FILE}: line {named} torn or damaged; a look or a decision that was only there is lost, and what it "
-            "stopped may run on until a later look stops it"
+            f"{RACE_FILE}: {named_lines(self.damaged)} torn or damaged; looks and decisions that were only there are "
+            "lost, and recipes that they stopped may run until a later look stops them"
         )
 
     @property
@@ -94,16 +93,16 @@ class RaceRecord:
     @property
     def _course(self) -> str:
         if self.rules is None:
-            return f"{len(self.pruned)} trials were pruned" if self.pruned else "no race"
+            return f"{counted(len(self.pruned), 'trial')} pruned" if self.pruned else "no race"
         verb = "would be stopped (a dry run)" if self.mode == "dry_run" else "stopped"
         unit = UNITS.get(self.axis or "", self.axis or "")
         last = f", the last at {self.looks[-1].compute:.4g}" if self.looks else ""
         gone = counted(len(self.stopped), "recipe")
-        limit = f", for an expected loss of {self.rules.loss:g} at most" if self.rules.loss < NO_LIMIT else ""
+        limit = f", with an expected loss of at most {self.rules.loss:g}" if self.rules.loss < NO_LIMIT else ""
         return (
-            f"a race to {self.rules.budget:.4g} {unit} a run: {gone} {verb} at "
-            f"{counted(len(self.looks), 'look')}{last}; below a chance of {self.rules.p_ahead:g} of ending ahead "
-            f"of the favourite, from {self.rules.first:.0%} of the budget on{limit}"
+            f"a race to {self.rules.budget:.4g} {unit} per run: {gone} {verb} in "
+            f"{counted(len(self.looks), 'look')}{last}; rule: stop a recipe if its probability of ending ahead of the "
+            f"favourite is below {self.rules.p_ahead:g}, after at least {self.rules.first:.0%} of the budget{limit}"
         )
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 MODES = ("none", "dry_run", "live")
 
-FREED = "the key was removed; leave it away, and ask `scalerl plan` what spared compute is best spent on"
+FREED = "the key was removed; leave it out, and ask `scalerl plan` what saved compute is best spent on"
 
 OBJECTIVES = ("reward", "asymptote")
 PRUNERS = ("none", "race")

@@ -22,7 +22,7 @@ from sweeps.search.settings import Axis, SearchSettings
 
 TRIALS_FILE = "optuna.jsonl"
 _NAME = "search"
-_REMEDY = "restore the file, or move it away to ask for the trials anew: what their runs have is taken over"
+_REMEDY = "restore the file, or move it away to propose the trials again; results of existing runs are reused"
 
 # Number of trials to test a sampler with: more than most samplers draw at random before they use results.
 _TEST_TRIALS = 12
@@ -136,7 +136,7 @@ class Trials:
             # Settings that are not part of a run's identity may differ, such as where it runs or is tracked.
             here = [each for each in shared if each not in begun["shared"]]
             there = [each for each in begun["shared"] if each not in shared]
-            same = "none" if here or there else "the same words, which stand for something else"
+            same = "none" if here or there else "the same overrides, but with another meaning"
             self._refuse(f"what all trials share: {' '.join(here) or same}", " ".join(there) or same)
 
     def _refuse(self, now: str, then: str) -> None:
@@ -181,7 +181,7 @@ class Trials:
         text = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
         for state, what in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
             text += f", {count[state]} {what}" if count[state] else ""
-        text += ", and the sampler has no more to propose" if self.exhausted else ""
+        text += ", and the sampler has no more proposals" if self.exhausted else ""
         if not done:
             return text
         best = max(done, key=lambda each: (each.value or 0.0, -each.number))

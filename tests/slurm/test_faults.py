@@ -223,7 +223,7 @@ def test_slurmctld_dies_after_the_submission(light: OneMember) -> None:
 def test_slurmctld_is_away_when_the_study_is_launched(light: OneMember) -> None:
     light.lab.run("kill", "slurmctld")
     with light.launched() as process:
-        eventually(lambda: "wait to be submitted" in light.said(), "a refusal that is only for now")
+        eventually(lambda: "not submitted yet (" in light.said(), "a refusal that is only for now")
         light.lab.up()
         assert process.wait(timeout=300) == 0, light.said()
     light.check()

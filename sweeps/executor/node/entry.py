@@ -30,6 +30,7 @@ from sweeps.run.gpu import REQUIRED, check_gpu
 from sweeps.run.interruption import RunInterruptedError, interruption, requested_stop
 from sweeps.run.job import Job, current, enter
 from sweeps.run.journal import LOG_FILE, covered_step
+from sweeps.terminal import counted
 
 # Variables that a job's script exports: path of the file that asks for a requeue, and time at which the job began.
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
@@ -139,7 +140,10 @@ def _record_interruption(
     limit = manifest["max_num_timeout"]
     reached = 1 + sum(attempt.job == current().job_id() and attempt.kind == "time_limit" for attempt in earlier)
     if kind == "time_limit" and limit is not None and reached > limit:
-        reason = f"the time limit of {manifest['timeout_min']} min was reached {reached} times; max_num_timeout={limit}"
+        reason = (
+            f"the time limit of {manifest['timeout_min']} min was reached {counted(reached, 'time')}; "
+            f"max_num_timeout={limit}"
+        )
         with suppress(OSError):
             log.end("failed", "gave_up", reason)
         return 1

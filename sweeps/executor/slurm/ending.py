@@ -157,7 +157,7 @@ def why_ended(
     if recorded == (None, None):
         return recorded
     if info is not None and launch_failed(info):
-        return "node", f"SLURM could not launch it, and holds it ({info.reason}); its job was cancelled"
+        return "node", f"SLURM could not launch the job and held it in the queue ({info.reason}); it was cancelled"
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if recorded and attempt and attempt.outcome != "interrupted":
@@ -173,7 +173,7 @@ def why_ended(
     if attempt is None and not has_pickle:
         return "half_submitted", KINDS["half_submitted"][0]
     if info is None:
-        return "lost", "the scheduler no longer knows the job, and it left no last word"
+        return "lost", "the scheduler no longer knows the job, and the job did not record how it ended"
     detail = f"SLURM says {state}" + (f", exit code {info.exit_code}" if info.exit_code else "")
     words = last_log_lines()
     if _OUT_OF_MEMORY.search(words):
@@ -182,6 +182,6 @@ def why_ended(
         kind, line = shown
         return kind, f"{line} ({detail}, on {attempt.node if attempt else info.node})"
     if attempt is None:
-        hint = "it said nothing; did a command of setup end the job, or does the node not see output_dir?"
+        hint = "its log is empty; did a command of setup end the job, or does the node not see output_dir?"
         return "launch", f"the member never began ({detail}): {words[-500:] or hint}"
     return "killed", f"killed from outside on {attempt.node} ({detail})"

@@ -176,7 +176,7 @@ class ClusterExecutor:
         queue = self.scheduler.queue()
         if queue is None:
             if not self._no_answer:
-                _log.warning("cluster: the scheduler does not answer; jobs that run go on, and are asked for again")
+                _log.warning("cluster: the scheduler does not answer; running jobs continue, and it is asked again")
             self._no_answer = True
             for each in self._followed.values():
                 each.missing_since = None  # without an answer it is unknown whether the job has gone
@@ -226,7 +226,9 @@ class ClusterExecutor:
         if stuck and info.reason not in self._warned:
             self._warned.add(info.reason)
             _log.warning(
-                "cluster: job %s cannot start (%s); scancel it, and ask for what the cluster has", info.job, info.reason
+                "cluster: job %s cannot start (%s); scancel it, and request resources that the cluster has",
+                info.job,
+                info.reason,
             )
 
     def _ended_outside_queue(self, gone: Sequence[FollowedJob]) -> list[FollowedJob]:

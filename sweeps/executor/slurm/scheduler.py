@@ -167,7 +167,9 @@ class Slurm:
         ignored = [] if self._warned else _ignored_variables(os.environ, RESOURCES, request.options)
         self._warned = True
         if ignored:
-            _log.warning("cluster: not passed on to sbatch; say it by key instead: %s", ", ".join(ignored))
+            _log.warning(
+                "cluster: these variables are not passed on to sbatch; use the keys instead: %s", ", ".join(ignored)
+            )
         answer = _run_handover(request)
         if "job" in answer:
             return answer["job"]
@@ -303,7 +305,7 @@ def _ignored_variables(environment: Mapping[str, str], keys: Collection[str], op
         if option.replace("_", "-") in options and name not in _KEY_OF:
             continue
         key = _KEY_OF.get(name, option if option in keys else f"additional_parameters.{option}")
-        ignored.append(f"{name} (hydra.launcher.{key})" if key else f"{name} (the launcher's own)")
+        ignored.append(f"{name} (hydra.launcher.{key})" if key else f"{name} (set by the launcher itself)")
     return ignored
 
 

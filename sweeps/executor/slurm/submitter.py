@@ -18,6 +18,7 @@ from sweeps.executor.slurm.handover import complete
 from sweeps.executor.slurm.scheduler import JobInfo, RefusedError, Scheduler
 from sweeps.executor.slurm.settings import JobSettings, with_layout
 from sweeps.executor.slurm.submission import freeze, new_folder
+from sweeps.terminal import counted
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class Submitter:
                 raise
             self._pause.extend(self.clock())
             _log.warning(
-                "cluster: no space left for what is to be submitted; trying again in %.0f s", self._pause.length_s
+                "cluster: no space left on the disk for a submission's files; trying again in %.0f s",
+                self._pause.length_s,
             )
             return None
         except RefusedError as refusal:
@@ -166,8 +168,8 @@ class Submitter:
             self._batch_size = max(1, size // 2)
         self._pause.extend(self.clock())
         _log.warning(
-            "cluster: %d members wait to be submitted (%s); trying again in %.0f s",
-            size,
+            "cluster: %s not submitted yet (%s); trying again in %.0f s",
+            counted(size, "member"),
             refusal,
             self._pause.length_s,
         )
@@ -215,9 +217,16 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("qos",), "hydra.launcher.qos is not yours to use; `sacctmgr show associations user=$USER` lists yours"),
     (("node configuration",), "no node has what the job asks for; lower gpus_per_node, cpus_per_task or mem_gb"),
     (("node count",), "fewer nodes than hydra.launcher.nodes asks for; `sinfo` lists them"),
-    (("maxwall",), "your account or QOS allows shorter jobs; lower hydra.launcher.timeout_min: jobs are chained"),
+    (
+        ("maxwall",),
+        "your account or QOS allows only shorter jobs; lower hydra.launcher.timeout_min: a chain of jobs covers the "
+        "rest",
+    ),
     (("perjob",), "more than your account or QOS allows one job; ask for less"),
-    (("time limit",), "hydra.launcher.timeout_min is more than the partition allows; chains of jobs make up for it"),
+    (
+        ("time limit",),
+        "hydra.launcher.timeout_min is more than the partition allows; lower it: a chain of jobs covers the rest",
+    ),
     (("gres",), "hydra.launcher.gres names nothing that the nodes have; `sinfo -o '%N %G'` lists it"),
     (("feature",), "hydra.launcher.constraint names a feature that no node has; `sinfo -o '%N %f'` lists them"),
 )

@@ -135,7 +135,7 @@ def test_a_last_checkpoint_whose_steps_are_lost_is_named(tmp_path: Path) -> None
     for name, lines in (("metrics.jsonl", 7), ("stdout.txt", 3)):
         whole = (run_dir / name).read_bytes().split(b"\n")
         (run_dir / name).write_bytes(b"\n".join([*whole[:lines], b""]))
-    with pytest.raises(CommandFailedError, match=r"state-10.json: the command went on from it and logged nothing; "):
+    with pytest.raises(CommandFailedError, match=r"state-10.json: the command continued from it and logged nothing; "):
         run_member(run_dir)
 
 

@@ -191,9 +191,7 @@ def test_a_file_asks_it_to_stop_and_one_that_does_not_is_killed(tmp_path: Path) 
     stop = {"signal": None, "file": "{run_dir}/please_stop", "within_s": 0.05}
     _, run_dir = written(write_study(tmp_path, line=WAITING, stop=stop))
     ask_to_stop(run_dir, "enough")
-    with pytest.raises(
-        RunInterruptedError, match=r"\(it did not end within 0.05 s: killed with all that it started\)$"
-    ):
+    with pytest.raises(RunInterruptedError, match=r"\(not within 0.05 s, so it and its child processes were killed\)$"):
         run_member(run_dir)
     assert (run_dir / "please_stop").exists()
 
@@ -225,7 +223,7 @@ def test_a_resume_that_begins_again_from_zero_is_found_and_nothing_is_lost(tmp_p
     (run_dir / "go").touch()
     reason = failure(run_dir)
     assert reason.startswith(
-        "command.resume: the command began again at step 1, and the journal has steps up to 19: it"
+        "command.resume: the command began again at step 1, but the journal has steps up to 19: it"
     )
     assert steps_of(run_dir) == list(range(1, 20))
 
@@ -240,11 +238,12 @@ ROW = "{'step': step, 'tokens': step, 'eval_reward': 0.5}"
 ENDS = {
     "no_metrics": (
         HEAD,
-        r"^command.metrics.source: the command ended with exit code 0, and standard output holds no m",
+        r"^command.metrics.source: the command ended with exit code 0, but standard output holds no m",
     ),
     "elsewhere": (
         f"{HEAD}if os.fork(): sys.exit(0)\nos.setsid()\ntime.sleep(600)\n",
-        r"^command.metrics.source: the command ended with exit code 0 \(it left 1 processes behind, which were ended",
+        r"^command.metrics.source: the command ended with exit code 0 \(1 process was left behind and ended; the "
+        "command must stay in the foreground",
     ),
     "too_early": (log_of("range(1, 21)", ROW), r"^budget.steps: the command ended with exit code 0 at step 20 of 30;"),
     "exit_code": (
@@ -265,7 +264,8 @@ ENDS = {
     ),
     "reward_ends": (
         log_of("range(1, 31)", "{'step': step, 'tokens': 1} | ({'eval_reward': 0} if step % 2 and step < 12 else {})"),
-        r"^command.metrics.reward: eval_reward was last logged at step 11 of 30, and every 2 steps before; look why",
+        r"^command.metrics.reward: eval_reward was last logged at step 11 of 30, but every 2 steps before "
+        "that; find out why",
     ),
     "tokens_fall": (
         log_of("range(1, 31)", "{'step': step, 'tokens': 100 - step, 'eval_reward': 0}"),
@@ -308,7 +308,7 @@ def test_a_column_that_vanishes_is_named_while_the_command_runs(tmp_path: Path) 
     reason = failure(run_dir)
     releaser.join()
     assert reason.startswith(
-        f"command.metrics.reward: eval_reward was in {run_dir}/out.csv up to step 7 and is there no"
+        f"command.metrics.reward: eval_reward was in {run_dir}/out.csv up to step 7 and is no longer there;"
     )
     assert steps_of(run_dir, "eval") == list(range(1, 8))
 
@@ -368,13 +368,11 @@ def test_a_script_that_has_changed_since_is_told_or_refused(
     _, run_dir = written(write_study(tmp_path), f"launch.strict_code={strict}")
     (tmp_path / "train.py").write_text(SCRIPT + "\n# changed\n")
     if strict:
-        with pytest.raises(
-            UserError, match=r"^launch.strict_code: train.py is not as it was when the study was launched"
-        ):
+        with pytest.raises(UserError, match=r"^launch.strict_code: train.py has changed since the study was launched"):
             run_member(run_dir)
         return
     run_member(run_dir)
-    assert "warning: train.py is not as it was when the study was launched" in capsys.readouterr().out
+    assert "warning: train.py has changed since the study was launched" in capsys.readouterr().out
 
 
 def test_a_journal_with_a_broken_line_is_mended_from_the_metrics(tmp_path: Path) -> None:

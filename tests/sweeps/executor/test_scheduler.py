@@ -121,7 +121,7 @@ def test_who_relies_on_such_a_variable_is_told_once_by_which_key_to_say_it(
         "SBATCH_JOB_NAME (hydra.launcher.name)",
         "SBATCH_TIMELIMIT (hydra.launcher.timeout_min)",
         "SBATCH_RESERVATION (hydra.launcher.additional_parameters.reservation)",
-        "SBATCH_OUTPUT (the launcher's own)",
+        "SBATCH_OUTPUT (set by the launcher itself)",
         "SLURM_CLUSTERS (hydra.launcher.clusters)",
     ):
         assert words in said

@@ -386,5 +386,5 @@ def test_what_differs_is_told_as_far_as_it_is_known(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the values are the same, but a file that they name"):
         Study(tmp_path, [same]).run(ScriptedExecutor())
     (tmp_path / "runs" / first.run / "spec.json").write_text("damaged")
-    with pytest.raises(UserError, match="their configuration is another"):
+    with pytest.raises(UserError, match="their configuration differs"):
         Study(tmp_path, [recipe(0.01)]).run(ScriptedExecutor())

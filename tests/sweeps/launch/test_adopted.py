@@ -158,7 +158,7 @@ def test_what_does_not_stand_for_a_member_is_said(place: Path) -> None:
     assert {state.recipe for state in Ledger(place / "study").fold().values()} == {"mine", "loss=dapo"}
     rates = [*cells(place), *cells(place, "lr=0.1")]
     _, notes = count_adopted(place / "study", rates, _measured)
-    assert any("may be mine, lr=0.1: it stands for none; adopt by all values" in note for note in notes)
+    assert any("could be any of mine, lr=0.1, so it replaces none; adopt it --by all values" in note for note in notes)
 
 
 def test_the_label_of_a_recipe_is_a_value_too(place: Path) -> None:

@@ -351,7 +351,7 @@ def test_seeds_of_names_and_of_none(tmp_path: Path) -> None:
         table(tmp_path / "logs" / f"{name}.jsonl", rows)
     done = adopt(tmp_path / "study", [str(tmp_path / "logs")])
     assert {(each.recipe, each.seed) for each in done.runs} == {("grpo", 3), ("grpo", 7), ("other", 0)}
-    assert [each.reason for each in done.runs if each.recipe == "other"] == ["no seed was named: it counts as 0"]
+    assert [each.reason for each in done.runs if each.recipe == "other"] == ["no seed found; it gets seed 0"]
     before = whole(tmp_path / "study")
     assert (
         what(adopt(tmp_path / "study", [str(tmp_path / "logs")])) == ["unchanged"] * 3
@@ -411,7 +411,7 @@ def test_a_project_of_wandb(server: type[Stand], tmp_path: Path) -> None:  # noq
     assert [(each.recipe, each.seed, each.what) for each in done.runs] == [
         ("lr=0.0001", n, "adopted") for n in range(3)
     ]
-    assert [each.reason for each in done.runs if each.seed == 2] == ["failed where it ran"]
+    assert [each.reason for each in done.runs if each.seed == 2] == ["failed in its source"]
     assert sorted(view.state for view in overview(tmp_path / "study")) == ["failed", "finished", "finished"]
     assert what(adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])) == ["unchanged"] * 3
 
@@ -487,7 +487,7 @@ def test_a_member_that_was_tracked_elsewhere_too_is_no_second_run(ours: Path, tm
     ]
     source = table(tmp_path / "a.jsonl", rows)
     (taken,) = adopt(ours, [str(source)], ["recipe"], x="hours", unit="virtual_device_hours").runs
-    assert (taken.what, taken.run) == ("unchanged", spec.run) and "a member of this study already" in str(taken.reason)
+    assert (taken.what, taken.run) == ("unchanged", spec.run) and "already a member of this study" in str(taken.reason)
 
 
 def test_read_by_another_column_it_is_refused(tmp_path: Path) -> None:

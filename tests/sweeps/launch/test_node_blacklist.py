@@ -123,7 +123,7 @@ def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         nodes.excluded_nodes(2.0)
     (record,) = caplog.records
-    assert record.getMessage().startswith("n1 is kept off for an hour") and "ECC" in record.getMessage()
+    assert record.getMessage().startswith("n1 is excluded for an hour") and "ECC" in record.getMessage()
 
 
 def test_a_study_of_an_earlier_version_tries_again_what_was_not_told_apart_then(tmp_path: Path) -> None:

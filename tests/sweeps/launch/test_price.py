@@ -59,7 +59,7 @@ def test_each_recipe_costs_what_it_took_at_this_scale(tmp_path: Path) -> None:
     assert found.money == pytest.approx(2 * found.price.hours)
     assert found.sentences() == [
         "4 members (3 recipes, 4 seeds), 400 steps",
-        f"device hours: 170, by 4 runs of {like}; 340 in money",
+        f"device hours: about 170, estimated from 4 runs of {like}; price: 340",
     ]
 
 
@@ -67,7 +67,7 @@ def test_another_scale_is_said(tmp_path: Path) -> None:
     ran(tmp_path / "pilot", spec(0, prompts=64), 10, 10.0)
     found = launch_of([spec()], tmp_path / "study", str(tmp_path / "pilot"))
     assert found.price is not None and (found.price.hours, found.price.other_scale) == (100.0, ("batch",))
-    assert "with another batch than some members have" in found.sentences()[1]
+    assert "some members differ from these runs in batch" in found.sentences()[1]
 
 
 def test_a_study_that_goes_on_is_foretold_by_itself_and_only_what_is_left_counts(tmp_path: Path) -> None:
@@ -95,7 +95,10 @@ def test_a_run_without_a_specification_tells_too_and_a_broken_one_nothing(tmp_pa
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     unknown = launch_of([spec()], tmp_path)
-    assert unknown.price is None and "not known" in unknown.sentences()[1]
+    assert (
+        unknown.price is None
+        and "device hours: unknown, because no run here has taken a step" in unknown.sentences()[1]
+    )
     assert unknown.sentences(show_unknown=False) == ["1 member (1 recipe, 1 seed), 100 steps"]
     with pytest.raises(UserError, match=r"launch\.like: .*nowhere: no run with device hours"):
         launch_of([spec()], tmp_path, str(tmp_path / "nowhere"))
@@ -209,7 +212,11 @@ def test_a_launch_says_what_it_takes_and_is_refused_above_its_limit(tmp_path: Pa
     assert code == 1 and "launch.max_device_hours: 11, and 24 steps take about 12 by" in err
     assert not (tmp_path / "study").exists()
     code, _, err = said(place, f"launch.like={tmp_path}/pilot", "launch.max_device_hours=13")
-    assert code == 0 and "2 members (1 recipe, 2 seeds), 24 steps" in err and "device hours: 12, by 1 run of" in err
+    assert (
+        code == 0
+        and "2 members (1 recipe, 2 seeds), 24 steps" in err
+        and "device hours: about 12, estimated from 1 run of" in err
+    )
     code, _, err = said(place)
     assert code == 0 and "24 steps, of which 0 are left" in err and "device hours" not in err
     code, _, err = said(place, "launch.design=page")

@@ -103,7 +103,7 @@ def test_one_that_runs_and_gives_no_sign_of_life_is_shown_so(
             assert view.doing == "decode" and view.idle_s is not None and silent_s <= view.idle_s < silent_s + 50
             assert cli.main(["status", str(here.directory)]) == 0
             said[silent_s] = capsys.readouterr().out
-    assert "no sign of life" not in said[5.0] and "no sign of life for 5 min (the last: decode)" in said[300.0]
+    assert "no sign of life" not in said[5.0] and "no sign of life for 5 min (last activity: decode)" in said[300.0]
     assert first(here).idle_s is None, "its process has left"
 
 
@@ -203,7 +203,7 @@ def test_without_an_answer_the_jobs_own_word_counts(tmp_path: Path) -> None:
     here = place(tmp_path, wait_s=50)
     here.run(detach=True)
     here.cluster.silent = lambda now: True
-    assert (first(here).state, first(here).reason) == ("queued", "as it was; the scheduler does not answer")
+    assert (first(here).state, first(here).reason) == ("queued", "last known state; the scheduler does not answer")
     here.time.sleep(60)
     assert states(here) == ["running"]
     assert states(here, scheduler=False) == ["running"]

@@ -275,11 +275,11 @@ def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pyt
         journal.close()
     study = load([tmp_path / "runs"])
     text, _ = report(tmp_path / "out", *study.curves, runs=study.runs)
-    assert "scalerl seed 1: from step 2 on with other code: torch 2.13.0 -&gt; 2.14.0" in text
+    assert "scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -&gt; 2.14.0" in text
     assert "seed 0: from step" not in text
     assert cli.main(["rank", str(tmp_path / "runs"), "--json"]) == 0
     said = capsys.readouterr().err
-    assert "warning: scalerl seed 1: from step 2 on with other code: torch 2.13.0 -> 2.14.0" in said
+    assert "warning: scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -> 2.14.0" in said
     assert "seed 0: from step" not in said
 
 

@@ -49,7 +49,7 @@ def test_a_run_hangs_when_it_is_silent_for_much_longer_than_ever(
     clock.now += silence_s
     said = activity.hung(patience)
     assert (said is not None) == (activity.idle_s > limit_s)
-    assert said is None or "the last: decode" in said
+    assert said is None or "last activity: decode" in said
     assert activity.hung(Patience(None, at_least_s)) is None
 
 
@@ -108,7 +108,7 @@ def silent(hang: str, at_least: float = 0.5, signs: int = 3, pause: float = 0.05
 def test_a_process_that_hangs_says_where_and_ends() -> None:
     done = silent(FOR_EVER)
     assert done.returncode == HUNG_CODE
-    assert "last word: no sign of life for" in done.stdout and "the last: decode" in done.stdout
+    assert "last word: no sign of life for" in done.stdout and "last activity: decode" in done.stdout
     assert done.stdout.endswith("left\n"), "what it held is free"
     assert "a_collective_that_waits" in done.stderr, "the stacks"
     assert "went on" not in done.stdout

@@ -249,7 +249,7 @@ def test_a_journal_knows_where_the_code_of_its_records_changed(
     assert [
         (change.step, changes_line(change.what).removeprefix("commit ")) for change in view.code_changes
     ] == expected
-    noted = [f"scalerl seed 3: from step {step} on with other code: commit {what}" for step, what in expected]
+    noted = [f"scalerl seed 3: continued from step {step} with other code: commit {what}" for step, what in expected]
     assert warnings_of([view]) == noted
 
 

@@ -109,7 +109,8 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     assert all("of being best" in line for line in end[1:3]) and "stopped at compute" in end[3]
     assert end[5].startswith(("race: winner: scalerl+a=0.7", "race: undecided between scalerl+a=0.7"))
     spared = sum(2 * (1 - look["compute"]) * len(look["stopped"]) for look in looks(tmp_path))
-    assert end[6:] == [f"race: spared {spared:.4g} of the 8 that all runs to the budget take ({spared / 8:.0%})"]
+    saved = f"race: saved {spared:.4g} of the 8 compute of running all recipes to the budget ({spared / 8:.0%})"
+    assert end[6:] == [saved]
     view = next(each for each in overview(tmp_path) if each.recipe == "scalerl+a=0.35")
     assert (view.state, view.reason) == ("stopped", reason)
 
@@ -132,11 +133,11 @@ def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> 
     assert looks(tmp_path / "dry") == looks(tmp_path / "live")
     assert sum("would be stopped at compute" in line for line in told.said) == 2
     # And then in earnest: what was decided holds, and there is nothing left to stop.
-    assert "race: a race that stops would have spared" in told.said[-1]
+    assert "race: a live race would have saved" in told.said[-1]
     told = Told()
     states = raced(tmp_path / "dry", four(), told=told)
     assert recipes(states, "stopped") == set()
-    assert "race: spared 0 of the 8 that" in told.said[-1]
+    assert "race: saved 0 of the 8 compute of running all recipes to the budget" in told.said[-1]
 
 
 @pytest.mark.slow
@@ -150,7 +151,7 @@ def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
     specs = [member(0.7), member(0.4, cost=0.8), member(0.3, cost=1.5)]
     raced(tmp_path, specs, Runners(slots=1), replace(LIVE, budget=None), told)
     assert RaceRecord.read(tmp_path).rules == LIVE.rules(0.8)
-    assert "race: to 0.8 virtual device hours a run" in told.said[0]
+    assert "race: to 0.8 virtual device hours per run (the smallest compute that a member spends" in told.said[0]
 
 
 # --- nothing but time ----------------------------------------------------------------------------------------
@@ -220,7 +221,10 @@ def test_where_there_are_few_places_none_runs_far_ahead_of_a_look(tmp_path: Path
     assert recipes(states, "stopped") == LOSERS
     assert executor.steps < 0.8 * 8 * STEPS
     entries = [entry for entry in Study.read(tmp_path).ledger.entries() if entry["event"] == "stopped"]
-    assert any("paused: it is at compute 0.2, and 7 others" in entry["reason"] for entry in entries)
+    assert any(
+        "paused: it is at compute 0.2 and waits for 7 other members to get there" in entry["reason"]
+        for entry in entries
+    )
     assert any(heard[0] == "paused" for heard in told.heard)
 
 
@@ -370,7 +374,9 @@ def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -
     assert len(executor.started) == 4
     told = Told()
     raced(tmp_path, four(), told=told)
-    assert "race: spared 0 of the 8 that" in told.said[-1], "what was continued has not been spared"
+    assert "race: saved 0 of the 8 compute of running all recipes to the budget" in told.said[-1], (
+        "what was continued has not been spared"
+    )
 
 
 @pytest.mark.slow
@@ -415,7 +421,7 @@ def test_a_race_that_was_begun_without_a_limit_on_the_loss_goes_on_without(tmp_p
         ({"mode": "live", "budget": "much"}, "race.budget: 'much' is no number"),
         ({"ahead": 1}, "race.ahead: 1 must be a factor above 1"),
         ({"looks": 1.5}, "race.looks: 1.5 is no whole number"),
-        ({"freed": "nothing"}, "race.freed: the key was removed; leave it away, and ask `scalerl plan`"),
+        ({"freed": "nothing"}, "race.freed: the key was removed; leave it out, and ask `scalerl plan`"),
         ({"speed": 1}, "race.speed: no such setting; valid: mode, budget"),
         ("live", "race: 'live' must be settings"),
     ],

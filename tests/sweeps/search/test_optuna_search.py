@@ -226,7 +226,7 @@ def test_a_sampler_that_has_proposed_all_ends_the_search_for_good(tmp_path: Path
     found = trials(tmp_path)
     # What runs may be proposed once more while the last ones are at work.
     assert len(found) <= 5 and {each.params["a"] for each in found} == set(space[0].choices)
-    assert any("the sampler has no more to propose" in line for line in told.said)
+    assert any("the sampler has no more proposals" in line for line in told.said)
     search(tmp_path, SearchSettings(20, 2), space=space, sampler=SAMPLERS[sampler])
     assert len(trials(tmp_path)) == len(found)
 
