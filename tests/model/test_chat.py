@@ -118,7 +118,7 @@ def test_what_rewards_do_not_see_is_said_at_the_start(tmp_path: Path, monkeypatc
     assert "think" not in dropped
     plain = Rendering(tokenizer(special_thinking=False), Chat(), stop_tokens=[0, 1, 2, 3])
     (opened,) = said(plain, "2+2?", "2+2? <think>\n")
-    assert opened.startswith("prompts that end in <think>: 1 of 2; a completion of theirs")
+    assert opened.startswith("prompts that end in <think>: 1 of 2; their completions begin inside the thinking")
     many = tokenizer()
     many.add_special_tokens(
         {"additional_special_tokens": [f"<|reserved_{number}|>" for number in range(300)] + ["<x>"]}
