@@ -511,13 +511,13 @@ def test_going_on_with_other_code_is_said_and_written_down(
 ) -> None:
     first, second = facts("aaaa"), facts("bbbb", "2.14.0")
     trained_with(first, monkeypatch, tiny_model_path, tmp_path, 1)
-    assert "other code" not in capfd.readouterr().err
+    assert "changed code" not in capfd.readouterr().err
     assert read_journal(tmp_path).header["code"] == first
     trained_with(second, monkeypatch, tiny_model_path, tmp_path, 2)
     warning = "from step 1 the run continues with changed code: commit aaaa -> bbbb, torch 2.13.0 -> 2.14.0"
     assert f"warning: {warning}" in capfd.readouterr().err.splitlines()
     trained_with(second, monkeypatch, tiny_model_path, tmp_path, 3)
-    assert "other code" not in capfd.readouterr().err, "the same as the steps before this one"
+    assert "changed code" not in capfd.readouterr().err, "the same as the steps before this one"
     assert [resume["code"] for resume in lines_of(tmp_path, "resume")] == [second, second]
     changes = read_journal(tmp_path).code_changes
     assert [(change.step, change.what) for change in changes] == [
@@ -548,7 +548,7 @@ def test_a_journal_of_an_earlier_version_goes_on_without_a_warning(
     entry = {key: value for key, value in json.loads(header).items() if key not in ("code", "crc")}
     (tmp_path / JOURNAL_FILE).write_text("\n".join([json.dumps(entry), *rest, ""]))
     trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 2, strict_code=True)
-    assert "other code" not in capfd.readouterr().err
+    assert "changed code" not in capfd.readouterr().err
     assert read_journal(tmp_path).code_changes == []
 
 

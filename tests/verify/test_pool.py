@@ -320,7 +320,7 @@ def test_the_trial_tells_a_good_verifier_from_bad_ones(pool: VerifierPool) -> No
     ):
         with pytest.raises(ConfigurationError, match=said):
             check_verifiers(pool, known(right, wrong), passes)
-    assert "not tried" in check_verifiers(pool, [], passes)
+    assert "not tested before the first step" in check_verifiers(pool, [], passes)
 
 
 def test_trusted_graders_need_no_process() -> None:
