@@ -212,7 +212,7 @@ class _Member:
         covered = covered_step(self._run_dir)
         for path in sorted(self._checkpoints.glob("*.ckpt"), reverse=True):
             if covered is None or int(path.stem.removeprefix("step-")) > covered:
-                print(f"checkpoint {path.name} is passed over, not recorded in the journal")
+                print(f"checkpoint {path.name} is skipped, not recorded in the journal")
                 continue
             try:
                 saved = json.loads(path.read_text())

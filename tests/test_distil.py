@@ -298,7 +298,7 @@ def test_settings_that_are_refused(given: dict[str, Any], match: str) -> None:
         ([FixedKL(estimate="k1"), GMPO()], r"kl\.estimate: k1 .* loss=gmpo .* kl\.estimate=k2"),
         ([FixedKL(estimate="k1"), ClipCov()], r"kl\.estimate: k1 .* loss=clip_cov .* kl\.estimate=k2"),
         ([FixedKL(estimate="k1"), KLCov()], r"kl\.estimate: k1 .* loss=kl_cov .* kl\.estimate=k2"),
-        ([FixedKL(where="reward", reference="m")], r"kl\.where: 'reward' needs advantages a token"),
+        ([FixedKL(where="reward", reference="m")], r"kl\.where: 'reward' needs advantages per token"),
     ],
 )
 def test_choices_that_do_not_go_together(choices: Sequence[DesignChoice], match: str) -> None:

@@ -151,7 +151,7 @@ def test_inputs_of_layers_on_the_host_change_nothing(
         assert all(torch.equal(here[name], there[name]) for name in here)
     layers, width = 2, load_model(tiny_model_path).config.hidden_size
     assert kept and len(kept) % layers == 0 and {(len(shape), shape[-1]) for shape in kept} == {(3, width)}
-    told = [each for each in caplog.records if "batch.offload: this run trains on the host" in each.message]
+    told = [each for each in caplog.records if "batch.offload: this run already trains on the host" in each.message]
     assert len(told) == 2, "once a run"
 
 

@@ -385,14 +385,18 @@ def test_a_value_out_of_range_is_refused(overrides: list[str], said: str) -> Non
     [
         ("trl", "adamw", None),
         ("trl", "adamw_8bit", None),
-        ("trl", "adamw_bf16", "AdamWBF16: AdamW on a model in BF16 also rounds"),
+        ("trl", "adamw_bf16", "AdamWBF16: with a model in BF16, TRL's AdamW also rounds within a step"),
         (
             "verl",
             "adamw_8bit",
-            "AdamW8bit: 8-bit moments there are not compared with ours (actor.optim.optimizer_impl)",
+            "AdamW8bit: verl's 8-bit moments were not compared with this project's (actor.optim.optimizer_impl)",
         ),
-        ("prime-rl", "muon", "Muon: which weights Muon has there, and at which rate, is not compared with ours"),
-        ("skyrl", "muon", "(no setting); optimizer=adamw is translated"),
+        (
+            "prime-rl",
+            "muon",
+            "Muon: the weights that prime-rl trains by Muon, and their rates, were not compared with this project's",
+        ),
+        ("skyrl", "muon", "(no setting); optimizer=adamw can be translated"),
     ],
 )
 def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, name: str, said: str | None) -> None:
@@ -402,7 +406,9 @@ def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, 
     eps = 1e-8 if to in ("skyrl", "prime-rl") else 1e-15
     states = "8 bits, blocks of 256" if (to, name) == ("trl", "adamw_8bit") else "fp32"
     assert found.optimizer == {"storage": "fp32", "states": states, "eps": eps}
-    assert f"# optimizer there: weights stored in fp32, states in {states}, eps {eps:g}\n" in found.text()
+    assert (
+        f"# optimizer under these settings: weights stored in fp32, states in {states}, eps {eps:g}\n" in found.text()
+    )
     if to == "trl":
         assert found.settings["optim"] == {"adamw_8bit": "adamw_torch_8bit"}.get(name, "adamw_torch")
 

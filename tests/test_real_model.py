@@ -93,7 +93,7 @@ def check(run_dir: Path, said: str, steps: int) -> None:
     journal = read_journal(run_dir)
     assert [record.step for record in journal.of_kind("train")] == list(range(1, steps + 1))
     assert "<|im_start|>user" in said and "<|im_start|>assistant" in said, "prompts are in the model's own template"
-    assert "reasoning-gym" in said and "were told apart" in said
+    assert "reasoning-gym" in said and "verifier: graded all test completions correctly" in said
     evaluations = [record.metrics for record in journal.of_kind("eval")]
     assert len(evaluations) == steps + 1 and all(0 <= each["eval/heldout/pass_rate"] <= 1 for each in evaluations)
     assert {"eval/heldout/pass_rate_2_num_terms", "eval/heldout/pass_rate_3_num_terms"} <= evaluations[0].keys()

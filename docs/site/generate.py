@@ -164,7 +164,7 @@ def _configuration_index() -> str:
         names = ", ".join(_code(choice.name) for choice in choices(group))
         rows.append((f"[`{group}`]({group.replace('/', '_')}.md)", names))
     return (
-        "# Configuration keys\n\nA run is put together from one file of each group; `loss=dapo` picks a file, "
+        "# Configuration keys\n\nA run is composed of one file from each group; `loss=dapo` picks a file, "
         "`loss.clip_high=0.28` sets one of its keys. What every run and study has besides: [run and study](run.md). "
         f"A study on another trainer has [keys of its own]({OTHERS}.md). "
         "Rows over the groups have pages of their own: [recipes](../recipes/recipe.md), "

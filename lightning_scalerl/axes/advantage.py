@@ -137,14 +137,14 @@ class GAE(Advantage):
         if not getattr(normalization, "scales_tokens", False):
             return (
                 f"normalization: {type(normalization).__name__} is defined for groups, and advantage=gae (GAE) gives "
-                "advantages a token; choose normalization=batch, running or none"
+                "advantages per token; choose normalization=batch, running or none"
             )
         # A user's own axis may override `adjust_advantages`, which is called with the advantages of groups.
         for choice in others.values():
             if type(choice).adjust_advantages is not DesignChoice.adjust_advantages:
                 return (
                     f"{choice.axis}: {type(choice).__name__} adjusts the advantages of groups, and advantage=gae (GAE) "
-                    "gives advantages a token"
+                    "gives advantages per token"
                 )
         return None
 

@@ -84,7 +84,7 @@ class TurnCredit(Credit):
         """Return a one-line error if another choice is defined for rollouts or tokens, not for turns."""
         if getattr(others["advantage"], "after_forward", False):
             name = type(others["advantage"]).__name__
-            return f"credit: turn (TurnCredit) needs advantages of groups, and advantage={name} gives them a token"
+            return f"credit: turn (TurnCredit) needs advantages of groups, and advantage={name} gives them per token"
         for choice in others.values():
             if type(choice).adjust_advantages is not DesignChoice.adjust_advantages:
                 return (

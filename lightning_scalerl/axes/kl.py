@@ -166,7 +166,7 @@ class _ActiveKL(KL):
         """Return a one-line error if the distance is deducted from rewards but advantages are per rollout."""
         if self.where == "reward" and not getattr(others["advantage"], "after_forward", False):
             return (
-                "kl.where: 'reward' needs advantages a token (advantage=gae): credit within a group is given before "
+                "kl.where: 'reward' needs advantages per token (advantage=gae): credit within a group is given before "
                 "any log-probability is known; use kl.where=loss"
             )
         return None

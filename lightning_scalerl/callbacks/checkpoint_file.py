@@ -166,7 +166,7 @@ def _damage(file: Path | BinaryIO) -> str | None:
     except OSError:
         raise
     except Exception as error:  # zipfile raises many kinds of errors for a corrupt directory
-        return f"damaged: no whole file of torch's ({error})"
+        return f"damaged: not a complete torch file ({error})"
     if bad_record is not None:
         return f"damaged: the checksum of {bad_record} does not match"
     # The zip directory has no checksum. But its entries differ only in name, offset, size and checksum, so a flipped

@@ -235,10 +235,10 @@ def newest_checkpoint(
             break
         passed_over.append(PassedOver(path.name, reason))
     if process_rank() == 0:
-        replacement = "no older one is left" if newest is None else f"{newest.name} in its place"
+        replacement = "no older checkpoint is left" if newest is None else f"using {newest.name} instead"
         for passed in passed_over:
             print(
-                f"checkpoint {passed.checkpoint} is passed over, {passed.why}; {replacement}",
+                f"checkpoint {passed.checkpoint} is skipped, {passed.why}; {replacement}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -261,7 +261,7 @@ def unusable(path: Path, run: str | None = None) -> str | None:
             return reason
         saved = torch.load(path / META if is_folder(path) else path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(saved, dict) or "scalerl" not in saved:
-            return "holds no run to go on with"
+            return "contains no run to continue"
     except MemoryError:
         raise
     except Exception as error:

@@ -123,9 +123,11 @@ class RunLog(Recorder):
         recorded = [] if earlier is None else earlier.records
         last_recorded = max((record.step for record in recorded if record.step <= self._last_step), default=0)
         if last_recorded < self._last_step:
+            first = last_recorded + 1
+            missing = f"step {first}" if first == self._last_step else f"steps {first} to {self._last_step}"
             print(
-                f"warning: {self.run_dir / JOURNAL_FILE} lacks steps {last_recorded + 1} to {self._last_step}: the "
-                "checkpoint is newer than it; for a whole curve go on from one that newest_checkpoint finds, or anew",
+                f"warning: {self.run_dir / JOURNAL_FILE} lacks {missing}, because the checkpoint is newer; for a "
+                "complete curve, continue from the checkpoint that newest_checkpoint finds, or start again",
                 file=sys.stderr,
                 flush=True,
             )
@@ -196,7 +198,7 @@ class RunLog(Recorder):
                 self.journal.end(self._last_step, "failed", reason)
             self._close()
         except Exception as secondary_error:
-            log.warning("%s: the journal does not say how the run ended (%s)", self.run_dir, secondary_error)
+            log.warning("%s: the journal does not record how the run ended (%s)", self.run_dir, secondary_error)
             self._journal = None
 
     def _earlier(self) -> JournalView | None:
@@ -230,7 +232,11 @@ class RunLog(Recorder):
                 f"launch.strict_code: the code is not the one that this run was made with until step {step} "
                 f"({changes_line(changes)}); go back to that code, or go on with launch.strict_code=false"
             )
-        print(f"warning: from step {step} on with other code: {changes_line(changes)}", file=sys.stderr, flush=True)
+        print(
+            f"warning: from step {step} the run continues with changed code: {changes_line(changes)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _close(self, finished: bool = False) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None

@@ -111,7 +111,7 @@ def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
 def problem_of(folder: Path, meta: Mapping[str, Any]) -> str | None:
     """Return a one-line description of a missing or short file that `meta` refers to, or None if all are complete."""
     if INDEX not in meta:
-        return "is of another program: its meta.pt says nothing of parts"
+        return "was written by another program: its meta.pt lists no parts"
     ends: dict[str, int] = {}
     for *_, file, offset, length in _chunks(meta):
         ends[file] = max(ends.get(file, 0), offset + length)
@@ -119,7 +119,7 @@ def problem_of(folder: Path, meta: Mapping[str, Any]) -> str | None:
         if not (folder / file).is_file():
             return f"lacks {file}, a part of its tensors"
         if (folder / file).stat().st_size < end:
-            return f"holds a part of {file} only"
+            return f"holds only part of {file}"
     return None
 
 

@@ -64,7 +64,7 @@ class MeterHeartbeat:
             self._write()
         except OSError as error:
             if not self._last_write_failed:
-                _log.warning("%s: not written (%s); it is tried again every few seconds", self._path, error)
+                _log.warning("%s: not written (%s); retrying every few seconds", self._path, error)
             self._last_write_failed = True
         else:
             self._last_write_failed = False

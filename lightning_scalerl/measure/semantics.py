@@ -94,8 +94,8 @@ def describe_choices(recipe: Recipe, choices: Choices) -> list[str]:
     lines = [f"{axis}: {_choice_line(values)}" for axis, values in meaning.items() if axis not in neutral]
     settings = (
         f"reward {_reward_line(recipe.reward)}",
-        f"{recipe.batch.prompts} prompts of {recipe.batch.completions}",
-        f"{recipe.context.max_new_tokens} new tokens at temperature {recipe.context.temperature:g}",
+        f"batch {recipe.batch.prompts} x {recipe.batch.completions} (prompts x completions)",
+        f"at most {recipe.context.max_new_tokens} new tokens at temperature {recipe.context.temperature:g}",
         f"learning rate {recipe.optimizer.lr:g}, {type(recipe.schedule).__name__}",
         *(() if type(recipe.optimizer) is AdamW else (f"optimizer {type(recipe.optimizer).__name__}",)),
     )

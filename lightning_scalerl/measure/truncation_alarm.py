@@ -34,8 +34,8 @@ class TruncationAlarm:
         level = sum(mean >= share - ROUNDING for share in (ALARM_SHARE, UNSTABLE_SHARE)) if is_full else 0
         if level > self._level:
             log.warning(
-                "step %d: %.0f%% of the completions of the last %d steps were truncated (alarm from %.0f%%): "
-                "training may destabilise; raise context.max_new_tokens or use length_control=interruption",
+                "step %d: %.0f%% of the completions of the last %d steps were truncated (alarm at %.0f%%): "
+                "training may become unstable; raise context.max_new_tokens or use length_control=interruption",
                 step, 100 * mean, WINDOW_STEPS, 100 * ALARM_SHARE,
             )  # fmt: skip
         self._level = level

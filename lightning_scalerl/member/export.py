@@ -83,7 +83,8 @@ def export_run(
             save_model(model, rendering.to_save(), directory, dtype, facts)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
-    return f"{spec.title}, step {step_of_weights}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
+    where = f"{spec.title}, step {step_of_weights}: {directory} ({dtype})"
+    return f"{where}; load it with AutoModelForCausalLM.from_pretrained"
 
 
 def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
@@ -124,7 +125,7 @@ def _facts(spec: RunSpec, view: JournalView, step: int) -> dict[str, Any]:
     }
     return {
         "recipe": spec.recipe,
-        "departs from": f"{spec.baseline} on {json.dumps(spec.departures)}" if spec.departures else "",
+        "based on": f"{spec.baseline}, with {json.dumps(spec.departures)}" if spec.departures else "",
         "curve": spec.curve,
         "run": spec.run,
         "seed": spec.seed,

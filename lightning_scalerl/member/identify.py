@@ -457,8 +457,8 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
         return ()
     return (
         f"warning: the pool may be exhausted: {spec.steps} steps of {batch['prompts']} prompts draw each of {prompts} "
-        f"prompts {draws:.0f} times, and resampling retires one for good once its group of {batch['completions']} has "
-        "passed; a run with no prompt left ends there. A larger pool, fewer budget.steps, or resampling=uniform",
+        f"prompts {draws:.0f} times, and resampling retires a prompt for good once its group of {batch['completions']} "
+        "has passed. The run ends when no prompt is left. Use a larger pool, fewer budget.steps, or resampling=uniform",
     )
 
 

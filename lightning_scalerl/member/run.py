@@ -87,9 +87,9 @@ def _repair_journal(broken: Break, checkpoints: Path, lease: Lease) -> None:
     lease.check()
     set_aside(checkpoints, broken.step, UNRECORDED)
     damaged_copy = mend(broken)
-    start = f"from step {broken.step} or before" if broken.step >= 0 else "from the start, for no checkpoint is older"
-    checkpoint_note = ", checkpoints beyond it as *.unrecorded" if any(checkpoints.glob(f"step-*{UNRECORDED}")) else ""
-    print(f"{broken.why}; kept as {damaged_copy.name}{checkpoint_note}, and the run goes on {start}", flush=True)
+    start = f"from step {broken.step} or earlier" if broken.step >= 0 else "from the start: no older checkpoint exists"
+    checkpoint_note = ", later checkpoints as *.unrecorded" if any(checkpoints.glob(f"step-*{UNRECORDED}")) else ""
+    print(f"{broken.why}; kept as {damaged_copy.name}{checkpoint_note}; the run continues {start}", flush=True)
 
 
 def _fit(

@@ -296,15 +296,15 @@ class Rendering:
         if dropped := self._dropped_tokens():
             remainder = f" and {len(dropped) - MAX_LISTED_TOKENS} more" if len(dropped) > MAX_LISTED_TOKENS else ""
             lines.append(
-                "special tokens that decoding drops before rewards see a completion: "
-                f"{', '.join(dropped[:MAX_LISTED_TOKENS])}{remainder}; a reward that looks for one finds it among "
-                "completion_ids only"
+                "special tokens that decoding removes before rewards see a completion: "
+                f"{', '.join(dropped[:MAX_LISTED_TOKENS])}{remainder}; a reward can find them only in "
+                "completion_ids"
             )
         if opened := sum(self._opening[_digest(prompt)] for prompt in prompts):
-            reason = "" if self._template is None else ", for the chat template opens the thinking"
+            reason = "" if self._template is None else ", because the chat template opens the thinking"
             lines.append(
-                f"prompts that end in {self.marker.replace('</', '<', 1)}: {opened} of {len(prompts)}{reason}; a "
-                f"completion of theirs begins inside the thinking, and holds {self.marker} at most"
+                f"prompts that end in {self.marker.replace('</', '<', 1)}: {opened} of {len(prompts)}{reason}; "
+                f"their completions begin inside the thinking, and contain at most {self.marker}"
             )
         return lines
 

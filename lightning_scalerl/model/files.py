@@ -65,7 +65,7 @@ def load_blank(path: str) -> tuple[nn.Module, WeightFiles] | str:
     if getattr(model.config, "quantization_config", None) is not None:
         return "its weights are quantized"
     if compat.converts_weights(model):
-        return "its family converts weights as they are loaded"
+        return "its family converts weights while loading them"
     names = _names(model, file_of)
     if isinstance(names, str):
         return names
@@ -140,7 +140,7 @@ def _compute_buffers(model: Any) -> str | None:
             filled += [module._buffers[name] for name in names]
         results.append(filled)
     all_computed = all(torch.equal(first, second) for first, second in zip(*results, strict=True))
-    return None if all_computed else "its family computes tables in a way of its own"
+    return None if all_computed else "its family computes its buffers in an unknown way"
 
 
 def _owners(model: Any) -> list[tuple[Any, Any]]:

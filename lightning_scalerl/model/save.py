@@ -263,7 +263,7 @@ def _card(facts: Mapping[str, Any], library: str = "transformers") -> str:
         "",
         "# Trained with lightning-scalerl",
         "",
-        "| what | of this model |",
+        "| property | value |",
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in rows if value),
         "",

@@ -131,7 +131,7 @@ def seccomp_obstacle() -> str | None:
     """Return the reason why system calls cannot be filtered on this machine, or None."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
-        return f"no filter is written for {machine}"
+        return f"no filter exists for {machine}"
     if _libc.prctl(21, 0, 0, 0, 0) < 0:  # PR_GET_SECCOMP
         return f"prctl: {os.strerror(ctypes.get_errno())}"
     return None

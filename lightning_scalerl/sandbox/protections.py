@@ -80,7 +80,7 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
     """Return the walls to try, best first; record in `obstacles` the protections that are known to be missing."""
     landlock = landlock_abi() if mode != "none" else 0
     if not landlock:
-        obstacles[LANDLOCK] = "the kernel has none, or it is switched off"
+        obstacles[LANDLOCK] = "the kernel does not have it, or it is turned off"
     no_seccomp = seccomp_obstacle() if mode != "none" else "left out"
     if no_seccomp:
         obstacles[SECCOMP] = no_seccomp
@@ -88,7 +88,7 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
     root = os.geteuid() == 0
     own_user = root and user_range() is not None
     if not own_user:
-        obstacles[OWN_USER] = "there are no user numbers to spare" if root else "only root can give one"
+        obstacles[OWN_USER] = "no user id is free" if root else "only root can assign one"
     candidates = []
     program = shutil.which("bwrap")
     if program is None:
@@ -128,7 +128,7 @@ def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
         reason = str(error).removeprefix("the sandbox does not start: ")
     if walls.bounded:
         # The same walls are tried again without a bounded scratch directory, and any other failure is recorded then.
-        obstacles.setdefault(SCRATCH, f"{reason}; so no file can be deleted in it")
+        obstacles.setdefault(SCRATCH, f"{reason}; programs cannot delete files in it")
     elif walls.bubblewrap:
         obstacles.setdefault(BUBBLEWRAP, reason + _namespace_settings())
     elif walls.isolated:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BUBBLEWRAP, LANDLOCK, SECCOMP, OWN_USER = "bubblewrap", "Landlock", "seccomp", "a user of its own"
-SCRATCH = "a scratch of bounded size"
+BUBBLEWRAP, LANDLOCK, SECCOMP, OWN_USER = "bubblewrap", "Landlock", "seccomp", "separate user"
+SCRATCH = "scratch directory of bounded size"
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,6 @@ class Protections:
             OWN_USER: walls.own_user,
             SCRATCH: walls.bounded,
         }
-        absent = {name: f"missing, {missing.get(name, 'not asked for')}" for name in in_use}
+        absent = {name: f"missing, {missing.get(name, 'not requested')}" for name in in_use}
         lines = [f"{name}: {descriptions[name] if in_use[name] else absent[name]}" for name in in_use]
         return [*lines, "limits of time, memory, output and files: always"]

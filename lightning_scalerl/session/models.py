@@ -135,9 +135,11 @@ class Models:
         """Lines for the user, if the model came with an adapter or each rank reads the whole model."""
         adapter, notes = self.policy.adapter, []
         if adapter is not None and "choice" not in adapter:
-            notes.append(f"adapter: the model came with one, which is trained: {adapter}")
+            notes.append(f"adapter: the model already has one, which is trained: {adapter}")
         if self.why_not_streamed is not None:
-            notes.append(f"model: every rank reads the whole of it before it keeps its part: {self.why_not_streamed}")
+            notes.append(
+                f"model: every rank reads the whole model before it keeps its part, because {self.why_not_streamed}"
+            )
         return notes
 
     def begin(self, choices: Choices, capacity: int) -> None:

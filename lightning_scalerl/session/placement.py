@@ -30,9 +30,9 @@ def read_whole_model(models: Models, strategy: Strategy, choices: Choices) -> No
     if not is_blank(policy):
         return
     if not isinstance(strategy, ShardedStrategy):
-        models.why_not_streamed = 'Trainer(strategy="fsdp2") alone shards it'
+        models.why_not_streamed = 'only Trainer(strategy="fsdp2") shards it'
     elif choices.adapter.adapts:
-        models.why_not_streamed = "an adapter is put into it"
+        models.why_not_streamed = "it gets an adapter"
     else:
         return
     policy.model = models.load()
@@ -61,7 +61,7 @@ def recompute_activations(models: Models, batch: BatchSettings) -> None:
     if can_recompute(model):
         recompute(model, on_host if batch.offload else None)
         if batch.offload and models.ranks.leads and models.device.type == "cpu":
-            _log.warning("batch.offload: this run trains on the host already; nothing is gained by it here")
+            _log.warning("batch.offload: this run already trains on the host; offloading has no benefit")
     elif batch.recompute or batch.offload:
         setting = "offload" if batch.offload else "recompute"
         raise ConfigurationError(

@@ -101,7 +101,7 @@ class Sampling:
         shown = self.rendering.text(prompts[0])
         return [
             *(prompt_set.describes(name) for name, prompt_set in self.sets.items()),
-            f"prompts: {self.rendering.describes}; the first of them as the model reads it:",
+            f"prompts: {self.rendering.describes}; the first prompt as the model reads it:",
             *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
             *self.rendering.notes(prompts),
             *self.stage.task.notes(),

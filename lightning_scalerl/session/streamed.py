@@ -22,7 +22,7 @@ from lightning_scalerl.model.value import ValueModel
 
 def empty_or_loaded_model(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
     """Return a model without data and the files of its weights; if not possible, the whole model and the reason."""
-    model_and_files = "an adapter is put into it" if adapter.adapts else load_blank(path)
+    model_and_files = "it gets an adapter" if adapter.adapts else load_blank(path)
     return model_and_files if isinstance(model_and_files, tuple) else (load_model(path), model_and_files)
 
 

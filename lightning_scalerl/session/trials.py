@@ -49,7 +49,7 @@ def _packs(model: nn.Module, dtype: torch.dtype) -> bool:
     packs = packs_rows(model, dtype)
     if not packs and process_rank() == 0:
         _log.warning(
-            "batch.packed: %s computes something else where rows stand one behind the other; they are padded, and "
+            "batch.packed: %s computes other values if rows are concatenated; rows are padded instead, and "
             "batch.micro_tokens counts the padding",
             type(model).__name__,
         )

@@ -205,10 +205,10 @@ class PromptSet:
         lengths = [len(ids) for ids in self.tokens]
         # inverted_cdf returns a length that occurs, not one interpolated between two.
         median, percentile_95 = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
-        dropped_note = f"; {self.dropped} longer ones left out" if self.dropped else ""
+        dropped_note = f"; {self.dropped} too long, left out" if self.dropped else ""
         return (
-            f"{len(lengths)} {name}: {median} tokens in the middle, {percentile_95} at 95%, {max(lengths)} the longest"
-            f"{dropped_note}"
+            f"{len(lengths)} {name} prompt{'' if len(lengths) == 1 else 's'}, lengths in tokens: median {median}, "
+            f"95th percentile {percentile_95}, longest {max(lengths)}{dropped_note}"
         )
 
 

@@ -249,7 +249,7 @@ class RolloutStream:
             raise PoolExhaustedError(
                 f"filter.most_dropped: {self._dropped_unattributed} groups were dropped for {purpose} of "
                 f"{self.groups_per_step}, more than {self.choices.filter.most_dropped} for each: all rollouts of a "
-                "prompt get the same reward; use a harder or an easier pool, more completions a prompt, or "
+                "prompt get the same reward; use a harder or an easier pool, more completions per prompt, or "
                 "filter=zero_variance"
             )
 

@@ -87,7 +87,9 @@ class TaskWithEvaluationSets(Task):
         for set_name, prompts in self._heldout.items():
             shared = 0 if set_name in own_sets else sum(question_key(prompt) in pool for prompt in prompts)
             if shared:
-                lines.append(f"warning: {shared} of {len(prompts)} prompts of the set {set_name} are trained on")
+                lines.append(
+                    f"warning: {shared} of {len(prompts)} prompts of the held-out set {set_name} are training prompts"
+                )
         return lines
 
     def reward_sums(self) -> Sequence[Sequence[str]]:

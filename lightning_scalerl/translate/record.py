@@ -37,6 +37,8 @@ from lightning_scalerl.task.base import NoReward
 # Value of a bound that is never reached, for trainers in which a bound cannot be turned off: gradient norms and ratios
 # stay below it (ratios are capped at exp(20) here and in verl).
 NO_BOUND = 1e9
+# Names of the trainers in printed text.
+NAMES = {"trl": "TRL", "verl": "verl", "prime-rl": "prime-rl", "skyrl": "SkyRL"}
 # Reason in `Translation.missing` for choices that the user has defined.
 USER_CHOICE = "a choice of your own"
 
@@ -136,14 +138,13 @@ class Translation:
         head = [f"# {self.to} {self.version}: {len(self.settings)} settings; written by scalerl translate"]
         head += [f"# without a counterpart: {entry.key}={entry.value}: {entry.why}" for entry in self.missing]
         if without_setting := [axis for axis, names in self.axes.items() if not names]:
-            head.append(f"# the same there without a setting: {', '.join(without_setting)}")
+            head.append(f"# same behaviour without a setting: {', '.join(without_setting)}")
         if self.optimizer:
             head.append(
-                "# optimizer there: weights stored in {storage}, states in {states}, eps {eps:g}".format_map(
-                    self.optimizer
-                )
+                "# optimizer under these settings: weights stored in {storage}, states in {states}, "
+                "eps {eps:g}".format_map(self.optimizer)
             )
-        head += [f"# beyond any setting: {note}" for note in self.notes]
+        head += [f"# no setting covers this: {note}" for note in self.notes]
         marked = {f"{'+' if name in self.added else ''}{name}": value for name, value in self.settings.items()}
         body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](marked)
         return "\n".join([*head, *body]) + "\n"
@@ -298,12 +299,12 @@ class Run:
 
 def common(run: Run, into: Translation) -> None:
     """Record the choices that no trainer supports, and neutral choices that need no setting in any trainer."""
-    choices = run.choices
+    choices, name = run.choices, NAMES[into.to]
     untranslated = {
-        "resampling": ("uniform", "prompts are never retired there"),
-        "curriculum": ("none", "prompts are drawn without regard to their difficulty there"),
-        "allocation": ("fixed", "every prompt has the same number of completions there"),
-        "credit": ("outcome", "all turns of a rollout have one advantage there"),
+        "resampling": ("uniform", f"{name} never retires prompts"),
+        "curriculum": ("none", f"{name} draws prompts regardless of their difficulty"),
+        "allocation": ("fixed", f"{name} samples the same number of completions for every prompt"),
+        "credit": ("outcome", f"{name} gives all turns of a rollout the same advantage"),
         "critic": ("none", "a critic is not translated"),
         "advantage": ("group", "advantages of a critic are not translated"),
     }
@@ -311,7 +312,7 @@ def common(run: Run, into: Translation) -> None:
     for axis, (neutral_name, why) in untranslated.items():
         choice = choices.on(axis)
         if type(choice).__name__ not in neutral:
-            into.add_missing(axis, choice, f"{why}; {axis}={neutral_name} is translated")
+            into.add_missing(axis, choice, f"{why}; {axis}={neutral_name} can be translated")
         elif axis != "advantage":
             into.express(axis)
     for axis, choice in choices.items():
@@ -321,7 +322,7 @@ def common(run: Run, into: Translation) -> None:
             # This includes a subclass of one of our choices: its changes are unknown.
             into.add_missing(axis, choice, USER_CHOICE)
     if type(choices.length_control).__name__ == "Interruption":
-        into.add_missing("length_control", choices.length_control, "nothing is forced into a completion there")
+        into.add_missing("length_control", choices.length_control, f"{name} never forces tokens into a completion")
     elif isinstance(choices.length_control, NoLengthControl):
         into.express("length_control")
     if isinstance(choices.adapter, NoAdapter):
@@ -331,7 +332,9 @@ def common(run: Run, into: Translation) -> None:
     _check_optimizer(run, into)
     if choices.precision.policy == "fp16":
         into.add_missing(
-            "precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours"
+            "precision.policy",
+            "fp16",
+            f"the initial value and the growth of {name}'s loss scale were not compared with this project's",
         )
     for part, acts in {
         "value": not isinstance(choices.critic, NoCritic),
@@ -340,26 +343,28 @@ def common(run: Run, into: Translation) -> None:
     }.items():
         if acts and choices.precision.policy != "fp32" and not getattr(choices.precision, f"fp32_{part}"):
             into.add_missing(
-                f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true"
+                f"precision.fp32_{part}",
+                False,
+                f"{name} does not round it; precision.fp32_{part}=true can be translated",
             )
     if (teacher := choices.kl.reference) is not None:
         into.add_missing("kl.reference", teacher, _DISTILLATION[into.to])
     if isinstance(run.recipe.reward, NoReward):
-        into.add_missing("reward", "none", "rewards are functions of yours there; reward=zero_one is translated")
+        into.add_missing("reward", "none", f"{name} takes your reward functions; reward=zero_one can be translated")
     if other_sets := run.recipe.evaluation.get("sets"):
         into.add_missing(
-            "evaluation.sets", sorted(other_sets), "sets of other tasks are not translated; evaluation.sets={} is"
+            "evaluation.sets", sorted(other_sets), "sets of other tasks cannot be translated; evaluation.sets={} can"
         )
     if run.recipe.evaluation.get("gold_logprob"):
-        into.add_missing("evaluation.gold_logprob", True, "known solutions are not scored there")
+        into.add_missing("evaluation.gold_logprob", True, f"{name} does not score known solutions")
     if run.recipe.chat.stop:
-        into.add_missing("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
+        into.add_missing("chat.stop", list(run.recipe.chat.stop), "stop texts are not translated")
     into.note(
-        "model, data and reward functions are yours to name there; the reward of a completion is "
+        f"set the model, the data and the reward functions in {name}; the reward of a completion is "
         f"{run.recipe.reward.correct:g} if it is correct, else {run.recipe.reward.incorrect:g}"
     )
     into.note(
-        "orders of prompts and sampled tokens follow from each trainer's own random numbers: the same seed is not the "
+        "each trainer orders prompts and samples tokens with its own random numbers: the same seed does not give the "
         "same run"
     )
 
@@ -369,17 +374,17 @@ def _check_optimizer(run: Run, into: Translation) -> None:
     optimizer_class = type(run.recipe.optimizer)
     if optimizer_class is AdamW or (optimizer_class, into.to) in _SAME_OPTIMIZERS:
         return
-    why = _OPTIMIZERS.get(optimizer_class, "an optimizer of your own")
+    why = _OPTIMIZERS.get(optimizer_class, "an optimizer of your own").format(trainer=NAMES[into.to])
     setting = _OPTIMIZER_SETTINGS.get((optimizer_class, into.to), "no setting")
-    into.add_missing("optimizer", optimizer_class.__name__, f"{why} ({setting}); optimizer=adamw is translated")
+    into.add_missing("optimizer", optimizer_class.__name__, f"{why} ({setting}); optimizer=adamw can be translated")
 
 
 # TRL's optim=adamw_torch_8bit is the same class of torchao.
 _SAME_OPTIMIZERS = {(AdamW8bit, "trl")}
 _OPTIMIZERS: dict[type[AdamW], str] = {
-    AdamWBF16: "AdamW on a model in BF16 also rounds inside of the step there, and computes norms in BF16",
-    AdamW8bit: "8-bit moments there are not compared with ours",
-    Muon: "which weights Muon has there, and at which rate, is not compared with ours",
+    AdamWBF16: "with a model in BF16, {trainer}'s AdamW also rounds within a step, and computes norms in BF16",
+    AdamW8bit: "{trainer}'s 8-bit moments were not compared with this project's",
+    Muon: "the weights that {trainer} trains by Muon, and their rates, were not compared with this project's",
 }
 _OPTIMIZER_SETTINGS: dict[tuple[type[AdamW], str], str] = {
     (AdamWBF16, "trl"): "model_init_kwargs.dtype",
@@ -401,25 +406,34 @@ def estimator(run: Run) -> str | None:
 
 # Each trainer's way to distil from a teacher on the policy's own rollouts. None of them has been compared with ours.
 _DISTILLATION = {
-    "trl": "a teacher is a setting of its DistillationTrainer, not of its GRPOTrainer",
-    "verl": "distillation.* has a teacher; kl.estimate=k1 is there loss_mode=k1 with use_policy_gradient=true",
-    "prime-rl": "orchestrator.algo.teacher has a teacher, with a loss of its own",
-    "skyrl": "it distils in an example of its own (on_policy_distillation)",
+    "trl": "TRL has a teacher in its DistillationTrainer, not in its GRPOTrainer",
+    "verl": "verl sets a teacher under distillation.*; kl.estimate=k1 corresponds to loss_mode=k1 with "
+    "use_policy_gradient=true",
+    "prime-rl": "prime-rl sets a teacher in orchestrator.algo.teacher, with another loss",
+    "skyrl": "SkyRL distils in a separate example (on_policy_distillation)",
 }
 
 _ASYNC_MODES = {
-    "trl": "its GRPOTrainer samples and trains in turns; its asynchronous trainer drops what is too old, and has one "
-    "loss",
-    "verl": "its asynchronous trainers drop or abort what is too old; nothing is discarded here",
-    "prime-rl": "orchestrator.max_off_policy_steps drops rollouts beyond the bound; nothing is discarded here",
-    "skyrl": "fully_async bounds the staleness of whole rollouts by another rule of admission "
-    "(max_staleness_steps), in a trainer of its own",
+    "trl": "TRL's GRPOTrainer samples and trains in turns; its asynchronous trainer discards rollouts that are too "
+    "old, and has only one loss",
+    "verl": "verl's asynchronous trainers discard or abort rollouts that are too old; this project discards none",
+    "prime-rl": "orchestrator.max_off_policy_steps discards rollouts beyond the bound; this project discards none",
+    "skyrl": "fully_async, a separate trainer, bounds the staleness of whole rollouts by another admission rule "
+    "(max_staleness_steps)",
 }
 
 
 def on_policy(run: Run) -> bool:
     """Return whether each batch is sampled by the weights that it updates."""
     return isinstance(run.choices.async_mode, PPOOffPolicy) and run.k == 1
+
+
+def deviation(eps: float) -> str:
+    """Return the reason why only one standard deviation can be translated."""
+    return (
+        f"the standard deviation is the unbiased one plus {eps:g}; normalization.ddof=1 with normalization.eps={eps:g} "
+        "can be translated"
+    )
 
 
 def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> bool | None:
@@ -433,7 +447,7 @@ def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> b
     """
     scale = run.choices.normalization
     if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
-        why = f"the deviation is unbiased, plus {eps:g}: normalization.ddof=1 and eps={eps:g}"
+        why = deviation(eps)
     elif isinstance(scale, PromptNormalization | NoNormalization):
         return isinstance(scale, PromptNormalization)
     into.add_missing("normalization", scale, why)
@@ -461,7 +475,12 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], why: st
     """
     kl, beta = run.choices.kl, kl_coefficient(run)
     if beta is None:
-        into.add_missing("kl", kl, "one coefficient for all tokens, in the loss, k3: kl=fixed is translated")
+        into.add_missing(
+            "kl",
+            kl,
+            f"{NAMES[into.to]} has one coefficient for all tokens, in the loss, with the k3 estimate; kl=fixed can be "
+            "translated",
+        )
     elif beta and run.aggregation_of(kl) is not aggregation:
         into.add_missing("kl.aggregation", kl, why)
     return beta
@@ -472,7 +491,7 @@ def evaluation_interval(run: Run, into: Translation) -> int:
     interval, _ = run.evaluation
     if interval % run.k:
         into.add_missing(
-            "evaluation.every_n_steps", interval, f"evaluations are counted in batches of {run.k} steps there"
+            "evaluation.every_n_steps", interval, f"{NAMES[into.to]} evaluates only after multiples of {run.k} steps"
         )
         return 0
     return interval // run.k
@@ -481,7 +500,11 @@ def evaluation_interval(run: Run, into: Translation) -> int:
 def no_adapter(run: Run, into: Translation, name: str) -> None:
     """Add LoRA, if the run has it, to `missing`; `name` is the trainer's setting for an adapter."""
     if not isinstance(run.choices.adapter, NoAdapter):
-        into.add_missing("adapter", run.choices.adapter, f"how its adapter begins is not compared with ours ({name})")
+        into.add_missing(
+            "adapter",
+            run.choices.adapter,
+            f"the initial values of {NAMES[into.to]}'s adapter ({name}) were not compared with this project's",
+        )
 
 
 def translate_schedule(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
@@ -498,6 +521,8 @@ def translate_schedule(run: Run, into: Translation, by_step: bool) -> tuple[bool
         into.add_missing("schedule", type(schedule).__name__, "a schedule of your own")
         return False, False
     if (has_warmup or has_decay) and not by_step:
-        into.add_missing("schedule", type(schedule).__name__, "the schedule advances at other times there")
+        into.add_missing(
+            "schedule", type(schedule).__name__, f"{NAMES[into.to]}'s schedule does not advance once per step"
+        )
         return False, False
     return has_warmup, has_decay

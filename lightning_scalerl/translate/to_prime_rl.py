@@ -37,53 +37,75 @@ def to_prime_rl(run: Run) -> Translation:
     common(run, into)
     choices, recipe = run.choices, run.recipe
     into.add_missing(
-        "loss", choices.loss, "its losses mask by differences of probabilities; trainer.loss.type is your own"
+        "loss",
+        choices.loss,
+        "prime-rl's losses mask tokens by differences of probabilities; use a custom loss (trainer.loss.type)",
     )
     tokens = isinstance(choices.aggregation, TokenAggregation)
     into.express_if(
-        tokens, "aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token"
+        tokens,
+        "aggregation",
+        choices.aggregation,
+        "prime-rl weights all tokens of a batch equally; aggregation=token can be translated",
     )
     into.express_if(
         kl_coefficient(run) == 0,
         "kl",
         choices.kl,
-        "kl_tau is the squared log-ratio to the engine, not a distance from a reference",
+        "kl_tau weights the squared log-ratio to the engine, not a KL term to a reference model",
     )
-    into.express_if(not choices.entropy.acts, "entropy", choices.entropy, "there is no bonus")
+    into.express_if(not choices.entropy.acts, "entropy", choices.entropy, "prime-rl has no entropy bonus")
     is_group_advantage = isinstance(choices.advantage, GroupAdvantage)
     if is_group_advantage:
         into.under("orchestrator.algo", "advantage", type="grpo")
     if not isinstance(choices.normalization, NoNormalization):
-        into.add_missing("normalization", choices.normalization, "advantages are not divided there; normalization=none")
+        into.add_missing(
+            "normalization",
+            choices.normalization,
+            "prime-rl does not divide advantages; normalization=none can be translated",
+        )
     else:
         into.express("normalization", *(["orchestrator.algo.type"] if is_group_advantage else []))
     if isinstance(choices.filter, ZeroVariance | NoFilter):
         into.under("orchestrator.train", "filter", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
         if isinstance(choices.filter, ZeroVariance):
-            into.note("filter: what is left out there is a rollout with an advantage of 0, whatever its group")
+            into.note("filter: prime-rl drops each rollout with an advantage of 0, not whole groups")
     else:
-        into.add_missing("filter", choices.filter, "its gates sample others by rules that are not compared with ours")
-    masks, trained_on = isinstance(choices.truncated, MaskTruncated), "truncated completions are trained on there"
-    into.express_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
+        into.add_missing(
+            "filter", choices.filter, "prime-rl replaces groups by rules that were not compared with this project's"
+        )
+    into.express_if(
+        not isinstance(choices.truncated, MaskTruncated),
+        "truncated",
+        choices.truncated,
+        "prime-rl trains on truncated completions; truncated=keep can be translated",
+    )
     if isinstance(choices.length_control, Penalty):
         into.add_missing(
-            "length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer"
+            "length_control",
+            choices.length_control,
+            "prime-rl's length_penalty is linear in all tokens, without a buffer",
         )
     uses_engine = isinstance(choices.correction, Behaviour)
     into.express_if(
-        uses_engine, "correction", choices.correction, "the ratio is to the engine there; correction=behaviour"
+        uses_engine,
+        "correction",
+        choices.correction,
+        "prime-rl's ratio is relative to the engine's log-probabilities; correction=behaviour can be translated",
     )
     epochs = choices.epochs.count
-    into.express_if(epochs == 1, "epochs", epochs, "a batch is gone over once there")
+    into.express_if(epochs == 1, "epochs", epochs, "prime-rl makes one pass over each batch")
     if run.k > 1:
         into.add_missing(
-            "async_mode", choices.async_mode, "it trains while it samples; phases of several steps are no setting"
+            "async_mode",
+            choices.async_mode,
+            "prime-rl trains while it samples, and has no setting for phases of several steps",
         )
     elif on_policy(run):
         into.under("orchestrator", "async_mode", max_off_policy_steps=0)
     _settings(run, into)
     if recipe.context.too_long == "refuse":
-        into.note("context: nothing there refuses long prompts; what exceeds seq_len is cut off")
+        into.note("context: prime-rl does not refuse long prompts; it cuts off tokens beyond seq_len")
     no_adapter(run, into, "trainer.model.lora")
     return into
 
@@ -98,7 +120,7 @@ def _settings(run: Run, into: Translation) -> None:
     interval = int(recipe.evaluation.get("every_n_steps", 0))
     if interval:
         into.under("orchestrator.eval", interval=interval, group_size=int(recipe.evaluation.get("samples", 1)))
-    into.add_missing("seed", run.seed, "there is none of sampling")
+    into.add_missing("seed", run.seed, "prime-rl has no seed for sampling")
     into.set_optimizer("fp32", "fp32", ADAM_EPS)  # `trainer.model.optimization_dtype` is float32 by default
     into.under(
         "trainer.optim",
@@ -110,20 +132,28 @@ def _settings(run: Run, into: Translation) -> None:
     )
     if optimizer.clip_norm is None:
         into.add_missing(
-            "optimizer.clip_norm", None, "trainer.optim.max_norm is left out by None, which TOML cannot say"
+            "optimizer.clip_norm",
+            None,
+            "without clipping, trainer.optim.max_norm must be None, which TOML cannot express",
         )
     else:
         into.under("trainer.optim", max_norm=optimizer.clip_norm)
     if optimizer.eps != ADAM_EPS:
         into.add_missing(
-            "optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated"
+            "optimizer.eps",
+            optimizer.eps,
+            f"prime-rl always uses torch's default; optimizer.eps={ADAM_EPS:g} can be translated",
         )
     if optimizer.dropout:
-        into.add_missing("optimizer.dropout", True, "the model's dropout is off there")
+        into.add_missing("optimizer.dropout", True, "prime-rl turns the model's dropout off")
     has_warmup, has_decay = translate_schedule(run, into, by_step=run.choices.epochs.count == 1)
     warmup = recipe.schedule.warmup_steps
     if has_decay:
-        into.add_missing("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
+        into.add_missing(
+            "schedule",
+            "cosine",
+            "the shape of prime-rl's cosine (trainer.scheduler.type) was not compared with this project's",
+        )
     elif has_warmup:
         # The rate rises from min_lr at the first step: at step s it is (s + 1) / (warmup_steps + 1) of the full rate,
         # as ours is.
@@ -143,5 +173,7 @@ def _settings(run: Run, into: Translation) -> None:
     )
     if precision.policy != "bf16" or precision.fp32_head_trainer:
         into.add_missing(
-            "precision", precision, "the trainer computes in BF16; in which type its head does is no setting"
+            "precision",
+            precision,
+            "prime-rl's trainer computes in BF16, and has no setting for the type of its head",
         )

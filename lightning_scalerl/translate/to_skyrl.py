@@ -70,7 +70,7 @@ def _loss(run: Run, into: Translation) -> None:
     loss, aggregation = run.choices.loss, run.choices.aggregation
     by_name = _BY_AGGREGATION.get(type(aggregation))
     if by_name is None:
-        into.add_missing("aggregation", aggregation, f"loss_reduction knows {', '.join(_BY_AGGREGATION.values())}")
+        into.add_missing("aggregation", aggregation, f"loss_reduction has only {', '.join(_BY_AGGREGATION.values())}")
     else:
         into.under(ALGORITHM, "aggregation", loss_reduction=by_name)
     if isinstance(aggregation, ConstantAggregation):
@@ -86,25 +86,25 @@ def _loss(run: Run, into: Translation) -> None:
     elif isinstance(loss, SAPO):
         into.under(ALGORITHM, "loss", policy_loss_type="sapo", sapo__tau_pos=loss.tau_pos, sapo__tau_neg=loss.tau_neg)
     elif isinstance(loss, DPPO):
-        into.add_missing("loss", loss, "the ratio of dppo has no cap there")
+        into.add_missing("loss", loss, "SkyRL's dppo has no cap on the ratio")
     elif isinstance(loss, ClipCov | KLCov):
-        into.add_missing("loss", loss, "tokens are selected in every micro-batch and pass there, by the current policy")
+        into.add_missing("loss", loss, "SkyRL selects tokens in every micro-batch and pass, by the current policy")
     elif isinstance(loss, Reinforce):
-        into.add_missing("loss", loss, "importance_sampling has a ratio as its weight")
+        into.add_missing("loss", loss, "SkyRL's importance_sampling weights tokens by a ratio")
     elif (clips := run.clips) is None:
-        into.add_missing("loss", loss, "no policy_loss_type is known to be it")
+        into.add_missing("loss", loss, "no policy_loss_type is known to be the same")
     else:
         name = "gspo" if isinstance(loss, GSPO) else "regular"
         into.under(ALGORITHM, "loss", policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
-    why = "the distance is averaged over samples there, under every reduction"
+    why = "SkyRL averages the KL term over samples under every reduction"
     beta = kl_term(run, into, SampleAggregation, why)
     if beta is not None:
         into.under(ALGORITHM, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta)
         into.under(ALGORITHM, "kl", kl_estimator_type="k3", use_kl_in_reward=False)
         if beta:
-            into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
+            into.note("kl: SkyRL caps k3 at 10, with no gradient beyond the cap")
     if run.choices.entropy.acts:
-        into.add_missing("entropy", run.choices.entropy, "the bonus is averaged within each micro-batch there")
+        into.add_missing("entropy", run.choices.entropy, "SkyRL averages the bonus within each micro-batch")
     else:
         into.under(ALGORITHM, "entropy", use_entropy_loss=False)
 
@@ -118,15 +118,15 @@ def _credit(run: Run, into: Translation) -> None:
         run,
         into,
         EPS,
-        "advantage_batch_normalize counts an advantage once a token of its rollout; normalization=prompt or none is "
-        "translated",
+        "advantage_batch_normalize counts an advantage once per token of its rollout; normalization=prompt or "
+        "normalization=none can be translated",
     )
     if divides is not None:
         into.under(ALGORITHM, "normalization", grpo_norm_by_std=divides)
     # Masked rollouts do not count in a token average, and a constant denominator is not affected. In averages over
     # samples and prompts they still count.
     by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
-    why_kept = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"
+    why_counted = "masked rollouts still count in SkyRL's averages over samples and prompts"
     if isinstance(choices.filter, DynamicSampling):
         into.under(
             ALGORITHM,
@@ -135,30 +135,38 @@ def _credit(run: Run, into: Translation) -> None:
             dynamic_sampling__type="filter",
             dynamic_sampling__max_sample_batches=-1,
         )
-        into.note("filter: it never gives up there")
+        into.note("filter: SkyRL samples without a limit until the batch is full")
     elif isinstance(choices.filter, NoFilter):
         into.under(ALGORITHM, "filter", zero_variance_filter=False)
     elif isinstance(choices.filter, ZeroVariance) and by_token and isinstance(choices.truncated, MaskTruncated):
-        into.add_missing("filter", choices.filter, "a group varies there if its unmasked rollouts do; truncated=keep")
+        into.add_missing(
+            "filter",
+            choices.filter,
+            "SkyRL compares only the unmasked rollouts of a group; truncated=keep can be translated",
+        )
     elif isinstance(choices.filter, ZeroVariance) and by_token:
         into.under(ALGORITHM, "filter", zero_variance_filter=True, zero_variance_filter_tol=0.0)
     else:
-        into.add_missing("filter", choices.filter, why_kept)
+        into.add_missing("filter", choices.filter, f"{why_counted}; aggregation=token can be translated")
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and not by_token:
-        into.add_missing("truncated", choices.truncated, f"{why_kept}, or truncated=keep")
+        into.add_missing(
+            "truncated",
+            choices.truncated,
+            f"{why_counted}; aggregation=token or truncated=keep can be translated",
+        )
     else:
         into.under("generator", "truncated", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
     if isinstance(choices.length_control, Penalty):
-        into.add_missing("length_control", choices.length_control, "a penalty of length is the environment's there")
+        into.add_missing("length_control", choices.length_control, "SkyRL computes a length penalty in the environment")
 
 
 def _data(run: Run, into: Translation) -> None:
     recipe, epochs, k = run.recipe, run.choices.epochs.count, run.k
     if epochs > 1 and not on_policy(run):
-        into.add_missing("epochs", epochs, "a batch is gone over as a whole before it is begun with anew there")
+        into.add_missing("epochs", epochs, "SkyRL repeats whole generation batches, not single steps")
     if run.steps % k:
-        into.add_missing("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
+        into.add_missing("budget.steps", run.steps, f"SkyRL trains in batches of {k} steps; give a multiple")
     limits = recipe.context
     into.under("trainer", "async_mode", train_batch_size=recipe.batch.prompts * k)
     into.under("trainer", "async_mode", policy_mini_batch_size=recipe.batch.prompts)
@@ -173,7 +181,7 @@ def _data(run: Run, into: Translation) -> None:
         seed=run.seed,
     )
     if limits.too_long == "refuse":
-        into.note("context: longer prompts are left out there, not refused")
+        into.note("context: SkyRL drops longer prompts instead of refusing them")
     into.under(
         "generator",
         n_samples_per_prompt=recipe.batch.completions,
@@ -205,17 +213,19 @@ def _optimizer(run: Run, into: Translation) -> None:
     )
     if optimizer.eps != ADAM_EPS:
         into.add_missing(
-            "optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated"
+            "optimizer.eps",
+            optimizer.eps,
+            f"SkyRL always uses torch's default; optimizer.eps={ADAM_EPS:g} can be translated",
         )
     if optimizer.dropout:
-        into.add_missing("optimizer.dropout", True, "the model's dropout is not compared with ours")
+        into.add_missing("optimizer.dropout", True, "SkyRL's dropout was not compared with this project's")
     has_warmup, has_decay = translate_schedule(run, into, by_step=run.choices.epochs.count == 1)
     if has_warmup:
         into.add_missing(
-            "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there"
+            "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "SkyRL's warm-up begins at a learning rate of 0"
         )
     elif has_decay:
-        into.add_missing("schedule", "cosine", "its end is counted in epochs of the data there")
+        into.add_missing("schedule", "cosine", "SkyRL counts the end of its cosine in passes over the data")
     elif run.cosine is None:
         into.under("trainer.policy.optimizer_config", scheduler="constant_with_warmup", num_warmup_steps=0)
     no_adapter(run, into, "policy.model.lora")
@@ -226,12 +236,12 @@ def _ratio(run: Run, into: Translation) -> None:
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
     if precision.policy == "fp32":
         into.add_missing(
-            "precision", precision, "workers compute under autocast of BF16 there; precision=bf16 is nearest"
+            "precision", precision, "SkyRL's workers compute under BF16 autocast; precision=bf16 is nearest"
         )
     into.set("precision", trainer__bf16=precision.policy == "bf16")
     into.under("generator.inference_engine", "precision", model_dtype=run.dtype)
     if run.head is None or run.head:
-        into.add_missing("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
+        into.add_missing("precision.fp32_head", "true", "SkyRL has no setting for an FP32 head on a 16-bit policy")
     under = f"{ALGORITHM}.off_policy_correction"
     if not isinstance(correction, Proximal):
         if isinstance(loss, CISPO):
@@ -241,15 +251,15 @@ def _ratio(run: Run, into: Translation) -> None:
             into.add_missing(
                 "correction",
                 correction,
-                "the engine's log-probabilities are the anchor of cispo alone there; correction=proximal with "
-                "async_mode=on_policy is translated",
+                "SkyRL uses the engine's log-probabilities as anchor only for cispo; correction=proximal with "
+                "async_mode=on_policy can be translated",
             )
         return
     if isinstance(loss, CISPO):
         into.under(ALGORITHM, "correction", cispo__cispo_anchor="old")
     if not on_policy(run):
         into.add_missing(
-            "correction", correction, "the anchor there is of when tokens were sampled, not of before the step"
+            "correction", correction, "SkyRL's anchor is computed when tokens are sampled, not before each step"
         )
     elif correction.mode == "none":
         into.under(under, "correction", tis_ratio_type=None)
@@ -258,5 +268,7 @@ def _ratio(run: Run, into: Translation) -> None:
         into.under(under, "correction", **{f"{correction.level}_tis_ratio_clip_high": correction.max_weight})
     else:
         into.add_missing(
-            "correction", correction, "weights have an upper bound alone; its masks are not compared with ours"
+            "correction",
+            correction,
+            "SkyRL's weights have only an upper bound; its masks were not compared with this project's",
         )

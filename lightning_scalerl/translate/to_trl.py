@@ -26,7 +26,15 @@ from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, SAPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.optim import AdamW8bit
-from lightning_scalerl.translate.record import Run, Translation, common, kl_term, on_policy, translate_schedule
+from lightning_scalerl.translate.record import (
+    Run,
+    Translation,
+    common,
+    deviation,
+    kl_term,
+    on_policy,
+    translate_schedule,
+)
 
 VERSION = "1.16.0"
 EPS = 1e-4  # TRL's fixed addition to a standard deviation
@@ -43,8 +51,8 @@ def to_trl(run: Run) -> Translation:
     _optimizer(run, into)
     _ratio(run, into)
     into.note(
-        "optimizer: on a batch without a credited token TRL steps on a gradient of zeros, which moves the weights by "
-        "momentum; such a batch moves nothing here"
+        "optimizer: on a batch without a credited token TRL takes an optimizer step with zero gradients, which moves "
+        "the weights by momentum; in this project such a batch changes no weights"
     )
     return into
 
@@ -54,28 +62,28 @@ def _loss(run: Run, into: Translation) -> None:
     by_name = _BY_AGGREGATION.get(type(aggregation))
     if isinstance(loss, SAPO):
         if not isinstance(aggregation, SampleAggregation):
-            why = "loss_type=sapo averages over samples; aggregation=sample is translated"
+            why = "loss_type=sapo averages over samples; aggregation=sample can be translated"
             into.add_missing("aggregation", aggregation, why)
     elif by_name is None:
         into.add_missing(
             "aggregation",
             aggregation,
-            "no loss_type averages so (grpo: samples, dapo and cispo: tokens, dr_grpo: a constant; luspo divides sums "
-            "by the number of rows); the one that is written is the loss's, and averages over tokens",
+            "no loss_type has this average (grpo: samples; dapo and cispo: tokens; dr_grpo: a constant; luspo: sums "
+            "divided by the number of rows); the loss_type below matches the loss, and averages over tokens",
         )
     elif isinstance(aggregation, TokenAggregation) and not on_policy(run):
         into.add_missing(
             "aggregation",
             aggregation,
-            "the tokens that dapo and cispo divide by are those of the whole generation batch, an average over its "
-            "steps; with async_mode=on_policy they are the step's",
+            "dapo and cispo divide by the tokens of the whole generation batch, averaged over its steps; with "
+            "async_mode=on_policy these are the tokens of the step",
         )
     if isinstance(loss, CISPO):
         into.set("loss", "aggregation", loss_type="cispo")
         into.set("loss", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
         if by_name is not None and not isinstance(aggregation, TokenAggregation):
             into.add_missing(
-                "aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token is translated"
+                "aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token can be translated"
             )
     elif isinstance(loss, SAPO):
         into.set("loss", "aggregation", loss_type="sapo")
@@ -84,16 +92,16 @@ def _loss(run: Run, into: Translation) -> None:
         # Losses with a clip have the same surrogate under grpo, dapo and dr_grpo.
         into.set("loss", "aggregation", loss_type=by_name or "dapo")
         if isinstance(loss, Reinforce):
-            into.add_missing("loss", loss, "every loss_type has a ratio")
+            into.add_missing("loss", loss, "every loss_type weights tokens by an importance ratio")
         elif isinstance(loss, GMPO):
-            into.add_missing("loss", loss, "a trainer of its own there, trl.experimental.gmpo, and no loss_type")
+            into.add_missing("loss", loss, "TRL has a separate trainer for it, trl.experimental.gmpo, and no loss_type")
         elif (clips := run.clips) is None:
-            into.add_missing("loss", loss, "no loss_type is known to be it")
+            into.add_missing("loss", loss, "no loss_type is known to be the same")
         else:
             into.set("loss", epsilon=clips[0], epsilon_high=clips[1])
     into.set(router_aux_loss_coef=0.0)  # the default would add the load-balancing loss of a model with experts
     into.set("loss", importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
-    beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
+    beta = kl_term(run, into, type(aggregation), "TRL averages the KL term in the same way as the loss")
     if beta is not None:
         # Use the plain k3 estimator: by default TRL multiplies it by the ratio, which gives another estimator.
         into.set("kl", beta=beta, use_bias_correction_kl=False)
@@ -106,11 +114,11 @@ def _loss(run: Run, into: Translation) -> None:
             into.add_missing(
                 "entropy",
                 entropy,
-                "the bonus is the token average of each micro-batch; entropy.aggregation=token with a step in one "
-                "micro-batch is translated",
+                "TRL averages the bonus over the tokens of each micro-batch; entropy.aggregation=token with a step in "
+                "one micro-batch can be translated",
             )
     elif entropy.acts:
-        into.add_missing("entropy", entropy, "one coefficient for all tokens there")
+        into.add_missing("entropy", entropy, "TRL has one coefficient for all tokens")
     else:
         into.set("entropy", entropy_coef=0.0)
 
@@ -120,9 +128,7 @@ def _credit(run: Run, into: Translation) -> None:
     into.express("advantage")
     scale = choices.normalization
     if isinstance(scale, PromptNormalization | BatchRewardNormalization) and (scale.ddof, scale.eps) != (1, EPS):
-        into.add_missing(
-            "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
-        )
+        into.add_missing("normalization", scale, deviation(EPS))
     elif isinstance(scale, PromptNormalization):
         into.set("normalization", scale_rewards="group")
     elif isinstance(scale, BatchRewardNormalization) and on_policy(run):
@@ -131,28 +137,29 @@ def _credit(run: Run, into: Translation) -> None:
         into.set("normalization", scale_rewards="none")
     elif isinstance(scale, BatchRewardNormalization):
         into.add_missing(
-            "normalization", scale, "the batch of scale_rewards=batch is all that was sampled, several steps"
+            "normalization", scale, "scale_rewards=batch covers the whole generation batch, which is several steps"
         )
     else:
         into.add_missing(
             "normalization",
             scale,
-            "scale_rewards=batch is the deviation of raw rewards (normalization=batch_reward_std), not of advantages",
+            "scale_rewards=batch divides by the standard deviation of raw rewards (normalization=batch_reward_std), "
+            "not of advantages",
         )
     into.express_if(
         isinstance(choices.filter, NoFilter),
         "filter",
         choices.filter,
-        "groups whose rewards are all equal stay in every denominator, and none is sampled again; filter=none is "
-        "translated",
+        "groups whose rewards are all equal still count in every denominator, and TRL samples no replacements; "
+        "filter=none can be translated",
     )
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and isinstance(choices.aggregation, SampleAggregation):
         into.add_missing(
             "truncated",
             choices.truncated,
-            "a masked completion still counts in the average over samples; truncated=keep is translated, or another "
-            "aggregation",
+            "a masked completion still counts in the average over samples; truncated=keep or another aggregation can "
+            "be translated",
         )
     else:
         into.set("truncated", mask_truncated_completions=masks)
@@ -160,7 +167,9 @@ def _credit(run: Run, into: Translation) -> None:
     if isinstance(control, Penalty):
         if control.only_correct:
             into.add_missing(
-                "length_control", control, "its penalty spares no completion; only_correct=false is translated"
+                "length_control",
+                control,
+                "TRL's penalty applies to every completion; length_control.only_correct=false can be translated",
             )
         else:
             into.express("length_control", "reward_funcs")
@@ -174,9 +183,7 @@ def _data(run: Run, into: Translation) -> None:
     recipe, epochs = run.recipe, run.choices.epochs.count
     accumulation = run.rollouts // run.micro_batch
     if epochs > 1 and not on_policy(run):
-        into.add_missing(
-            "epochs", epochs, "num_iterations goes over all steps of a generation batch before it begins with them anew"
-        )
+        into.add_missing("epochs", epochs, "num_iterations repeats whole generation batches, not single steps")
     into.set("async_mode", steps_per_generation=accumulation * run.k)
     into.set("epochs", num_iterations=epochs)
     into.set(
@@ -194,12 +201,15 @@ def _data(run: Run, into: Translation) -> None:
     )
     if recipe.context.too_long == "drop":
         into.add_missing(
-            "context.too_long", "drop", "prompts are of any length there; leave the long ones out of the data"
+            "context.too_long", "drop", "TRL accepts prompts of any length; remove the long ones from the data"
         )
     else:
-        into.note(f"context: nothing there refuses prompts above {recipe.context.max_prompt_tokens} tokens")
+        into.note(f"context: TRL does not refuse prompts above {recipe.context.max_prompt_tokens} tokens")
     if recipe.batch.prompts > 1 and run.k > 1:
-        into.note("async_mode: the rollouts of a generation batch are shuffled before it is cut into steps, not groups")
+        into.note(
+            "async_mode: TRL shuffles a generation batch by rollouts, not by groups, before it splits the batch into "
+            "steps"
+        )
     interval, samples = run.evaluation
     if interval:
         into.set(
@@ -209,7 +219,7 @@ def _data(run: Run, into: Translation) -> None:
             num_generations_eval=samples,
             per_device_eval_batch_size=samples * max(1, run.micro_batch // samples),
         )
-        into.note("evaluation: eval_reward is a mean reward, and its samples are drawn from training's random numbers")
+        into.note("evaluation: eval_reward is a mean reward, and its samples use the random numbers of training")
 
 
 def _optimizer(run: Run, into: Translation) -> None:
@@ -230,7 +240,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.add_missing(
             "optimizer.weight_decay",
             optimizer.weight_decay,
-            "norms and biases are spared from it there; optimizer.weight_decay=0 is translated",
+            "TRL exempts norms and biases from it; optimizer.weight_decay=0 can be translated",
         )
     else:
         into.set(weight_decay=0.0)
@@ -240,7 +250,9 @@ def _optimizer(run: Run, into: Translation) -> None:
     if cosine is not None and has_decay:
         if has_warmup or cosine.total_steps != run.steps:
             into.add_missing(
-                "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps, no warm-up"
+                "schedule",
+                "cosine",
+                "TRL's cosine ends with training; schedule.total_steps=budget.steps without warm-up can be translated",
             )
         else:
             into.set(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": cosine.final})
@@ -258,7 +270,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.add_missing(
             "adapter",
             adapter,
-            "no field of GRPOConfig: peft_config of GRPOTrainer, or --use_peft of its command",
+            "GRPOConfig has no field for it; use peft_config of GRPOTrainer, or --use_peft of TRL's command",
         )
 
 
@@ -276,30 +288,37 @@ def _ratio(run: Run, into: Translation) -> None:
         into.add_missing(
             "precision.fp32_head",
             f"trainer {precision.fp32_head_trainer}, generator {precision.fp32_head_generator}",
-            "cast_lm_head_to_fp32 is of the trainer's model, which samples too unless an engine does",
+            "cast_lm_head_to_fp32 applies to the trainer's model, which also samples unless an engine does",
         )
     else:
         into.set("precision", cast_lm_head_to_fp32=run.head)
     if not is_fp32:
-        into.note("precision: sampling is the trainer's autocast forward there, a copy in the policy's type here")
+        into.note(
+            "precision: TRL samples with the trainer's autocast forward pass; this project samples with a copy in the "
+            "policy's type"
+        )
     if not isinstance(correction, Proximal):
         if run.vllm or not is_fp32:
             into.add_missing(
                 "correction",
                 correction,
-                "the ratio there is to the trainer's own log-probabilities, which are not the generator's here; "
-                "precision=fp32 with generator=torch is translated, or correction=proximal",
+                "TRL's ratio is relative to the trainer's own log-probabilities, which differ from the generator's "
+                "here; precision=fp32 with generator=torch, or correction=proximal, can be translated",
             )
         into.express("correction", "use_vllm")  # the trainer samples: its log-probabilities are the generator's
         return
     if not on_policy(run):
         into.add_missing(
-            "correction", correction, "the anchor there is of when tokens were sampled, not of before the step"
+            "correction", correction, "TRL's anchor is computed when tokens are sampled, not before each step"
         )
     elif correction.mode == "none":
         into.set("correction", vllm_importance_sampling_correction=False)
     elif not run.vllm:
-        into.add_missing("correction", correction, "weights are an engine's there; correction.mode=none is translated")
+        into.add_missing(
+            "correction",
+            correction,
+            "TRL corrects by weights only if an engine samples; correction.mode=none can be translated",
+        )
     else:
         into.set(
             "correction",

@@ -76,7 +76,7 @@ def _loss(run: Run, into: Translation) -> None:
     loss, aggregation = run.choices.loss, run.choices.aggregation
     by_name = _BY_AGGREGATION.get(type(aggregation))
     if by_name is None:
-        into.add_missing("aggregation", aggregation, f"loss_agg_mode knows {', '.join(_BY_AGGREGATION.values())}")
+        into.add_missing("aggregation", aggregation, f"loss_agg_mode has only {', '.join(_BY_AGGREGATION.values())}")
     else:
         into.under(ACTOR, "aggregation", loss_agg_mode=by_name)
     if isinstance(aggregation, ConstantAggregation):
@@ -89,7 +89,7 @@ def _loss(run: Run, into: Translation) -> None:
         into.under(ACTOR, "loss", policy_loss__loss_mode="sapo", tau_pos=loss.tau_pos, tau_neg=loss.tau_neg)
         if by_name is not None and not isinstance(aggregation, SampleAggregation):
             into.add_missing(
-                "aggregation", aggregation, "loss_mode=sapo averages over samples; aggregation=sample is translated"
+                "aggregation", aggregation, "loss_mode=sapo averages over samples; aggregation=sample can be translated"
             )
     elif isinstance(loss, DPPO):
         into.under(
@@ -105,25 +105,27 @@ def _loss(run: Run, into: Translation) -> None:
     elif isinstance(loss, ClipCov | KLCov):
         _covariance(run, into, loss)
     elif isinstance(loss, Reinforce):
-        into.add_missing("loss", loss, "reinforce is a loss of bypass_mode there, with a ratio as its weight")
+        into.add_missing("loss", loss, "verl has reinforce only as a loss of bypass_mode, weighted by a ratio")
     elif (clips := run.clips) is None:
-        into.add_missing("loss", loss, "no loss_mode is known to be it")
+        into.add_missing("loss", loss, "no loss_mode is known to be the same")
     else:
         mode = "gspo" if isinstance(loss, GSPO) else "vanilla"
         into.under(ACTOR, "loss", policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
         if mode == "vanilla":
             into.under(ACTOR, "loss", clip_ratio_c=NO_BOUND)  # turns off the dual clip
-    beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
+    beta = kl_term(run, into, type(aggregation), "verl averages the KL term in the same way as the loss")
     if beta is not None:
         into.under(ACTOR, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
         into.set("kl", algorithm__use_kl_in_reward=False)
         if beta:
-            into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
+            into.note("kl: verl caps k3 at 10, with no gradient beyond the cap")
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy) and run.aggregation_of(entropy) is type(aggregation):
         into.under(ACTOR, "entropy", entropy_coeff=entropy.coefficient)
     elif entropy.acts:
-        into.add_missing("entropy", entropy, "one coefficient for all tokens there, averaged as the loss is")
+        into.add_missing(
+            "entropy", entropy, "verl has one coefficient for all tokens, and averages the bonus like the loss"
+        )
     else:
         into.under(ACTOR, "entropy", entropy_coeff=0)
 
@@ -139,8 +141,9 @@ def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
         into.add_missing(
             "loss",
             loss,
-            "geo_mean averages over the samples of a micro-batch, and weights by the geometric mean of a sample's; "
-            "aggregation=sample with a step in one micro-batch and no weights (correction.mode=none) is translated",
+            "geo_mean averages over the samples of a micro-batch, and takes the geometric mean of a sample's "
+            "correction weights; aggregation=sample with a step in one micro-batch and no weights "
+            "(correction.mode=none) can be translated",
         )
 
 
@@ -150,8 +153,8 @@ def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
         into.add_missing(
             "loss",
             loss,
-            "tokens are selected in every micro-batch and pass, by the current policy; a step of one pass in one "
-            "micro-batch with correction=proximal, where that is the anchor, is translated",
+            "verl selects tokens in every micro-batch and pass, by the current policy; a step of one pass in one "
+            "micro-batch with correction=proximal, whose anchor is then the current policy, can be translated",
         )
     elif isinstance(loss, ClipCov):
         into.under(ACTOR, "loss", policy_loss__loss_mode="clip_cov", policy_loss__clip_cov_ratio=loss.share)
@@ -165,7 +168,11 @@ def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
     divides = divides_by_deviation(
-        run, into, EPS, "a group's deviation or none: normalization=prompt or none is translated"
+        run,
+        into,
+        EPS,
+        "verl divides by a group's standard deviation or not at all; normalization=prompt or normalization=none can be "
+        "translated",
     )
     if divides is not None:
         into.set("normalization", algorithm__norm_adv_by_std_in_grpo=divides)
@@ -173,25 +180,36 @@ def _credit(run: Run, into: Translation) -> None:
         into.set("advantage", algorithm__adv_estimator=name)
     if isinstance(choices.filter, DynamicSampling):
         into.under("algorithm.filter_groups", "filter", enable=True, metric="reward", max_num_gen_batches=0)
-        into.note("filter: it never gives up there; a group is dropped by its reward after any penalty of length")
+        into.note(
+            "filter: verl samples without a limit until the batch is full, and drops a group by its reward after any "
+            "length penalty"
+        )
     elif isinstance(choices.filter, NoFilter):
         into.under("algorithm.filter_groups", "filter", enable=False)
     else:
-        into.add_missing("filter", choices.filter, "a dropped group is replaced there; filter=dynamic_sampling or none")
-    masks, trained_on = isinstance(choices.truncated, MaskTruncated), "truncated completions are trained on there"
-    into.express_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
+        into.add_missing(
+            "filter",
+            choices.filter,
+            "verl replaces a dropped group; filter=dynamic_sampling or filter=none can be translated",
+        )
+    into.express_if(
+        not isinstance(choices.truncated, MaskTruncated),
+        "truncated",
+        choices.truncated,
+        "verl trains on truncated completions; truncated=keep can be translated",
+    )
     if isinstance(choices.length_control, Penalty):
-        into.add_missing("length_control", choices.length_control, "a penalty of length is a reward function's there")
+        into.add_missing(
+            "length_control", choices.length_control, "verl computes a length penalty in a reward function"
+        )
 
 
 def _data(run: Run, into: Translation) -> None:
     recipe, epochs, k = run.recipe, run.choices.epochs.count, run.k
     if epochs > 1 and not on_policy(run):
-        into.add_missing(
-            "epochs", epochs, "ppo_epochs goes over all steps of a generation batch before it begins with them anew"
-        )
+        into.add_missing("epochs", epochs, "ppo_epochs repeats whole generation batches, not single steps")
     if run.steps % k:
-        into.add_missing("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
+        into.add_missing("budget.steps", run.steps, f"verl trains in batches of {k} steps; give a multiple")
     limits = recipe.context
     into.under("data", "async_mode", train_batch_size=recipe.batch.prompts * k)
     into.under(ACTOR, "async_mode", ppo_mini_batch_size=recipe.batch.prompts)
@@ -236,17 +254,19 @@ def _optimizer(run: Run, into: Translation) -> None:
         override_optimizer_config={"eps": optimizer.eps},
     )
     if optimizer.dropout:
-        into.add_missing("optimizer.dropout", True, "the model's dropout is off there")
+        into.add_missing("optimizer.dropout", True, "verl turns the model's dropout off")
     has_warmup, has_decay = translate_schedule(run, into, by_step=run.k == 1)
     cosine = run.cosine
     if has_warmup:
         into.add_missing(
-            "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there"
+            "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "verl's warm-up begins at a learning rate of 0"
         )
     elif cosine is not None and has_decay:
         if cosine.total_steps != run.steps:
             into.add_missing(
-                "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps"
+                "schedule",
+                "cosine",
+                "verl's cosine ends with training; schedule.total_steps=budget.steps can be translated",
             )
         into.under(f"{ACTOR}.optim", lr_scheduler_type="cosine", min_lr_ratio=cosine.final, num_cycles=0.5)
     elif cosine is None:
@@ -264,9 +284,12 @@ def _ratio(run: Run, into: Translation) -> None:
         types = {"param_dtype": run.dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
         into.add(f"{engine}.fsdp_config.mixed_precision", types)
     if precision.policy == "fp32":
-        into.note("precision: flash attention, the default there, knows no FP32 (model.override_config)")
+        into.note(
+            "precision: flash attention, verl's default, does not support FP32; choose another attention in "
+            "model.override_config"
+        )
     if run.head is None or run.head:
-        into.add_missing("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
+        into.add_missing("precision.fp32_head", "true", "verl has no setting for an FP32 head on a 16-bit policy")
     under = "algorithm.rollout_correction"
     if not isinstance(correction, Proximal):
         into.under(under, "correction", bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
@@ -274,7 +297,7 @@ def _ratio(run: Run, into: Translation) -> None:
     into.under(under, "correction", bypass_mode=False)
     if not on_policy(run):
         into.add_missing(
-            "correction", correction, "the anchor there is of when tokens were sampled, not of before the step"
+            "correction", correction, "verl's anchor is computed when tokens are sampled, not before each step"
         )
     elif correction.mode == "none":
         into.under(under, "correction", rollout_is=None)
@@ -285,5 +308,5 @@ def _ratio(run: Run, into: Translation) -> None:
         into.under(under, "correction", rollout_is=correction.level, rollout_is_threshold=bounds)
     else:
         into.add_missing(
-            "correction", correction, "truncation has no lower bound there, and a mask must have one above 0"
+            "correction", correction, "verl's truncation has no lower bound, and its mask needs one above 0"
         )

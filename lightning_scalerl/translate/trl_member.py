@@ -81,10 +81,14 @@ def specification(run: Run) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the specification into the folder, and replace this process by TRL's interpreter."""
-    parser = argparse.ArgumentParser(description="One run of ours on TRL's GRPOTrainer.")
-    parser.add_argument("--python", required=True, help="interpreter that has TRL")
-    parser.add_argument("--folder", required=True, type=Path, help="of the run: evaluations.jsonl, checkpoints")
-    parser.add_argument("--config-dir", action="append", default=[], help="files of your own, beside conf/")
+    parser = argparse.ArgumentParser(description="Train one run of this project with TRL's GRPOTrainer.")
+    parser.add_argument("--python", required=True, help="Python interpreter with TRL installed")
+    parser.add_argument(
+        "--folder", required=True, type=Path, help="folder of the run, for evaluations.jsonl and checkpoints"
+    )
+    parser.add_argument(
+        "--config-dir", action="append", default=[], help="folder of your own configuration files, in addition to conf/"
+    )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
     try:

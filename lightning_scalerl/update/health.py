@@ -99,7 +99,7 @@ class HealthWatch:
         # The defaults of `get` are within the bounds, for metrics without a full window.
         if means.get("train/entropy", self._health.entropy) < self._health.entropy:
             raise UnhealthyError(
-                f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats a token {period}, below "
+                f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats per token {period}, below "
                 f"{self._health.entropy:g} (health.entropy)"
             )
         if self._health.truncated <= means.get("train/truncated", -1.0):

@@ -227,7 +227,7 @@ class Judge:
             # A stored answer without a verdict under the current pattern is replaced.
             return stored if self._verdict(stored.text) is not None else self.answers.put(key, answer, replace=True)
         except OSError as error:
-            log.warning("judge: an answer is not in the cache and will be paid again (%s)", error_line(error))
+            log.warning("judge: an answer could not be cached and will be paid for again (%s)", error_line(error))
             return answer
 
     def _grade(self, key: str, answer: Answer | JudgeError, paid: bool) -> Grade | Exception:

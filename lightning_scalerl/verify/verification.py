@@ -233,7 +233,7 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
         ConfigurationError: a right completion does not pass, a wrong one passes, or a completion cannot be graded.
     """
     if not known:
-        return "verifier: not tried beforehand, for no completion is known to be right or wrong"
+        return "verifier: not tested before the first step, because no completion is known to be right or wrong"
     # Submit all before waiting for any, so that workers grade them in parallel.
     tickets = [verifiers.submit(completion.sample) for completion in known]
     for completion, ticket in zip(known, tickets, strict=True):
@@ -248,4 +248,7 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
             )
     right_count = sum(completion.right for completion in known)
     wrong_count = len(known) - right_count
-    return f"verifier: {right_count} completions known to be right and {wrong_count} known to be wrong were told apart"
+    return (
+        f"verifier: graded all test completions correctly ({right_count} known to be right, {wrong_count} known to be "
+        "wrong)"
+    )

@@ -509,7 +509,7 @@ def test_which_pairs_are_refused() -> None:
         ([GAE()], r"advantage: gae \(GAE\) needs values; choose critic=value_network"),
         ([ValueNetwork()], r"critic: value_network .* is not asked by advantage GroupAdvantage; choose advantage=gae"),
         ([GAE(), ValueNetwork(), BatchRewardNormalization()], r"BatchRewardNormalization .* advantage=gae \(GAE\)"),
-        ([FixedKL(where="reward")], r"kl\.where: 'reward' needs advantages a token \(advantage=gae\)"),
+        ([FixedKL(where="reward")], r"kl\.where: 'reward' needs advantages per token \(advantage=gae\)"),
     ):
         with pytest.raises(ConfigurationError, match=match) as caught:
             row(*choices, CISPO())

@@ -288,7 +288,7 @@ def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(
     ((checkpoint, why),) = [(each.checkpoint, each.why) for each in found.passed_over]
     assert checkpoint == newest.name and re.fullmatch(r"damaged: the checksum of archive/data/\d+ does not match", why)
     said = capfd.readouterr().err.splitlines()
-    assert said == [f"checkpoint {newest.name} is passed over, {why}; step-00000002.ckpt in its place"]
+    assert said == [f"checkpoint {newest.name} is skipped, {why}; using step-00000002.ckpt instead"]
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
     callbacks = [Evaluate(2, 2), RunLog(tmp_path, passed_over=found.passed_over), saves_in(tmp_path, 2)]
     trainer = Trainer(max_steps=4, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
@@ -345,7 +345,9 @@ def test_a_checkpoint_of_another_run_is_passed_over(
     assert [(each.checkpoint, each.why) for each in found.passed_over] == [
         ("step-00000006.ckpt", "of another run, def")
     ]
-    assert "step-00000006.ckpt is passed over, of another run, def; step-00000004.ckpt" in capfd.readouterr().err
+    assert (
+        "step-00000006.ckpt is skipped, of another run, def; using step-00000004.ckpt instead" in capfd.readouterr().err
+    )
     for run in ("def", None):
         newest = newest_checkpoint(directory, run=run)
         assert newest.path == directory / "step-00000006.ckpt" and newest.passed_over == ()
@@ -487,7 +489,7 @@ def test_two_members_are_told_apart_by_their_identities(
     capfd.readouterr()
     member("aa", "one by another name", tmp_path / "c", path)
     said = capfd.readouterr().err
-    assert f"warning: {tmp_path / 'c' / 'metrics.jsonl'} lacks steps 1 to 1: the checkpoint is newer than it;" in said
+    assert f"warning: {tmp_path / 'c' / 'metrics.jsonl'} lacks step 1, because the checkpoint is newer;" in said
     assert read_journal(tmp_path / "c").missing == "no records of step 1", "it begins there"
 
 
@@ -530,13 +532,13 @@ def test_going_on_with_other_code_is_said_and_written_down(
 ) -> None:
     first, second = facts("aaaa"), facts("bbbb", "2.14.0")
     trained_with(first, monkeypatch, tiny_model_path, tmp_path, 1)
-    assert "other code" not in capfd.readouterr().err
+    assert "changed code" not in capfd.readouterr().err
     assert read_journal(tmp_path).header["code"] == first
     trained_with(second, monkeypatch, tiny_model_path, tmp_path, 2)
-    warning = "from step 1 on with other code: commit aaaa -> bbbb, torch 2.13.0 -> 2.14.0"
+    warning = "from step 1 the run continues with changed code: commit aaaa -> bbbb, torch 2.13.0 -> 2.14.0"
     assert f"warning: {warning}" in capfd.readouterr().err.splitlines()
     trained_with(second, monkeypatch, tiny_model_path, tmp_path, 3)
-    assert "other code" not in capfd.readouterr().err, "the same as the steps before this one"
+    assert "changed code" not in capfd.readouterr().err, "the same as the steps before this one"
     assert [resume["code"] for resume in lines_of(tmp_path, "resume")] == [second, second]
     changes = read_journal(tmp_path).code_changes
     assert [(change.step, change.what) for change in changes] == [
@@ -567,7 +569,7 @@ def test_a_journal_of_an_earlier_version_goes_on_without_a_warning(
     entry = {key: value for key, value in json.loads(header).items() if key not in ("code", "crc")}
     (tmp_path / JOURNAL_FILE).write_text("\n".join([json.dumps(entry), *rest, ""]))
     trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 2, strict_code=True)
-    assert "other code" not in capfd.readouterr().err
+    assert "changed code" not in capfd.readouterr().err
     assert read_journal(tmp_path).code_changes == []
 
 

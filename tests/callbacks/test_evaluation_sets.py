@@ -235,7 +235,7 @@ def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
     rows = [{"prompt": kept.text, "answer": "?"}, {"prompt": "9+9=", "answer": "18"}]
     task = TaskWithEvaluationSets(trained, {"new": DatasetTask("columns", None, {"x": rows}, "exact_match")})
     assert list(task.train_prompts()) == [kept] and list(task.eval_sets()) == ["heldout", "new"]
-    assert "warning: 1 of 2 prompts of the set new are trained on" in task.notes()
+    assert "warning: 1 of 2 prompts of the held-out set new are training prompts" in task.notes()
     grader = task.grader()
     from lightning_scalerl.rollouts.grade import Sample
 

@@ -272,7 +272,7 @@ def turn_meta(folder: Path) -> None:
     ("harm", "said"),
     [
         (lose, "lacks __1_0.distcp, a part of its tensors"),
-        (cut, "holds a part of __1_0.distcp only"),
+        (cut, "holds only part of __1_0.distcp"),
         (turn, "in __0_0.distcp"),
         (turn_meta, "damaged"),
         (lambda folder: (folder / META).unlink(), f"a folder without {META}"),
@@ -288,7 +288,7 @@ def test_a_folder_that_is_not_whole_is_passed_over(
     assert newest_checkpoint(tmp_path).path == newer
     harm(newer)
     assert newest_checkpoint(tmp_path).path == older
-    assert said in str(unusable(newer)) and f"{newer.name} is passed over" in capsys.readouterr().err
+    assert said in str(unusable(newer)) and f"{newer.name} is skipped, " in capsys.readouterr().err
 
 
 @pytest.mark.slow

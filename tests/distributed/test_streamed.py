@@ -101,7 +101,7 @@ def test_of_a_hub_id_the_files_on_this_machine_are_read(tmp_path: Path, monkeypa
 def test_families_that_convert_weights_are_loaded_whole(family: str, tmp_path: Path) -> None:
     source = str(save(FAMILIES[family], tmp_path / "source"))
     model, why = empty_or_loaded_model(source, NoAdapter())
-    assert why == "its family converts weights as they are loaded" and not is_blank(model)
+    assert why == "its family converts weights while loading them" and not is_blank(model)
 
 
 def test_what_is_not_plain_is_loaded_whole(tiny_model_path: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -127,7 +127,7 @@ def test_what_is_not_plain_is_loaded_whole(tiny_model_path: str, tmp_path: Path,
     assert load_blank(str(source)) == "its folder holds no safetensors"
     kind = type(load_model(tiny_model_path)).__mro__[1]
     monkeypatch.setattr(kind, "_init_weights", lambda self, module: None)
-    assert load_blank(tiny_model_path) == "its family computes tables in a way of its own"
+    assert load_blank(tiny_model_path) == "its family computes its buffers in an unknown way"
 
 
 # --- a run --------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_where_it_is_asked_for_in_vain_the_model_is_loaded(tiny_model_path: str,
     module = fit(tiny_model_path, tmp_path / "asked", True, steps=2)
     assert not is_blank(module.policy)
     told = [line for line in module.began if "every rank reads the whole" in line]
-    assert len(told) == 1 and told[0].endswith('Trainer(strategy="fsdp2") alone shards it')
+    assert len(told) == 1 and told[0].endswith('because only Trainer(strategy="fsdp2") shards it')
     one, two = (read_journal(tmp_path / name) for name in ("plain", "asked"))
     assert one.deterministic() == two.deterministic()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
@@ -237,7 +237,7 @@ def test_where_it_is_asked_for_in_vain_the_model_is_loaded(tiny_model_path: str,
 
     for by_callback in (False, True):
         said = on_ranks(2, lambda rank, by_callback=by_callback: work(rank, by_callback))  # type: ignore[misc]
-        assert said == ["an adapter is put into it"] * 2
+        assert said == ["it gets an adapter"] * 2
 
 
 @pytest.mark.slow

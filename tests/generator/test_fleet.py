@@ -133,7 +133,7 @@ def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
         threads.started[0].die(status=None)
         submit(fleet)
         check(drained(fleet), 0)
-        assert "generator 0 closed its connection and did not end" in caplog.text
+        assert "generator 0 closed its connection but did not end" in caplog.text
 
 
 @pytest.mark.full
@@ -186,7 +186,7 @@ def test_one_that_cannot_start_says_why_at_once() -> None:
 
 @pytest.mark.slow
 def test_one_that_takes_too_long_to_start_is_given_up() -> None:
-    with pytest.raises(GeneratorLostError, match="said nothing for"):
+    with pytest.raises(GeneratorLostError, match="was silent for"):
         Fleet(SlowGenerator, Weights(Size()), {"slots": 1, "most_s": 0.1}, generators=1, silence_s=9, start_s=0.05)
 
 

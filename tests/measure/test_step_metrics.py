@@ -210,7 +210,7 @@ def test_each_rise_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
     assert [message.split(":")[0] for message in messages] == [f"step {place + 1}" for place in rises]
     assert "12% of the completions of the last 16 steps" in messages[0]
-    assert "(alarm from 10%)" in messages[0] and "context.max_new_tokens" in messages[0]
+    assert "(alarm at 10%)" in messages[0] and "context.max_new_tokens" in messages[0]
     assert not any("\n" in message for message in messages)
 
 

@@ -54,6 +54,6 @@ def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -
     assert warned.returncode == 0, warned.stderr[-2000:]
     resume = json.loads(next(line for line in (run_dir / JOURNAL_FILE).read_text().splitlines() if '"resume"' in line))
     what = f"uncommitted changes none -> {resume['code']['diff']}"
-    assert f"warning: from step 2 on with other code: {what}" in warned.stderr.splitlines()
+    assert f"warning: from step 2 the run continues with changed code: {what}" in warned.stderr.splitlines()
     assert [(change.step, change.what) for change in read_journal(run_dir).code_changes] == [(2, (what,))]
     assert resume["code"]["commit"] == launched["commit"] and resume["code"]["files"] != launched["files"]

@@ -334,7 +334,7 @@ def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING), pytest.raises(OSError, match="No space left") as caught:
         fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, callbacks=[Fills()])
     assert caught.value.__context__ is None
-    assert "does not say how the run ended" in caplog.text
+    assert "does not record how the run ended" in caplog.text
     view = read_journal(run_dir)
     assert (view.status, view.checkpoint_step) == ("running", 2)
     fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, resume=True)

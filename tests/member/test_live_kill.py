@@ -69,7 +69,7 @@ def test_a_generator_is_lost_and_the_run_goes_on(place: Place, how: signal.Signa
         assert process.wait(timeout=PATIENCE_S) == 0, place.said()
     check(run_of(place))
     assert not alive(first)
-    assert "it is started again" in place.said()
+    assert "it is restarted" in place.said()
 
 
 def test_the_trainer_is_killed_and_its_generators_end_and_the_same_command_goes_on(place: Place) -> None:

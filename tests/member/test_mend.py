@@ -110,7 +110,7 @@ def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
     assert max(each.name for each in (run_dir / "checkpoints").iterdir()) == f"step-{STEPS:08d}.ckpt"
     run_member(run_dir)
     why = "not recorded in metrics.jsonl" if begin < 0 else f"beyond step {begin}"
-    assert f"checkpoint step-{STEPS:08d}.ckpt is passed over, {why}" in capfd.readouterr().err
+    assert f"checkpoint step-{STEPS:08d}.ckpt is skipped, {why}" in capfd.readouterr().err
     (resume,) = entries(run_dir, "resume")
     assert resume["step"] == begin and f"step-{STEPS:08d}.ckpt" in str(resume["passed_over"])
     after = read_journal(run_dir)

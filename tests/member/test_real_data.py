@@ -448,7 +448,11 @@ tasks:
     ]  # fmt: skip
     done = scalerl("train", *words)
     assert done.returncode == 0, done.stderr
-    assert "6 of math, 6 of code" in done.stdout and "told apart" in done.stdout and "sandbox: " in done.stdout
+    assert (
+        "6 of math, 6 of code" in done.stdout
+        and "graded all test completions correctly" in done.stdout
+        and "sandbox: " in done.stdout
+    )
     (run_dir,) = (tmp_path / "out" / "runs").iterdir()
     for name in ("math", "code"):
         fitted = scalerl("fit", str(run_dir), "--metric", f"eval/{name}/pass_rate", "--json")

@@ -320,7 +320,9 @@ def test_a_model_with_an_adapter_is_trained_as_it_is(
     assert said["choices"]["adapter"] == {"choice": "NoAdapter"}
     assert said["model_adapter"]["targets"] == ["q_proj", "up_proj"] and said["model_adapter"]["scales"] == [2.0]
     assert module.hparams["model_adapter"]["ranks"] == [4]
-    assert module.began[0].startswith("adapter: the model came with one, which is trained: {'method': 'LoRA', 'ranks'")
+    assert module.began[0].startswith(
+        "adapter: the model already has one, which is trained: {'method': 'LoRA', 'ranks'"
+    )
     module.save_pretrained(tmp_path / "merged")
     module.save_pretrained(tmp_path / "adapter", adapter=True)
     trained = logits(module.policy.model)

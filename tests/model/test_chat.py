@@ -110,13 +110,18 @@ def test_what_rewards_do_not_see_is_said_at_the_start(tmp_path: Path, monkeypatc
         return rendering.notes(prompts)
 
     dropped, opened = said(Rendering(tokenizer(TEMPLATE), Chat(), stop_tokens=[1]), "2+2?", "3+3?")
-    assert "drops before rewards see a completion: <s>, <|user|>, <|assistant|>, <think>, </think>;" in dropped
-    assert "prompts that end in <think>: 2 of 2, for the chat template opens the thinking; a completion" in opened
+    assert dropped.startswith(
+        "special tokens that decoding removes before rewards see a completion: "
+        "<s>, <|user|>, <|assistant|>, <think>, </think>; a reward can find them only in"
+    )
+    assert (
+        "prompts that end in <think>: 2 of 2, because the chat template opens the thinking; their completions" in opened
+    )
     (dropped,) = said(Rendering(tokenizer(TEMPLATE, special_thinking=False), Chat(thinking=False), [1]), "2+2?")
     assert "think" not in dropped
     plain = Rendering(tokenizer(special_thinking=False), Chat(), stop_tokens=[0, 1, 2, 3])
     (opened,) = said(plain, "2+2?", "2+2? <think>\n")
-    assert opened.startswith("prompts that end in <think>: 1 of 2; a completion of theirs")
+    assert opened.startswith("prompts that end in <think>: 1 of 2; their completions begin inside the thinking")
     many = tokenizer()
     many.add_special_tokens(
         {"additional_special_tokens": [f"<|reserved_{number}|>" for number in range(300)] + ["<x>"]}
@@ -277,7 +282,7 @@ def test_prompts_beyond_their_budget_are_refused_or_dropped_and_counted() -> Non
     kept = fitting(sets, tokens, 5, "drop")
     assert [prompt.prompt_id for prompt in kept["training"].prompts] == ["p0", "p2"]
     assert (kept["training"].dropped, kept["held-out"].dropped) == (2, 0)
-    assert "2 longer ones left out" in kept["training"].describes("training")
+    assert "2 too long, left out" in kept["training"].describes("training")
     with pytest.raises(ConfigurationError, match="2 of 2 held-out prompts"):
         fitting({"held-out": heldout[0]}, {"held-out": heldout[1]}, 1, "drop")
     with pytest.raises(ConfigurationError, match=r"'p0' .* has no tokens"):

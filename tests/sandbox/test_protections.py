@@ -22,8 +22,8 @@ def test_lines_say_what_is_given(place: Place) -> None:
     lines = found.lines()
     assert len(lines) == 6
     assert lines[0].startswith("bubblewrap: missing") == (place.mode == "landlock")
-    assert ("a user of its own: missing, only root" in lines[3]) == (place.uid != 0)
-    assert lines[4] == "a scratch of bounded size: in memory"
+    assert ("separate user: missing, only root can assign one" in lines[3]) == (place.uid != 0)
+    assert lines[4] == "scratch directory of bounded size: in memory"
 
 
 def test_none_is_said_and_must_be_wanted() -> None:
@@ -47,7 +47,7 @@ def test_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protections.shutil, "which", lambda _: None)
     with pytest.raises(ConfigurationError, match="bwrap is not installed") as caught:
         check_protections(False)
-    assert "prctl: not here" in str(caught.value) and "switched off" in str(caught.value)
+    assert "prctl: not here" in str(caught.value) and "turned off" in str(caught.value)
     found = check_protections(True)
     assert found.walls.landlock == 0 and not found.walls.isolated
     assert "bubblewrap: missing, bwrap is not installed" in found.lines()

@@ -96,8 +96,9 @@ def test_in_processes_of_their_own(parts: dict[str, Task]) -> None:
     task = MixtureTask(parts)
     pool = VerifierPool(task.grader(), workers=1, timeout_s=60.0)
     try:
-        assert "5 completions known to be right and 5 known to be wrong" in check_verifiers(
-            pool, task.known(), lambda outcome: outcome.reward >= 1
+        assert (
+            check_verifiers(pool, task.known(), lambda outcome: outcome.reward >= 1)
+            == "verifier: graded all test completions correctly (5 known to be right, 5 known to be wrong)"
         )
     finally:
         pool.close()

@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written_later_costs_no_verdict(
     (tmp_path / "file").touch()
     with stand_in(by_content) as service:
         assert judge_at(service.url, cache=str(tmp_path / "file")).grade(sample("2")).reward == 1.0
-    assert "will be paid again" in caplog.text
+    assert "could not be cached and will be paid for again" in caplog.text
 
 
 def test_attempts_that_failed_are_paid_too() -> None:

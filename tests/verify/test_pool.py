@@ -307,8 +307,9 @@ def passes(outcome: Outcome) -> bool:
 
 @pytest.mark.slow
 def test_the_trial_tells_a_good_verifier_from_bad_ones(pool: VerifierPool) -> None:
-    assert "1 completions known to be right and 1 known to be wrong" in check_verifiers(
-        pool, known("is 1", "is 0"), passes
+    assert (
+        check_verifiers(pool, known("is 1", "is 0"), passes)
+        == "verifier: graded all test completions correctly (1 known to be right, 1 known to be wrong)"
     )
     for right, wrong, said in (
         ("is 0", "is 0", r"prompt 'a', a completion known to be right .*rewards it with 0"),
@@ -319,7 +320,7 @@ def test_the_trial_tells_a_good_verifier_from_bad_ones(pool: VerifierPool) -> No
     ):
         with pytest.raises(ConfigurationError, match=said):
             check_verifiers(pool, known(right, wrong), passes)
-    assert "not tried" in check_verifiers(pool, [], passes)
+    assert "not tested before the first step" in check_verifiers(pool, [], passes)
 
 
 def test_trusted_graders_need_no_process() -> None:

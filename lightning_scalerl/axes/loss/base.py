@@ -70,7 +70,7 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
     if not getattr(others["advantage"], "after_forward", False):
         return None
     return (
-        f"loss: {what}, and advantage=gae (GAE) gives advantages a token, which nobody has defined together; choose "
+        f"loss: {what}, and advantage=gae (GAE) gives advantages per token; no definition combines them; choose "
         "loss=ppo, or advantage=group"
     )
 

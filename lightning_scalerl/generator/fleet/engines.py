@@ -183,7 +183,7 @@ class Engines:
             elif engine.transport.closed_at is not None:
                 engine.ready = False  # no message can reach the engine
             elif silent_s > (self._settings.silence_s if engine.ready else self._settings.start_s):
-                self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
+                self._replace(engine, f"was silent for {silent_s:.0f} s", at_start)
 
     def _handle(self, engine: Engine, at_start: bool, name: str, *arguments: Any) -> None:
         """Handle one message of an engine; the `server` module lists the messages."""
@@ -216,7 +216,7 @@ class Engines:
         self._losses_in_a_row += 1
         if at_start or self._losses_in_a_row > MOST_LOSSES * len(self._all):
             raise GeneratorLostError(f"generator: {engine} {reason}{last_words}")
-        _log.warning("generator %s %s%s: it is started again", engine.name, reason, last_words)
+        _log.warning("generator %s %s%s: it is restarted", engine.name, reason, last_words)
         self._all[self._all.index(engine)] = self._start_engine(engine.number)
         self._listener.on_loss(engine)
 

@@ -87,7 +87,7 @@ class Child(Channel):
         if (status := self._process.poll()) is not None:
             return f"ended with status {status}"
         if self.closed_at is not None and time.monotonic() - self.closed_at >= EXIT_S:
-            return "closed its connection and did not end"
+            return "closed its connection but did not end"
         return None
 
     def last_words(self) -> str:

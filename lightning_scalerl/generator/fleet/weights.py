@@ -238,6 +238,10 @@ def _folder_for(size: int) -> Path | None:
         return None
     needed = 3.5 * size
     if shutil.disk_usage(SHARED_MEMORY).free < needed:
-        _log.warning("driver: %s has no %.1f GiB for weights; they go through files", SHARED_MEMORY, needed / 2**30)
+        _log.warning(
+            "driver: %s has less than %.1f GiB free for weights; they are sent through files",
+            SHARED_MEMORY,
+            needed / 2**30,
+        )
         return None
     return SHARED_MEMORY

@@ -81,7 +81,10 @@ def check_server(connection: Connection, precision: Precision, slots: int, capac
         raise ConfigurationError(connection.safe_line(f"generator: {address} {differences[0]}"))
     if server_slots < slots:
         _log.warning(
-            "generator: %s decodes %d rollouts together; of generator.slots=%d some wait", address, server_slots, slots
+            "generator: %s decodes at most %d rollouts at a time; the others of generator.slots=%d wait",
+            address,
+            server_slots,
+            slots,
         )
     return info
 

@@ -154,7 +154,7 @@ class VLLMServerGenerator(InFlight):
                 bucket_bytes=max(1, min(int(bucket_mib * 2**20), total)),
             )
             undo.callback(self._sender.close)
-            _log.info("generator: weights go to %s by %s", address, self._sender.method)
+            _log.info("generator: weights are sent to %s by %s", address, self._sender.method)
             self.publish(weights, 0)
             trial = ActiveRollout(self._insertions(GroupRequest(-1, (0,), 1, (0,), max_new_tokens=1), 0))
             check_answer(self._connection, self._body(self._name("trial"), trial, stream=False), 0)
@@ -372,7 +372,7 @@ class VLLMServerGenerator(InFlight):
         now = time.monotonic()
         silent_s = now - min(self._streams.heard_at, self._healthy)
         if silent_s > self._silence_s:
-            raise EngineLostError(f"generator: {self._connection.address} has said nothing for {silent_s:.0f} s")
+            raise EngineLostError(f"generator: {self._connection.address} was silent for {silent_s:.0f} s")
 
     # --- requests ----------------------------------------------------------------------------------------
 

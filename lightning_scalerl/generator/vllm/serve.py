@@ -403,24 +403,26 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve a model until the server ends: `python -m lightning_scalerl.generator.vllm.serve MODEL`."""
     parser = argparse.ArgumentParser(prog="python -m lightning_scalerl.generator.vllm.serve", description=__doc__)
-    parser.add_argument("model", help="folder or name of the model that is trained; its weights are not read")
+    parser.add_argument("model", help="folder or name of the trained model; its weights are not read")
     parser.add_argument("--max-tokens", type=int, required=True, help="context.max_prompt_tokens + max_new_tokens")
     parser.add_argument("--policy", choices=sorted(DTYPES), default="bf16", help="precision.policy of the run")
     parser.add_argument("--bf16-head", action="store_true", help="for precision.fp32_head_generator=false")
     parser.add_argument("--slots", type=int, default=256, help="generator.slots of the run")
     parser.add_argument("--cache-gib", type=float, default=4.0, help="memory for keys and values")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this node's")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0 for any")
-    parser.add_argument("--backend", choices=(BACKEND, "ipc", "nccl"), default=BACKEND, help="how weights arrive")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument("--gpus", metavar="0,1", help="numbers among the GPUs that it sees; default: all of them")
-    parser.add_argument("--sleep", action="store_true", help="let the run take the GPU's memory in turns")
-    parser.add_argument("--start-s", type=float, default=1800.0, help="seconds that it may take to answer")
-    parser.add_argument("--idle", type=float, metavar="SECONDS", help="end when no run has asked anything for so long")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses of this node")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     parser.add_argument(
-        "--announce", type=Path, metavar="PATH", help="file that tells runs where it answers (file:PATH)"
+        "--backend", choices=(BACKEND, "ipc", "nccl"), default=BACKEND, help="how weights are transferred"
     )
-    parser.add_argument("--print", action="store_true", help="print vLLM's own command and end")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="number of GPUs that share the model")
+    parser.add_argument("--gpus", metavar="0,1", help="indices of visible GPUs to use; default: all")
+    parser.add_argument("--sleep", action="store_true", help="let run and server use the GPU's memory in turns")
+    parser.add_argument("--start-s", type=float, default=1800.0, help="seconds that the server may take to start")
+    parser.add_argument("--idle", type=float, metavar="SECONDS", help="end after this time without a request")
+    parser.add_argument(
+        "--announce", type=Path, metavar="PATH", help="file in which runs find the server's address (file:PATH)"
+    )
+    parser.add_argument("--print", action="store_true", help="print vLLM's own command and exit")
     options = parser.parse_args(arguments)
     announcement = None if options.announce is None else Announcement(options.announce)
     try:

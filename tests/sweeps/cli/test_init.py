@@ -58,7 +58,7 @@ def test_it_runs_as_it_is(tmp_path: Path) -> None:
 
     scalerl("init", "mine", folder=tmp_path)
     said = scalerl("train", "--config-dir", ".", "recipe=mine", "budget.steps=4")
-    assert "verifier: 4 completions known to be right and 4 known to be wrong were told apart" in said
+    assert "verifier: graded all test completions correctly (4 known to be right, 4 known to be wrong)" in said
     (run,) = (tmp_path / "mine" / "outputs").glob("*/runs/*")
     view = read_journal(run)
     rates = [record.metrics["eval/test/pass_rate"] for record in view.of_kind("eval")]
