@@ -12,7 +12,7 @@ from sweeps.curve import UNNAMED, Array, Curve, make_curve, with_shared_scale
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, finite
 from sweeps.source.run_names import hidden_seed
-from sweeps.source.text import short
+from sweeps.source.text import File, short
 
 # Value of --metric that asks for one curve per evaluation set.
 ALL = "all"
@@ -178,11 +178,13 @@ class Collected:
     Args:
         request: the user's request.
         study: receives warnings and the mapping.
+        run_names: names of the runs of files whose own names are not distinct, by resolved path.
     """
 
-    def __init__(self, request: Request, study: LoadedStudy) -> None:
+    def __init__(self, request: Request, study: LoadedStudy, run_names: Mapping[Path, str] | None = None) -> None:
         self.request = request
         self.study = study
+        self._run_names = run_names or {}
         self.run_folders: dict[Path, Path] = {}  # by run: the trainer state that was read first
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
@@ -233,6 +235,10 @@ class Collected:
     def takes(self, logs: Sequence[Any]) -> bool:
         """Return whether this collector keeps whole logs, so that no points are chosen (as in `sweeps.source.raw`)."""
         return False
+
+    def run_name(self, file: File) -> str:
+        """Return the name of a file's run, with folders if another source of the study has the same name."""
+        return self._run_names.get(file.path.resolve(), file.run_name)
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
         """Return a seed label that is unique in the curve: the run's seed if known, else `run N`, the run's number."""

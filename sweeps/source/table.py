@@ -95,7 +95,7 @@ def read(file: File, into: Collected) -> None:
     if "sd" in column_of:
         sd, _ = strict_numbers(file, table, column_of["sd"], "it values, or another name")
         not_negative(file, table, column_of["sd"], sd)
-    recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [file.run_name] * table.count
+    recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [into.run_name(file)] * table.count
     seeds = table.label(column_of["seed"]) if "seed" in column_of else ["0"] * table.count
     factors = [table.label(name) for name in columns.factors]
     bases = table.label(column_of["baseline"]) if "baseline" in column_of else [""] * table.count
@@ -124,7 +124,7 @@ def read(file: File, into: Collected) -> None:
             rows = kept_rows[indices]
             run = ForeignRun(
                 where=str(path),
-                name=file.run_name if "recipe" not in column_of else recipe,
+                name=into.run_name(file) if "recipe" not in column_of else recipe,
                 labels=make_labels(
                     factor_values, recipe=recipe, seed=seed if "seed" in column_of else None, baseline=base or None
                 ),

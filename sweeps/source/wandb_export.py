@@ -140,7 +140,7 @@ def read(file: File, into: Collected) -> None:
     for label in labels:
         if label not in table.names and label not in pairs_in(file.run_name):
             raise UserError(f"{file.path}: no column {short(label)}; found {listed(table.names)}")
-    logs, stepless, run_column = logs_of_rows(table, file.run_name, step, labels)
+    logs, stepless, run_column = logs_of_rows(table, into.run_name(file), step, labels)
     notes = [f"step <- {step}"]
     if stepless:
         notes.append(f"rows without {step}: {stepless}")

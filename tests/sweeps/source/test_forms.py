@@ -153,3 +153,34 @@ def test_the_runs_of_a_table_are_listed_by_recipe_then_seed(tmp_path: Path) -> N
     runs = load([path]).foreign
     assert [(run.labels["recipe"], run.labels["seed"]) for run in runs] == [("a", "0"), ("a", "1"), ("b", "0")]
     assert runs[0].compute.tolist() == [1, 2] and runs[0].reward.tolist() == [0.1, 0.4]
+
+
+def test_tables_of_one_name_in_two_folders_are_two_recipes(tmp_path: Path) -> None:
+    """Merged into one recipe and one seed, two recipes would be fitted as one without a word."""
+
+    def recipes(*names: str, text: str = "compute,reward\n1,0.5\n2,0.6\n") -> dict[str, list[str]]:
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        study = load([tmp_path / name for name in names])
+        return {curve.recipe: sorted(set(curve.seed.tolist())) for curve in study.curves}
+
+    assert list(recipes("s/grpo/curve.csv", "s/dapo/curve.csv")) == ["dapo/curve", "grpo/curve"]
+    assert list(recipes("x/grpo/run/c.csv", "x/dapo/run/c.csv", "base.csv")) == ["base", "dapo/run/c", "grpo/run/c"]
+    assert recipes("grpo/curve-seed1.csv", "dapo/curve-seed1.csv", "grpo/curve-seed2.csv") == {
+        "dapo/curve": ["1"], "grpo/curve": ["1", "2"]
+    }  # fmt: skip
+    assert recipes("grpo/seed_0/curve.csv", "grpo/seed_1/curve.csv") == {"curve": ["0", "1"]}
+    assert list(recipes("curve.csv", "curve.tsv")) == ["curve.csv", "curve.tsv"]
+    for name in ("1", "2"):
+        (tmp_path / f"link{name}").mkdir()
+        (tmp_path / f"link{name}/data.csv").symlink_to(tmp_path / f"s/{'dapo' if name == '1' else 'grpo'}/curve.csv")
+    study = load([tmp_path / "link1/data.csv", tmp_path / "link2/data.csv"])
+    assert [curve.recipe for curve in study.curves] == ["link1/data", "link2/data"]
+    (tmp_path / "link.csv").symlink_to(tmp_path / "base.csv")
+    assert list(recipes("base.csv", "link.csv")) == ["base"]
+    assert list(recipes("s/grpo/train.log", "s/dapo/train.log", text="{'loss': 1, 'reward': 0.5}\n")) == [
+        "dapo/train", "grpo/train"
+    ]  # fmt: skip
+    with_recipes = recipes("s/a/t.csv", "s/b/t.csv", text="recipe,seed,compute,reward\nr,0,1,0.5\nr,1,2,0.6\n")
+    assert with_recipes == {"r": ["0", "1"]}
