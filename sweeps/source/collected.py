@@ -133,6 +133,7 @@ class CurvePoints:
         name: the label without factors.
         own_seeds: whether the source names seeds of the curve.
         names_run: whether `name` is the name of a run, because the source names no recipe.
+        plain_table: whether a table without seeds gave points; if it is the only run, its seed is `0`.
         ended: whether a run of the curve finished and cannot be continued.
         bounds: lowest and highest possible value of the metric; None if the source does not know them.
         origins: compute at which the points of each run begin (`Curve.origin`).
@@ -152,6 +153,7 @@ class CurvePoints:
     baseline: str | None = None
     own_seeds: bool = False
     names_run: bool = False
+    plain_table: bool = False
     ended: bool = False
     bounds: tuple[float, float] | None = None
     origins: list[float] = field(default_factory=list)
@@ -264,6 +266,8 @@ class Collected:
         for label in sorted(self._points):
             points = self._points[label]
             known = [value for value in points.sd if value is not None]
+            if points.plain_table and set(points.seed) == {f"{UNNAMED}0"}:
+                points.seed = ["0"] * len(points.seed)
             curve = make_curve(
                 recipe=label,
                 compute=points.compute,

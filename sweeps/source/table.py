@@ -96,7 +96,7 @@ def read(file: File, into: Collected) -> None:
         sd, _ = strict_numbers(file, table, column_of["sd"], "it values, or another name")
         not_negative(file, table, column_of["sd"], sd)
     recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [into.run_name(file)] * table.count
-    seeds = table.label(column_of["seed"]) if "seed" in column_of else ["0"] * table.count
+    seeds = table.label(column_of["seed"]) if "seed" in column_of else [""] * table.count
     factors = [table.label(name) for name in columns.factors]
     bases = table.label(column_of["baseline"]) if "baseline" in column_of else [""] * table.count
     if request.seed_from is not None:
@@ -106,6 +106,7 @@ def read(file: File, into: Collected) -> None:
             [named_seed or seed for (_, named_seed), seed in zip(split_labels, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
+    run_labels: dict[str, str] = {}  # of a table without seeds, which is one run of each of its recipes
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]
         if not len(kept_rows):
@@ -134,6 +135,11 @@ def read(file: File, into: Collected) -> None:
                 reward=reward[rows],
                 sd=None if sd is None else sd[rows],
             )
+            if not seed and "seed" not in column_of:
+                points.plain_table = True
+                if points.recipe not in run_labels:
+                    run_labels[points.recipe] = into.run_label(points, None)
+                seed = run_labels[points.recipe]
             into.add(points, seed, run)
     _warn_per_step(file, into, table, column_of, compute, [recipes, seeds, *factors])
     _warn_skipped(file, into, no_compute, no_reward, recipes)

@@ -184,3 +184,18 @@ def test_tables_of_one_name_in_two_folders_are_two_recipes(tmp_path: Path) -> No
     ]  # fmt: skip
     with_recipes = recipes("s/a/t.csv", "s/b/t.csv", text="recipe,seed,compute,reward\nr,0,1,0.5\nr,1,2,0.6\n")
     assert with_recipes == {"r": ["0", "1"]}
+
+
+def test_every_table_without_seeds_is_a_run_of_its_own(tmp_path: Path) -> None:
+    paths = [tmp_path / f"part{number}.csv" for number in range(3)]
+    for path, text in zip(paths, ("a,,1,0.5\na,b,2,0.6", "a,,1,0.4", "b,,1,0.4"), strict=True):
+        path.write_text(f"recipe,baseline,compute,reward\n{text}\n")
+    a, b = load(paths).curves
+    assert a.seed.tolist() == ["run 0", "run 0", "run 1"] and b.seed.tolist() == ["0"]
+    (a,) = load(paths[:2], seed_from=r"-s(\d+)").curves
+    assert sorted(set(a.seed.tolist())) == ["run 0", "run 1"]
+    (a,) = load(paths[:1]).curves
+    assert a.seed.tolist() == ["0", "0"]
+    (tmp_path / "seeds.csv").write_text("recipe,seed,compute,reward\na,0,1,0.3\n")
+    (a,) = load([tmp_path / "seeds.csv", paths[0]]).curves
+    assert a.seed.tolist() == ["0", "run 0", "run 0"]
