@@ -117,3 +117,23 @@ def not_negative(file: File, table: Table, name: str, values: Array) -> None:
             f"{file.path}: column {short(name)} is negative in {len(below)} rows, first at "
             f"{table.place(int(below[0]))} ({values[below[0]]:g}); it starts at 0"
         )
+
+
+def no_blank_labels(file: File, table: Table, name: str, labels: Sequence[str], skipped: NDArray[np.bool_]) -> None:
+    """Refuse blank recipes or seeds, which would become a recipe or a seed without a name.
+
+    Args:
+        file, table: the table.
+        name: the column.
+        labels: the label of each row.
+        skipped: mask of the rows that are not used.
+
+    Raises:
+        UserError: a row that is used has no label.
+    """
+    blank = np.flatnonzero(~skipped & np.array([not label for label in labels], dtype=bool))
+    if len(blank):
+        raise UserError(
+            f"{file.path}: column {short(name)} is blank in {len(blank)} of {len(labels)} rows, first at "
+            f"{table.place(int(blank[0]))}; fill them (of merged cells, only the first holds the text)"
+        )

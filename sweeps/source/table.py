@@ -18,7 +18,14 @@ from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.source.cells import numbers
 from sweeps.source.collected import ALL, Collected, ForeignRun, Request, make_labels
-from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.columns import (
+    check_columns,
+    column_named,
+    counter_named,
+    no_blank_labels,
+    not_negative,
+    strict_numbers,
+)
 from sweeps.source.frame import Table, group_rows, read_table, with_order
 from sweeps.source.log import looks_per_step
 from sweeps.source.run_names import pairs_in
@@ -69,7 +76,8 @@ def read(file: File, into: Collected) -> None:
     """Add the rows of a table, by recipe.
 
     Raises:
-        UserError: there are no rows, a column is missing or repeated, a cell is not a number, or compute is negative.
+        UserError: there are no rows, a column is missing or repeated, a cell is not a number, a recipe or
+            seed is blank, or compute is negative.
     """
     path, request = file.path, into.request
     try:
@@ -106,6 +114,10 @@ def read(file: File, into: Collected) -> None:
             [named_seed or seed for (_, named_seed), seed in zip(split_labels, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
+    for role in ("recipe", "seed"):
+        if role in column_of:
+            cells = recipes if role == "recipe" else seeds
+            no_blank_labels(file, table, column_of[role], cells, skipped)
     run_labels: dict[str, str] = {}  # of a table without seeds, which is one run of each of its recipes
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]

@@ -199,3 +199,29 @@ def test_every_table_without_seeds_is_a_run_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "seeds.csv").write_text("recipe,seed,compute,reward\na,0,1,0.3\n")
     (a,) = load([tmp_path / "seeds.csv", paths[0]]).curves
     assert a.seed.tolist() == ["0", "run 0", "run 0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "recipe,seed,compute,reward\na,0,1,0.5\n,0,2,0.6\n,0,3,1\n",
+            "recipe is blank in 2 of 3 rows, first at line 3",
+        ),
+        ("recipe,seed,compute,reward\na,0,1,0.5\na, ,2,0.6\n", "seed is blank in 1 of 2 rows, first at line 3"),
+        ("recipe,seed,compute,reward\na,0,1,0.5\n,,2,\n", ""),
+        ("run,_step,seed,acc\na,1,0,0.5\n,2,0,0.6\n", "run is blank in 1 of 2 rows, first at line 3"),
+        ("recipe,_step,acc\na,1,0.5\n,2,0.6\n", "recipe is blank in 1 of 2 rows, first at line 3"),
+        ("run,_step,seed,acc\na,1,0,0.5\na,2,,0.6\nb,1,,0.1\n", "seed is blank in 1 of 3 rows, first at line 3"),
+        ("run,_step,seed,acc\na,1,0,0.5\na,,,0.6\nb,1,,0.1\n", ""),
+    ],
+)
+def test_a_blank_recipe_or_seed_is_no_name(tmp_path: Path, text: str, error: str) -> None:
+    """Cells that a spreadsheet has merged are blank but for the first."""
+    (tmp_path / "t.csv").write_text(text)
+    metric = "acc" if "acc" in text else None
+    if not error:
+        assert load([tmp_path / "t.csv"], metric=metric).curves
+        return
+    with pytest.raises(UserError, match=f"t.csv: column {error}; fill them"):
+        load([tmp_path / "t.csv"], metric=metric)
