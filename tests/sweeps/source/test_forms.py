@@ -225,3 +225,25 @@ def test_a_blank_recipe_or_seed_is_no_name(tmp_path: Path, text: str, error: str
         return
     with pytest.raises(UserError, match=f"t.csv: column {error}; fill them"):
         load([tmp_path / "t.csv"], metric=metric)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_commas_that_may_separate_thousands_are_refused(tmp_path: Path, delimiter: str) -> None:
+    """Read as decimal commas, compute of 347, 1,043 and 2,086 would be 347, 1.043 and 2.086."""
+
+    def read(*compute: str) -> list[float]:
+        rows = ["other;recipe;reward;compute", *(f"{cell};a;0,{at}5;{cell}" for at, cell in enumerate(compute))]
+        (tmp_path / "t.csv").write_text("\n".join(rows).replace(";", delimiter))
+        compute_read: list[float] = load([tmp_path / "t.csv"]).curves[0].compute.tolist()
+        return compute_read
+
+    for compute in (("347", "1,043", "2,086"), ("1,043", "", "2,086"), ("1,043", "1,234,567", "2,086")):
+        with pytest.raises(UserError, match=r"t.csv: column compute has '1,043', whose comma .*; write 1043 or 1.043$"):
+            read(*compute)
+    assert read("0,348", "1,043", "2,086") == [0.348, 1.043, 2.086]
+    assert read("347,826", "1043,478", "2,086") == [2.086, 347.826, 1043.478]
+    assert read("1,5", "1,043", "2,086") == [1.043, 1.5, 2.086]
+    assert read("1,043", "2000", "2,086") == [1.043, 2.086, 2000]
+    assert read("1,043", "2") == [1.043, 2]
+    (tmp_path / "t.csv").write_text("other;recipe;reward;compute\n1,043;a;0,5;1\n2,086;a;0,6;2\n")
+    assert load([tmp_path / "t.csv"]).curves[0].compute.tolist() == [1, 2]  # a column that is not used
