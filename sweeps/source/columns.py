@@ -56,15 +56,24 @@ def counter_named(file: File, table: Table) -> str | None:
     return known[0] if known else next((name for name in steps if name is not None), None)
 
 
+def check_once(file: File, table: Table, names: Sequence[str]) -> None:
+    """Check that each of these columns occurs once.
+
+    Raises:
+        UserError: a column occurs twice.
+    """
+    repeated = sorted({name for name in names if table.names.count(name) > 1})
+    if repeated:
+        raise UserError(f"{file.path}: column {', '.join(map(short, repeated))} occurs more than once; rename one")
+
+
 def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
     """Check that each of these columns occurs once, and that every row is long enough for them.
 
     Raises:
         UserError: a column occurs twice, there are no rows, or a row has too few cells.
     """
-    repeated = sorted({name for name in names if table.names.count(name) > 1})
-    if repeated:
-        raise UserError(f"{file.path}: column {', '.join(map(short, repeated))} occurs more than once; rename one")
+    check_once(file, table, names)
     if not table.count:
         raise UserError(f"{file.path}: a header and no rows; give a file with points")
     last = max(names, key=table.names.index)

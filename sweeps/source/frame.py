@@ -119,6 +119,20 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
     return Table(names, load, torn)
 
 
+def table_of_rows(file: File, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Make a table from rows of text cells; missing cells are "", and cells beyond the header are ignored."""
+    width = len(names)
+
+    def load() -> DataFrame:
+        import pandas
+
+        return pandas.DataFrame(
+            [[*row[:width], *[""] * (width - len(row))] for row in rows], columns=range(width), dtype=object
+        )
+
+    return Table(list(names), load)
+
+
 def group_rows(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
     """Return the row numbers of each combination of labels, in order of first appearance."""
     import pandas

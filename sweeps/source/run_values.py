@@ -16,7 +16,8 @@ from pathlib import Path
 from sweeps.errors import UserError
 from sweeps.source.cells import number
 from sweeps.source.collected import Request
-from sweeps.source.frame import Table, read_table, table_of
+from sweeps.source.columns import check_once, column_named
+from sweeps.source.frame import Table, read_table, table_of_rows
 from sweeps.source.text import File
 
 # Default names of the columns, in the order in which they are tried.
@@ -79,10 +80,11 @@ def read_run_values(
         UserError: the file or a column cannot be read, or the value's name is that of a loss and `lower_is_better` is
             False.
     """
-    table = _table(path, tuple(name for name in (by, status) if name))
-    recipe_column = _column(path, table, "--by", by, RECIPES)
-    value_column = _column(path, table, "--y", y, VALUES)
-    status_column = _column(path, table, "--status", status, (STATUS,)) if status or table.named(STATUS) else None
+    file = File(path, "a table with a header line and one row per run")
+    table = _table(file, tuple(name for name in (by, status) if name))
+    recipe_column = _column(file, table, "--by", by, RECIPES)
+    value_column = _column(file, table, "--y", y, VALUES)
+    status_column = _column(file, table, "--status", status, (STATUS,)) if status or table.named(STATUS) else None
     if not lower_is_better and _LOSSES & set(re.split(r"[^a-z]+", value_column.casefold())):
         raise UserError(f"--y {value_column}: its name is that of a loss; add --lower-is-better, or rename the column")
     words = {word.strip().casefold() for word in failed}
@@ -110,31 +112,31 @@ def read_run_values(
     )
 
 
-def _table(path: Path, labels: tuple[str, ...]) -> Table:
+def _table(file: File, labels: tuple[str, ...]) -> Table:
     """Read the table; labels: columns to keep as text."""
-    file = File(path, "a table with a header line and one row per run")
     header = file.start.split(b"\n", 1)[0]
     if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
         # Loops write descriptions without quotes, so a quotation mark is an ordinary character.
         first_row, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
         header_names = [name.strip() for name in first_row]
-        return table_of([dict(zip(header_names, row, strict=False)) for row in rows])
+        return table_of_rows(file, header_names, rows)
     table = read_table(file, Request(by=None, factors=(*labels, *RECIPES, STATUS)))
     if table is None:
-        raise UserError(f"{path}: an empty file; give a table with a header line and one row per run")
+        raise UserError(f"{file.path}: an empty file; give a table with a header line and one row per run")
     return table
 
 
-def _column(path: Path, table: Table, option: str, name: str | None, defaults: Sequence[str]) -> str:
+def _column(file: File, table: Table, option: str, name: str | None, defaults: Sequence[str]) -> str:
     """Return the table's column for a role.
 
     Raises:
-        UserError: there is no such column, or no row.
+        UserError: there is no such column, several, or no row.
     """
+    if not table.count:
+        raise UserError(f"{file.path}: a header without rows; give one row per run")
     for candidate in (name,) if name else defaults:
-        if matching := table.named(candidate):
-            return matching[0]
-    if not table.names:
-        raise UserError(f"{path}: a header without rows; give one row per run")
+        if (column := column_named(file, table, candidate, option, exact=name is not None)) is not None:
+            check_once(file, table, [column])
+            return column
     candidate = name or " or ".join(defaults)
-    raise UserError(f"{path}: no column {candidate}; name it with {option}; found {', '.join(table.names)}")
+    raise UserError(f"{file.path}: no column {candidate}; name it with {option}; found {', '.join(table.names)}")

@@ -215,3 +215,28 @@ def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[s
     assert blocks
     for words, text in blocks:
         assert decide(capsys, *words.replace("examples/", f"{EXAMPLE.parent}/").split())[1].rstrip() == text
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_two_columns_of_one_name_are_refused_in_every_format(
+    delimiter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A TSV gave the last of them and a CSV the first, so one table had two verdicts."""
+
+    def decided(header: str, *words: str) -> tuple[int, str, str]:
+        rows = [header, "a,0.5,1", "a,0.51,2", "b,0.6,0.1", "b,0.61,0.11"]
+        (tmp_path / "t.txt").write_text("\n".join(rows).replace(",", delimiter))
+        return decide(capsys, "a", "b", "--from", tmp_path / "t.txt", *words)
+
+    code, _, err = decided("commit,reward,reward")
+    assert code == 1 and "t.txt: column reward occurs more than once; rename one" in err
+    code, _, err = decided("commit,reward,Reward")
+    assert code == 1 and "columns reward and Reward differ only in case; rename one, or choose with --y" in err
+    code, out, _ = decided("commit,reward,Reward", "--y", "reward", "--json")
+    assert code == 0 and json.loads(out)["verdict"] == KEEP
+    assert decided("commit,reward,note")[0] == 0
+    (tmp_path / "t.txt").write_text(f"commit{delimiter}reward\n")
+    assert (
+        "t.txt: a header without rows; give one row per run"
+        in decide(capsys, "a", "b", "--from", tmp_path / "t.txt")[2]
+    )
