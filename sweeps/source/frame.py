@@ -120,17 +120,23 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
 
 
 def table_of_rows(file: File, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table from rows of text cells; missing cells are "", and cells beyond the header are ignored."""
+    """Make a table from rows of text cells that no comma separates; decimal commas are read.
+
+    Missing cells are "", and cells beyond the header are ignored.
+    """
     width = len(names)
+    notes: list[str] = []
+    unclear: dict[int, str] = {}
 
     def load() -> DataFrame:
         import pandas
 
-        return pandas.DataFrame(
-            [[*row[:width], *[""] * (width - len(row))] for row in rows], columns=range(width), dtype=object
-        )
+        padded = [[*row[:width], *[""] * (width - len(row))] for row in rows]
+        frame = pandas.DataFrame(padded, columns=range(width), dtype=object)
+        _read_commas(file, names, frame, notes, unclear)
+        return frame
 
-    return Table(list(names), load)
+    return Table(list(names), load, notes=notes, unclear=unclear)
 
 
 def group_rows(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:

@@ -10,15 +10,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.source.cells import number
+from sweeps.source.cells import is_blank, number
 from sweeps.source.collected import Request
 from sweeps.source.columns import check_once, column_named
 from sweeps.source.frame import Table, read_table, table_of_rows
-from sweeps.source.text import File
+from sweeps.source.text import File, short
 
 # Default names of the columns, in the order in which they are tried.
 RECIPES = ("commit", "recipe")
@@ -78,7 +78,7 @@ def read_run_values(
 
     Raises:
         UserError: the file or a column cannot be read, or the value's name is that of a loss and `lower_is_better` is
-            False.
+            False, or a value is text and its run did not fail.
     """
     file = File(path, "a table with a header line and one row per run")
     table = _table(file, tuple(name for name in (by, status) if name))
@@ -89,8 +89,17 @@ def read_run_values(
         raise UserError(f"--y {value_column}: its name is that of a loss; add --lower-is-better, or rename the column")
     words = {word.strip().casefold() for word in failed}
     recipes = table.label(recipe_column)
-    values = [number(cell) for cell in table.column(value_column).tolist()]
+    cells = table.column(value_column).tolist()
+    values = [number(cell) for cell in cells]
     states = [word.casefold() for word in table.label(status_column)] if status_column else [""] * len(recipes)
+    for row, (cell, value, state) in enumerate(zip(cells, values, states, strict=True)):
+        text = str(cell).strip()
+        # A failure may be written in place of the value. Any other text would hide a value that could not be read.
+        if math.isnan(value) and not is_blank(cell) and not {state, text.casefold()} & words:
+            raise UserError(
+                f"{path}: column {short(value_column)} is not a number at {table.place(row)} ({short(text)!r}); "
+                "correct it, or leave the cell empty if the run failed"
+            )
     finished: dict[str, list[float]] = {}
     failures: Counter[str] = Counter()
     valueless = 0
@@ -117,9 +126,11 @@ def _table(file: File, labels: tuple[str, ...]) -> Table:
     header = file.start.split(b"\n", 1)[0]
     if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
         # Loops write descriptions without quotes, so a quotation mark is an ordinary character.
-        first_row, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
+        lines = [(at, line) for at, line in enumerate(file.text.splitlines(), start=1) if line.strip()]
+        first_row, *rows = [line.split("\t") for _, line in lines]
         header_names = [name.strip() for name in first_row]
-        return table_of_rows(file, header_names, rows)
+        table = table_of_rows(file, header_names, rows)
+        return replace(table, place=lambda row: f"line {lines[row + 1][0]}")
     table = read_table(file, Request(by=None, factors=(*labels, *RECIPES, STATUS)))
     if table is None:
         raise UserError(f"{file.path}: an empty file; give a table with a header line and one row per run")
