@@ -13,6 +13,7 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, finite
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import File, short
+from sweeps.terminal import counted
 
 # Value of --metric that asks for one curve per evaluation set.
 ALL = "all"
@@ -188,6 +189,7 @@ class Collected:
         self.study = study
         self._run_names = run_names or {}
         self.run_folders: dict[Path, Path] = {}  # by run: the trainer state that was read first
+        self._split_names: dict[str, bool] = {}  # names given to `split_seed`: whether the pattern matched
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
 
@@ -242,6 +244,12 @@ class Collected:
         """Return the name of a file's run, with folders if another source of the study has the same name."""
         return self._run_names.get(file.path.resolve(), file.run_name)
 
+    def split_seed(self, name: str) -> tuple[str, str | None]:
+        """Split a run's name as `Request.split_seed`, and note whether it had a seed."""
+        label, seed = self.request.split_seed(name)
+        self._split_names[name] = seed is not None
+        return label, seed
+
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
         """Return a seed label that is unique in the curve: the run's seed if known, else `run N`, the run's number."""
         known = self._runs.setdefault(points.recipe, [])
@@ -257,6 +265,12 @@ class Collected:
         """
         if self.request.seed_from is None:
             self._merge_seeds_in_names()
+        elif self._split_names and not any(self._split_names.values()):
+            self.study.warnings.append(
+                f"--seed-from {short(self.request.seed_from.pattern)!r} matches none of "
+                f"{counted(len(self._split_names), 'name')}, such as {short(next(iter(self._split_names)))!r}; correct "
+                "it, or leave it out to find seeds such as grpo-seed1"
+            )
         axes = sorted({points.axis for points in self._points.values()})
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")

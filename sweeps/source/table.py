@@ -108,7 +108,7 @@ def read(file: File, into: Collected) -> None:
     factors = [table.label(name) for name in columns.factors]
     bases = table.label(column_of["baseline"]) if "baseline" in column_of else [""] * table.count
     if request.seed_from is not None:
-        split_labels = [request.split_seed(recipe) for recipe in recipes]
+        split_labels = [into.split_seed(recipe) for recipe in recipes]
         recipes, seeds = (
             [label for label, _ in split_labels],
             [named_seed or seed for (_, named_seed), seed in zip(split_labels, seeds, strict=True)],
