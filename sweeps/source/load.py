@@ -137,7 +137,7 @@ def _distinct_names(paths: Sequence[Path], request: Request) -> dict[Path, str]:
     A name has as many folders as it takes: `grpo/curve` and `dapo/curve`. Seeds in names are ignored in the search for
     files that belong together, so that all seeds of a recipe get the same folders.
     """
-    groups: dict[str, dict[Path, str]] = {}
+    groups: dict[str, dict[Path, Path]] = {}
     for path in paths:
         file = File(path)
         if not file.is_named_by_folder:

@@ -129,8 +129,8 @@ def _table(file: File, labels: tuple[str, ...]) -> Table:
         lines = [(at, line) for at, line in enumerate(file.text.splitlines(), start=1) if line.strip()]
         first_row, *rows = [line.split("\t") for _, line in lines]
         header_names = [name.strip() for name in first_row]
-        table = table_of_rows(file, header_names, rows)
-        return replace(table, place=lambda row: f"line {lines[row + 1][0]}")
+        text_table = table_of_rows(file, header_names, rows)
+        return replace(text_table, place=lambda row: f"line {lines[row + 1][0]}")
     table = read_table(file, Request(by=None, factors=(*labels, *RECIPES, STATUS)))
     if table is None:
         raise UserError(f"{file.path}: an empty file; give a table with a header line and one row per run")
