@@ -220,6 +220,13 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         bad_seeds=bad_seeds,
         outlook_inputs=inputs,
     )
+    if window is None:
+        until = "" if options.max_compute is None else f" to {options.max_compute:.4g}"
+        reason = (
+            f"no point lies in the window from compute {options.min_compute or 0:.4g}{until}: compute ({curve.axis}) "
+            f"runs from {curve.compute.min():.4g} to {curve.compute.max():.4g}; change --min-compute or --max-compute"
+        )
+        return replace(empty, verdict="too_few_points", reason=reason)
     parameters = options.curve_family.shape + (options.asymptote is None) + fits_r0(options) + (points.seeds - 1)
     refusal = verdict.before_fit(
         points.compute[in_window], points.reward[in_window], points.seed[in_window], parameters

@@ -12,7 +12,8 @@ from sweeps.curve import UNNAMED, Array, Curve, make_curve, with_shared_scale
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, finite
 from sweeps.source.run_names import hidden_seed
-from sweeps.source.text import short
+from sweeps.source.text import File, short
+from sweeps.terminal import counted
 
 # Value of --metric that asks for one curve per evaluation set.
 ALL = "all"
@@ -133,6 +134,7 @@ class CurvePoints:
         name: the label without factors.
         own_seeds: whether the source names seeds of the curve.
         names_run: whether `name` is the name of a run, because the source names no recipe.
+        plain_table: whether a table without seeds gave points; if it is the only run, its seed is `0`.
         ended: whether a run of the curve finished and cannot be continued.
         bounds: lowest and highest possible value of the metric; None if the source does not know them.
         origins: compute at which the points of each run begin (`Curve.origin`).
@@ -152,6 +154,7 @@ class CurvePoints:
     baseline: str | None = None
     own_seeds: bool = False
     names_run: bool = False
+    plain_table: bool = False
     ended: bool = False
     bounds: tuple[float, float] | None = None
     origins: list[float] = field(default_factory=list)
@@ -178,12 +181,15 @@ class Collected:
     Args:
         request: the user's request.
         study: receives warnings and the mapping.
+        run_names: names of the runs of files whose own names are not distinct, by resolved path.
     """
 
-    def __init__(self, request: Request, study: LoadedStudy) -> None:
+    def __init__(self, request: Request, study: LoadedStudy, run_names: Mapping[Path, str] | None = None) -> None:
         self.request = request
         self.study = study
+        self._run_names = run_names or {}
         self.run_folders: dict[Path, Path] = {}  # by run: the trainer state that was read first
+        self._split_names: dict[str, bool] = {}  # names given to `split_seed`: whether the pattern matched
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
 
@@ -234,6 +240,16 @@ class Collected:
         """Return whether this collector keeps whole logs, so that no points are chosen (as in `sweeps.source.raw`)."""
         return False
 
+    def run_name(self, file: File) -> str:
+        """Return the name of a file's run, with folders if another source of the study has the same name."""
+        return self._run_names.get(file.path.resolve(), file.run_name)
+
+    def split_seed(self, name: str) -> tuple[str, str | None]:
+        """Split a run's name as `Request.split_seed`, and note whether it had a seed."""
+        label, seed = self.request.split_seed(name)
+        self._split_names[name] = seed is not None
+        return label, seed
+
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
         """Return a seed label that is unique in the curve: the run's seed if known, else `run N`, the run's number."""
         known = self._runs.setdefault(points.recipe, [])
@@ -249,6 +265,12 @@ class Collected:
         """
         if self.request.seed_from is None:
             self._merge_seeds_in_names()
+        elif self._split_names and not any(self._split_names.values()):
+            self.study.warnings.append(
+                f"--seed-from {short(self.request.seed_from.pattern)!r} matches none of "
+                f"{counted(len(self._split_names), 'name')}, such as {short(next(iter(self._split_names)))!r}; correct "
+                "it, or leave it out to find seeds such as grpo-seed1"
+            )
         axes = sorted({points.axis for points in self._points.values()})
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
@@ -258,6 +280,8 @@ class Collected:
         for label in sorted(self._points):
             points = self._points[label]
             known = [value for value in points.sd if value is not None]
+            if points.plain_table and set(points.seed) == {f"{UNNAMED}0"}:
+                points.seed = ["0"] * len(points.seed)
             curve = make_curve(
                 recipe=label,
                 compute=points.compute,

@@ -57,15 +57,24 @@ def counter_named(file: File, table: Table) -> str | None:
     return known[0] if known else next((name for name in steps if name is not None), None)
 
 
+def check_once(file: File, table: Table, names: Sequence[str]) -> None:
+    """Check that each of these columns occurs once.
+
+    Raises:
+        UserError: a column occurs twice.
+    """
+    repeated = sorted({name for name in names if table.names.count(name) > 1})
+    if repeated:
+        raise UserError(f"{file.path}: column {', '.join(map(short, repeated))} occurs more than once; rename one")
+
+
 def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
     """Check that each of these columns occurs once, and that every row is long enough for them.
 
     Raises:
         UserError: a column occurs twice, there are no rows, or a row has too few cells.
     """
-    repeated = sorted({name for name in names if table.names.count(name) > 1})
-    if repeated:
-        raise UserError(f"{file.path}: column {', '.join(map(short, repeated))} occurs more than once; rename one")
+    check_once(file, table, names)
     if not table.count:
         raise UserError(f"{file.path}: a header and no rows; give a file with points")
     last = max(names, key=table.names.index)
@@ -117,4 +126,24 @@ def not_negative(file: File, table: Table, name: str, values: Array) -> None:
         raise UserError(
             f"{file.path}: column {short(name)} is negative in {counted(len(below), 'row')}, first at "
             f"{table.place(int(below[0]))} ({values[below[0]]:g}); it starts at 0"
+        )
+
+
+def no_blank_labels(file: File, table: Table, name: str, labels: Sequence[str], skipped: NDArray[np.bool_]) -> None:
+    """Refuse blank recipes or seeds, which would become a recipe or a seed without a name.
+
+    Args:
+        file, table: the table.
+        name: the column.
+        labels: the label of each row.
+        skipped: mask of the rows that are not used.
+
+    Raises:
+        UserError: a row that is used has no label.
+    """
+    blank = np.flatnonzero(~skipped & np.array([not label for label in labels], dtype=bool))
+    if len(blank):
+        raise UserError(
+            f"{file.path}: column {short(name)} is blank in {len(blank)} of {len(labels)} rows, first at "
+            f"{table.place(int(blank[0]))}; fill them (of merged cells, only the first holds the text)"
         )

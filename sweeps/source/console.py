@@ -81,7 +81,7 @@ def read(file: File, into: Collected) -> None:
         notes += rename_notes
         names = list(dict.fromkeys(key for _, row in records for key in row))
     framework = vocabulary_of(names) or (TRL if "reward" in names else None)
-    log = Log(name=file.run_name, names=names, rows=len(rows), series=series_of_records(records))
+    log = Log(name=into.run_name(file), names=names, rows=len(rows), series=series_of_records(records))
     add_logs([log], NAME, str(file.path), into, framework, notes=notes)
 
 

@@ -41,7 +41,7 @@ def read(file: File, into: Collected) -> None:
     Raises:
         UserError: no scalars, no metric that can be the reward, or tensorboard is not installed.
     """
-    _add({file.run_name: [file.path]}, str(file.path), into, "the file's name")
+    _add({into.run_name(file): [file.path]}, str(file.path), into, "the file's name")
 
 
 def read_directory(directory: Path, files: list[Path], into: Collected) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.errors import UserError, require
-from sweeps.source.cells import is_empty, is_numeric, number
+from sweeps.source.cells import is_blank, is_empty, is_numeric, number
 from sweeps.source.collected import Request
 from sweeps.source.text import File, json_lines, short
 from sweeps.source.vocabulary import ORDER, RUN_COLUMNS
@@ -35,6 +35,9 @@ _LABELS = ("recipe", "seed", "baseline", *RUN_COLUMNS)
 _LONGEST_HEADER = 10_000_000
 # A whole number, or a number with a decimal comma.
 _DECIMAL_COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
+# A number whose commas may separate thousands, and a whole number that needs no such comma.
+_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(?:,\d{3})+\s*")
+_BELOW_1000 = re.compile(r"\s*[+-]?\d{1,3}\s*")
 _DELIMITER_NAMES = {"\t": "tabs", " ": "blanks"}
 
 
@@ -50,6 +53,8 @@ class Table:
         place: describes where a row (counted from 0) is in the file.
         narrow: returns the numbers of the rows that have fewer cells than a given number.
         notes: unusual ways of parsing (delimiter, decimal commas); complete only after the cells were loaded.
+        unclear: by column, the error about commas that may be decimal or separate thousands; complete only after the
+            cells were loaded.
     """
 
     names: list[str]
@@ -58,6 +63,7 @@ class Table:
     place: Callable[[int], str] = lambda row: f"row {row + 1}"
     narrow: Callable[[int], list[int]] = lambda width: []
     notes: list[str] = field(default_factory=list)
+    unclear: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def frame(self) -> DataFrame:
@@ -70,8 +76,15 @@ class Table:
         return len(self.frame)
 
     def column(self, name: str) -> Series[Any]:
-        """Return the cells of the first column with this name."""
-        return self.frame.iloc[:, self.names.index(name)]
+        """Return the cells of the first column with this name.
+
+        Raises:
+            UserError: its commas may be decimal commas, or separate thousands.
+        """
+        cells = self.frame.iloc[:, self.names.index(name)]
+        if (error := self.unclear.get(self.names.index(name))) is not None:
+            raise UserError(error)
+        return cells
 
     def named(self, wanted: str) -> list[str]:
         """Return the distinct column names that equal a name, ignoring case and outer blanks."""
@@ -80,7 +93,7 @@ class Table:
 
     def label(self, name: str) -> list[str]:
         """Return the cells of a column as text without outer blanks."""
-        cells = self.column(name).tolist()
+        cells = self.frame.iloc[:, self.names.index(name)].tolist()
         if not set(map(type, cells)) <= {str}:
             return [str(cell).strip() for cell in cells]
         stripped = {
@@ -90,7 +103,7 @@ class Table:
 
     def take(self, rows: NDArray[np.intp]) -> Table:
         """Select rows, which keep their numbers."""
-        return Table(self.names, lambda: self.frame.iloc[rows])
+        return Table(self.names, lambda: self.frame.iloc[rows], unclear=self.unclear)
 
 
 def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Table:
@@ -104,6 +117,26 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
         return pandas.DataFrame(dict(enumerate(columns)), index=range(len(records)), dtype=object)
 
     return Table(names, load, torn)
+
+
+def table_of_rows(file: File, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Make a table from rows of text cells that no comma separates; decimal commas are read.
+
+    Missing cells are "", and cells beyond the header are ignored.
+    """
+    width = len(names)
+    notes: list[str] = []
+    unclear: dict[int, str] = {}
+
+    def load() -> DataFrame:
+        import pandas
+
+        padded = [[*row[:width], *[""] * (width - len(row))] for row in rows]
+        frame = pandas.DataFrame(padded, columns=range(width), dtype=object)
+        _read_commas(file, names, frame, notes, unclear)
+        return frame
+
+    return Table(list(names), load, notes=notes, unclear=unclear)
 
 
 def group_rows(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
@@ -177,14 +210,15 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
         return None
     names, body = [name.strip() for name in header_rows[-1][1]], text[handle.tell() :]
     as_text = [column for column, name in enumerate(names) if name.casefold() in labels]
+    unclear: dict[int, str] = {}
 
     def load() -> DataFrame:
         try:
             frame = _cells(body, delimiter, len(names), as_text)
         except ValueError as error:  # the parser's own error is a ValueError
             raise _no_csv(file, error) from error
-        if delimiter != "," and (commas := _decimal_commas(frame)):
-            notes.append(f"decimal commas in {short(', '.join(names[column] for column in commas), 200)}")
+        if delimiter != ",":
+            _read_commas(file, names, frame, notes, unclear)
         return frame
 
     def records() -> Iterator[tuple[int, list[str]]]:
@@ -197,7 +231,7 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     def narrow(width: int) -> list[int]:
         return [row for row, (_, cells) in enumerate(records()) if len(cells) < width]
 
-    return Table(names, load, None, place, narrow, notes)
+    return Table(names, load, None, place, narrow, notes, unclear)
 
 
 def _no_csv(file: File, error: Exception) -> UserError:
@@ -281,8 +315,8 @@ def _is_odd(cells: Series[Any]) -> bool:
     return len(cells) > 0 and not isinstance(cells.iloc[0], str)
 
 
-def _decimal_commas(frame: DataFrame) -> list[int]:
-    """Replace decimal commas by points, in place; return the columns changed.
+def _read_commas(file: File, names: Sequence[str], frame: DataFrame, notes: list[str], unclear: dict[int, str]) -> None:
+    """Replace decimal commas by points, in place, with a note; add an error per column whose commas are unclear.
 
     A column that also has decimal points is left alone: its commas may separate thousands.
     """
@@ -293,9 +327,30 @@ def _decimal_commas(frame: DataFrame) -> list[int]:
             continue
         if any("." in cell and not math.isnan(number(cell.replace(",", ""))) for cell in cells):
             continue
+        if (example := _maybe_thousands(cells)) is not None:
+            whole, decimal = example.replace(",", ""), example.replace(",", ".", 1)
+            unclear[column] = (
+                f"{file.path}: column {short(names[column])} has {short(example)!r}, whose comma may be decimal or "
+                f"separate thousands; write {short(whole)} or {short(decimal)}"
+            )
+            continue
         changed_columns.append(column)
         frame[column] = [cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell for cell in cells]
-    return changed_columns
+    if changed_columns:
+        notes.append(f"decimal commas in {short(', '.join(names[column] for column in changed_columns), 200)}")
+
+
+def _maybe_thousands(cells: Sequence[str]) -> str | None:
+    """Return the first cell with a comma if the column can be one of whole numbers with separated thousands, else None.
+
+    A leading 0, other than three digits after a comma, or a whole number above 999 without a comma shows decimals. A
+    single cell with a comma says too little.
+    """
+    filled = [cell for cell in cells if not is_blank(cell)]
+    with_comma = [cell.strip() for cell in filled if "," in cell]
+    if len(with_comma) < 2 or not all((_THOUSANDS if "," in cell else _BELOW_1000).fullmatch(cell) for cell in filled):
+        return None
+    return with_comma[0]
 
 
 def _whole_lines(file: File) -> str:

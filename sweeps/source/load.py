@@ -28,8 +28,9 @@ from sweeps.source.collected import Collected, LoadedStudy, Request
 from sweeps.source.console import TABLE_ENDINGS
 from sweeps.source.places import Kind, Place
 from sweeps.source.readers import READERS
+from sweeps.source.run_names import hidden_seed
 from sweeps.source.table import NoTableError
-from sweeps.source.text import File
+from sweeps.source.text import File, encodable
 from sweeps.terminal import counted
 
 # Readers of text files, which the error about an unreadable file lists.
@@ -81,10 +82,12 @@ def load(
         bounds = check_bounds(bounds)
     run_dirs: list[Path] = []
     readings: list[_Reading] = []
+    files: list[Path] = []
     for source in sources:
         place = Place(source)
         place.check()
         run_dirs += place.runs
+        files += place.files
         readings += readings_of(place, _read)
     study = LoadedStudy()
     request = Request(
@@ -97,7 +100,7 @@ def load(
         bounds=bounds,
         lower_is_better=lower_is_better,
     )
-    into = Collected(request, study)
+    into = Collected(request, study, _distinct_names(files, request))
     known: set[str | Path] = set()
     for key, add in readings:
         if key in known:
@@ -126,6 +129,40 @@ def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
         listed = " ".join(f"{value:g}" for value in values)
         raise UserError(f"--bounds {listed}: must be two numbers, the lowest possible reward before the highest: 0 1")
     return float(values[0]), float(values[1])
+
+
+def _distinct_names(paths: Sequence[Path], request: Request) -> dict[Path, str]:
+    """Return names for files of the same name in different folders, by resolved path.
+
+    A name has as many folders as it takes: `grpo/curve` and `dapo/curve`. Seeds in names are ignored in the search for
+    files that belong together, so that all seeds of a recipe get the same folders.
+    """
+    groups: dict[str, dict[Path, Path]] = {}
+    for path in paths:
+        file = File(path)
+        if not file.is_named_by_folder:
+            hidden = hidden_seed(file.run_name)
+            rest = hidden[0] if hidden is not None else file.run_name
+            key = rest if request.seed_from is None else request.split_seed(file.run_name)[0]
+            # The path as given, because links may lead to files with meaningless names.
+            groups.setdefault(key, {}).setdefault(path.resolve(), path.absolute())
+    names: dict[Path, str] = {}
+    for group in groups.values():
+        if len({File(path).run_name for path in group.values()}) < len(group):
+            names.update(zip(group, _shortest_names(list(group.values())), strict=True))
+    return names
+
+
+def _shortest_names(paths: Sequence[Path]) -> list[str]:
+    """Return distinct names of files: the ends of their paths, all with the same number of folders."""
+    # Files in one folder differ in their endings only, as `grpo.csv` and `grpo.jsonl`.
+    for ends in ([File(path).stem for path in paths], [path.name for path in paths]):
+        parts = [[*path.parts[1:-1], end] for path, end in zip(paths, ends, strict=True)]
+        for count in range(1, max(map(len, parts)) + 1):
+            names = [encodable("/".join(part[-count:])) for part in parts]
+            if len(set(names)) == len(names):
+                return names
+    return [encodable(str(path)) for path in paths]
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:

@@ -314,7 +314,7 @@ def _add_reward(
             failed += 1
             continue
         recipe, factors = recipe_of(log, where, into)
-        recipe, seed_in_name = into.request.split_seed(recipe)
+        recipe, seed_in_name = into.split_seed(recipe)
         if reward.set:
             factors = {**factors, "set": reward.set}
         points = into.points(recipe, factors, compute.name, reward.name, where, log.label("baseline"))

@@ -10,14 +10,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.source.cells import number
+from sweeps.source.cells import is_blank, number
 from sweeps.source.collected import Request
-from sweeps.source.frame import Table, read_table, table_of
-from sweeps.source.text import File
+from sweeps.source.columns import check_once, column_named
+from sweeps.source.frame import Table, read_table, table_of_rows
+from sweeps.source.text import File, short
 
 # Default names of the columns, in the order in which they are tried.
 RECIPES = ("commit", "recipe")
@@ -77,18 +78,28 @@ def read_run_values(
 
     Raises:
         UserError: the file or a column cannot be read, or the value's name is that of a loss and `lower_is_better` is
-            False.
+            False, or a value is text and its run did not fail.
     """
-    table = _table(path, tuple(name for name in (by, status) if name))
-    recipe_column = _column(path, table, "--by", by, RECIPES)
-    value_column = _column(path, table, "--y", y, VALUES)
-    status_column = _column(path, table, "--status", status, (STATUS,)) if status or table.named(STATUS) else None
+    file = File(path, "a table with a header line and one row per run")
+    table = _table(file, tuple(name for name in (by, status) if name))
+    recipe_column = _column(file, table, "--by", by, RECIPES)
+    value_column = _column(file, table, "--y", y, VALUES)
+    status_column = _column(file, table, "--status", status, (STATUS,)) if status or table.named(STATUS) else None
     if not lower_is_better and _LOSSES & set(re.split(r"[^a-z]+", value_column.casefold())):
         raise UserError(f"--y {value_column}: its name is that of a loss; add --lower-is-better, or rename the column")
     words = {word.strip().casefold() for word in failed}
     recipes = table.label(recipe_column)
-    values = [number(cell) for cell in table.column(value_column).tolist()]
+    cells = table.column(value_column).tolist()
+    values = [number(cell) for cell in cells]
     states = [word.casefold() for word in table.label(status_column)] if status_column else [""] * len(recipes)
+    for row, (cell, value, state) in enumerate(zip(cells, values, states, strict=True)):
+        text = str(cell).strip()
+        # A failure may be written in place of the value. Any other text would hide a value that could not be read.
+        if math.isnan(value) and not is_blank(cell) and not {state, text.casefold()} & words:
+            raise UserError(
+                f"{path}: column {short(value_column)} is not a number at {table.place(row)} ({short(text)!r}); "
+                "correct it, or leave the cell empty if the run failed"
+            )
     finished: dict[str, list[float]] = {}
     failures: Counter[str] = Counter()
     valueless = 0
@@ -110,31 +121,33 @@ def read_run_values(
     )
 
 
-def _table(path: Path, labels: tuple[str, ...]) -> Table:
+def _table(file: File, labels: tuple[str, ...]) -> Table:
     """Read the table; labels: columns to keep as text."""
-    file = File(path, "a table with a header line and one row per run")
     header = file.start.split(b"\n", 1)[0]
     if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
         # Loops write descriptions without quotes, so a quotation mark is an ordinary character.
-        first_row, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
+        lines = [(at, line) for at, line in enumerate(file.text.splitlines(), start=1) if line.strip()]
+        first_row, *rows = [line.split("\t") for _, line in lines]
         header_names = [name.strip() for name in first_row]
-        return table_of([dict(zip(header_names, row, strict=False)) for row in rows])
+        text_table = table_of_rows(file, header_names, rows)
+        return replace(text_table, place=lambda row: f"line {lines[row + 1][0]}")
     table = read_table(file, Request(by=None, factors=(*labels, *RECIPES, STATUS)))
     if table is None:
-        raise UserError(f"{path}: an empty file; give a table with a header line and one row per run")
+        raise UserError(f"{file.path}: an empty file; give a table with a header line and one row per run")
     return table
 
 
-def _column(path: Path, table: Table, option: str, name: str | None, defaults: Sequence[str]) -> str:
+def _column(file: File, table: Table, option: str, name: str | None, defaults: Sequence[str]) -> str:
     """Return the table's column for a role.
 
     Raises:
-        UserError: there is no such column, or no row.
+        UserError: there is no such column, several, or no row.
     """
+    if not table.count:
+        raise UserError(f"{file.path}: a header without rows; give one row per run")
     for candidate in (name,) if name else defaults:
-        if matching := table.named(candidate):
-            return matching[0]
-    if not table.names:
-        raise UserError(f"{path}: a header without rows; give one row per run")
+        if (column := column_named(file, table, candidate, option, exact=name is not None)) is not None:
+            check_once(file, table, [column])
+            return column
     candidate = name or " or ".join(defaults)
-    raise UserError(f"{path}: no column {candidate}; name it with {option}; found {', '.join(table.names)}")
+    raise UserError(f"{file.path}: no column {candidate}; name it with {option}; found {', '.join(table.names)}")

@@ -18,7 +18,14 @@ from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.source.cells import numbers
 from sweeps.source.collected import ALL, Collected, ForeignRun, Request, make_labels
-from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.columns import (
+    check_columns,
+    column_named,
+    counter_named,
+    no_blank_labels,
+    not_negative,
+    strict_numbers,
+)
 from sweeps.source.frame import Table, group_rows, read_table, with_order
 from sweeps.source.log import looks_per_step
 from sweeps.source.run_names import pairs_in
@@ -69,7 +76,8 @@ def read(file: File, into: Collected) -> None:
     """Add the rows of a table, by recipe.
 
     Raises:
-        UserError: there are no rows, a column is missing or repeated, a cell is not a number, or compute is negative.
+        UserError: there are no rows, a column is missing or repeated, a cell is not a number, a recipe or
+            seed is blank, or compute is negative.
     """
     path, request = file.path, into.request
     try:
@@ -95,17 +103,22 @@ def read(file: File, into: Collected) -> None:
     if "sd" in column_of:
         sd, _ = strict_numbers(file, table, column_of["sd"], "it values, or another name")
         not_negative(file, table, column_of["sd"], sd)
-    recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [file.run_name] * table.count
-    seeds = table.label(column_of["seed"]) if "seed" in column_of else ["0"] * table.count
+    recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [into.run_name(file)] * table.count
+    seeds = table.label(column_of["seed"]) if "seed" in column_of else [""] * table.count
     factors = [table.label(name) for name in columns.factors]
     bases = table.label(column_of["baseline"]) if "baseline" in column_of else [""] * table.count
     if request.seed_from is not None:
-        split_labels = [request.split_seed(recipe) for recipe in recipes]
+        split_labels = [into.split_seed(recipe) for recipe in recipes]
         recipes, seeds = (
             [label for label, _ in split_labels],
             [named_seed or seed for (_, named_seed), seed in zip(split_labels, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
+    for role in ("recipe", "seed"):
+        if role in column_of:
+            cells = recipes if role == "recipe" else seeds
+            no_blank_labels(file, table, column_of[role], cells, skipped)
+    run_labels: dict[str, str] = {}  # of a table without seeds, which is one run of each of its recipes
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]
         if not len(kept_rows):
@@ -124,7 +137,7 @@ def read(file: File, into: Collected) -> None:
             rows = kept_rows[indices]
             run = ForeignRun(
                 where=str(path),
-                name=file.run_name if "recipe" not in column_of else recipe,
+                name=into.run_name(file) if "recipe" not in column_of else recipe,
                 labels=make_labels(
                     factor_values, recipe=recipe, seed=seed if "seed" in column_of else None, baseline=base or None
                 ),
@@ -134,6 +147,11 @@ def read(file: File, into: Collected) -> None:
                 reward=reward[rows],
                 sd=None if sd is None else sd[rows],
             )
+            if not seed and "seed" not in column_of:
+                points.plain_table = True
+                if points.recipe not in run_labels:
+                    run_labels[points.recipe] = into.run_label(points, None)
+                seed = run_labels[points.recipe]
             into.add(points, seed, run)
     _warn_per_step(file, into, table, column_of, compute, [recipes, seeds, *factors])
     _warn_skipped(file, into, no_compute, no_reward, recipes)

@@ -93,11 +93,21 @@ class File:
         return self.path.with_suffix("") if self.path.suffix.lower() in _UNPACK else self.path
 
     @property
+    def stem(self) -> str:
+        """The file's name without its endings."""
+        return self._unpacked.stem
+
+    @property
+    def is_named_by_folder(self) -> bool:
+        """Whether the files of all runs have this file's name, so that its directory names the run."""
+        return self.path.name in _FIXED_NAMES
+
+    @property
     def run_name(self) -> str:
         """Name of the file's run: the file's name, or its directory's if the files of all runs have the same name."""
-        if self.path.name in _FIXED_NAMES:
+        if self.is_named_by_folder:
             return encodable(run_of(self.run_folder))
-        return encodable(run_of(self.path.resolve().with_name(self._unpacked.stem)))
+        return encodable(run_of(self.path.resolve().with_name(self.stem)))
 
     @property
     def run_folder(self) -> Path:

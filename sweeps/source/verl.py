@@ -61,7 +61,7 @@ def read(file: File, into: Collected) -> None:
     console = file.start[:1] != b"{"
     records, rows, notes = _console(file) if console else _jsonl(file)
     names = list(dict.fromkeys(key for _, record in records for key in record))
-    log = Log(name=file.run_name, names=names, rows=rows, series=series_of_records(records))
+    log = Log(name=into.run_name(file), names=names, rows=rows, series=series_of_records(records))
     add_logs([log], CONSOLE if console else JSONL, str(file.path), into, VERL, notes=notes)
 
 

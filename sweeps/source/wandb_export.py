@@ -18,13 +18,13 @@ import numpy as np
 from sweeps.errors import UserError
 from sweeps.source.cells import numbers
 from sweeps.source.collected import ALL, Collected
-from sweeps.source.columns import is_index
+from sweeps.source.columns import is_index, no_blank_labels
 from sweeps.source.frame import Table, read_table
 from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of
 from sweeps.source.run_names import hidden_seed, labels_in, pairs_in
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import ORDER, step_column, vocabulary_of
+from sweeps.source.vocabulary import ORDER, RUN_COLUMNS, step_column, vocabulary_of
 
 CHART, HISTORY = "W&B chart export", "W&B history export"
 NAME = HISTORY
@@ -140,7 +140,8 @@ def read(file: File, into: Collected) -> None:
     for label in labels:
         if label not in table.names and label not in pairs_in(file.run_name):
             raise UserError(f"{file.path}: no column {short(label)}; found {listed(table.names)}")
-    logs, stepless, run_column = logs_of_rows(table, file.run_name, step, labels)
+    _check_labels(file, table, step)
+    logs, stepless, run_column = logs_of_rows(table, into.run_name(file), step, labels)
     notes = [f"step <- {step}"]
     if stepless:
         notes.append(f"rows without {step}: {stepless}")
@@ -149,6 +150,29 @@ def read(file: File, into: Collected) -> None:
     framework = vocabulary_of(table.names)
     reader = HISTORY if "_step" in table.names else f"{framework.project if framework else 'a'} log"
     add_logs(logs, reader, str(file.path), into, framework, run_column or "the file's name", step, notes)
+
+
+def _check_labels(file: File, table: Table, step: str) -> None:
+    """Refuse rows without a run's name, and runs of which only some rows have a recipe or a seed.
+
+    A recipe or seed that all rows of a run lack is unknown. If only some rows lack it, they would become a second run.
+
+    Raises:
+        UserError: a row that has a step lacks such a label.
+    """
+    stepless = np.isnan(numbers(table.column(step)))
+    run_column = next((name for name in RUN_COLUMNS if name in table.names), None)
+    runs = [""] * table.count if run_column is None else table.label(run_column)
+    if run_column is not None:
+        no_blank_labels(file, table, run_column, runs, stepless)
+    for name in ("recipe", "seed"):
+        if name in table.names:
+            labels = table.label(name)
+            labelled = {
+                run for run, label, skip in zip(runs, labels, stepless.tolist(), strict=True) if label and not skip
+            }
+            unlabelled = np.array([run not in labelled for run in runs], dtype=bool)
+            no_blank_labels(file, table, name, labels, stepless | unlabelled)
 
 
 def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> None:

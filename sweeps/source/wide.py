@@ -147,10 +147,10 @@ def read(file: File, into: Collected) -> None:
             )
             continue
         labels = labels_in(run)
-        name = f"{file.run_name}/{run}" if is_bare_seed(run) else run
+        name = f"{into.run_name(file)}/{run}" if is_bare_seed(run) else run
         log = Log(name=name, names=(), rows=table.count, series=_no_metrics, labels=tuple(labels), label=labels.get)
         recipe, factors = recipe_of(log, str(file.path), into)
-        recipe, named_seed = request.split_seed(recipe)
+        recipe, named_seed = into.split_seed(recipe)
         seed = labels.get("seed") or named_seed
         points = into.points(recipe, factors, axis, "reward", str(file.path), labels.get("baseline"))
         points.own_seeds |= seed is not None

@@ -657,6 +657,21 @@ def test_seeds_in_the_names_of_files_and_folders(tmp_path: Path) -> None:
     assert set(grpo.seed.tolist()) == {"0", "1", "1#2"} and grpo.baseline == "grpo"
 
 
+def test_a_pattern_that_matches_no_name_is_said(tmp_path: Path) -> None:
+    """It also switches off the search for seeds in names, so `grpo-seed1` and `grpo-seed2` stay two recipes."""
+    long = csv_file(tmp_path, "recipe,compute,reward\ngrpo-seed1,1,0.5\ngrpo-seed2,1,0.5\n", "long.csv")
+    wide = csv_file(tmp_path, "compute,grpo-seed1,grpo-seed2\n1,0.5,0.5\n2,0.6,0.6\n", "wide.csv")
+    log = csv_file(tmp_path, "run,_step,reward\ngrpo-seed1,1,0.5\ngrpo-seed2,1,0.5\n", "log.csv")
+    for source in (long, wide, log):
+        study = load([source], metric="reward" if source == log else None, seed_from=r"-s(\d+)")
+        assert len(study.curves) == 2 and study.warnings == [
+            r"--seed-from '-s(\\d+)' matches none of 2 names, such as 'grpo-seed1'; correct it, or leave it out to "
+            "find seeds such as grpo-seed1"
+        ]
+        study = load([source], metric="reward" if source == log else None, seed_from=r"-seed(\d+)")
+        assert len(study.curves) == 1 and not study.warnings
+
+
 @pytest.mark.parametrize("pattern", ["(", "seed", r"(a)(\d)"])
 def test_a_pattern_for_seeds_has_one_group(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "runs.csv").write_text("recipe,compute,reward\na,1,0.5\n")

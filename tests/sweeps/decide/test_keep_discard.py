@@ -218,3 +218,50 @@ def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[s
     assert blocks
     for words, text in blocks:
         assert decide(capsys, *words.replace("examples/", f"{EXAMPLE.parent}/").split())[1].rstrip() == text
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_two_columns_of_one_name_are_refused_in_every_format(
+    delimiter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A TSV gave the last of them and a CSV the first, so one table had two verdicts."""
+
+    def decided(header: str, *words: str) -> tuple[int, str, str]:
+        rows = [header, "a,0.5,1", "a,0.51,2", "b,0.6,0.1", "b,0.61,0.11"]
+        (tmp_path / "t.txt").write_text("\n".join(rows).replace(",", delimiter))
+        return decide(capsys, "a", "b", "--from", tmp_path / "t.txt", *words)
+
+    code, _, err = decided("commit,reward,reward")
+    assert code == 1 and "t.txt: column reward occurs more than once; rename one" in err
+    code, _, err = decided("commit,reward,Reward")
+    assert code == 1 and "columns reward and Reward differ only in case; rename one, or choose with --y" in err
+    code, out, _ = decided("commit,reward,Reward", "--y", "reward", "--json")
+    assert code == 0 and json.loads(out)["verdict"] == KEEP
+    assert decided("commit,reward,note")[0] == 0
+    (tmp_path / "t.txt").write_text(f"commit{delimiter}reward\n")
+    assert (
+        "t.txt: a header without rows; give one row per run"
+        in decide(capsys, "a", "b", "--from", tmp_path / "t.txt")[2]
+    )
+
+
+def test_decimal_commas_are_read_and_text_is_no_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text that is not a number counted as a failed run, so a table with decimal commas had no run that finished."""
+    table = tmp_path / "t.tsv"
+
+    def decided(*rows: str) -> tuple[int, str, str]:
+        table.write_text("\n".join(["commit\tval_bpb\tstatus", *(row.replace(" ", "\t") for row in rows)]))
+        return decide(capsys, "a", "b", "--from", table, "--lower-is-better", "--json")
+
+    code, out, _ = decided("a 1,0000 keep", "a 1,0100 keep", "a 0,9900 keep", "b 0,9000 keep", "b 0,91 keep")
+    assert code == 0 and [side["mean"] for side in json.loads(out)["recipes"]] == pytest.approx([1, 0.905])
+    code, out, _ = decided(
+        "a 1.0 keep", "a 1.01 keep", "b 0.9 keep", "b ??? crash", "b nan keep", "b oom -", "b inf keep"
+    )
+    assert code == 0 and [side["failed"] for side in json.loads(out)["recipes"]] == [0, 4]
+    code, _, err = decided("a 1.0 keep", "", "b 0.9x keep")
+    assert code == 1 and "t.tsv: column val_bpb is not a number at line 4 ('0.9x'); correct it, or leave the" in err
+    code, _, err = decided("a 1,043 keep", "a 2,086 keep", "b 347 keep")
+    assert code == 1 and "column val_bpb has '1,043', whose comma may be decimal or separate thousands" in err
+    table.write_text("commit,reward\na,0.5\nb,high\n")
+    assert "column reward is not a number at line 3 ('high')" in decide(capsys, "a", "b", "--from", table)[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -462,6 +463,14 @@ def test_empty_window_and_impossible_r0_are_one_line_errors() -> None:
         fit_curve(curve(), FitOptions(r0=0.3, min_compute=1e9))
     with pytest.raises(UserError, match="--r0 7"):
         fit_curve(curve(), FitOptions(r0=7.0))
+
+
+def test_a_window_with_nothing_but_the_first_evaluation_is_said_to_be_empty() -> None:
+    """The first evaluation of a run informs R0 also from before the window, so the fit has points all the same."""
+    said = r"no point lies in the window from compute 1e\+09{}: compute \(compute\) runs from 0 to 1.6e\+04; change --min-c"
+    for until, text in ((None, ""), (2e9, r" to 2e\+09")):
+        fit = fit_curve(curve(), FitOptions(min_compute=1e9, max_compute=until))
+        assert fit.verdict == "too_few_points" and re.match(said.format(text), fit.reason) and fit.window is None
 
 
 def test_a_few_points_that_lie_well_by_luck_are_not_identifiable() -> None:

@@ -153,3 +153,97 @@ def test_the_runs_of_a_table_are_listed_by_recipe_then_seed(tmp_path: Path) -> N
     runs = load([path]).foreign
     assert [(run.labels["recipe"], run.labels["seed"]) for run in runs] == [("a", "0"), ("a", "1"), ("b", "0")]
     assert runs[0].compute.tolist() == [1, 2] and runs[0].reward.tolist() == [0.1, 0.4]
+
+
+def test_tables_of_one_name_in_two_folders_are_two_recipes(tmp_path: Path) -> None:
+    """Merged into one recipe and one seed, two recipes would be fitted as one without a word."""
+
+    def recipes(*names: str, text: str = "compute,reward\n1,0.5\n2,0.6\n") -> dict[str, list[str]]:
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        study = load([tmp_path / name for name in names])
+        return {curve.recipe: sorted(set(curve.seed.tolist())) for curve in study.curves}
+
+    assert list(recipes("s/grpo/curve.csv", "s/dapo/curve.csv")) == ["dapo/curve", "grpo/curve"]
+    assert list(recipes("x/grpo/run/c.csv", "x/dapo/run/c.csv", "base.csv")) == ["base", "dapo/run/c", "grpo/run/c"]
+    assert recipes("grpo/curve-seed1.csv", "dapo/curve-seed1.csv", "grpo/curve-seed2.csv") == {
+        "dapo/curve": ["1"], "grpo/curve": ["1", "2"]
+    }  # fmt: skip
+    assert recipes("grpo/seed_0/curve.csv", "grpo/seed_1/curve.csv") == {"curve": ["0", "1"]}
+    assert list(recipes("curve.csv", "curve.tsv")) == ["curve.csv", "curve.tsv"]
+    for name in ("1", "2"):
+        (tmp_path / f"link{name}").mkdir()
+        (tmp_path / f"link{name}/data.csv").symlink_to(tmp_path / f"s/{'dapo' if name == '1' else 'grpo'}/curve.csv")
+    study = load([tmp_path / "link1/data.csv", tmp_path / "link2/data.csv"])
+    assert [curve.recipe for curve in study.curves] == ["link1/data", "link2/data"]
+    (tmp_path / "link.csv").symlink_to(tmp_path / "base.csv")
+    assert list(recipes("base.csv", "link.csv")) == ["base"]
+    assert list(recipes("s/grpo/train.log", "s/dapo/train.log", text="{'loss': 1, 'reward': 0.5}\n")) == [
+        "dapo/train", "grpo/train"
+    ]  # fmt: skip
+    with_recipes = recipes("s/a/t.csv", "s/b/t.csv", text="recipe,seed,compute,reward\nr,0,1,0.5\nr,1,2,0.6\n")
+    assert with_recipes == {"r": ["0", "1"]}
+
+
+def test_every_table_without_seeds_is_a_run_of_its_own(tmp_path: Path) -> None:
+    paths = [tmp_path / f"part{number}.csv" for number in range(3)]
+    for path, text in zip(paths, ("a,,1,0.5\na,b,2,0.6", "a,,1,0.4", "b,,1,0.4"), strict=True):
+        path.write_text(f"recipe,baseline,compute,reward\n{text}\n")
+    a, b = load(paths).curves
+    assert a.seed.tolist() == ["run 0", "run 0", "run 1"] and b.seed.tolist() == ["0"]
+    (a,) = load(paths[:2], seed_from=r"-s(\d+)").curves
+    assert sorted(set(a.seed.tolist())) == ["run 0", "run 1"]
+    (a,) = load(paths[:1]).curves
+    assert a.seed.tolist() == ["0", "0"]
+    (tmp_path / "seeds.csv").write_text("recipe,seed,compute,reward\na,0,1,0.3\n")
+    (a,) = load([tmp_path / "seeds.csv", paths[0]]).curves
+    assert a.seed.tolist() == ["0", "run 0", "run 0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "recipe,seed,compute,reward\na,0,1,0.5\n,0,2,0.6\n,0,3,1\n",
+            "recipe is blank in 2 of 3 rows, first at line 3",
+        ),
+        ("recipe,seed,compute,reward\na,0,1,0.5\na, ,2,0.6\n", "seed is blank in 1 of 2 rows, first at line 3"),
+        ("recipe,seed,compute,reward\na,0,1,0.5\n,,2,\n", ""),
+        ("run,_step,seed,acc\na,1,0,0.5\n,2,0,0.6\n", "run is blank in 1 of 2 rows, first at line 3"),
+        ("recipe,_step,acc\na,1,0.5\n,2,0.6\n", "recipe is blank in 1 of 2 rows, first at line 3"),
+        ("run,_step,seed,acc\na,1,0,0.5\na,2,,0.6\nb,1,,0.1\n", "seed is blank in 1 of 3 rows, first at line 3"),
+        ("run,_step,seed,acc\na,1,0,0.5\na,,,0.6\nb,1,,0.1\n", ""),
+    ],
+)
+def test_a_blank_recipe_or_seed_is_no_name(tmp_path: Path, text: str, error: str) -> None:
+    """Cells that a spreadsheet has merged are blank but for the first."""
+    (tmp_path / "t.csv").write_text(text)
+    metric = "acc" if "acc" in text else None
+    if not error:
+        assert load([tmp_path / "t.csv"], metric=metric).curves
+        return
+    with pytest.raises(UserError, match=f"t.csv: column {error}; fill them"):
+        load([tmp_path / "t.csv"], metric=metric)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_commas_that_may_separate_thousands_are_refused(tmp_path: Path, delimiter: str) -> None:
+    """Read as decimal commas, compute of 347, 1,043 and 2,086 would be 347, 1.043 and 2.086."""
+
+    def read(*compute: str) -> list[float]:
+        rows = ["other;recipe;reward;compute", *(f"{cell};a;0,{at}5;{cell}" for at, cell in enumerate(compute))]
+        (tmp_path / "t.csv").write_text("\n".join(rows).replace(";", delimiter))
+        compute_read: list[float] = load([tmp_path / "t.csv"]).curves[0].compute.tolist()
+        return compute_read
+
+    for compute in (("347", "1,043", "2,086"), ("1,043", "", "2,086"), ("1,043", "1,234,567", "2,086")):
+        with pytest.raises(UserError, match=r"t.csv: column compute has '1,043', whose comma .*; write 1043 or 1.043$"):
+            read(*compute)
+    assert read("0,348", "1,043", "2,086") == [0.348, 1.043, 2.086]
+    assert read("347,826", "1043,478", "2,086") == [2.086, 347.826, 1043.478]
+    assert read("1,5", "1,043", "2,086") == [1.043, 1.5, 2.086]
+    assert read("1,043", "2000", "2,086") == [1.043, 2.086, 2000]
+    assert read("1,043", "2") == [1.043, 2]
+    (tmp_path / "t.csv").write_text("other;recipe;reward;compute\n1,043;a;0,5;1\n2,086;a;0,6;2\n")
+    assert load([tmp_path / "t.csv"]).curves[0].compute.tolist() == [1, 2]  # a column that is not used
