@@ -85,7 +85,7 @@ FROM_TRL = {
 }
 # Removed keys, each with its neutral value and the advice in the error. The recorded overrides of old studies may still
 # set a removed key to its neutral value.
-REMOVED_KEYS = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
+REMOVED_KEYS = {"race.freed": ("nothing", "ask `scalerl plan` what saved compute is best spent on")}
 # Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
 _OTHER_STUDIES = ("command", "member")
 
@@ -426,7 +426,7 @@ def _choices_with(unknown: str, folders: Folders) -> list[str]:
 
 
 def _removed_key_message(key: str) -> str:
-    return f"{key}: the key was removed; leave it away, and {REMOVED_KEYS[key][1]}"
+    return f"{key}: the key was removed; leave it out, and {REMOVED_KEYS[key][1]}"
 
 
 def explain_other(error: Exception) -> str:

@@ -354,7 +354,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["variant=loss_dapoo"], "did you mean variant=loss_dapo?"),
                 ([*MULTIRUN, "variant=none,loss_dapoo"], "did you mean variant=loss_dapo?"),
                 (["accelerator=gpu"], DEVICE),
-                (["race.freed=plan"], "race.freed: the key was removed; leave it away, and ask `scalerl plan`"),
+                (["race.freed=plan"], "race.freed: the key was removed; leave it out, and ask `scalerl plan`"),
                 (["command=trl"], "command: another trainer's command is a file of yours"),
                 (["command.line=x"], "give --config-dir FOLDER --config-name NAME"),
                 # No truth value is a number, and no text.

@@ -477,7 +477,7 @@ def test_a_recipe_without_a_forecast_is_left_out_of_comparisons(
     for words, against in (([], "scalerl"), (["scalerl+loss=dapo"], "scalerl+loss=dapo")):
         assert cli.main(["compare", str(path), *words, "--json"]) == 0
         printed = capsys.readouterr()
-        rows = json.loads(printed.out)["rows"]
+        rows = json.loads(printed.out)["comparisons"]
         assert len(rows) == 3 and {row["other"] for row in rows} == {against}
         assert "warning: young: nothing can be read off it" in printed.err and "; left out\n" in printed.err
     assert cli.main(["compare", str(path), "young"]) == 1
