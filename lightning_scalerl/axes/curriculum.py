@@ -176,7 +176,8 @@ class ExponentialCurriculum(_PoolCurriculum):
 class StagedLength(Curriculum):
     """Short completions first: the token limit grows in stages up to `context.max_new_tokens`.
 
-    The points at which axis `length_control` interrupts thinking are scaled by the same share.
+    The points at which axis `length_control` interrupts thinking are scaled by the same share. A length penalty is not:
+    it acts on completions close to the whole limit, so in early stages often on none.
 
     Args:
         shares: the share of `context.max_new_tokens` in each stage, rising; the last is 1.

@@ -108,7 +108,7 @@ def _check_fit(trainer: Trainer) -> None:
             'overrides=["optimizer.clip_norm=..."] in its place'
         )
     # As an integer, 1 is one batch per epoch: Lightning would then end the epoch, and its callbacks, after one step.
-    limit = trainer.limit_train_batches  # type: ignore[attr-defined]
+    limit = trainer.limit_train_batches
     if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigurationError(f"limit_train_batches: {limit!r} has no meaning on a stream; use max_steps")
     if batches := trainer.overfit_batches:  # type: ignore[attr-defined]

@@ -448,6 +448,26 @@ class _Builder:
 
 
 def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
+    """Return warnings of what a run is likely not meant to do; nothing of it is an error."""
+    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder))
+
+
+def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
+    """Return a warning if the first stage of a curriculum is too short for the length penalty to act."""
+    from lightning_scalerl.axes.length_control import Penalty
+
+    control, limit = builder(spec.config, "length_control"), spec.config["context"]["max_new_tokens"]
+    first = builder(spec.config, "curriculum").max_new_tokens(limit, 0)
+    if not isinstance(control, Penalty) or first == limit or first > control.limit - control.buffer:
+        return ()
+    return (
+        f"warning: curriculum: completions of the first stage have at most {first} tokens, and length_control=penalty "
+        f"acts from {control.limit - control.buffer} tokens on: nothing is penalised before a later stage. A larger "
+        "thinking.penalty_buffer, or larger curriculum.shares",
+    )
+
+
+def _exhausted_pool(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     """Return a warning if the prompt pool may be exhausted within the budget, which would end the run early."""
     resampling, prompts = builder(spec.config, "resampling"), len(builder(spec.config, "task").train_prompts())
     batch = spec.config["batch"]

@@ -212,5 +212,20 @@ def test_a_pool_that_may_be_exhausted_is_warned_of_at_launch() -> None:
     assert [each.cautions for each in others] == [(), ()]
 
 
+def test_a_length_penalty_that_does_not_act_in_the_first_stage_is_warned_of() -> None:
+    staged = [*QUICK, "scale=tiny", "curriculum=staged_length", "budget.steps=1"]
+    lists = [
+        [*staged, "length_control=penalty"],
+        [*staged, "length_control=penalty", "thinking.penalty_buffer=12"],
+        staged,
+    ]
+    idle, acts, other = plan_members(lists)
+    (line,) = idle.cautions
+    assert line.startswith(
+        "warning: curriculum: completions of the first stage have at most 10 tokens, and length_control"
+    )
+    assert "acts from 16 tokens on" in line and acts.cautions == other.cautions == ()
+
+
 def test_infinity_is_composed_as_it_is() -> None:
     assert math.isinf(Composer().resolved(["optimizer.clip_norm=inf"])["optimizer"]["clip_norm"])

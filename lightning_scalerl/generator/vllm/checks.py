@@ -149,7 +149,8 @@ def check_answer(connection: Connection, body: dict[str, Any], version: int) -> 
         raise ConfigurationError(f"generator: {address} answers a request without {error}") from error
     if details is None:
         raise ConfigurationError(
-            f"generator: {address} does not report what its cache has saved; start it with --enable-prompt-tokens-details"
+            f"generator: {address} does not report what its cache has saved; start it with "
+            "--enable-prompt-tokens-details"
         )
     if labels != [str(version)] or not same_token:
         raise ConfigurationError(
