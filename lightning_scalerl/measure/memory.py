@@ -193,7 +193,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
                 policy, rows, *lengths, packed=recipe.batch.packed, vocabulary_parts=vocabulary_parts
             )
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise ConfigurationError(f"model: its memory cannot be foretold ({error_line(error)})") from error
+        raise ConfigurationError(f"model: its memory cannot be predicted ({error_line(error)})") from error
     sizes = (activations, cache, rows * length, length, sum(on_host), whole, partners)
     return MeasuredModel(parameters, trained, weights, body, layers, *sizes)
 

@@ -195,7 +195,7 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
     """
     if "scalerl" not in checkpoint:
         raise ConfigurationError(
-            "ckpt_path: this checkpoint holds no run to go on with; begin one with its weights: "
+            "ckpt_path: this checkpoint holds no run to continue; begin one with its weights: "
             "ScaleRL.load_from_checkpoint(path)"
         )
     saved_identity = checkpoint.get(IDENTITY)

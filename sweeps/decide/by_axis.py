@@ -1,7 +1,7 @@
 """Comparison of recipes on every compute axis: steps, tokens, device hours and cost.
 
 A recipe with longer answers, or with a stale policy, may gain more per step but less per hour. So recipes are compared
-at the largest compute that all have spent, on each compute axis that the source records.
+at the largest compute that all recipes reached, on each compute axis that the source records.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
 
 
 def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
-    """Return standard error, difference in reward and seeds of each pair, at the compute that all have spent."""
+    """Return standard error, difference in reward and seeds of each pair, at the compute that all recipes reached."""
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)

@@ -137,7 +137,7 @@ def common_reward(starts: Sequence[Array], ends: Sequence[Array]) -> float | Non
     """Return a reward that all recipes have passed, or None if the slowest recipe gained nothing.
 
     Args:
-        starts, ends: draws of each recipe's reward at compute 0 and at the largest compute that all have spent.
+        starts, ends: draws of each recipe's reward at compute 0 and at the largest compute that all recipes reached.
     """
     start = max(float(np.median(draws)) for draws in starts)
     end = min(float(np.median(draws)) for draws in ends)
