@@ -112,7 +112,7 @@ def _grade(
         tickets = []
         for group in groups:
             prompt = prompts[group["prompt_id"]]
-            samples = [_sample(prompt, rollout, group["step"]) for rollout in group["rollouts"]]
+            samples = [sample_of(prompt, rollout, group["step"]) for rollout in group["rollouts"]]
             bundles = [samples] if needs_group(grader, prompt) else [[sample] for sample in samples]
             tickets.append([ticket for bundle in bundles if bundle for ticket in submit_bundle(verifiers, bundle)])
         return [[verifiers.wait(ticket) for ticket in group_tickets] for group_tickets in tickets]
@@ -120,8 +120,8 @@ def _grade(
         verifiers.close()
 
 
-def _sample(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
-    """Return a stored rollout as the argument of a grader."""
+def sample_of(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
+    """Return a stored rollout as the argument of a grader, as in training (`Conversations.sample`)."""
     truncated = stored["finish_reason"] == "length"
     answer = stored.get("answer", stored["completion"])
     turns = tuple((source, text) for source, text in stored.get("turns", ()))

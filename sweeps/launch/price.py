@@ -98,7 +98,7 @@ def launch_of(
     """Return the size and estimated cost of a launch of these members.
 
     Args:
-        specs: members to launch.
+        specs: members to launch; duplicates, as of `seed=0,0`, count once.
         directory: their study's folder; the cost of a step is read from its runs unless `like` is given.
         like: folder of an earlier study or run from which to read the cost of a step; None for `directory`.
         rate: price of a device hour; None to leave money out.
@@ -109,6 +109,7 @@ def launch_of(
     """
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
+    specs = list({spec.run: spec for spec in specs}.values())
     progress = cache(_progress)  # cached: used for the remaining steps and for the cost per step
     # A branch takes its first steps from its parent.
     done = {spec.run: max(progress(directory / RUNS_DIR / spec.run)[1], spec.first_step) for spec in specs}

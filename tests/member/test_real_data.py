@@ -17,7 +17,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.noise import measure_noise
-from lightning_scalerl.member.rescore import rescore_run
+from lightning_scalerl.member.rescore import rescore_run, sample_of
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.rollouts.grade import Sample
@@ -466,3 +466,15 @@ tasks:
 def scalerl(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sweeps.cli.main", *words]
     return forked.run(command, timeout=300)
+
+
+def test_a_stored_conversation_is_graded_as_in_training() -> None:
+    """A reward function sees its turns, and of the tokens those of the last turn."""
+    stored = {
+        "completion": "4", "finish_reason": "stop", "ids": [5, 6, 7, 8], "conversation": {"starts": [0, 3]},
+        "turns": [["sampled", "2+2?"], ["environment", "try"], ["sampled", "4"]],
+    }  # fmt: skip
+    sample = sample_of(Prompt("p", "What?", "4"), stored, 2)
+    assert sample.turns == (("sampled", "2+2?"), ("environment", "try"), ("sampled", "4")) and sample.tokens == (8,)
+    plain = sample_of(Prompt("p", "What?", "4"), {"completion": "4", "finish_reason": "stop", "ids": [5, 6]}, 2)
+    assert plain.turns == () and plain.tokens == (5, 6)

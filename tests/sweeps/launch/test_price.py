@@ -77,6 +77,14 @@ def test_a_study_that_goes_on_is_foretold_by_itself_and_only_what_is_left_counts
     assert "200 steps, of which 160 are left" in found.sentences()[0]
 
 
+def test_a_member_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    """As `seed=0,0` gives it."""
+    ran(tmp_path, spec(0), 40, 4.0)
+    found = launch_of([spec(0), spec(0)], tmp_path)
+    assert (found.members, found.steps, found.left) == (1, 100, 60)
+    assert found.price is not None and found.price.hours == pytest.approx(6.0)
+
+
 def test_a_branch_costs_the_steps_after_its_parents(tmp_path: Path) -> None:
     ran(tmp_path, spec(0), 40, 4.0)
     branch = {"branch": {"run": "scalerl-0-8", "step": 30}}
