@@ -316,7 +316,7 @@ def test_a_row_of_another_kind_names_what_is_missing(format: str, tmp_path: Path
 @pytest.mark.parametrize("prompt", [3, [], ["Hello"], [{"role": "user"}], {"content": "Hello"}])
 def test_a_prompt_is_a_text_or_messages(prompt: object, tmp_path: Path) -> None:
     path = str(written([{"prompt": prompt, "answer": "4"}], tmp_path / "rows.jsonl"))
-    said = r"rows\.jsonl, row 0: prompt: .* must be a text or a list of messages"
+    said = r"rows\.jsonl, row 0: ValueError: prompt: .* must be a text or a list of messages"
     with pytest.raises(ConfigurationError, match=said):
         DatasetTask("columns", path, {"a": path}, "exact_match")
 
