@@ -99,7 +99,7 @@ class File:
 
     @property
     def is_named_by_folder(self) -> bool:
-        """Whether the files of all runs have this file's name, so that its directory names the run."""
+        """Return whether files of all runs have this name, so that the directory names the run."""
         return self.path.name in _FIXED_NAMES
 
     @property
