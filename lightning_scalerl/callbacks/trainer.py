@@ -107,14 +107,14 @@ def _check_fit(trainer: Trainer) -> None:
             f"gradient_clip_val: {trainer.gradient_clip_val!r} would clip beside the recipe's own; use "
             'overrides=["optimizer.clip_norm=..."] in its place'
         )
-    # As an integer, 1 is one batch per epoch: Lightning would then end the epoch, and its callbacks, after one step.
-    limit = trainer.limit_train_batches
-    if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise ConfigurationError(f"limit_train_batches: {limit!r} has no meaning on a stream; use max_steps")
     if batches := trainer.overfit_batches:  # type: ignore[attr-defined]
         raise ConfigurationError(
             f"overfit_batches: {batches!r} has no meaning on a stream; give a task with few prompts"
         )
+    # As an integer, 1 is one batch per epoch: Lightning would then end the epoch, and its callbacks, after one step.
+    limit = trainer.limit_train_batches
+    if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ConfigurationError(f"limit_train_batches: {limit!r} has no meaning on a stream; use max_steps")
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     evaluates = evaluation_of(trainer) is not None

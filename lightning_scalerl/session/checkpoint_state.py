@@ -130,7 +130,7 @@ def steps_of(checkpoint: Mapping[str, Any]) -> int:
 def identity_of(trainer: Any, run: Run, meaning: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the identity stored in checkpoints: the run's name in its study (if any), title, recipe, seed, choices.
 
-    The title is the label in the run's journal. With `meaning` (`Continuation.meaning`), also settings and task.
+    The title is the label in the run's journal. With `meaning` (`Continuation.meaning`), also settings and prompts.
     """
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
     logged = logs[0].identity if logs else {}
@@ -148,7 +148,7 @@ def identity_of(trainer: Any, run: Run, meaning: Mapping[str, Any] | None = None
 
 
 def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings and the digest of the task that decide what the run learns; empty without `meaning`."""
+    """Return the settings and the digest of the prompts that decide what the run learns; empty without `meaning`."""
     if meaning is None:
         return {}
     resolved = resolved_choices(run.recipe, run.choices)
@@ -158,7 +158,9 @@ def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in resolved.get(group, {}).items()
         if names is None or name in names
     }
-    return {**settings, "task": digest(meaning["task"])}
+    # Of the task only the prompts: after an error in a reward function, the run may continue with a corrected one.
+    _, prompts, _ = meaning["task"]
+    return {**settings, "prompts": digest(prompts)}
 
 
 def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -226,7 +228,7 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
 
 
 def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_path: Any) -> None:
-    """Refuse other settings or another task than those of the checkpoint's run, as a second fit of a module does.
+    """Refuse other settings or prompts than those of the checkpoint's run.
 
     Only settings that both have are compared: checkpoints of earlier versions lack some.
 
@@ -238,7 +240,7 @@ def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_
         return
     raise ConfigurationError(
         f"ckpt_path: {ckpt_path} does not fit this run, whose settings have changed: {'; '.join(changed[:4])}; give "
-        "the settings and task of its run, or begin another run with the weights: ScaleRL.load_from_checkpoint(path)"
+        "the settings and prompts of its run, or begin another run with the weights: ScaleRL.load_from_checkpoint(path)"
     )
 
 
@@ -249,7 +251,7 @@ def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
             yield from _differences(f"{key}.{name}", saved[name], now[name])
     # As JSON a tuple equals a list, which a checkpoint may have made of it.
     elif json.dumps(saved, default=str) != json.dumps(now, default=str):
-        yield key if key == "task" else f"{key} {saved!r}, now {now!r}"
+        yield key if key == "prompts" else f"{key} {saved!r}, now {now!r}"
 
 
 def _neutral() -> dict[str, str]:

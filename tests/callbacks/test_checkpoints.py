@@ -437,15 +437,15 @@ def test_a_script_does_not_go_on_from_another_run(
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
-        ({"task": CountingTask(prompts=7)}, "task"),
+        ({"task": CountingTask(prompts=7)}, "prompts"),
         ({"overrides": ["loss.max_ratio=9"]}, "loss.max_ratio .*, now 9"),
-        ({"overrides": ["batch.prompts=3"]}, "batch.prompts .*, now 3"),
+        ({"overrides": ["batch.prompts=5"]}, "batch.prompts 3, now 5"),
         ({"overrides": ["optimizer.lr=0.5"]}, "optimizer.lr .*, now 0.5"),
         ({"overrides": ["context.temperature=0.5"]}, "context.temperature 1.0, now 0.5"),
     ],
-    ids=["task", "choice", "batch", "learning rate", "temperature"],
+    ids=["prompts", "choice", "batch", "learning rate", "temperature"],
 )
-def test_a_script_does_not_go_on_with_other_settings_or_another_task(
+def test_a_script_does_not_go_on_with_other_settings_or_prompts(
     tiny_model_path: str, whole_run: Path, options: dict[str, Any], changed: str
 ) -> None:
     """Or completions of the old prompts would be trained on as those of the new ones."""
