@@ -118,7 +118,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 def _train_help() -> str:
     """Return Hydra's help of `scalerl train` up to its list of groups, which has pages of its own here."""
     template: str = loaded(CONF / "train.yaml")["hydra"]["help"]["template"]
-    return template.partition("configuration groups and their choices:")[0].strip()
+    return template.partition("configuration groups and their choices")[0].strip()
 
 
 def _paragraphs(text: str) -> list[str]:

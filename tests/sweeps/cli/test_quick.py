@@ -143,7 +143,7 @@ def test_the_help_of_training_is_quick_and_lists_the_users_choices(tmp_path: Pat
     )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (
-        "loss: cispo, clip_cov, dapo, dppo, gmpo, gspo, kl_cov, mine, ppo" in done.stdout
+        "loss: cispo, clip_cov, dapo, dapo_28, dppo, gmpo, gspo, kl_cov, mine, ppo" in done.stdout
         and "command/base: command" in done.stdout
     ), done.stderr
     assert "hydra/" not in done.stdout.partition("configuration groups and")[2]

@@ -375,8 +375,8 @@ def test_the_command_shows_first_and_removes_when_told(study: Path, capsys: pyte
     assert re.search(r"logs +4 +102 B +with --logs", out) is None and "with --logs" in out
     assert "cannot be continued with a larger budget" in out and "--keep 1" in out
     code, out, err = run(capsys, str(study), "--yes")
-    assert (code, err) == (0, "") and "Nothing was removed" not in out
-    assert re.search(r"^removed .*files", out, re.MULTILINE) and re.search(r"checkpoints +4 ", out)
+    assert (code, err) == (0, "") and "Nothing was deleted" not in out
+    assert re.search(r"^deleted .*files", out, re.MULTILINE) and re.search(r"checkpoints +4 ", out)
     assert not any("checkpoints" in name for name in contents(study) if of(study, True)[0].name in name)
     code, out, _ = run(capsys, str(study), "--logs", "--keep", "1")
     assert "cannot be continued" not in out
