@@ -342,7 +342,7 @@ def test_known_by_the_verifier(tmp_path: Path) -> None:
     assert all(
         (each.sample.completion == each.sample.prompt.answer) == each.right and each.sample.answer for each in known
     )
-    assert "4 completions known to be right" in check_verifiers(
+    assert "graded all test completions correctly (4 known to be right, 4 known to be wrong)" in check_verifiers(
         InlineVerifiers(task.grader()), known, lambda outcome: outcome.reward >= 1
     )
 
