@@ -476,7 +476,8 @@ def test_a_file_that_is_written_is_told_with_what_it_lacks(tmp_path: Path, capsy
     assert main(["translate", "recipe=scalerl", "--to", "prime-rl", "-o", str(file)]) == 0
     told = capsys.readouterr()
     settings = int(file.read_text().split("\n")[0].split(": ")[1].split()[0])
-    assert told.out == "" and told.err.startswith(f"{file}: {settings} settings of prime-rl; without a counterpart, as")
+    said = f"{file}: {settings} settings of prime-rl; without a counterpart (see its comments): "
+    assert told.out == "" and told.err.startswith(said)
     lacking = told.err.strip().rpartition(": ")[2].split(", ")
     assert lacking == [each.key for each in translate(["recipe=scalerl"], "prime-rl").missing] and len(lacking) > 1
 
