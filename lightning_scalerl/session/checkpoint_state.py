@@ -38,15 +38,17 @@ from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.state import TorchRandomState
 from sweeps.run.spec import digest
 
-# Settings that decide what a run learns, by group; None for all names of the group. A checkpoint's run keeps them.
+# Settings that decide what a run learns, by group; None for all names of the group. A checkpoint's run keeps them. Code
+# of the user (rewards, environments) is not among them, so that a run can continue after a fault in it was corrected.
 _LEARNT_FROM: Mapping[str, tuple[str, ...] | None] = {
     "choices": None,
     "optimizer": None,
     "reward": None,
     "context": None,
-    "environment": None,
     "batch": ("prompts", "completions"),
 }
+# A teacher's path may change: its weights are compared instead (`Models.restore_reference`).
+_BY_CONTENT = {"reference"}
 
 
 def save_state(
@@ -247,7 +249,7 @@ def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_
 def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
     """Yield a text for each difference between two values of a setting; names that only one has are left out."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for name in sorted(saved.keys() & now.keys()):
+        for name in sorted(saved.keys() & now.keys() - _BY_CONTENT):
             yield from _differences(f"{key}.{name}", saved[name], now[name])
     # As JSON a tuple equals a list, which a checkpoint may have made of it.
     elif json.dumps(saved, default=str) != json.dumps(now, default=str):

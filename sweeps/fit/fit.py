@@ -30,7 +30,6 @@ from sweeps.fit.pooling import POOLED_FROM, pooled_weights
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
-from sweeps.terminal import counted
 
 # With `robust`: number of rounds in which outliers are moved towards the line.
 _ROBUST_ROUNDS = 3
@@ -186,7 +185,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if not len(points.reward):
         if options.min_compute is None and options.max_compute is None:
             # Not an error: the run has only its evaluation at compute 0 so far.
-            at_start = counted(len(curve.reward), "evaluation")
+            at_start = f"{len(curve.reward)} evaluation{'s' * (len(curve.reward) != 1)}"
             reason = f"no evaluation above compute 0 yet; --r0 or the family leaves out {at_start} at compute 0"
             return replace(empty, verdict="too_few_points", reason=f"{reason}; continue the run")
         raise UserError(

@@ -17,7 +17,6 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.names import METHOD
-from sweeps.terminal import counted
 
 # Rounded, because linspace would give 0.6099999.
 A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
@@ -95,7 +94,7 @@ def fit_literal(
     )
     distinct = len(np.unique(compute))
     if distinct < _MIN_COMPUTES:
-        values = counted(distinct, "distinct compute value")
+        values = f"{distinct} distinct compute value{'s' * (distinct != 1)}"
         reason = f"A, B and C_mid cannot be fitted to {values}; evaluate more often or run longer"
         return replace(fit, verdict="too_few_points", reason=reason)
     if compute.max() < c_mid[0] or compute.min() > c_mid[-1]:

@@ -25,7 +25,6 @@ from sweeps.fit.constants import (
     P_FLAT,
     PLATEAU,
 )
-from sweeps.terminal import counted
 
 # The best value so far is the highest mean of this many consecutive evaluations.
 _SMOOTHED = 5
@@ -105,7 +104,7 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
     if most_computes < MIN_COMPUTES or len(compute) < parameters + 3:
         return Verdict(
             "too_few_points",
-            f"{parameters} parameters cannot be fitted to {counted(len(compute), 'point')} with at most "
+            f"{parameters} parameters cannot be fitted to {len(compute)} point{'s' * (len(compute) != 1)} with at most "
             f"{most_computes} distinct positive compute values in one run; evaluate more often or run longer (at least "
             f"{parameters + 3} points, and in one run {MIN_COMPUTES} distinct values of compute above 0)",
         )
