@@ -153,7 +153,7 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Check that the seed and the number of steps are whole numbers, 0 or more and 1 or more."""
+    """Check that the seed is a whole number of 0 or more, and the number of steps one of 1 or more."""
     seed = values.get("seed")
     try:
         is_whole = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed) and int(seed) >= 0
@@ -448,7 +448,7 @@ class _Builder:
 
 
 def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return warnings of what a run is likely not meant to do; nothing of it is an error."""
+    """Return warnings about settings that are valid but probably have an unwanted effect."""
     return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder))
 
 

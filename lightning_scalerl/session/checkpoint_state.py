@@ -36,7 +36,6 @@ from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
 from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.state import TorchRandomState
-from sweeps.run.spec import digest
 
 # Settings that decide what a run learns, by group; None for all names of the group. A checkpoint's run keeps them. Code
 # of the user (rewards, environments) is not among them, so that a run can continue after a fault in it was corrected.
@@ -162,7 +161,7 @@ def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
     }
     # Of the task only the prompts: after an error in a reward function, the run may continue with a corrected one.
     _, prompts, _ = meaning["task"]
-    return {**settings, "prompts": digest(prompts)}
+    return {**settings, "prompts": prompts}
 
 
 def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:

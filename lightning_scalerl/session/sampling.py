@@ -214,8 +214,8 @@ class Sampling:
         stop = tuple(stage.recipe.chat.stop)
         if quoted := [text for text in stop if text in length_control.phrase]:
             raise ConfigurationError(
-                f"chat.stop: {quoted[0]!r} is part of length_control.phrase, at which a completion would be cut off "
-                "when it is graded; choose another phrase or stop text"
+                f"chat.stop: {quoted[0]!r} is part of length_control.phrase, so graders would see a completion only "
+                "up to there; choose another phrase or stop text"
             )
         return SamplingSettings(
             max_prompt_tokens=context.max_prompt_tokens,

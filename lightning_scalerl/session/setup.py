@@ -39,6 +39,7 @@ from lightning_scalerl.session.placement import (
 from lightning_scalerl.session.sampling import Stage
 from lightning_scalerl.task.base import check_curriculum
 from lightning_scalerl.task.beside import TaskWithEvaluationSets
+from sweeps.run.spec import digest
 
 
 def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
@@ -148,7 +149,8 @@ def set_up_fit(
         ConfigurationError: settings, task or model are incompatible with each other or with the last fit's run.
     """
     check_curriculum(stage.task, stage.choices.curriculum)
-    prompts = [(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()]
+    # A digest: checkpoints store it too, and there may be many prompts.
+    prompts = digest([(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()])
     task = stage.task.trained if isinstance(stage.task, TaskWithEvaluationSets) else stage.task
     meaning = {**settings, "task": (type(task).__name__, prompts, task.identity())}
     resumes = continuation.resumes(meaning, steps)

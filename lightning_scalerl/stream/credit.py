@@ -98,8 +98,8 @@ def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
 def enters(group: Group, choices: Choices) -> bool:
     """Return whether a group carries credit: enough of its rollouts have a score, and the filter keeps it.
 
-    A filter by variance also keeps a group whose rewards are equal if the values that credit compares are not: with
-    credit by turn, rollouts of equal rewards can have got them in different turns.
+    A filter by variance also keeps a group with equal rewards if the values that axis `credit` compares differ. With
+    credit by turn, rollouts may receive equal rewards in different turns.
     """
     if not group.comparable:
         return False

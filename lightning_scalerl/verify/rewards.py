@@ -233,7 +233,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     if "score" not in result:
         raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, result))}")
     reward = numbers.pop("score", result["score"])
-    # A pass is a reward of 1 or more, here as everywhere: a fractional accuracy is none.
+    # As for rewards, only 1 or more is a pass, so a fractional accuracy is not.
     correct = float(result["acc"]) >= 1 if "acc" in result else None
     return Grade(reward, numbers, correct=correct, extra=texts)
 

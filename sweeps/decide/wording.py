@@ -139,12 +139,13 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
     """Return why a ranked recipe has its place; gap: the best A minus this recipe's A."""
     if recipe in standing.efficiencies and standing.shared_a is not None:
         first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
-        text = f"A within {standing.margin:g} of the best; "
+        within = f"A within {standing.margin:g} of the best"
+        text = f"{within}; "
         if recipe == first:
             # The leader is the most efficient of the recipes that are surely within the margin; others may need less.
             ratios = [ratio for other in standing.tied if (ratio := standing.ratio(other)) is not None]
             faster = any(ratio.value is not None and ratio.value < 1 for ratio in ratios)
-            return f"surely {text.removesuffix('; ')}" if faster else f"{text}least compute to {shared}"
+            return f"surely {within}" if faster else f"{text}least compute to {shared}"
         ratio = standing.ratio(recipe)
         if ratio is None:
             return f"{text}neither it nor {first} is known to reach {shared}"
