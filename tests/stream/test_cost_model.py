@@ -1,4 +1,4 @@
-"""The virtual cluster: which rates make sense, and what a step costs on it."""
+"""Tests of the virtual cluster's cost model: which rates are valid, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
 
-# Powers of ten, so that one can see in a sum what each has added.
+# Mostly powers of ten, so that each digit of a sum shows which rate contributed to it.
 RATES: dict[str, Any] = {
     "generator_devices": 1,
     "trainer_devices": 1,
@@ -98,7 +98,7 @@ def test_only_modes_that_drain_can_take_turns(colocated: bool, drains: bool) -> 
 @pytest.mark.parametrize(
     ("devices", "seconds"),
     [
-        # 10 rollouts attend to 20 tokens each, 0.1 + 20 * 0.01 s a rollout; 30 prompt tokens are 0.03 s.
+        # 10 rollouts attend to 20 tokens each: 0.1 + 20 * 0.01 s per rollout. 30 prompt tokens take 0.03 s.
         (1, 1 + 10 * 0.3 + 0.03),
         (2, 1 + 5 * 0.3 + 0.015),
         (3, 1 + 4 * 0.3 + 0.01),
@@ -115,12 +115,12 @@ def test_a_token_step_takes_as_long_as_its_fullest_device(devices: int, seconds:
 @pytest.mark.parametrize(
     ("devices", "partners", "seconds"),
     [
-        # An engine of 4 decodes what 4 would, with the weights read by parts: (1 + 10 * 0.3) / 4.
+        # Each device of an engine of 4 reads a quarter of the weights and does a quarter of the work.
         (4, 4, (1 + 10 * 0.3) / 4 + 0.5 + 0.0075),
         (8, 4, (1 + 5 * 0.3) / 4 + 0.5 + 0.03 / 8),
         (6, 2, (1 + 4 * 0.3) / 2 + 0.5 + 0.005),
         (64, 64, (1 + 10 * 0.3) / 64 + 0.5 + 0.03 / 64),
-        (64, 1, 1 + 0.3 + 0.03 / 64),  # nobody to exchange sums with
+        (64, 1, 1 + 0.3 + 0.03 / 64),  # engines of one device exchange nothing
     ],
 )
 def test_engines_of_several_devices_share_each_step(devices: int, partners: int, seconds: float) -> None:
@@ -143,7 +143,7 @@ def test_a_step_that_only_prefills() -> None:
 
 
 def batch_of() -> TrainBatch:
-    """Prompts of 4 and 6 tokens, two rollouts each, of 3, 5, 2 and 1 tokens; the 5 were truncated."""
+    """Two prompts of 4 and 6 tokens; their rollouts have 3 and 5, then 2 and 1 tokens. The one of 5 was truncated."""
     groups = [make_group([1.0, 0.0], number, prompt_length=length) for number, length in enumerate((4, 6))]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for rollout, size in zip(rollouts, (3, 5, 2, 1), strict=True):
@@ -155,7 +155,7 @@ def batch_of() -> TrainBatch:
 
 @pytest.mark.parametrize(("devices", "seconds"), [(1, 100 + 220), (2, 100 + 110), (16, 100 + 220 / 16)])
 def test_training_reads_prompts_and_credited_completions(devices: int, seconds: float) -> None:
-    """(4 + 3) + (6 + 2) + (6 + 1) tokens."""
+    """The trained tokens are (4 + 3) + (6 + 2) + (6 + 1) = 22; the truncated rollout is masked."""
     cluster = model(trainer_devices=devices, generator_devices=7)
     assert cluster.train_step_s(batch_of()) == pytest.approx(seconds)
 
@@ -168,7 +168,7 @@ def test_a_step_without_credit_costs_what_every_step_does() -> None:
     assert model(trainer_devices=3).train_step_s(batch) == 100
 
 
-# A rate of 1e-313 has no digits left to divide.
+# Without subnormal numbers: a rate of 1e-313 has no digits left to divide.
 rate = st.floats(0, 10, allow_subnormal=False)
 
 
@@ -189,7 +189,7 @@ def test_more_devices_are_never_slower(
     one = model(**rates)
     assert large.generator_step_s(work) <= small.generator_step_s(work) * (1 + 1e-12)
     assert large.train_step_s(batch) <= small.train_step_s(batch) * (1 + 1e-12)
-    # And n devices are at most n times as fast as one.
+    # n devices are at most n times as fast as one.
     assert small.generator_step_s(work) * few >= one.generator_step_s(work) * (1 - 1e-12)
     assert small.train_step_s(batch) * few >= one.train_step_s(batch) * (1 - 1e-12)
 
