@@ -115,11 +115,11 @@ class HeldVerifiers:
 
     def __init__(self) -> None:
         self.open = False
-        self.tickets: list[int] = []
+        self.submitted: list[int] = []
 
     def submit(self, sample: Sample) -> int:
-        self.tickets.append(len(self.tickets))
-        return self.tickets[-1]
+        self.submitted.append(len(self.submitted))
+        return self.submitted[-1]
 
     def wait(self, ticket: int) -> Outcome:
         raise AssertionError("the live driver must not wait for a grade")
@@ -127,7 +127,7 @@ class HeldVerifiers:
     def done(self) -> list[tuple[int, Outcome]]:
         if not self.open:
             return []
-        fresh, self.tickets = [ticket for ticket in self.tickets if ticket >= 0], [-1] * len(self.tickets)
+        fresh, self.submitted = [ticket for ticket in self.submitted if ticket >= 0], [-1] * len(self.submitted)
         return [(ticket, Outcome("score", float(ticket % 2))) for ticket in reversed(fresh)]
 
     def forget(self, tickets: Any) -> None:
@@ -147,7 +147,7 @@ def test_grading_neither_blocks_nor_orders_generation() -> None:
         most = GROUPS * (mode.max_staleness + 1) * SIZE
 
         def stop() -> bool:
-            return len(held.tickets) == most
+            return len(held.submitted) == most
 
         assert driver.next_batch(stop) is None, "without any grade, all groups that the mode allows are sampled"
         held.open = True
