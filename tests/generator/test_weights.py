@@ -95,7 +95,7 @@ def test_published_weights_give_the_same_samples_as_the_masters(precision: Preci
         head = precision.head_dtype(precision.fp32_head_generator)
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         assert tensors[name].dtype == head and ("lm_head.weight" in tensors) != tied
-        other_dtypes = {tensor.dtype for other, tensor in tensors.items() if other != name}
+        other_dtypes = {tensor.dtype for tensor_name, tensor in tensors.items() if tensor_name != name}
         assert other_dtypes == {precision.policy_dtype}
     finally:
         store.close()
