@@ -416,7 +416,7 @@ def test_a_subclass_of_our_choice_is_not_translated_as_our_choice(to: str) -> No
 
 
 def test_batches_are_counted_in_each_trainers_units() -> None:
-    """16 prompts of 8 completions, at most 48 rollouts per pass (TRL: the largest divisor), two phases of four steps."""
+    """16 prompts of 8, at most 48 rollouts per pass (TRL: the largest divisor), and two phases of four steps."""
     changes = ["aggregation=sample", "async_mode=ppo_off_policy", "async_mode.k=4", "budget.steps=8"]
     changes += ["batch.micro_batch=48", "evaluation.every_n_steps=4"]
     trl = translated("trl", *changes).settings

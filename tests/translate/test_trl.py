@@ -110,7 +110,7 @@ def test_the_standard_error_is_that_of_our_evaluation() -> None:
 
 
 def test_evaluations_after_the_last_checkpoint_are_logged_again(tmp_path: Path) -> None:
-    """Two of TRL's steps make one step of the recipe. A line cut off by a kill is dropped, and new lines do not continue it."""
+    """Two of TRL's steps make one step of the recipe. A line cut off by a kill is dropped."""
     journal = Journal(tmp_path, passes=2)
     for step in (0, 2, 4):
         journal.add(step=step, reward=0.5)
