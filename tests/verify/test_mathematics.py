@@ -461,9 +461,9 @@ def generated(count: int, seed: int) -> list[tuple[str, str]]:
 def check_generated(count: int, cpu_s: float) -> None:
     cases = generated(count, seed=11)
     outcomes = graded(Mathematics(cpu_s=cpu_s), cases)
-    for pair, outcome in zip(cases, outcomes, strict=True):
-        assert outcome.kind == "score" and outcome.reward in (0.0, 1.0), (pair, outcome)
-        assert outcome.parts["cpu_s"] < BOUND_S and outcome.parts["peak_mib"] < BOUND_MIB, (pair, outcome)
+    for drawn_pair, outcome in zip(cases, outcomes, strict=True):
+        assert outcome.kind == "score" and outcome.reward in (0.0, 1.0), (drawn_pair, outcome)
+        assert outcome.parts["cpu_s"] < BOUND_S and outcome.parts["peak_mib"] < BOUND_MIB, (drawn_pair, outcome)
     assert 0 < sum(outcome.reward for outcome in outcomes) < count / 2
 
 
