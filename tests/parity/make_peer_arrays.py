@@ -156,8 +156,8 @@ def make_before_update(trainer: list[list[float]]) -> dict[str, list[list[float]
     0.5, so that a clip at 0.2 has an effect.
 
     The seed was searched for. With and without forced tokens, rollouts with an advantage have weights below 0.5,
-    above 3 and in between. Each kind is a large enough part of the loss to show a bound. Ratios of whole sequences are on both
-    sides of all GSPO clips, and between them.
+    above 3 and in between. Each kind is a large enough part of the loss to show a bound. Ratios of whole
+    sequences are on both sides of all GSPO clips, and between them.
     """
     draw = random.Random(30845)
     spread = sum(map(len, trainer)) - len(trainer)
