@@ -54,7 +54,7 @@ def test_rollouts_reported_twice_are_returned_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("seed", every(20, range(20), pytest.mark.full))
 @pytest.mark.slow
-def test_random_delays_on_either_side(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_delays_on_both_sides(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token is older than the mode allows (`train` checks each batch), whichever engine sampled it."""
     Threads(monkeypatch)
     delays = random.Random(1000 + seed)

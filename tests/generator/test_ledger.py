@@ -74,7 +74,7 @@ class Engines(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def one_ends(self, data: st.DataObject) -> None:
-        """Finish a rollout on any engine that was ever sent it, even if lost or slow, twice, or of work set aside."""
+        """A rollout ends on any engine that it was sent to: lost, slow, for a second time, or for work set aside."""
         _, name, completions = data.draw(st.sampled_from(self.sent))
         self.ledger.record_finished(finished(name, data.draw(st.integers(0, completions - 1))))
 

@@ -53,7 +53,7 @@ def model(tiny_model_path: str) -> Any:
         (["1", "2", "3", "4"], 2, 3, r"3 engines of 2 devices need 6, and there are 4 \(1, 2, 3, 4\)"),
     ],
 )
-def test_devices_are_shared_between_engines_or_refused(
+def test_devices_are_divided_between_engines_or_refused(
     devices: list[str], partners: int, engines: int, expected: list[str] | str
 ) -> None:
     if isinstance(expected, str):
@@ -127,7 +127,7 @@ def test_gpus_are_selected_among_the_visible_ones(
 
 
 @pytest.mark.parametrize("gpus", ["", "2,3"])
-def test_a_step_gets_the_model_shape_and_its_gpus(
+def test_an_srun_step_gets_the_model_shape_and_its_gpus(
     gpus: str, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The fake srun records its arguments and the shape, and prints the address of its server."""
@@ -159,7 +159,7 @@ def test_a_step_gets_the_model_shape_and_its_gpus(
     assert shape["architectures"] == [type(model).__name__] and shape["hidden_size"] == model.config.hidden_size
 
 
-def test_a_step_that_ends_at_once_is_an_error_with_the_reason(
+def test_an_srun_step_that_ends_at_once_is_an_error_with_the_reason(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also if the step ends while its shape is still being written to its input."""

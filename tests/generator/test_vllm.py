@@ -377,7 +377,7 @@ def test_computed_tokens_are_counted_once(generator: Any, monkeypatch: pytest.Mo
     assert 8 * (prefill + decoded) - inside in [28 * prompts for prompts in (1, 2, 3, 4)]
 
 
-# --- engines of their own: the shared engine must run before these, because closing one engine ends all ---------
+# --- engines of their own: closing one engine ends all engines of the process -----------------------------------
 
 
 @pytest.mark.parametrize("family", every(3, FAMILIES, pytest.mark.full))

@@ -348,7 +348,7 @@ SLOW = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in BOMBS])
-def test_bombs(place: Place, name: str) -> None:
+def test_programs_that_use_too_much_of_a_resource_end(place: Place, name: str) -> None:
     source, limits, statuses = BOMBS[name]
     marker, print_folder = f"b{secrets.token_hex(6)}", "import os\nprint(os.getcwd(), flush=True)\n"
     set_name = f"import ctypes\nctypes.CDLL(None).prctl(15, {marker.encode()!r}, 0, 0, 0)\n"

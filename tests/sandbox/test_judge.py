@@ -107,7 +107,7 @@ FAKES: dict[str, tuple[str, bool]] = {
 
 
 @pytest.mark.parametrize("name", every(4, FAKES))
-def test_fakes_fail(place: Place, name: str) -> None:
+def test_programs_that_do_not_know_the_answer_fail(place: Place, name: str) -> None:
     program, fools_others = FAKES[name]
     marker = f"MARK{secrets.token_hex(8)}"
     tests = TESTS.format(marker=marker)
@@ -158,7 +158,7 @@ def test_programs_that_use_too_many_resources_fail(place: Place) -> None:
         assert time.monotonic() - began < 8
 
 
-def test_the_disk_is_not_filled(place: Place) -> None:
+def test_a_program_cannot_fill_the_disk(place: Place) -> None:
     program = "def f(x):\n    n = 0\n    while True:\n        n += 1\n        open(str(n), 'wb').write(bytes(1 << 20))"
     assert place.judge(program, "f(1)", file_mib=4).reason == "disk_limit"
 

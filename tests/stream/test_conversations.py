@@ -86,7 +86,7 @@ def waiting(*tokens: int, index: int = 0, room: int = 20) -> WaitingRollout:
     return WaitingRollout(0, index, rollout(*tokens), room, tokens.count(99))
 
 
-def test_a_turn_that_a_limit_ends_is_sent_once_more_after_a_resume_and_recorded_once() -> None:
+def test_a_turn_ended_by_a_limit_is_sent_again_after_a_resume_and_recorded_once() -> None:
     """Save a checkpoint after the environment answered the last turn and before it returned its reward."""
     pool = Pool()
     conversations = make_conversations(pool, turns=1)
@@ -133,7 +133,7 @@ def test_earlier_turns_are_replayed_after_a_resume() -> None:
     assert kind == "step" and turn == Turn("3", (Call("tool"),))
 
 
-def test_a_rollout_that_a_lost_engine_samples_again_begins_a_new_conversation() -> None:
+def test_a_rollout_sampled_again_begins_a_new_conversation() -> None:
     pool = Pool()
     conversations = make_conversations(pool, turns=3)
     conversations.start(waiting(1, 2))
@@ -152,7 +152,7 @@ def test_a_rollout_that_a_lost_engine_samples_again_begins_a_new_conversation() 
 
 
 @pytest.mark.parametrize(("replayable", "kind"), [(True, "end"), (False, "restart")])
-def test_a_conversation_that_cannot_be_replayed(replayable: bool, kind: str) -> None:
+def test_a_failed_replay_ends_the_conversation_or_restarts_it(replayable: bool, kind: str) -> None:
     pool = Pool()
     conversations = make_conversations(pool, turns=3, replayable=replayable)
     conversations.start(waiting(1, 2))
@@ -170,7 +170,7 @@ def test_an_observation_without_room_is_not_inserted() -> None:
     assert replies == {(0, 0): Reply("end", truncated=True)}
 
 
-def test_conversations_take_turns_with_the_processes() -> None:
+def test_conversations_share_processes() -> None:
     """With one process and two conversations, the first loses its process and is replayed at its next turn."""
     pool = Pool()
     conversations = make_conversations(pool, turns=3)

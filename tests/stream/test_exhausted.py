@@ -40,7 +40,7 @@ def test_a_run_whose_prompts_are_all_retired_is_finished(tiny_model_path: str, t
     assert resumed_view.deterministic() == view.deterministic() and resumed_view.reason == view.reason
 
 
-def test_a_trainer_that_does_not_stop_for_it_fails(tiny_model_path: str) -> None:
+def test_an_exhausted_pool_is_an_error_if_the_trainer_must_continue(tiny_model_path: str) -> None:
     with pytest.raises(PoolExhaustedError, match="all 8 prompts"):
         fit(tiny_model_path, steps=STEPS, overrides=RUNS_DRY, min_steps=STEPS)
 
@@ -55,7 +55,7 @@ class Fading(CountingTask):
         return super().reward(prompt, completion) if self.left > 0 else 1.0
 
 
-def test_a_filter_that_no_group_passes_any_more_ends_the_run_too(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_filter_that_drops_every_group_ends_the_run(tiny_model_path: str, tmp_path: Path) -> None:
     fit(
         tiny_model_path,
         tmp_path,

@@ -102,7 +102,7 @@ def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(20))
-def test_delays_on_either_side(seed: int) -> None:
+def test_random_delays_on_both_sides(seed: int) -> None:
     delays = random.Random(seed)
     mode = delays.choice([OnPolicy(), PPOOffPolicy(3), Pipeline(1), Pipeline(2), Pipeline(5)])
     sizes = {"generators": delays.randint(1, 3), "slots": delays.randint(1, 6)}
@@ -157,7 +157,7 @@ def test_grading_neither_blocks_nor_orders_generation() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", every(2, [signal.SIGKILL, signal.SIGSTOP], pytest.mark.full))
 @pytest.mark.parametrize("generators", every(2, [2, 1], pytest.mark.full))
-def test_a_generator_that_is_lost_costs_its_share(how: signal.Signals, generators: int) -> None:
+def test_a_lost_generator_is_replaced_and_no_group_is_lost(how: signal.Signals, generators: int) -> None:
     with closing(live(Pipeline(2), generators=generators, silence_s=5.0)) as driver:
         batches = train(driver, 3)
         before = driver.generator.pids
@@ -310,7 +310,7 @@ def test_a_model_that_cannot_be_sent_is_refused_with_a_remedy() -> None:
 
 @pytest.mark.slow
 def test_hours_of_a_live_run_are_the_sum_of_its_parts(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its evaluation at step 0 happens before the clock of the compute axis starts."""
+    """The evaluation at step 0 happens before the clock of the compute axis starts."""
     Threads(monkeypatch)
     keep = Keep()
     fit(tiny_model_path, steps=3, callbacks=[Pipeline(3), Evaluate(2, 4), keep], overrides=["driver=live"])

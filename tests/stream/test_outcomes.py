@@ -107,7 +107,7 @@ def test_dynamic_sampling_replaces_a_group_without_scores() -> None:
     assert (stream.dropped, len(stream._ready)) == (1, 0)
 
 
-def test_an_error_may_be_a_zero_or_the_end() -> None:
+def test_an_error_can_count_as_zero_or_end_the_run() -> None:
     zero = stream_of(verification=Verification(on_error="zero"))
     grade_group(zero, SCORE[1], ERROR, SCORE[1])
     assert zero._ready[0].rewards.tolist() == [1.0, 0.0, 1.0] and not zero._ready[0].rollouts[1].correct

@@ -133,7 +133,7 @@ def test_batches_are_full_and_no_staler_than_the_mode_says(
     assert times == sorted(times)
 
 
-def test_each_dropped_group_opens_one_admission_by_hand() -> None:
+def test_each_dropped_group_allows_one_more_admission() -> None:
     """On-policy, two groups per step: of groups 0 to 4 only 1 and 4 vary, so five are admitted before the first step.
 
     With two slots and 1 s per token, group 0 ends at 3 s and is dropped, so group 2 starts. Group 2 ends at 5 s and
@@ -224,7 +224,7 @@ def test_each_batch_counts_its_own_dropped_groups(mode: Callable[[], AsyncMode])
         assert all(max(phase) - min(phase) <= 1 and min(phase) > 0 for phase in (counts[:4], counts[4:]))
 
 
-def test_a_phase_is_not_over_while_a_dropped_group_is_to_be_replaced() -> None:
+def test_a_phase_continues_until_dropped_groups_are_replaced() -> None:
     """Two steps of two groups: four are admitted and one is dropped. Three are ready, so a fifth may start."""
     driver, _ = driver_of(PPOOffPolicy(2))
     stream = driver.stream
@@ -247,7 +247,9 @@ def test_the_limit_is_a_whole_number(bad: Any) -> None:
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8), events=st.integers(0, 40))
-def test_a_stream_with_holes_resumes(mode: AsyncMode, cost_model: CostModel, seed: int, stop: int, events: int) -> None:
+def test_a_stream_with_dropped_groups_resumes(
+    mode: AsyncMode, cost_model: CostModel, seed: int, stop: int, events: int
+) -> None:
     """Resume after any step, or after any event during generation: batches, counts and clock are the same."""
     lengths = some_lengths(seed, giant=True)
 

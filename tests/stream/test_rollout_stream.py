@@ -118,7 +118,7 @@ RATES = st.builds(
     seed=st.integers(0, 10**6),
     giant=st.booleans(),
 )
-def test_staleness_bounded_nothing_lost_nothing_stuck(
+def test_staleness_is_bounded_and_no_group_is_lost_or_stuck(
     mode: AsyncMode, cost_model: CostModel, slots: int, groups: int, seed: int, giant: bool
 ) -> None:
     """Invariant 4: for random lengths, rates and k, also with one rollout a hundred times longer than the others."""
@@ -178,7 +178,7 @@ def test_a_stream_resumes_with_everything_in_flight(
     assert outcome(train(second, 9 - stop), second) == expected
 
 
-def test_pipeline_by_hand() -> None:
+def test_a_pipeline_against_times_computed_by_hand() -> None:
     """One group of one rollout per step, three tokens each, two slots; 1 s per token, 2 s per training step.
 
     Groups 0 and 1 run from 0 to 3 s. Step 1 trains on group 0 from 3 to 5 s, step 2 on group 1 from 5 to 7 s. Groups 2
@@ -200,7 +200,7 @@ def test_pipeline_by_hand() -> None:
     assert metrics["virtual/generator_idle"] == 0
 
 
-def test_draining_by_hand() -> None:
+def test_draining_against_times_computed_by_hand() -> None:
     """The same work on-policy, in turns: 3 s of generation, 2 s of training, 1 s to publish the weights."""
     lengths = {(group, 0): 3 for group in range(20)}
     cost_model = rates(train_s=2.0, publish_s=1.0)
@@ -234,7 +234,7 @@ def test_an_exhausted_pool_trains_on_all_its_groups_before_the_error(mode: Async
         train(driver, 1)
 
 
-def test_rules_that_contradict_each_other_are_a_clear_error() -> None:
+def test_contradictory_rules_of_a_mode_are_an_error() -> None:
     class Never(Pipeline):
         def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
             return admission < 3
@@ -274,7 +274,7 @@ def test_ppo_off_policy_generates_for_k_steps_then_trains_k_steps(k: int) -> Non
     assert [g.admission for batch in batches for g in batch.groups] == list(range(4 * k))
 
 
-def test_on_policy_is_k_one() -> None:
+def test_on_policy_is_off_policy_with_k_one() -> None:
     assert OnPolicy().max_staleness == 0
     assert OnPolicy().parameters() == {}
     assert OnPolicy().state_key == "async_mode:OnPolicy"

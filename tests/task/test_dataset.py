@@ -60,7 +60,9 @@ LEAKS = "task.leaks: 2 of 7 training prompts are in a held-out set too (the firs
         ("keep", "keep", ["a", "b", "c", " B", "d", "b\n", "C"], [DUPLICATES.format(3, "kept"), LEAKS.format("kept")]),
     ],
 )
-def test_rules(duplicates: str, leaks: str, kept: list[str], notes: list[str], tmp_path: Path) -> None:
+def test_duplicates_and_leaks_are_dropped_or_kept(
+    duplicates: str, leaks: str, kept: list[str], notes: list[str], tmp_path: Path
+) -> None:
     task = task_of(tmp_path, TRAIN, HELDOUT, duplicates=duplicates, leaks=leaks)
     assert texts(task) == kept
     assert list(task.notes()) == notes
@@ -80,7 +82,7 @@ def test_rules(duplicates: str, leaks: str, kept: list[str], notes: list[str], t
         ({"leaks": None}, r"^task\.leaks: None must be one of"),
     ],
 )
-def test_rules_that_refuse(rules: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_duplicates_and_leaks_can_be_refused(rules: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         task_of(tmp_path, TRAIN, HELDOUT, **rules)
 
@@ -230,14 +232,14 @@ def test_fields_of_any_row(tmp_path: Path) -> None:
 
 
 def test_prefix_and_instruction_of_a_conversation(tmp_path: Path) -> None:
-    asked = conversation("first", "then", "last")
+    turns = conversation("first", "then", "last")
     (prompt,) = task_of(
-        tmp_path, [{"prompt": asked, "answer": "a"}], rows("x"), prefix="P: ", instruction="Go."
+        tmp_path, [{"prompt": turns, "answer": "a"}], rows("x"), prefix="P: ", instruction="Go."
     ).train_prompts()
     assert prompt.text == "P: last\nGo."
-    assert list(prompt.messages) == [*asked[:2], {"role": "user", "content": "P: last\nGo."}]
-    (bare,) = task_of(tmp_path, [{"prompt": asked, "answer": "a"}], rows("x")).train_prompts()
-    assert list(bare.messages) == asked
+    assert list(prompt.messages) == [*turns[:2], {"role": "user", "content": "P: last\nGo."}]
+    (bare,) = task_of(tmp_path, [{"prompt": turns, "answer": "a"}], rows("x")).train_prompts()
+    assert list(bare.messages) == turns
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_prefix_and_instruction_of_a_conversation(tmp_path: Path) -> None:
         ({"rewards": []}, r"task\.rewards: give at least one of exact_match"),
     ],
 )
-def test_mistakes(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_in_one_line(more: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message) as error:
         task_of(tmp_path, rows("a"), rows("x"), **more)
     assert "\n" not in str(error.value)
@@ -417,7 +419,7 @@ def test_a_configured_task_needs_an_answer_only_if_a_reward_takes_it(tmp_path: P
         configured(tmp_path, f"{rewards}:reward", "task.fields.answer=gold")
 
 
-def test_a_reward_function_that_takes_another_column_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_reward_function_that_takes_a_missing_column_is_refused_at_once(tmp_path: Path) -> None:
     message = r"^task\.rewards: vowels needs answer; the rows have: prompt, solution$"
     with pytest.raises(ConfigurationError, match=message):
         configured(tmp_path, f"task.rewards={tmp_path}/my_rewards.py:vowels")

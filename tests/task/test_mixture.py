@@ -151,7 +151,7 @@ def test_a_leak_between_two_tasks_is_found(files: dict[str, str], tmp_path: Path
         (["math"], {"math": True}, r"task\.repeat: math: True must be"),
     ],
 )
-def test_mistakes(tasks: Any, repeat: Any, message: str, parts: dict[str, Task]) -> None:
+def test_invalid_settings_are_refused(tasks: Any, repeat: Any, message: str, parts: dict[str, Task]) -> None:
     chosen = {name: parts["math"] for name in tasks} if isinstance(tasks, list) else tasks
     with pytest.raises(ConfigurationError, match=message):
         MixtureTask(chosen, repeat)

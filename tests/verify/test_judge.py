@@ -139,7 +139,7 @@ def test_the_header_retry_after_is_followed() -> None:
             judge_at(service.url, retries=1, timeout_s=0.1, cache=None).grade(sample("2"))
 
 
-def test_a_late_answer_is_an_error_in_time() -> None:
+def test_a_late_answer_is_an_error_after_the_timeout() -> None:
     with stand_in(by_content, wait_s=0.6) as service:
         began = time.monotonic()
         with pytest.raises(JudgeError, match=r"no answer within timeout_s=0\.1$") as raised:

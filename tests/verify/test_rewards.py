@@ -367,7 +367,7 @@ class NotConvertible:
 
 
 @pytest.mark.parametrize("parts", [["length"], {"length": NotConvertible()}])
-def test_parts_that_cannot_be_read_are_an_error_of_that_completion(parts: Any) -> None:
+def test_unreadable_parts_of_a_grade_are_an_error_of_one_completion(parts: Any) -> None:
     """A fault of a verifier must not end the run."""
 
     class Measures:
