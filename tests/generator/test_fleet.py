@@ -71,7 +71,7 @@ def check(finished_rollouts: list[FinishedRollout], version: int, groups: int = 
         for when in ("before", "during", "both")
     ],
 )
-def test_engines_lost_during_work_aside_cost_no_rollout(fleet: Fleet, signal_number: signal.Signals, when: str) -> None:
+def test_engines_lost_during_aside_cost_no_rollout(fleet: Fleet, signal_number: signal.Signals, when: str) -> None:
     submit(fleet)
     finished_rollouts = list(fleet.step().finished)
     if when != "during":

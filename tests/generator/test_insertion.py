@@ -423,7 +423,7 @@ def test_a_restarted_rollout_samples_the_same_tokens(tiny_model: Any, keeps: str
         assert len(finished) == 6
 
 
-def test_rollouts_wait_during_work_aside(tiny_model: Any) -> None:
+def test_waiting_rollouts_are_paused_by_aside(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
     generator.submit(several_turns(count=1)[0])
     for _ in range(4):

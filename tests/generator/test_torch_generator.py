@@ -214,7 +214,7 @@ class Anywhere(Pair):
 
 @pytest.mark.parametrize("stop_text", [Pair((3, 5)), Anywhere((3, 5))])
 def test_a_forced_phrase_does_not_end_a_completion(tiny_model: Any, stop_text: Pair) -> None:
-    """The stop condition sees neither the phrase's tokens nor a pair that begins in the phrase."""
+    """A phrase that contains the pair stops neither at its last token nor at the tokens sampled after it."""
     whole = generator_of(tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5])
     ended = generator_of(tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5], stop_text=stop_text)
     for generator in (whole, ended):
@@ -468,7 +468,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(
         generator_of(tiny_model, **limits)
 
 
-def test_rollouts_in_flight_wait_during_work_aside(tiny_model: Any) -> None:
+def test_rollouts_in_flight_are_paused_by_aside(tiny_model: Any) -> None:
     uninterrupted, disturbed = (generator_of(tiny_model, slots=4) for _ in range(2))
     other = {name: 1.1 * tensor for name, tensor in tiny_model.state_dict().items()}
     for generator in (uninterrupted, disturbed):

@@ -326,7 +326,7 @@ def test_the_same_seed_gives_the_same_samples_and_rollouts_differ(generator: Any
     assert first == sample(1) != sample(2) and len({tuple(tokens) for tokens in first}) > 1
 
 
-def test_rollouts_in_flight_wait_during_work_aside(generator: Any, model: Any) -> None:
+def test_rollouts_in_flight_are_paused_by_aside(generator: Any, model: Any) -> None:
     other = new_model(seed=8)
     generator.submit(GroupRequest(0, LONG, 10, (6, 6)))
     collected = [entry for _ in range(4) for entry in generator.step().finished]

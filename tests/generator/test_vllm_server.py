@@ -309,7 +309,7 @@ def test_computed_tokens_are_counted(server: StandIn, connect: Any) -> None:
 # --- aside, states, sleep -----------------------------------------------------------------------------------------
 
 
-def test_rollouts_in_flight_wait_during_work_aside(server: StandIn, connect: Any, model: Any) -> None:
+def test_rollouts_in_flight_are_paused_by_aside(server: StandIn, connect: Any, model: Any) -> None:
     server.delay_s = 0.02
     generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 6, (1,)))
@@ -789,7 +789,7 @@ def runs(pid: str) -> bool:
 
 
 def test_each_waiting_rollout_is_reported_once(server: StandIn, connect: Any) -> None:
-    """Also if the wait begins during a publish that is followed by work aside. A loaded state reports nothing again."""
+    """Also if the wait begins during a publish and is followed by `aside`. A loaded state reports nothing again."""
     generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))
     while len(generator.waiting) < 2:

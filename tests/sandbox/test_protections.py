@@ -92,7 +92,7 @@ def test_walls_that_do_not_contain_the_trial_program_are_not_used(
         ("output_kib", 0), ("file_mib", True), ("processes", "4"),
     ],
 )  # fmt: skip
-def test_limits_are_checked(field: str, value: Any) -> None:
+def test_invalid_limits_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"task\.sandbox\.{field}"):
         Limits(**{field: value})
 

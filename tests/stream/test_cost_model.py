@@ -17,7 +17,7 @@ from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
 
-# Mostly powers of ten, so that each digit of a sum shows which rate contributed to it.
+# Powers of ten, so that each digit of a sum shows which rate contributed to it.
 RATES: dict[str, Any] = {
     "generator_devices": 1,
     "trainer_devices": 1,

@@ -296,7 +296,7 @@ def test_a_pickle_that_would_run_a_command_is_refused(tmp_path: Path) -> None:
         (base64.b64encode(zlib.compress(b"no pickle")).decode(), "UnpicklingError"),
     ],
 )
-def test_private_cases_that_cannot_be_read(cases: str, expected: str, tmp_path: Path) -> None:
+def test_private_cases_that_cannot_be_read_are_refused(cases: str, expected: str, tmp_path: Path) -> None:
     path = str(write_rows([{**rows_of("livecodebench_stdin")[0], "private_test_cases": cases}], tmp_path / "x.jsonl"))
     with pytest.raises(ConfigurationError, match=rf"x\.jsonl, row 0: .*{expected}"):
         DatasetTask("livecodebench", path, {"a": path}, "exact_match")

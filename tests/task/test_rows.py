@@ -127,7 +127,7 @@ def test_a_folder_with_a_split(tmp_path: Path, no_cache: None) -> None:
         RowSource.of("task.train", {**source, "split": "dev"}).read()
 
 
-def test_an_empty_folder(tmp_path: Path, no_cache: None) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path, no_cache: None) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.train: datasets cannot load"):
         RowSource.of("task.train", {"path": str(tmp_path), "split": "train"}).read()
 
@@ -222,14 +222,16 @@ def no_parquet(path: Path) -> Path:
         ("a.jsonl", latin, r"cannot read '.*a\.jsonl' \(UnicodeDecodeError"),
     ],
 )
-def test_a_file_that_cannot_be_read(name: str, write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(
+    name: str, write: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / name)
     with pytest.raises(ConfigurationError, match=rf"^task\.train: .*{message}") as error:
         RowSource.of("task.train", str(path)).read()
     assert "\n" not in str(error.value)
 
 
-def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
