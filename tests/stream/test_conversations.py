@@ -147,8 +147,9 @@ def test_a_rollout_sampled_again_begins_a_new_conversation() -> None:
     assert conversations.ready() == {}
     _, turn = pool.requests[-1]
     assert turn == Turn("5 6", (Call("tool"),))
+    count = len(pool.requests)
     conversations.start(waiting(5, 6))
-    assert pool.requests[-1][0] == "step", "start() does nothing for a turn that waits for its answer"
+    assert len(pool.requests) == count, "start() does nothing for a turn that waits for its answer"
 
 
 @pytest.mark.parametrize(("replayable", "kind"), [(True, "end"), (False, "restart")])
