@@ -370,7 +370,7 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["optimizer=muon", "optimizer.momentum=1"], r"optimizer.momentum: 1 must be in \[0, 1\)"),
         (["optimizer=muon", "optimizer.ns_steps=100"], "optimizer.ns_steps: 100 must be below 100"),

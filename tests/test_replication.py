@@ -39,7 +39,7 @@ def test_the_page_is_reproduced_from_committed_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "low", "high", "said"),
+    ("claim", "low", "high", "expected"),
     [
         (HIGHER, 0.001, 0.4, "**replicates**"),
         (HIGHER, -0.4, -0.001, "**the other way round**"),

@@ -877,7 +877,7 @@ PROBLEMS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("sickness", every(3, PROBLEMS))
+@pytest.mark.parametrize("problem", every(3, PROBLEMS))
 def test_an_unhealthy_run_stops(tiny_model_path: str, tmp_path: Path, problem: str) -> None:
     """The run fails with the reason in its journal, after the step that showed the problem is recorded."""
     overrides, match = PROBLEMS[problem]
