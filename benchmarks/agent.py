@@ -1,4 +1,4 @@
-"""Does an agent with a calculator learn to call the tool, and what does credit per turn change?
+"""Does an agent with a calculator learn to call the tool, and does credit per turn help?
 
 Runs or continues the study `experiment=agent` and writes the tables of docs/measured/agent.md between its marks. The
 text around the marks is written by hand.

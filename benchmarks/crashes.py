@@ -11,7 +11,7 @@ a search over a grid. Each case is a new study with one fault at a random moment
 
 Then the study is launched again until it is complete, and compared with an undisturbed one. Metrics are polled ten
 times as often as usual, because members take only seconds. Exits with 1 unless each case gives the same result, names
-what is lost, or is refused in one line that names the file.
+the loss, or is refused in one line that names the file.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Place:
         return plan_commands([list(words) for words in lists], [str(self.folder / "crashes.yaml")])
 
     def launch(self) -> None:
-        """Run what is not finished, as the user's command would."""
+        """Run the members that are not finished, as the user's command would."""
         observers = [MessageLog(self.log_path)]
         if self.kind == "search":
             study = Study.read(self.study) if Ledger(self.study).fold() else Study(self.study, [])
@@ -171,7 +171,7 @@ class Place:
 
 
 def controller(place: Place) -> int:
-    """Start a controller in a new process that records what is synced; return its process id."""
+    """Start a controller in a new process that records each fsync; return its process id."""
     if (process := os.fork()) != 0:
         return process
     code = 1
@@ -469,9 +469,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"page to write, such as {PAGE.relative_to(PAGE.parents[2])}")
     options = parser.parse_args(words)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    ctypes.CDLL(None).prctl(
-        36, 1, 0, 0, 0
-    )  # PR_SET_CHILD_SUBREAPER: orphans of a killed controller become children of this process
+    # PR_SET_CHILD_SUBREAPER: orphans of a killed controller become children of this process.
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     command = f"python benchmarks/crashes.py --kills {options.kills} --damage {options.damage} --seed {options.seed}"
     case_results = []
     with tempfile.TemporaryDirectory() as folder:
