@@ -94,7 +94,7 @@ class Truth:
         mean: mean reward as a function of compute.
         asymptote: ceiling; None if there is none.
         inside: whether the curve belongs to the fitted family.
-        predictable: whether the window shows what follows; a break after the window is in no data.
+        foretold: whether the window shows the later curve. It does not show a break after the window.
         points, seeds, prompts: evaluations per seed, number of seeds, prompts per evaluation.
         wander: standard deviation of the policy about the mean.
         memory: correlation length of that process, in compute.
@@ -105,7 +105,7 @@ class Truth:
     mean: Mean
     asymptote: float | None = None
     inside: bool = False
-    predictable: bool = True
+    foretold: bool = True
     points: int = 30
     seeds: int = 1
     prompts: int = 250
@@ -140,11 +140,11 @@ ZOO: tuple[Truth, ...] = (
     Truth("sigmoid and a slow drift", plus(_BASE, line(0.06))),
     Truth("straight, no ceiling", plus(lambda c: 0.2 + 0 * c, line(0.2))),
     Truth("logarithmic, no ceiling", lambda c: 0.2 + 0.1 * np.log1p(c / 0.02)),
-    Truth("late rise", plus(sigmoid(0.2, 0.4, 0.1, 2.0), step(0.4, 1.0, 0.05)), predictable=False),
+    Truth("late rise", plus(sigmoid(0.2, 0.4, 0.1, 2.0), step(0.4, 1.0, 0.05)), foretold=False),
     Truth("two steps", plus(lambda c: 0.2 + 0 * c, step(0.2, 0.2), step(0.2, 0.6)), 0.6),
     Truth("dip and recovery", plus(_BASE, dip(0.15, 0.55, 0.06)), 0.7),
     Truth("collapse at 92% of the window", plus(_BASE, step(-0.35, 0.92, 0.01))),
-    Truth("collapse after the window", plus(_BASE, step(-0.35, 1.1, 0.01)), predictable=False),
+    Truth("collapse after the window", plus(_BASE, step(-0.35, 1.1, 0.01)), foretold=False),
     Truth("flat", lambda c: 0.4 + 0 * c),
     Truth("falling", plus(lambda c: 0.6 + 0 * c, line(-0.15))),
 )
@@ -232,7 +232,7 @@ def row(truth: Truth, outcomes: Sequence[Outcome]) -> str:
     if named and truth.asymptote is None:
         asymptote_coverage = "there is none"
     cells = [
-        truth.name + ("" if truth.predictable else " *"),
+        truth.name + ("" if truth.foretold else " *"),
         f"{held[0]:.2f}, {held[1]:.2f}",
         f"{error[0]:.3f}, {error[1]:.3f}",
         f"{last[0]:.3f}, {last[1]:.3f}",
