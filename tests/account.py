@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 CPU = "cpu_s"
-DEAREST = 30
+DEAREST = int(os.environ.get("DEAREST", "30"))  # number of the most CPU-intensive tests to list
 # Marks that `make test` deselects, with the command that runs them and their requirements.
 LEFT_OUT = {
     "full": "make test-full",
