@@ -101,7 +101,7 @@ def test_every_key_of_the_configuration_is_on_a_page() -> None:
         group = "" if file.parent == CONF else file.parent.relative_to(CONF).as_posix()
         if group in ROWS or file.stem == "sums_of_two_digits":  # a base that experiments include
             continue
-        if group == OTHERS:  # these files are shown in full, because their keys are names that the user chooses
+        if group == OTHERS:  # examples to copy, shown in full: each has its own keys, and those of the base
             assert file.read_text().strip() in site()[f"configuration/{OTHERS}.md"]
             continue
         shared = file == CONF / "data_set_rows.yaml"  # included by files of task/
