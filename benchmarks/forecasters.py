@@ -126,7 +126,7 @@ def paired(selected: Sequence[Cut], measure: str, rival: str) -> tuple[float, fl
     return float(means.mean()), float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else np.nan
 
 
-def rows(found: Sequence[Cut], reference: bool) -> list[str]:
+def rows(measured_cuts: Sequence[Cut], reference: bool) -> list[str]:
     """Return the table by class and over all cuts."""
     lines = [
         "| curves | cuts | error | interval score | coverage | error minus last value's | error minus smoothing's"
@@ -137,8 +137,8 @@ def rows(found: Sequence[Cut], reference: bool) -> list[str]:
         ),
         "|---|---|---|---|---|---|---" + ("|---|---|---|---|" if reference else "|"),
     ]
-    for group in (*sorted({cut.group for cut in found}), "all"):
-        selected = [cut for cut in found if group in (cut.group, "all")]
+    for group in (*sorted({cut.group for cut in measured_cuts}), "all"):
+        selected = [cut for cut in measured_cuts if group in (cut.group, "all")]
         cells = [
             f"{np.mean([cut.error(OURS) for cut in selected]):.4f}",
             f"{np.mean([cut.score(OURS) for cut in selected]):.3f}",
@@ -172,8 +172,8 @@ def main() -> None:
         spec.loader.exec_module(module)
         rival = module.forecast
     files = [file for each in options.folders for file in (sorted(each.glob("*.csv")) if each.is_dir() else [each])]
-    found = [cut for file in files for cut in cuts(file, load([str(file)]).curves, options.most, rival)]
-    lines = rows(found, rival is not None)
+    cuts_of_files = [cut for file in files for cut in cuts(file, load([str(file)]).curves, options.most, rival)]
+    lines = rows(cuts_of_files, rival is not None)
     print("\n".join(lines))
     if options.out:
         rewrite(options.out, options.part, lines)

@@ -117,8 +117,8 @@ def same_journals(study: Path, full: Path) -> tuple[int, int]:
     """Count members whose journals agree with the full grid's as far as they go; return that and the total."""
     equal, runs = 0, [path.name for path in (study / "runs").iterdir()]
     for run in runs:
-        here, there = (read_journal(each / "runs" / run).deterministic() for each in (study, full))
-        equal += here == [entry for entry in there if entry in here] and len(here) > 0
+        raced_journal, full_journal = (read_journal(each / "runs" / run).deterministic() for each in (study, full))
+        equal += raced_journal == [entry for entry in full_journal if entry in raced_journal] and len(raced_journal) > 0
     return equal, len(runs)
 
 
@@ -129,7 +129,7 @@ def rewards(curves: Sequence[Curve], budget: float) -> dict[str, float]:
     return dict(sorted(known.items(), key=lambda entry: -entry[1]))
 
 
-def page_lines(studies: Studies, where: str) -> Iterator[str]:
+def page_lines(studies: Studies, place_title: str) -> Iterator[str]:
     """Yield the lines of the page for one machine or cluster."""
     work = studies.work
     record = RaceRecord.read(work / "race")
@@ -145,7 +145,7 @@ def page_lines(studies: Studies, where: str) -> Iterator[str]:
     after = run_race(curves, record.rules, ended=[curve.recipe for curve in curves])
     decided = decisions(record.looks)
     full, raced = spent(work / "full", record.axis), spent(work / "race", record.axis)
-    yield f"## {where}"
+    yield f"## {place_title}"
     yield ""
     yield f"Budget: {budget:.4g} virtual device hours per run (the smallest compute that a member spends on its steps)."
     yield ""

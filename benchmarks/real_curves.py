@@ -161,8 +161,8 @@ def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool
         if len(cut) < max(len(curves), 2):
             continue
         fits = fit_curves(cut)
-        said = chances_of_being_best(draw_rewards(fits, 0.875 * end))
-        chance_pairs += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
+        probabilities = chances_of_being_best(draw_rewards(fits, 0.875 * end))
+        chance_pairs += [(p, reward == max(came)) for p, reward in zip(probabilities, came, strict=True)]
         choice = horizon_of(fits, margin, 0.875 * end)
         if choice is not None and choice.leader is not None:
             shortfall = max(came) - came[[fit.recipe for fit in fits].index(choice.leader)]
@@ -198,19 +198,19 @@ def table(title: str, rows: Sequence[Forecast]) -> list[str]:
 
 
 def report(
-    found: Sequence[Forecast], said: Sequence[tuple[float, bool]], decisions: Sequence[Decision], name: str
+    reported: Sequence[Forecast], chance_results: Sequence[tuple[float, bool]], decisions: Sequence[Decision], name: str
 ) -> list[str]:
     """Return the lines of the page."""
-    evaluations = [row for row in found if row.file.startswith("eval")]
-    training = [row for row in found if not row.file.startswith("eval")]
+    evaluations = [row for row in reported if row.file.startswith("eval")]
+    training = [row for row in reported if not row.file.startswith("eval")]
     rows = []
-    for title, selected in (("all", found), ("evaluations", evaluations), ("training rewards", training)):
+    for title, selected in (("all", reported), ("evaluations", evaluations), ("training rewards", training)):
         rows += table(title, selected) if selected else []
     for share in FORECAST_AT:
-        rows += table(f"cut at {share:.0%}", [row for row in found if row.share == share])
-    for file in sorted({row.file for row in found}):
-        rows += table(file, [row for row in found if row.file == file])
-    low, high = [best for p, best in said if p < 0.05], [best for p, best in said if p > 0.9]
+        rows += table(f"cut at {share:.0%}", [row for row in reported if row.share == share])
+    for file in sorted({row.file for row in reported}):
+        rows += table(file, [row for row in reported if row.file == file])
+    low, high = [best for p, best in chance_results if p < 0.05], [best for p, best in chance_results if p > 0.9]
     lines = [
         "# Forecasts on real curves",
         "",
@@ -225,7 +225,7 @@ def report(
         *HEAD,
         *rows,
         "",
-        *_verdicts(found),
+        *_verdicts(reported),
         "",
         "Chances that a recipe is the best at the end. Each file is a study, cut at "
         f"{', '.join(f'{s:.0%}' for s in CHANCES_AT)} of its compute:",
@@ -249,11 +249,11 @@ def report(
     return lines
 
 
-def _verdicts(found: Sequence[Forecast]) -> list[str]:
+def _verdicts(forecasts_found: Sequence[Forecast]) -> list[str]:
     """Return the lines on named asymptotes that were exceeded, and on curves called flat that rose."""
-    named = [row for row in found if row.a is not None]
-    level = [row for row in found if row.level]
-    flat = [row for row in found if row.verdict == "flat"]
+    named = [row for row in forecasts_found if row.a is not None]
+    level = [row for row in forecasts_found if row.level]
+    flat = [row for row in forecasts_found if row.verdict == "flat"]
     lines = ["Verdicts and later rewards:", ""]
     if named:
         ends = [row.a for row in named if row.a is not None]
@@ -261,7 +261,7 @@ def _verdicts(found: Sequence[Forecast]) -> list[str]:
         below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
         width = float(np.median([high - low for low, high in ends]))
         lines.append(
-            f"- A was named at {len(named)} of {len(found)} cuts, with a median width of {width:.3f}; the later "
+            f"- A was named at {len(named)} of {len(forecasts_found)} cuts, with a median width of {width:.3f}; the later "
             f"reward is above its interval in {above} cases, below it in {below}"
         )
     if level:
@@ -274,9 +274,9 @@ def _verdicts(found: Sequence[Forecast]) -> list[str]:
     return lines
 
 
-def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Forecast]) -> list[str]:
+def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], forecasts_with_all_laws: Sequence[Forecast]) -> list[str]:
     """Return the table of forecasts repeated without each law in turn."""
-    rows = table("all laws", found)
+    rows = table("all laws", forecasts_with_all_laws)
     for law in posterior.LAWS:
         others = tuple(replace(each, prior=1e-12 if each is law else each.prior) for each in posterior.LAWS)
         with patch.object(posterior, "LAWS", others):
@@ -301,12 +301,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     files = [(file, load([str(file)]).curves) for file in sorted(options.folder.glob("*.csv"))]
-    found = [row for file, curves in files for row in forecasts(file, curves)]
+    main_forecasts = [row for file, curves in files for row in forecasts(file, curves)]
     chances_by_file = [chances(file, curves) for file, curves in files]
-    said, decisions = ([each for pair in chances_by_file for each in pair[i]] for i in (0, 1))
-    lines = report(found, said, decisions, options.folder.name)  # type: ignore[arg-type]
+    all_chances, decisions = ([each for pair in chances_by_file for each in pair[i]] for i in (0, 1))
+    lines = report(main_forecasts, all_chances, decisions, options.folder.name)  # type: ignore[arg-type]
     if options.ablate:
-        lines += ablation(files, found)
+        lines += ablation(files, main_forecasts)
     print("\n".join(lines))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")

@@ -32,13 +32,13 @@ def run(path: Path) -> dict[str, Any]:
     return notebook
 
 
-def _outputs(source: str, names: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    tree, printed, value = ast.parse(source, where), io.StringIO(), None
+def _outputs(source: str, names: dict[str, Any], cell_name: str) -> list[dict[str, Any]]:
+    tree, printed, value = ast.parse(source, cell_name), io.StringIO(), None
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
-        exec(compile(tree, where, "exec"), names)
+        exec(compile(tree, cell_name, "exec"), names)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), where, "eval"), names)
+            value = eval(compile(ast.Expression(last.value), cell_name, "eval"), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         lines = printed.getvalue().splitlines(keepends=True)

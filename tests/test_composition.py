@@ -123,9 +123,9 @@ def test_the_null_recipe_differs_only_in_its_learning_rate() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", every(3, VARIANT_EXPERIMENTS, pytest.mark.full))
 def test_every_experiment_of_variants_can_be_planned(experiment: str) -> None:
-    own = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")
-    inherited = [name for name in own.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
-    files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), own]
+    experiment_config = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")
+    inherited = [name for name in experiment_config.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
+    files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), experiment_config]
     variants = OmegaConf.merge(*files).hydra.sweeper.params.variant.split(",")  # type: ignore[union-attr]
     assert set(variants) <= set(VARIANTS)
     specs = plan_members(
@@ -310,17 +310,17 @@ def test_a_task_without_its_files_says_what_to_give() -> None:
 
 
 def error_of_train(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Path
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder_of_run: Path
 ) -> str:
     """Return the one-line error of `scalerl train`. Checks that it exits with 1 and leaves no run in the folder."""
-    monkeypatch.chdir(where)
+    monkeypatch.chdir(folder_of_run)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it too; monkeypatch restores it
     monkeypatch.setattr(sys, "argv", ["scalerl train", *words])
     with pytest.raises(SystemExit) as exit:
         train.main()
     stderr = capsys.readouterr().err
     assert exit.value.code == 1 and len(stderr.strip().splitlines()) == 1, stderr
-    assert not list(where.glob("outputs/**/runs"))
+    assert not list(folder_of_run.glob("outputs/**/runs"))
     return stderr
 
 
@@ -416,9 +416,9 @@ def test_settings_are_compared_with_annotations() -> None:
 
 def test_variant_files_exist_only_where_the_name_is_not_enough() -> None:
     """A variant that only selects an axis's file needs no file. If it had one, that file would take precedence."""
-    own = {path.stem for path in (CONF / "variant").glob("*.yaml")}
-    assert not own & plain_variants().keys()
-    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "async_mode_pipeline_4" in own
+    file_names = {path.stem for path in (CONF / "variant").glob("*.yaml")}
+    assert not file_names & plain_variants().keys()
+    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "async_mode_pipeline_4" in file_names
 
 
 def test_leave_one_out_has_the_members_of_the_paper() -> None:
@@ -458,5 +458,5 @@ def test_our_key_for_each_field_of_trl_exists() -> None:
     chosen = ["kl=fixed", "loss=dapo", "async_mode=ppo_off_policy", "task=dataset", "task.train=x", "task.heldout=y"]
     config = compose(chosen)
     for field, here in FROM_TRL.items():
-        for group, _, key in (found.rpartition(".") for found in re.findall(r"([\w.]+)=", here)):
+        for group, _, key in (option.rpartition(".") for option in re.findall(r"([\w.]+)=", here)):
             assert key in (OmegaConf.select(config, group) if group else config), field

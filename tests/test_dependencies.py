@@ -55,9 +55,9 @@ TINY = (
 
 def name_of(requirement: str) -> str:
     """Return the distribution name of a requirement, in lower case."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return found.group().lower().replace("_", "-")
+    name_match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name_match is not None, requirement
+    return name_match.group().lower().replace("_", "-")
 
 
 def names(requirements: Iterable[str]) -> set[str]:
@@ -127,7 +127,7 @@ def test_both_distributions_have_the_same_version_ranges() -> None:
     ranges: dict[str, set[str]] = {}
     for requirement in [*CURVES["project"]["dependencies"], *NEEDED, *extras]:
         ranges.setdefault(name_of(requirement), set()).add(requirement)
-    assert {name: found for name, found in ranges.items() if len(found) > 1} == {}
+    assert {name: versions_required for name, versions_required in ranges.items() if len(versions_required) > 1} == {}
     for key in ("license", "requires-python", "classifiers"):
         assert CURVES["project"][key] == OURS["project"][key]
     assert (ROOT / "sweeps/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
@@ -207,9 +207,11 @@ def install(python: Path, *arguments: str | Path) -> None:
 
 def run(program: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program of an environment so that it cannot import from the checkout."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
+    environment_of_run = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
     command = [str(program), *map(str, arguments)]
-    return subprocess.run(command, env=kept, cwd=program.parent, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, env=environment_of_run, cwd=program.parent, capture_output=True, text=True, timeout=600
+    )
 
 
 def interpreter(version: str) -> str:
@@ -340,12 +342,12 @@ def test_both_wheels_install_together_and_uninstall_singly(wheels: dict[str, Pat
     python = new_venv(tmp_path / "venv")
     scalerl, remove = python.with_name("scalerl"), [*UV, "uninstall", "--quiet", "--python", str(python)]
     (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    there = "import {0}; print({0}.__file__)"
+    print_path = "import {0}; print({0}.__file__)"
 
     assert not files_in_wheel(wheels["curves"]) & files_in_wheel(wheels["scalerl"])
     install(python, "--no-deps", *wheels.values())
     for package in ("sweeps", "lightning_scalerl"):
-        done = run(python, "-c", there.format(package))
+        done = run(python, "-c", print_path.format(package))
         assert Path(done.stdout.strip()).is_relative_to(site), done.stderr
     subprocess.run([*remove, "lightning-scalerl"], check=True)
     assert not (site / "lightning_scalerl").exists() and not (site / "hydra_plugins").exists()
@@ -371,9 +373,9 @@ def test_an_editable_install_of_a_checkout_is_complete(frontend: str, tmp_path: 
         "import sweeps; from importlib.metadata import requires as of; print(*of('lightning-scalerl'), sep='\\n')"
     )
     done = run(python, "-c", f"{print_requirements}; print(sweeps.__file__)")
-    *required, where = [line for line in done.stdout.splitlines() if "extra ==" not in line]
+    *required, sweeps_path = [line for line in done.stdout.splitlines() if "extra ==" not in line]
     assert names(required) == names(NEEDED) | names(CURVES["project"]["dependencies"]), done.stderr
-    assert Path(where) == ROOT / "sweeps" / "__init__.py"
+    assert Path(sweeps_path) == ROOT / "sweeps" / "__init__.py"
     assert run(python.with_name("scalerl"), "--version").stdout == f"scalerl {sweeps.__version__}\n"
 
 
@@ -398,8 +400,8 @@ def test_the_wheels_train_and_fit_from_an_empty_directory(wheels: dict[str, Path
     outside = [path for path in sys.path if path.endswith("-packages")]
     (venv_site / "outside.pth").write_text("\n".join(outside) + "\n")
     environment = {"SCALERL_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    where = "import sweeps, lightning_scalerl; print(sweeps.__file__, lightning_scalerl.__file__)"
-    files = run(python, "-c", where, **environment).stdout.split()
+    print_paths = "import sweeps, lightning_scalerl; print(sweeps.__file__, lightning_scalerl.__file__)"
+    files = run(python, "-c", print_paths, **environment).stdout.split()
     assert len(files) == 2 and all(Path(file).is_relative_to(venv_site) for file in files), files
 
     for arguments, expected in (

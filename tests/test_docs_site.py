@@ -74,8 +74,8 @@ def keys_of(file: Path) -> set[str]:
     raw = yaml.safe_load(text) or {}
     raw.pop("defaults", None)
     prefix = f"{package}." if package else ""
-    found = {name for key, value in raw.items() for name in leaves(value, f"{prefix}{key}")}
-    return {name for name in found if not re.search(r"(^|\.)_\w+_$", name)}  # keys such as _target_ are Hydra's
+    key_names = {name for key, value in raw.items() for name in leaves(value, f"{prefix}{key}")}
+    return {name for name in key_names if not re.search(r"(^|\.)_\w+_$", name)}  # keys such as _target_ are Hydra's
 
 
 # --- generated pages are complete ----------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_every_command_has_a_page_with_each_of_its_options() -> None:
 
 
 def test_every_key_of_the_configuration_is_on_a_page() -> None:
-    where = {group: f"configuration/{group.replace('/', '_')}.md" for group in [*setting_groups(), OTHERS]}
-    where[""] = "configuration/run.md"
+    page_of_group = {group: f"configuration/{group.replace('/', '_')}.md" for group in [*setting_groups(), OTHERS]}
+    page_of_group[""] = "configuration/run.md"
     for file in sorted(CONF.rglob("*.yaml")):
         group = "" if file.parent == CONF else file.parent.relative_to(CONF).as_posix()
         if group in ROWS or file.stem == "sums_of_two_digits":  # a base that experiments include
@@ -105,21 +105,21 @@ def test_every_key_of_the_configuration_is_on_a_page() -> None:
             assert file.read_text().strip() in site()[f"configuration/{OTHERS}.md"]
             continue
         shared = file == CONF / "data_set_rows.yaml"  # included by files of task/
-        page = site()[where["task" if shared else group.removesuffix("/base")]]
+        page = site()[page_of_group["task" if shared else group.removesuffix("/base")]]
         keys = {f"task.{key}" if shared else key for key in keys_of(file)}
         # Hydra's own settings are not keys of a run; settings of our launchers and sweepers are.
         missing = {
             key for key in keys if f"`{key}`" not in page and not re.match(r"hydra\.(?!launcher|sweeper)|hydra$", key)
         }
-        assert not missing, f"{file.relative_to(ROOT)}: {sorted(missing)} not on {where[group]}"
+        assert not missing, f"{file.relative_to(ROOT)}: {sorted(missing)} not on {page_of_group[group]}"
 
 
 def test_every_key_of_the_configuration_has_a_description() -> None:
     for place, page in generated().items():
         if place.startswith("configuration/") and place != "configuration/index.md":
             rows = re.findall(r"^\| `([^`]+)` \| .*? \|(.*)\|$", page, flags=re.MULTILINE)
-            said = {key for key, text in rows if text.strip()}
-            assert {key for key, _ in rows} - said == set(), (
+            described = {key for key, text in rows if text.strip()}
+            assert {key for key, _ in rows} - described == set(), (
                 f"{place}: describe the key by a comment in the file or in Args"
             )
 
@@ -130,8 +130,8 @@ def test_every_choice_recipe_and_variant_is_on_a_page() -> None:
             if folder.name == "variant":
                 assert f"| `{file.stem}` |" in site()["recipes/variant.md"]
             elif folder.name in (*ROWS, OTHERS):
-                where = f"configuration/{OTHERS}.md" if folder.name == OTHERS else f"recipes/{folder.name}.md"
-                assert f"\n## {file.stem}\n" in site()[where]
+                page_name = f"configuration/{OTHERS}.md" if folder.name == OTHERS else f"recipes/{folder.name}.md"
+                assert f"\n## {file.stem}\n" in site()[page_name]
             else:
                 assert f"\n## {folder.name}={file.stem}\n" in site()[f"configuration/{folder.name}.md"]
 
@@ -139,7 +139,7 @@ def test_every_choice_recipe_and_variant_is_on_a_page() -> None:
 def test_variants_have_a_description_and_recipes_a_source() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|(.*)\|$", site()["recipes/variant.md"], flags=re.MULTILINE)
     assert len(rows) == len({path.stem for path in (CONF / "variant").glob("*.yaml")} | plain_variants().keys())
-    unsaid = {name for name, _, said in rows if not said.strip()}
+    unsaid = {name for name, _, description in rows if not description.strip()}
     # Allowed without a description: they set one number of the optimizer, or nothing.
     assert unsaid <= {"`clip_0.3`", "`clip_1.0`", "`lr_0`", "`none`"}
     parts = re.split(r"^## ", site()["recipes/recipe.md"], flags=re.MULTILINE)[1:]
@@ -200,11 +200,11 @@ def test_every_metric_of_a_short_run_is_on_the_page(tiny_model_path: str) -> Non
 
 @pytest.mark.slow
 def test_messages_on_the_troubleshooting_page_exist_in_the_code() -> None:
-    said = [text for folder in ("lightning_scalerl", "sweeps") for text in strings(folder)]
+    code_strings = [text for folder in ("lightning_scalerl", "sweeps") for text in strings(folder)]
     quoted = re.findall(r"^\| `(.+?)` \|", MESSAGES.read_text(), flags=re.MULTILINE)
     assert quoted
     hydras = {"Could not override"}
-    assert [words for words in quoted if words not in hydras and not any(words in text for text in said)] == []
+    assert [words for words in quoted if words not in hydras and not any(words in text for text in code_strings)] == []
 
 
 def blocks() -> Iterator[tuple[str, str, str]]:
@@ -230,17 +230,17 @@ def commands_shown() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_python_in_the_pages_compiles() -> None:
-    found = [(place, code) for place, language, code in blocks() if language == "python"]
-    assert found
-    for place, code in found:
+    python_blocks = [(place, code) for place, language, code in blocks() if language == "python"]
+    assert python_blocks
+    for place, code in python_blocks:
         compile(code, place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_commands_in_the_pages_are_accepted_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
-    found = list(commands_shown())
-    assert found
+    shown_commands = list(commands_shown())
+    assert shown_commands
     parser, refused = make_parser(), []
-    for place, words in found:
+    for place, words in shown_commands:
         if words[0] == "train":
             continue
         try:
@@ -267,8 +267,8 @@ def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
                 continue
             if name in groups:
                 chosen = re.findall(r"[\w.]+", value) if re.fullmatch(r"[\w.,]+", value) else []
-                there = plain_variants().keys() if name == "variant" else ()
-                files = [each for each in chosen if each not in there]
+                plain = plain_variants().keys() if name == "variant" else ()
+                files = [each for each in chosen if each not in plain]
                 wrong += [f"{place}: {word}" for each in files if not (CONF / name / f"{each}.yaml").is_file()]
             elif name.split(".")[0] not in roots:
                 wrong.append(f"{place}: {word}")
@@ -277,7 +277,7 @@ def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
 
 def composed_in_the_pages() -> list[object]:
     """Return (configuration folders, overrides) of the first member of each training command in the pages."""
-    found = {}
+    commands_by_name = {}
     for place, words in commands_shown():
         folders = [argument for word, argument in pairwise(words) if word == "--config-dir"]
         override_words = [word for word in words[1:] if "=" in word and not word.startswith(("-", "hydra.searchpath"))]
@@ -293,8 +293,8 @@ def composed_in_the_pages() -> list[object]:
                 if not re.search(r"^trainer\b|\(", word)
             ]
             first = tuple(override_words)
-            found[f"{place}: {' '.join(first)}"] = (folders, first)
-    return [pytest.param(*command, id=name) for name, command in found.items()]
+            commands_by_name[f"{place}: {' '.join(first)}"] = (folders, first)
+    return [pytest.param(*command, id=name) for name, command in commands_by_name.items()]
 
 
 @pytest.mark.parametrize(("folders", "overrides"), every(12, composed_in_the_pages(), pytest.mark.full))
@@ -370,10 +370,10 @@ def test_the_built_site_has_no_broken_links_and_fetches_nothing(built: Path) -> 
             if re.match(r"[a-z]+:", url) or not url:
                 continue
             path, _, anchor = unquote(url).partition("#")
-            there = (file.parent / path.partition("?")[0]).resolve() if path else file
-            there = there / "index.html" if there.is_dir() else there
-            if not there.exists() or (
-                anchor and there in parsed and anchor not in parsed[there].anchors | {"__comments"}
+            link_target = (file.parent / path.partition("?")[0]).resolve() if path else file
+            link_target = link_target / "index.html" if link_target.is_dir() else link_target
+            if not link_target.exists() or (
+                anchor and link_target in parsed and anchor not in parsed[link_target].anchors | {"__comments"}
             ):
                 broken.append(f"{file.relative_to(built)}: {url}")
     assert foreign == [] and broken == []
@@ -383,8 +383,8 @@ def test_the_built_site_has_no_broken_links_and_fetches_nothing(built: Path) -> 
 
 @pytest.mark.docs
 def test_search_finds_every_public_name_and_command(built: Path) -> None:
-    found = json.loads((built / "search.json").read_text())["items"]
-    text = " ".join(f"{item['title']} {item['text']}" for item in found)
+    entries = json.loads((built / "search.json").read_text())["items"]
+    text = " ".join(f"{item['title']} {item['text']}" for item in entries)
     missing = [name for name in lightning_scalerl.public_names() if not re.search(rf"\b{name}\b", text)]
     missing += [command for command in COMMANDS if f"scalerl {command}" not in text]
     assert missing == []

@@ -29,21 +29,23 @@ def public(tree: ast.Module) -> Iterator[Documented]:
 
 def unclear(source: str) -> list[str]:
     """Return name and first line of each public docstring that begins with a word of NOT_FIRST."""
-    found = []
+    wrong_openings = []
     for node in public(ast.parse(source)):
         text = ast.get_docstring(node)
         if text is None:
             continue
         if text.split()[0].strip(",:") in NOT_FIRST:
-            found.append(f"{getattr(node, 'name', 'module')}: {text.splitlines()[0]}")
-    return found
+            wrong_openings.append(f"{getattr(node, 'name', 'module')}: {text.splitlines()[0]}")
+    return wrong_openings
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_docstrings_begin_with_a_verb_or_a_noun(package: str) -> None:
     files = sorted(Path(ROOT / package).rglob("*.py"))
     assert files
-    assert {str(path.relative_to(ROOT)): found for path in files if (found := unclear(path.read_text()))} == {}
+    assert {
+        str(path.relative_to(ROOT)): wrong_openings for path in files if (wrong_openings := unclear(path.read_text()))
+    } == {}
 
 
 def test_docstrings_with_a_wrong_first_word_are_found() -> None:

@@ -66,15 +66,15 @@ def is_module(name: str) -> bool:
 @cache
 def imports_of(path: Path) -> frozenset[str]:
     """Return dotted names that a file imports, including in functions and for type checking only."""
-    found = set()
+    imported_names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported_names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             # `from package.room import module` imports the module, not only the room.
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if is_module(name) else node.module for name in names}
-    return frozenset(found)
+            imported_names |= {name if is_module(name) else node.module for name in names}
+    return frozenset(imported_names)
 
 
 @pytest.mark.parametrize("package", FLOORS)

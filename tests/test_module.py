@@ -123,36 +123,42 @@ def test_recomputing_activations_does_not_change_the_weights(
 
     monkeypatch.setattr(policy, "worthwhile", lambda batch: False)  # a shared prompt would be one more forward pass
     overrides = ["batch.micro_batch=12", "precision=fp32"]
-    kept = weights_of(fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=overrides))
-    again = weights_of(
+    without_recomputing = weights_of(fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=overrides))
+    with_recomputing = weights_of(
         fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=[*overrides, "batch.recompute=true"])
     )
     assert runs == [1, 2]
-    assert all(torch.allclose(kept[name], again[name], atol=2e-5) for name in kept)
+    assert all(
+        torch.allclose(without_recomputing[name], with_recomputing[name], atol=2e-5) for name in without_recomputing
+    )
 
 
 def test_offloading_does_not_change_the_weights(
     tiny_model_path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Weights are the same bit for bit. Only one hidden state per layer and pass is moved to the host."""
-    kept: list[torch.Size] = []
+    recorded_shapes: list[torch.Size] = []
 
     def copied() -> saved_tensors_hooks:
         def pack(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-            kept.append(tensor.shape)
+            recorded_shapes.append(tensor.shape)
             return tensor.detach().numpy().copy()
 
         return saved_tensors_hooks(pack, torch.from_numpy)
 
     overrides = ["batch.micro_batch=12", "precision=fp32"]
-    here = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.recompute=true"]))
+    without_offload = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.recompute=true"]))
     assert not [record for record in caplog.records if "batch.offload" in record.message]
     for hooks in (placement.on_host, copied):
         monkeypatch.setattr(placement, "on_host", hooks)
-        there = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.offload=true"]))
-        assert all(torch.equal(here[name], there[name]) for name in here)
+        with_offload = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.offload=true"]))
+        assert all(torch.equal(without_offload[name], with_offload[name]) for name in without_offload)
     layers, width = 2, load_model(tiny_model_path).config.hidden_size
-    assert kept and len(kept) % layers == 0 and {(len(shape), shape[-1]) for shape in kept} == {(3, width)}
+    assert (
+        recorded_shapes
+        and len(recorded_shapes) % layers == 0
+        and {(len(shape), shape[-1]) for shape in recorded_shapes} == {(3, width)}
+    )
     warnings = [each for each in caplog.records if "batch.offload: this run already trains on the host" in each.message]
     assert len(warnings) == 2, "once per run"
 

@@ -237,9 +237,9 @@ def test_the_reference_of_rounded_weights_is_rounded(tiny_model_path: str) -> No
     """Otherwise the policy would start at a distance from it. A resumed run must round the reloaded reference too."""
     module = fit(tiny_model_path, steps=1, overrides=["optimizer=adamw_bf16", "kl=fixed"])
     assert module.reference is not None
-    again = module.models.load().state_dict()
+    reloaded = module.models.load().state_dict()
     for name, value in module.reference.model.state_dict().items():
-        assert torch.equal(value, value.bfloat16().float()) and torch.equal(value, again[name]), name
+        assert torch.equal(value, value.bfloat16().float()) and torch.equal(value, reloaded[name]), name
 
 
 @pytest.mark.slow

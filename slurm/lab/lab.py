@@ -198,12 +198,12 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def wait_for(seconds: float, what: str, done: Callable[[], object]) -> None:
+def wait_for(seconds: float, failure: str, done: Callable[[], object]) -> None:
     """Return once `done()` is true; LabError after `seconds`."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
-            raise LabError(f"{what} after {seconds:g} s")
+            raise LabError(f"{failure} after {seconds:g} s")
         time.sleep(0.05)
 
 
