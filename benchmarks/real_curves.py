@@ -249,11 +249,11 @@ def report(
     return lines
 
 
-def _verdicts(forecasts_found: Sequence[Forecast]) -> list[str]:
+def _verdicts(cut_rows: Sequence[Forecast]) -> list[str]:
     """Return the lines on named asymptotes that were exceeded, and on curves called flat that rose."""
-    named = [row for row in forecasts_found if row.a is not None]
-    level = [row for row in forecasts_found if row.level]
-    flat = [row for row in forecasts_found if row.verdict == "flat"]
+    named = [row for row in cut_rows if row.a is not None]
+    level = [row for row in cut_rows if row.level]
+    flat = [row for row in cut_rows if row.verdict == "flat"]
     lines = ["Verdicts and later rewards:", ""]
     if named:
         ends = [row.a for row in named if row.a is not None]
@@ -261,7 +261,7 @@ def _verdicts(forecasts_found: Sequence[Forecast]) -> list[str]:
         below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
         width = float(np.median([high - low for low, high in ends]))
         lines.append(
-            f"- A was named at {len(named)} of {len(forecasts_found)} cuts, with a median width of {width:.3f}; the later "
+            f"- A was named at {len(named)} of {len(cut_rows)} cuts, with a median width of {width:.3f}; the later "
             f"reward is above its interval in {above} cases, below it in {below}"
         )
     if level:
