@@ -1,4 +1,4 @@
-"""The simulated relays and the corrections of benchmarks/prompt_shares.py."""
+"""Tests of benchmarks/prompt_shares.py: simulated relays of prompts, controls, and corrections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.prompt_shares import COMPUTE, CONTROLS, GAPS, HOPELESS, SETTINGS, Cut, Setting, pass_rates, weights
 
 
-def test_in_a_relay_with_distant_levels_hard_prompts_stay_at_0_until_easy_ones_are_learned() -> None:
+def test_in_a_relay_hard_prompts_stay_at_0_until_easy_ones_are_learned() -> None:
     (setting,) = [each for each in SETTINGS if each.kind == GAPS and each.value == 100]
     for number in range(5):
         rates = pass_rates(setting, np.random.default_rng(number))
@@ -26,16 +26,16 @@ def test_controls_rise_and_level_off(setting: Setting) -> None:
     assert early > 1.3 * late > 0
 
 
-def test_some_prompts_of_a_control_are_never_learned() -> None:
+def test_half_of_the_prompts_of_the_hopeless_control_are_never_learned() -> None:
     setting = replace(next(each for each in SETTINGS if each.kind == HOPELESS), value=0.5)
     rates = np.concatenate([pass_rates(setting, np.random.default_rng(i)) for i in range(10)], axis=1)
     assert abs((rates == 0).all(axis=0).mean() - 0.5) < 0.05
 
 
-def test_the_numbers_of_a_correction_are_those_of_most_curves() -> None:
+def test_the_weights_of_a_correction_ignore_outliers() -> None:
     rng = np.random.default_rng(0)
     terms = rng.random((60, 2))
     errors = terms @ [0.3, -0.2]
-    errors[:15] += 5.0  # least squares would follow these
+    errors[:15] += 5.0  # outliers, which least squares would follow
     cuts = [Cut("", 0.0, float(error), False, {"x": row}) for row, error in zip(terms, errors, strict=True)]
     np.testing.assert_allclose(weights(cuts, "x"), [0.3, -0.2], atol=1e-3)
