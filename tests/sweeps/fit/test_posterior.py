@@ -40,7 +40,7 @@ def fitted(name: str, count: int = 8) -> list[Fit]:
     return [fit_curve(study(name, number)) for number in range(count)]
 
 
-# --- trends and outlier seeds ---------------------------------------------------------------------------------
+# --- trends and outlier seeds -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def decayed_run(end: float, noise: float = 0.006, seed: int = 0) -> Curve:
 def test_compute_counts_fully_above_half_of_the_peak_rate() -> None:
     effective = at_peak_rate(STEPS, linear(320.0), np.array([0.0, 100.0, 160.0, 240.0, 320.0, 500.0]))
     assert effective is not None
-    # At 160 the rate is half of its peak. Of the 160 after it 80 count: 60 until 240, 20 later. The tolerance allows for
-    # steps that have the rate of their end.
+    # At 160 the rate is half of its peak. The 160 after it count as 80: 60 until 240 and 20 later. The tolerance is one
+    # step, because each step has the rate of its end.
     np.testing.assert_allclose(effective, [0, 100, 160, 160 + 60, 160 + 80, 160 + 80], atol=1.01)
 
 
