@@ -28,13 +28,13 @@ def test_init_lists_its_files_and_the_next_commands(tmp_path: Path, capsys: pyte
     (tmp_path / "empty").mkdir()
     assert main(["init", str(tmp_path / "empty")]) == 0
     output = capsys.readouterr().out
-    made = {str(each.relative_to(tmp_path / "empty")) for each in (tmp_path / "empty").rglob("*") if each.is_file()}
+    made = {str(file.relative_to(tmp_path / "empty")) for file in (tmp_path / "empty").rglob("*") if file.is_file()}
     assert made == set(re.findall(r"^  (\S+)$", output, re.MULTILINE)) and "run.sbatch" in made
     readme = (tmp_path / "empty" / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in made - {"README.md"}), "the README explains every file"
     commands = [line.split("#")[0].split() for line in output.splitlines() if line.startswith("scalerl ")]
     readme_commands = [line.split("#")[0].split() for line in readme.splitlines() if line.startswith("scalerl ")]
-    assert len(commands) == 2 and all(each in readme_commands for each in commands)
+    assert len(commands) == 2 and all(command_words in readme_commands for command_words in commands)
 
 
 def test_the_batch_script_equals_single_run_sbatch() -> None:

@@ -130,7 +130,7 @@ def test_a_launch_refused_by_the_cluster_changes_nothing(tmp_path: Path, on_a_cl
     assert without_lease(on_a_cluster) == before
     done = launch(tmp_path, "study=new", *nope, PATH=path)
     assert done.returncode == 1 and "invalid partition" in done.stderr, done.stderr
-    assert [each.name for each in (tmp_path / "outputs").iterdir()] == ["x"]
+    assert [entry.name for entry in (tmp_path / "outputs").iterdir()] == ["x"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

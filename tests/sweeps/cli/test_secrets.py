@@ -97,7 +97,9 @@ def test_a_study_on_a_cluster_writes_secrets_only_for_its_jobs(tmp_path: Path) -
     assert all(secret in script.read_text() for secret in IN_COMMANDS), "the batch script keeps the commands unchanged"
     names = ("multirun.yaml", "launch.json", "7_submission.sh", "submission.json")
     assert modes(tmp_path, *names) == dict.fromkeys(names, 0o600)
-    folders = {each.name: stat.S_IMODE(each.stat().st_mode) for each in (script.parent, script.parents[1])}
+    folders = {
+        directory.name: stat.S_IMODE(directory.stat().st_mode) for directory in (script.parent, script.parents[1])
+    }
     assert set(folders.values()) == {0o700}
     # The rest of the configuration is kept.
     kept = next(tmp_path.rglob("multirun.yaml")).read_text()

@@ -121,7 +121,9 @@ def test_its_commands_launch_continue_and_read_a_study(shortened: Assistant) -> 
     result = shortened.follow("Read the result")
     ranking = shortened.read("rank.json")
     assert result.startswith(f"{'no winner' if ranking['undecided'] else 'decided'}: {ranking['sentence']}\n")
-    assert {each["told"] for each in shortened.read("compare.json")["comparisons"]} <= set(COMPARISON_OUTCOMES)
+    assert {comparison["told"] for comparison in shortened.read("compare.json")["comparisons"]} <= set(
+        COMPARISON_OUTCOMES
+    )
     # Light members do not record their overrides, so these commands are only compared with plan.json.
     proposed = shortened.follow("If it is undecided").splitlines()
     assert proposed and proposed == [str(step["command"]) for step in shortened.read("plan.json")["next"]]

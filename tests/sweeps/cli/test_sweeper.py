@@ -27,7 +27,7 @@ class Collects(StudyLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
         assert initial_job_idx == sum(map(len, self.launches))
-        self.launches.append([list(each) for each in job_overrides])
+        self.launches.append([list(member_overrides) for member_overrides in job_overrides])
         return []
 
 
@@ -101,10 +101,10 @@ def test_the_rows_of_every_experiment_are_valid_overrides() -> None:
     """Parse them as Hydra does. Otherwise a malformed row would fail only at launch."""
     conf = Path(__file__).resolve().parents[3] / "conf" / "experiment"
     rows = {path.stem: OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.rows") for path in conf.glob("*.yaml")}
-    with_rows = {name: each for name, each in rows.items() if each}
+    with_rows = {name: experiment_rows for name, experiment_rows in rows.items() if experiment_rows}
     assert "replication" in with_rows
-    for each in with_rows.values():
-        for row in OmegaConf.to_container(each):
+    for experiment_rows in with_rows.values():
+        for row in OmegaConf.to_container(experiment_rows):
             OverridesParser.create().parse_overrides(row)
 
 

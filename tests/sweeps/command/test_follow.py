@@ -170,12 +170,12 @@ def assert_same_as_whole(name: str, whole: bytes, cuts: list[int]) -> None:
             with path.open("ab") as handle:
                 handle.write(part)
             growing.update(Ending.OPEN)
-        found = growing.rows
-        if found.count:
+        actual = growing.rows
+        if actual.count:
             (log,) = read_logs(path)
             wanted = {n: log.series(n) for n in WANTED if n in log.names}
             columns = {n: list(zip(s.steps.tolist(), s.values.tolist(), strict=True)) for n, s in wanted.items()}
-            assert (found.columns, list(found.names), found.count) == (columns, list(log.names), log.rows)
+            assert (actual.columns, list(actual.names), actual.count) == (columns, list(log.names), log.rows)
 
 
 # --- killed within a line -----------------------------------------------------------------------------------------
@@ -196,30 +196,30 @@ def test_a_line_torn_by_a_kill_does_not_damage_later_rows(tmp_path: Path, name: 
         member.command = replace(member.command, source=STDOUT)
     if name == "log.csv":
         member.attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2\n3,30", ending=None)
-        found = member.attempt(b"2,2000,0.25\n", b"3,3000,0.35\n")
+        journal_view = member.attempt(b"2,2000,0.25\n", b"3,3000,0.35\n")
     else:
         member.attempt(
             b'{"step": 1, "tokens": 1000, "reward": 0.1}\n{"step": 2, "tokens": 2000, "reward": 0.2}\n{"st', ending=None
         )
-        found = member.attempt(
+        journal_view = member.attempt(
             b'{"step": 2, "tokens": 2000, "reward": 0.25}\n', b'{"step": 3, "tokens": 3000, "reward": 0.35}\n'
         )
-    assert points(found) == {1: (0.1, 1000), 2: (0.25, 2000), 3: (0.35, 3000)}
+    assert points(journal_view) == {1: (0.1, 1000), 2: (0.25, 2000), 3: (0.35, 3000)}
     again = member.attempt(ending=None)  # the same log is read again: nothing is recorded twice
-    assert again.deterministic() == found.deterministic()
+    assert again.deterministic() == journal_view.deterministic()
 
 
 def test_a_last_row_without_newline_counts_if_the_command_succeeded(tmp_path: Path) -> None:
     for ending, last in ((Ending.WHOLE, {1, 2}), (Ending.TORN, {1})):
         (run_dir := tmp_path / ending.value).mkdir()
-        found = Member(run_dir, "log.csv").attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2", ending=ending)
-        assert points(found).keys() == last
+        journal_view = Member(run_dir, "log.csv").attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2", ending=ending)
+        assert points(journal_view).keys() == last
 
 
 def test_only_a_damaged_line_is_lost(tmp_path: Path) -> None:
     """Regression: one broken line made a JSON file unreadable."""
-    found = Member(tmp_path).attempt(rows(1, 2) + b'{"step": 3, "tok\n' + rows(4, 5))
-    assert points(found).keys() == {1, 2, 4, 5}
+    journal_view = Member(tmp_path).attempt(rows(1, 2) + b'{"step": 3, "tok\n' + rows(4, 5))
+    assert points(journal_view).keys() == {1, 2, 4, 5}
 
 
 # --- attempts ----------------------------------------------------------------------------------------------------
@@ -229,9 +229,9 @@ def test_a_log_cut_back_to_its_checkpoint_is_not_a_restart(tmp_path: Path) -> No
     """Some trainers remove log lines beyond their checkpoint before they continue."""
     member = Member(tmp_path)
     member.attempt(rows(1, 2, 3, 4, 5), ending=None)
-    found = member.attempt(lambda: member.log.write_bytes(rows(1, 2, 3)), rows(4, 5, 6, loss=7.0))
-    assert points(found).keys() == {1, 2, 3, 4, 5, 6}
-    assert points(found, "train/loss")[3][0] == 1 / 4 and points(found, "train/loss")[4][0] == 7.0
+    journal_view = member.attempt(lambda: member.log.write_bytes(rows(1, 2, 3)), rows(4, 5, 6, loss=7.0))
+    assert points(journal_view).keys() == {1, 2, 3, 4, 5, 6}
+    assert points(journal_view, "train/loss")[3][0] == 1 / 4 and points(journal_view, "train/loss")[4][0] == 7.0
 
 
 def test_steps_of_a_dead_attempt_are_not_taken_for_the_newest(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_steps_of_a_dead_attempt_are_not_taken_for_the_newest(tmp_path: Path) ->
     member.attempt(rows(1, 2, 3, 4, 5, 6), ending=None)
     member.attempt(rows(4, 5, tokens=130), ending=None)  # resumed from the checkpoint of step 3; the member is killed
     assert points(member.attempt(ending=None)).keys() == {1, 2, 3, 4, 5}
-    found = member.attempt(rows(6, 7, tokens=130))
-    assert {step: compute for step, (_, compute) in points(found).items()} == {
+    journal_view = member.attempt(rows(6, 7, tokens=130))
+    assert {step: compute for step, (_, compute) in points(journal_view).items()} == {
         1: 100, 2: 200, 3: 300, 4: 520, 5: 650, 6: 780, 7: 910,
     }  # fmt: skip
 
@@ -251,8 +251,8 @@ def test_rows_that_the_killed_member_had_not_read_replace_the_earlier_ones(tmp_p
     member.attempt(rows(1, 2, 3, 4, 5), ending=Ending.TORN)
     with member.log.open("ab") as handle:  # the command logs this, and its member is killed before the next poll
         handle.write(rows(4, loss=7.0))
-    found = member.attempt(ending=None)
-    assert points(found, "train/loss")[4][0] == 7.0 and points(found).keys() == {1, 2, 3, 4}
+    journal_view = member.attempt(ending=None)
+    assert points(journal_view, "train/loss")[4][0] == 7.0 and points(journal_view).keys() == {1, 2, 3, 4}
 
 
 def test_a_late_evaluation_is_not_lost_if_the_member_is_killed(tmp_path: Path) -> None:
@@ -271,16 +271,16 @@ def test_a_restarted_counter_is_added_to_the_earlier_attempts(tmp_path: Path) ->
     member.attempt(*lines[:2], ending=None)
     with member.log.open("ab") as handle:
         handle.write(lines[2])
-    found = points(member.attempt(ending=None))
-    assert [found[step][1] for step in sorted(found)] == [100, 200, 300, 400, 500, 600]
+    points_by_step = points(member.attempt(ending=None))
+    assert [points_by_step[step][1] for step in sorted(points_by_step)] == [100, 200, 300, 400, 500, 600]
 
 
 def test_a_command_that_starts_anew_sums_from_zero(tmp_path: Path) -> None:
     """The new attempt logs the same rows as the old one. They must be counted once."""
     member = Member(tmp_path, compute=replace(TOKENS, per_step=True), anew=True)
     member.attempt(rows(1, 2, 3), ending=None)
-    found = member.attempt(lambda: member.log.write_bytes(rows(1)), rows(2, 3), rows(4, 5))
-    assert [compute for _, compute in points(found).values()] == [100, 300, 600, 1000, 1500]
+    journal_view = member.attempt(lambda: member.log.write_bytes(rows(1)), rows(2, 3), rows(4, 5))
+    assert [compute for _, compute in points(journal_view).values()] == [100, 300, 600, 1000, 1500]
 
 
 def test_a_fractional_step_is_refused_by_name(tmp_path: Path) -> None:
@@ -294,10 +294,10 @@ def test_verls_log_and_a_csv_with_quotes_are_followed(tmp_path: Path) -> None:
     lines = [json.dumps({"step": s, "data": {"tokens": s, "reward": 0.5}}).encode() + b"\n" for s in (1, 2, 3)]
     assert points(Member(one).attempt(*lines)).keys() == {1, 2, 3}
     (two := tmp_path / "two").mkdir()
-    found = Member(two, "log.csv").attempt(
+    journal_view = Member(two, "log.csv").attempt(
         b'step,tokens,reward,note\n1,1,0.1,"a, b"\n', b'2,2,0.2,"c"\n', b"3,3,0.3,d\n"
     )
-    assert points(found) == {1: (0.1, 1), 2: (0.2, 2), 3: (0.3, 3)}
+    assert points(journal_view) == {1: (0.1, 1), 2: (0.2, 2), 3: (0.3, 3)}
 
 
 def test_a_poll_reads_only_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,17 +341,19 @@ def test_steps_lost_between_two_attempts_are_a_hole(
         member.attempt()
         with member.log.open("ab") as handle:
             handle.write(rows(*after))
-        found = member.attempt()
+        journal_view = member.attempt()
     else:
-        found = member.attempt(rows(*after))
-    assert found.holes == holes
-    assert [r.step for r in found.of_kind("train")] == sorted({*(s for s in before if s < after[0]), *after})
-    assert found.of_kind("train")[-1].metrics["compute/tokens"] == 100 * after[-1]
+        journal_view = member.attempt(rows(*after))
+    assert journal_view.holes == holes
+    assert [r.step for r in journal_view.of_kind("train")] == sorted({*(s for s in before if s < after[0]), *after})
+    assert journal_view.of_kind("train")[-1].metrics["compute/tokens"] == 100 * after[-1]
 
 
 def test_lost_steps_count_the_compute_of_the_steps_before_them(tmp_path: Path) -> None:
     member = Member(tmp_path, compute=replace(COMMAND.compute, per_step=True))
     logged = [re.sub(rb'"tokens": \d+', b'"tokens": 100', rows(*steps)) for steps in (range(1, 6), range(31, 36))]
     member.attempt(logged[0])
-    found = member.attempt(logged[1])
-    assert [r.metrics["compute/tokens"] for r in found.of_kind("train")][-5:] == [100.0 * n for n in range(31, 36)]
+    journal_view = member.attempt(logged[1])
+    assert [r.metrics["compute/tokens"] for r in journal_view.of_kind("train")][-5:] == [
+        100.0 * n for n in range(31, 36)
+    ]

@@ -30,25 +30,25 @@ def fits(axis: str, hours_per_step: dict[str, float]) -> list[Fit]:
 
 def test_axes_disagree_if_a_step_of_the_leader_costs_more() -> None:
     costly_long = {"long": 0.06, "short": 0.02}
-    found = by_axis({axis: fits(axis, costly_long) for axis in ("step", DEVICE_HOURS)}, rate=2.5)
-    assert not found.agreed and [column.name for column in found.columns] == ["steps", "device hours", "cost"]
-    assert [column.first.recipe for column in found.columns] == ["long", "short", "short"]
-    steps, hours, cost = found.columns
+    result = by_axis({axis: fits(axis, costly_long) for axis in ("step", DEVICE_HOURS)}, rate=2.5)
+    assert not result.agreed and [column.name for column in result.columns] == ["steps", "device hours", "cost"]
+    assert [column.first.recipe for column in result.columns] == ["long", "short", "short"]
+    steps, hours, cost = result.columns
     assert (steps.compute, hours.compute, cost.compute) == pytest.approx((400, 8.0, 20.0))
     priced = [
         (row.C.value, other.C.value) for row, other in zip(cost.rows, hours.rows, strict=True) if row.C and other.C
     ]
     assert priced and all(money == pytest.approx(2.5 * spent) for money, spent in priced)
-    assert found.sentence.startswith("which recipe is ahead depends on the axis: long at equal steps (P = ")
-    assert "short at equal device hours and cost (P = " in found.sentence
+    assert result.sentence.startswith("which recipe is ahead depends on the axis: long at equal steps (P = ")
+    assert "short at equal device hours and cost (P = " in result.sentence
     place = hours.row("long")
     assert place is not None and place[0] == 2 and hours.row("another") is None
 
 
 def test_axes_agree_if_steps_cost_the_same() -> None:
     same = dict.fromkeys(("long", "short"), 0.02)
-    found = by_axis({axis: fits(axis, same) for axis in ("step", "gpu_hours")})
-    assert found.agreed and found.sentence.startswith(
+    result = by_axis({axis: fits(axis, same) for axis in ("step", "gpu_hours")})
+    assert result.agreed and result.sentence.startswith(
         "the same recipe is ahead on every axis: long at equal steps and gpu_"
     )
 
@@ -65,11 +65,11 @@ def test_wrong_axes_and_rates_are_refused() -> None:
 def test_rank_by_axes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = str(ROOT / "examples" / "study")
     assert main(["rank", study, "--axes", "--rate", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["by_axis"]
-    assert [column["axis"] for column in found["columns"]] == [
+    ranking_json = json.loads(capsys.readouterr().out)["by_axis"]
+    assert [column["axis"] for column in ranking_json["columns"]] == [
         "step", "compute/virtual_device_hours", "compute/flops", "cost",
     ]  # fmt: skip
-    assert found["columns"][3]["compute"] == pytest.approx(2 * found["columns"][1]["compute"])
+    assert ranking_json["columns"][3]["compute"] == pytest.approx(2 * ranking_json["columns"][1]["compute"])
     table = tmp_path / "runs.csv"
     rows = ["recipe,compute,hours,reward"]
     for fit in fits("step", {}):

@@ -81,9 +81,9 @@ def grid(number: int = 0, interaction: float = 0.0) -> list[Curve]:
 
 
 def test_effects_of_a_grid_follow_from_its_labels() -> None:
-    found = effects(fit_curves(grid()))
-    by_level = {(each.axis, each.level): each for each in found.effects}
-    assert by_level.keys() == {("loss", "x"), ("async", "y")} and found.cells == 4 and not found.left_out
+    result = effects(fit_curves(grid()))
+    by_level = {(axis_effect.axis, axis_effect.level): axis_effect for axis_effect in result.effects}
+    assert by_level.keys() == {("loss", "x"), ("async", "y")} and result.cells == 4 and not result.left_out
     loss, slower = by_level["loss", "x"], by_level["async", "y"]
     assert loss.against == OWN and loss.cells == 2
     assert loss.A.value == pytest.approx(-0.1, abs=0.03) and loss.p_positive < 0.03
@@ -95,22 +95,22 @@ def test_effects_of_a_grid_follow_from_its_labels() -> None:
 @pytest.mark.slow
 def test_interactions_are_estimated_on_request() -> None:
     plain = effects(fit_curves(grid(interaction=0.1)))
-    found = effects(fit_curves(grid(interaction=0.1)), [("loss", "async")])
-    both = next(each for each in found.effects if each.axis == "loss:async")
+    result = effects(fit_curves(grid(interaction=0.1)), [("loss", "async")])
+    both = next(axis_effect for axis_effect in result.effects if axis_effect.axis == "loss:async")
     assert both.level == "x:y" and both.against == f"{OWN}:{OWN}" and both.cells == 1
     assert (both.A.value or 0) > 0.03 and both.p_positive > 0.8
-    assert {each.axis for each in plain.effects} == {"loss", "async"}
+    assert {axis_effect.axis for axis_effect in plain.effects} == {"loss", "async"}
     with pytest.raises(UserError, match="--interaction lr: no axis that varies here; those are async, loss"):
         effects(fit_curves(grid()), [("loss", "lr")])
 
 
 def test_aliased_axes_are_noted_and_short_recipes_are_left_out() -> None:
-    curves = [each for each in grid() if each.recipe in ("base", "base+loss=x+async=y")]
+    curves = [recipe_curve for recipe_curve in grid() if recipe_curve.recipe in ("base", "base+loss=x+async=y")]
     third = make_curve("base+z=1", curves[0].compute, curves[0].reward, curves[0].seed)
     short = make_curve("base+loss=short", [0.0, 1.0], [0.2, 0.3])
-    found = effects(fit_curves([*curves, third, short]))
-    assert found.left_out == ("base+loss=short",)
-    assert found.notes == ("loss and async vary together, so the grid cannot separate their effects",)
+    result = effects(fit_curves([*curves, third, short]))
+    assert result.left_out == ("base+loss=short",)
+    assert result.notes == ("loss and async vary together, so the grid cannot separate their effects",)
     with pytest.raises(UserError, match="2 recipes can be read"):
         effects(fit_curves(curves))
 
@@ -120,9 +120,11 @@ def test_the_next_cell_separates_axes_that_vary_together() -> None:
     axes = {axis: [OWN, "new"] for axis in AXES}
     design = _Design.of(cells, axes, ())
     one = _solve(design, np.random.default_rng(0).standard_normal(12) * 0.02 + 0.6, 1e-4 * np.eye(12), 1.0)
-    found = _choose_next_cells(cells, axes, (), one, 1e-4)
-    assert len(found) == 3 and all(0 < each.gain < 1 and each.levels not in cells for each in found)
-    assert found[0].gain > 0.8 * max(each.gain for each in found)
+    next_cells = _choose_next_cells(cells, axes, (), one, 1e-4)
+    assert len(next_cells) == 3 and all(
+        0 < next_cell.gain < 1 and next_cell.levels not in cells for next_cell in next_cells
+    )
+    assert next_cells[0].gain > 0.8 * max(next_cell.gain for next_cell in next_cells)
     # If two axes have the same level in every cell, the next cell gives them different levels.
     alike = [{**cell, "b": cell["a"]} for cell in cells]
     one = _solve(_Design.of(alike, axes, ()), np.linspace(0.58, 0.62, 12), 1e-4 * np.eye(12), 1.0)
@@ -145,9 +147,9 @@ def test_labels_and_factors_are_axes() -> None:
 def test_effects_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "grid.csv"
     rows = [
-        f"{each.recipe},{seed},{c},{r}"
-        for each in grid()
-        for seed, c, r in zip(each.seed, each.compute, each.reward, strict=True)
+        f"{recipe_curve.recipe},{seed},{c},{r}"
+        for recipe_curve in grid()
+        for seed, c, r in zip(recipe_curve.seed, recipe_curve.compute, recipe_curve.reward, strict=True)
     ]
     table.write_text("recipe,seed,compute,reward\n" + "\n".join(rows))
     assert main(["effects", str(table), "-o", str(tmp_path / "effects.svg")]) == 0
@@ -155,8 +157,8 @@ def test_effects_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "loss" in shown and "async" in shown and "averages over 4 recipes with 95% intervals; " in shown
     assert (tmp_path / "effects.svg").read_text().startswith("<?xml")
     assert main(["effects", str(table), "--interaction", "loss:async", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["axis"] for each in found["effects"]] == ["async", "loss", "loss:async"]
+    printed_json = json.loads(capsys.readouterr().out)
+    assert [effect_row["axis"] for effect_row in printed_json["effects"]] == ["async", "loss", "loss:async"]
     with pytest.raises(SystemExit, match="2"):
         main(["effects", str(table), "--interaction", "loss"])
     assert "'loss' is no pair of axes" in capsys.readouterr().err
@@ -181,9 +183,9 @@ def test_one_change_at_a_time_points_to_compare(tmp_path: Path, capsys: pytest.C
         rows += [f"{label},{seed},{c},{r}" for seed, c, r in values]
     path.write_text("\n".join(rows))
     assert main(["effects", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed_json = json.loads(capsys.readouterr().out)
     said = "one change at a time: each recipe differs from s in one axis"
-    assert found["effects"] == [] and found["notes"][0].startswith(said) and found["next"]
+    assert printed_json["effects"] == [] and printed_json["notes"][0].startswith(said) and printed_json["next"]
     assert main(["effects", str(path)]) == 0
     shown, warned = capsys.readouterr()
     assert shown.startswith(said) and "use scalerl compare" in shown and "to run next" in shown and said not in warned

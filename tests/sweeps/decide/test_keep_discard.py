@@ -36,7 +36,7 @@ def choice(margin: float | None = None, /, **runs: Any) -> Choice:
 def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.0, repeats: int = 0) -> Counter[str]:
     """Count verdicts on simulated tables. spread: sd of the runs of `b`. repeats: runs of two other recipes each."""
     rng = np.random.default_rng(62)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for _ in range(pairs):
         table = {
             "a": rng.normal(0, 1, runs[0]),
@@ -44,8 +44,8 @@ def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.
             "c": rng.normal(5, 1, repeats),
             "d": rng.normal(-5, 1, repeats),
         }
-        found[choice(**{name: map(float, values) for name, values in table.items()}).verdict] += 1
-    return found
+        counts[choice(**{name: map(float, values) for name, values in table.items()}).verdict] += 1
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.
 )
 def test_at_most_5_percent_of_null_pairs_are_decided(runs: tuple[int, int], spread: float, repeats: int) -> None:
     pairs = 1000
-    found = verdicts(pairs, 0.0, runs, spread, repeats)
+    counts = verdicts(pairs, 0.0, runs, spread, repeats)
     # Student's t test is exact in the last two cases, so the error of the simulation is added. Welch's test decides too
     # often if three runs scatter three times as far as ten others: 7%, as the guide says.
     allowed = 0.05 if runs == (5, 5) and spread == 1 else 0.05 + 3 * np.sqrt(0.05 * 0.95 / pairs)
     allowed += 0.02 * (runs == (10, 3))
-    assert 0.01 < (found[KEEP] + found[DISCARD]) / pairs <= allowed
+    assert 0.01 < (counts[KEEP] + counts[DISCARD]) / pairs <= allowed
 
 
 def test_90_percent_of_pairs_three_noise_floors_apart_are_decided_correctly() -> None:
@@ -86,9 +86,9 @@ def test_the_noise_floor_is_pooled_and_its_interval_has_95_percent_coverage() ->
     rng = np.random.default_rng(3)
     held = []
     for _ in range(400):
-        found = choice(a=map(float, rng.normal(0, 2, 3)), b=map(float, rng.normal(9, 2, 2)), c=[1.0])
-        assert found.noise_floor is not None and found.degrees == 3
-        low, high = found.noise_floor.low, found.noise_floor.high
+        decision = choice(a=map(float, rng.normal(0, 2, 3)), b=map(float, rng.normal(9, 2, 2)), c=[1.0])
+        assert decision.noise_floor is not None and decision.degrees == 3
+        low, high = decision.noise_floor.low, decision.noise_floor.high
         assert low is not None and high is not None
         held.append(low < 2 < high)
     assert 0.92 < np.mean(held) < 0.98
@@ -97,10 +97,10 @@ def test_the_noise_floor_is_pooled_and_its_interval_has_95_percent_coverage() ->
 
 
 def test_single_runs_are_undecided_with_a_remedy() -> None:
-    found = choice(a=[0.1], b=[0.9])
-    assert found.verdict == UNDECIDED and found.difference is None and found.noise_floor is None
-    assert found.sentence.startswith("undecided: nothing was repeated")
-    assert found.remedy == "run a 5 times, each with another seed, and give every run its own row"
+    decision = choice(a=[0.1], b=[0.9])
+    assert decision.verdict == UNDECIDED and decision.difference is None and decision.noise_floor is None
+    assert decision.sentence.startswith("undecided: nothing was repeated")
+    assert decision.remedy == "run a 5 times, each with another seed, and give every run its own row"
 
 
 def test_the_default_margin_is_named_and_runs_needed_are_shown_if_undecided() -> None:
@@ -125,9 +125,9 @@ def test_the_default_margin_is_named_and_runs_needed_are_shown_if_undecided() ->
 
 
 def test_identical_runs_show_no_spread() -> None:
-    found = choice(a=[0.3, 0.1 + 0.2, 0.3], b=[0.9])
-    assert found.verdict == UNDECIDED and "all repeated runs are identical" in found.sentence
-    assert found.notes[0].startswith("a: its 3 runs are identical and count as one")
+    decision = choice(a=[0.3, 0.1 + 0.2, 0.3], b=[0.9])
+    assert decision.verdict == UNDECIDED and "all repeated runs are identical" in decision.sentence
+    assert decision.notes[0].startswith("a: its 3 runs are identical and count as one")
 
 
 def test_failed_runs_are_counted_and_may_prevent_a_verdict() -> None:
@@ -172,11 +172,11 @@ def test_a_table_of_autoresearch_is_read_unchanged(tmp_path: Path, capsys: pytes
     table = tmp_path / "results.tsv"
     table.write_text(HEAD + "\n".join(rows) + "\n")
     code, out, _ = decide(capsys, "1e23456", "0123456", "--from", table, "--lower-is-better", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["verdict"] == DISCARD and found["statuses"] == {"keep": 3, "crash": 1, "discard": 3}
-    assert [side["failed"] for side in found["recipes"]] == [0, 1] and found["difference"]["value"] == pytest.approx(
-        -0.21
-    )
+    printed = json.loads(out)
+    assert code == 0 and printed["verdict"] == DISCARD and printed["statuses"] == {"keep": 3, "crash": 1, "discard": 3}
+    assert [side["failed"] for side in printed["recipes"]] == [0, 1] and printed["difference"][
+        "value"
+    ] == pytest.approx(-0.21)
 
 
 def test_columns_and_statuses_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,9 +213,9 @@ def test_wrong_arguments_are_refused_in_one_line(
 
 def test_the_python_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("a1b2c3d", "b2c3d4e", "--from", EXAMPLE, "--lower-is-better")
-    found = api.decide("a1b2c3d", "b2c3d4e", EXAMPLE, lower_is_better=True)
-    assert found.to_json() == json.loads(decide(capsys, *words, "--json")[1])
-    assert "keep b2c3d4e" in found._repr_html_() and len(found.to_frame()) == 2
+    decision = api.decide("a1b2c3d", "b2c3d4e", EXAMPLE, lower_is_better=True)
+    assert decision.to_json() == json.loads(decide(capsys, *words, "--json")[1])
+    assert "keep b2c3d4e" in decision._repr_html_() and len(decision.to_frame()) == 2
 
 
 def test_the_guide_shows_the_output_of_decide(capsys: pytest.CaptureFixture[str]) -> None:

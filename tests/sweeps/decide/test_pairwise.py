@@ -62,13 +62,13 @@ def comparisons(curves: Sequence[Curve], *pairs: tuple[str, str], **more: float)
 
 
 def test_planted_differences_are_found_and_worded() -> None:
-    found = comparisons(
+    result = comparisons(
         study({"good": 0.7, "bad": 0.6, "slow": 0.7, "twin": 0.7}, c_mid={"slow": 1.5}),
         ("good", "bad"), ("bad", "good"), ("good", "twin"), ("slow", "good"),
         budget=16.0, margin=0.05,
     )  # fmt: skip
-    good, bad, twin, slow = found.rows
-    assert found.simultaneous and [row.verdict for row in (good, bad, twin)] == [HIGHER, LOWER, SAME]
+    good, bad, twin, slow = result.rows
+    assert result.simultaneous and [row.verdict for row in (good, bad, twin)] == [HIGHER, LOWER, SAME]
     ends = law(np.array([8.0]), 0.7, 1.8, 1.0, 0.2) - law(np.array([8.0]), 0.6, 1.8, 1.0, 0.2)
     for interval, truth in ((good.R, float(ends[0])), (good.A, 0.1), (good.R_at_budget, 0.1), (twin.R, 0.0)):
         assert interval is not None and interval.low is not None and interval.high is not None
@@ -87,8 +87,14 @@ def test_a_common_effect_of_seeds_cancels() -> None:
     curves = study({"a": 0.62, "b": 0.6, "c": 0.55, "d": 0.65}, shared=0.05)
     paired = comparisons(curves, ("a", "b")).rows[0]
     other_seeds = [
-        make_curve(each.recipe, each.compute, each.reward, [f"{each.recipe}{s}" for s in each.seed], each.sd)
-        for each in curves
+        make_curve(
+            recipe_curve.recipe,
+            recipe_curve.compute,
+            recipe_curve.reward,
+            [f"{recipe_curve.recipe}{s}" for s in recipe_curve.seed],
+            recipe_curve.sd,
+        )
+        for recipe_curve in curves
     ]
     unpaired = comparisons(other_seeds, ("a", "b")).rows[0]
     assert paired.paired == ("seed",) and unpaired.paired == ()
@@ -121,9 +127,9 @@ def test_a_flat_recipe_is_compared_without_an_asymptote() -> None:
 def test_simultaneous_bounds_hold_together() -> None:
     """All ten hold in 95% of the draws, and each is wider than the interval of its pair alone."""
     draws = [np.random.default_rng(n).standard_normal(2000) for n in range(10)]
-    together, alone = _bounds(draws), [_bounds([each])[0] for each in draws]
+    together, alone = _bounds(draws), [_bounds([pair_draws])[0] for pair_draws in draws]
     outside = np.zeros(2000, dtype=bool)
-    for each, joint_bounds, own_bounds in zip(draws, together, alone, strict=True):
+    for pair_draws, joint_bounds, own_bounds in zip(draws, together, alone, strict=True):
         assert (
             joint_bounds.low is not None
             and joint_bounds.high is not None
@@ -131,7 +137,7 @@ def test_simultaneous_bounds_hold_together() -> None:
             and own_bounds.high is not None
         )
         assert joint_bounds.low < own_bounds.low and own_bounds.high < joint_bounds.high
-        outside |= (each < joint_bounds.low) | (each > joint_bounds.high)
+        outside |= (pair_draws < joint_bounds.low) | (pair_draws > joint_bounds.high)
     assert outside.mean() == pytest.approx(0.05, abs=0.012)
     # Numbers of draws may differ, and draws may be infinite.
     ratio = _bounds([np.full(2000, math.inf), np.arange(1.0, 101.0)])
@@ -160,8 +166,8 @@ def test_the_prompt_error_is_the_spread_of_differences_over_prompts() -> None:
     hard, moved = rng.uniform(0.2, 0.8, 4000), 0.15 * rng.standard_normal(4000)
     one, two = np.clip(hard + moved, 0, 1), hard
     truth = float(np.std(one - two)) / math.sqrt(4000)
-    found = prompt_error(*({s: passes(rates, rng) for s in "01"} for rates in (one, two)))
-    assert found == pytest.approx(truth, rel=0.1)
+    error = prompt_error(*({s: passes(rates, rng) for s in "01"} for rates in (one, two)))
+    assert error == pytest.approx(truth, rel=0.1)
     # The difficulty of prompts cancels if it is the same for both recipes.
     alike = prompt_error({"0": passes(hard, rng)}, {"0": passes(hard, rng)})
     assert alike is not None and alike < 0.3 * float(np.std(hard)) / math.sqrt(4000)
@@ -174,15 +180,18 @@ def test_prompts_of_one_family_count_as_one() -> None:
     hard = rng.uniform(0.3, 0.7, len(moved))
     rates = (np.clip(hard + moved, 0, 1), hard)
     names = tuple(f"family {number // 10}" for number in range(len(moved)))
-    both = [{"0": replace(passes(each, rng), families=names)} for each in rates]
+    both = [{"0": replace(passes(recipe_rates, rng), families=names)} for recipe_rates in rates]
     truth = float(np.std((rates[0] - rates[1]).reshape(-1, 10).mean(1))) / math.sqrt(300)
     assert prompt_error(*both) == pytest.approx(truth, rel=0.1)
-    without_families = [{"0": replace(each["0"], families=None)} for each in both]
+    without_families = [{"0": replace(recipe_passes["0"], families=None)} for recipe_passes in both]
     single = prompt_error(*without_families)
     assert single is not None and single < 0.5 * truth
-    unnamed = [{"0": replace(each["0"], families=("",) * len(moved))} for each in both]
+    unnamed = [{"0": replace(recipe_passes["0"], families=("",) * len(moved))} for recipe_passes in both]
     assert prompt_error(*unnamed) == pytest.approx(single)
-    assert prompt_error(*({"0": replace(each["0"], families=("all",) * len(moved))} for each in both)) is None
+    assert (
+        prompt_error(*({"0": replace(recipe_passes["0"], families=("all",) * len(moved))} for recipe_passes in both))
+        is None
+    )
 
 
 def test_other_prompts_other_seeds_and_ungraded_prompts_are_not_paired() -> None:
@@ -199,7 +208,7 @@ def test_other_prompts_other_seeds_and_ungraded_prompts_are_not_paired() -> None
 def test_passes_give_a_wider_interval_for_other_prompts() -> None:
     rng = np.random.default_rng(6)
     rates = {"a": rng.uniform(0, 1, 60), "b": rng.uniform(0, 1, 60), "c": rng.uniform(0, 1, 60)}
-    passes_by_recipe = {recipe: {s: passes(each, rng) for s in "012"} for recipe, each in rates.items()}
+    passes_by_recipe = {recipe: {s: passes(recipe_rates, rng) for s in "012"} for recipe, recipe_rates in rates.items()}
     asked_computes = []
 
     def passes_of(recipe: str, compute: float) -> dict[str, Passes]:
@@ -225,9 +234,9 @@ def test_impossible_pairs_are_refused(pair: tuple[str, str], said: str) -> None:
 def test_compare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "curves.csv"
     rows = [
-        f"{each.recipe},a,{seed},{c},{r}"
-        for each in study({"a": 0.6, "a+loss=x": 0.5, "a+loss=y": 0.6})
-        for seed, c, r in zip(each.seed, each.compute, each.reward, strict=True)
+        f"{recipe_curve.recipe},a,{seed},{c},{r}"
+        for recipe_curve in study({"a": 0.6, "a+loss=x": 0.5, "a+loss=y": 0.6})
+        for seed, c, r in zip(recipe_curve.seed, recipe_curve.compute, recipe_curve.reward, strict=True)
     ]
     table.write_text("recipe,baseline,seed,compute,reward\n" + "\n".join(rows))
     assert main(["compare", str(table), "a+loss=x", "a", "--json"]) == 0
@@ -235,9 +244,9 @@ def test_compare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (row["recipe"], row["other"], row["told"], row["seeds"]) == ("a+loss=x", "a", LOWER, 3)
     # Without names every recipe is compared with its baseline, with one name with that recipe.
     assert main(["compare", str(table), "--budget", "16"]) == 0
-    shown = capsys.readouterr()
-    assert "bounds hold for all 2 pairs together" in shown.out and "a+loss=x has the lower reward" in shown.out
-    assert "at 16" in shown.out and "on other prompts" not in shown.out and "not paired by prompt" in shown.err
+    captured = capsys.readouterr()
+    assert "bounds hold for all 2 pairs together" in captured.out and "a+loss=x has the lower reward" in captured.out
+    assert "at 16" in captured.out and "on other prompts" not in captured.out and "not paired by prompt" in captured.err
     assert main(["compare", str(table), "a+loss=y", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["comparisons"]
     assert [(row["recipe"], row["other"]) for row in rows] == [("a", "a+loss=y"), ("a+loss=x", "a+loss=y")]

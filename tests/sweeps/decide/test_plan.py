@@ -190,11 +190,11 @@ def contested() -> list[Fit]:
 
 
 def test_the_poorly_known_contender_is_extended_first() -> None:
-    found = settle(choice_of(contested()))
-    assert not found.settled and found.leader == "short", "its draws may be far higher, but hardly lower"
-    first = found.steps[0]
+    settlement = settle(choice_of(contested()))
+    assert not settlement.settled and settlement.leader == "short", "its draws may be far higher, but hardly lower"
+    first = settlement.steps[0]
     assert (first.recipe, first.action) == ("short", "extend") and first.compute > 4500
-    gains = {step.recipe: step.expected_gain or 0.0 for step in found.steps}
+    gains = {step.recipe: step.expected_gain or 0.0 for step in settlement.steps}
     assert gains["short"] > 0.005 and gains["lost"] < 0.001
     # The gain of a step cannot exceed the expected loss.
     assert gains["short"] <= choice_of(contested()).standing.losses["short"]
@@ -215,8 +215,8 @@ def test_the_gain_of_a_seed_equals_the_formula_for_two_normals() -> None:
             curve("b", a=0.595, end=40000, points=81, white=0.002, seeds=1, rng=2),
         ]
     )
-    found = settle(choice_of(fits, 0.0))
-    assert [step.action for step in found.steps] == ["seed", "seed"]
+    settlement = settle(choice_of(fits, 0.0))
+    assert [step.action for step in settlement.steps] == ["seed", "seed"]
     a, b = (fit.A.value or 0.0 for fit in fits)
     variance = 2 * 0.015**2
     left = variance - 0.015**2 / 2
@@ -229,7 +229,7 @@ def test_the_gain_of_a_seed_equals_the_formula_for_two_normals() -> None:
     before = float(loss(np.abs(np.array(a - b)), float(np.sqrt(variance))))
     gain = before - float(loss(np.abs(means), float(np.sqrt(left))).mean())
     assert min(choice_of(fits, 0.0).standing.losses.values()) == pytest.approx(before, rel=0.1)
-    assert found.steps[0].expected_gain == pytest.approx(gain, rel=0.15) and gain > 0.001
+    assert settlement.steps[0].expected_gain == pytest.approx(gain, rel=0.15) and gain > 0.001
 
 
 def test_a_simulated_truth_has_no_weight_for_itself() -> None:
@@ -245,8 +245,8 @@ def test_a_simulated_truth_has_no_weight_for_itself() -> None:
 
 
 def test_a_settled_choice_needs_nothing() -> None:
-    found = settle(choice_of(fit_curves([curve("a", a=0.61, rng=1), curve("b", a=0.45, rng=2)])))
-    assert found.settled and found.steps == () and found.leader == "a"
+    settlement = settle(choice_of(fit_curves([curve("a", a=0.61, rng=1), curve("b", a=0.45, rng=2)])))
+    assert settlement.settled and settlement.steps == () and settlement.leader == "a"
 
 
 def test_unidentifiable_recipes_get_an_extension_as_remedy() -> None:
@@ -340,14 +340,14 @@ def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
 
 
 def rollout_fits() -> list[Fit]:
-    found = []
+    rollout_curves = []
     for i, (difficulty, value, a) in enumerate(
         [("easy", 8, 0.60), ("easy", 16, 0.50), ("hard", 8, 0.45), ("hard", 16, 0.452), ("hard", 32, 0.3)]
     ):
         c = curve(f"s rollouts={value} level={difficulty}", a=a, r0=0.2, end=20000, rng=i)
         factors = {"rollouts": str(value), "level": difficulty}
-        found.append(make_curve(c.recipe, c.compute, c.reward, c.seed, factors=factors))
-    return fit_curves(found)
+        rollout_curves.append(make_curve(c.recipe, c.compute, c.reward, c.seed, factors=factors))
+    return fit_curves(rollout_curves)
 
 
 def test_best_rollouts_are_chosen_by_difficulty_or_undecided() -> None:

@@ -137,8 +137,10 @@ def test_a_size_that_was_not_run_is_predicted_and_marked() -> None:
     assert choices[1.4e10].extrapolation and choices[2e9].extrapolation and not choices[7e9].extrapolation
     for size in (2e9, 1.4e10):
         assert holds(choices[size].R, 1 - float(np.exp(log_loss(size, np.array(20000.0)))))
-        found = choices[size].R_sigmoid
-        assert found is not None and holds(found, 1 - float(np.exp(log_loss(size, np.array(20000.0)))))
+        sigmoid_reward = choices[size].R_sigmoid
+        assert sigmoid_reward is not None and holds(
+            sigmoid_reward, 1 - float(np.exp(log_loss(size, np.array(20000.0))))
+        )
     ours, other = choices[7e9].R, choices[1.4e10].R
     assert None not in (ours.low, ours.high, other.low, other.high)
     assert (other.high or 0) - (other.low or 0) > (ours.high or 0) - (ours.low or 0)

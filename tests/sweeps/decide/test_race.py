@@ -41,7 +41,7 @@ def cut(data: Curve, compute: float) -> Curve:
 
 
 def raced(curves: Sequence[Curve], rules: Rules = RULES, ended: bool = True) -> Race:
-    return run_race(curves, rules, ended=[each.recipe for each in curves] if ended else ())
+    return run_race(curves, rules, ended=[c.recipe for c in curves] if ended else ())
 
 
 def three() -> list[Curve]:
@@ -56,14 +56,14 @@ def three() -> list[Curve]:
 def test_a_loser_is_stopped_and_one_that_rises_late_is_not() -> None:
     race = raced(three())
     assert race.leader == "late" and race.stopped["bad"] < 0.5 * BUDGET
-    bad = next(each for each in race.runners if each.recipe == "bad")
+    bad = next(runner for runner in race.runners if runner.recipe == "bad")
     assert bad.spent == 2 * race.stopped["bad"]
     assert race.saved == pytest.approx(sum(2 * (BUDGET - at) for at in race.stopped.values()))
     assert race.full == 6 * BUDGET
     assert "of ending ahead of " in bad.reason and " at 1.6e+04, where its forecast is 0.4" in bad.reason
     # At the first look the late one has the lowest reward, so a rule by current rewards would stop it.
-    early = [cut(each, 0.2 * BUDGET) for each in three()]
-    assert min(early, key=lambda each: each.reward[each.compute == each.compute.max()].mean()).recipe == "late"
+    early = [cut(c, 0.2 * BUDGET) for c in three()]
+    assert min(early, key=lambda c: c.reward[c.compute == c.compute.max()].mean()).recipe == "late"
 
 
 @pytest.mark.full
@@ -71,7 +71,7 @@ def test_later_evaluations_do_not_change_earlier_looks() -> None:
     whole = raced(three())
     for index, look in enumerate(whole.looks):
         # Cut the curves shortly after this look. The first recipe has run much further, which must not matter either.
-        partial_curves = [cut(each, look.compute * (1.01 if at else 1.7) + 500) for at, each in enumerate(three())]
+        partial_curves = [cut(c, look.compute * (1.01 if at else 1.7) + 500) for at, c in enumerate(three())]
         partial_race = raced(partial_curves, ended=False)
         assert partial_race.looks[: index + 1] == whole.looks[: index + 1]
 
@@ -87,8 +87,8 @@ def test_a_reward_that_comes_later_does_not_change_the_scale_of_a_look() -> None
 def test_neither_order_nor_unit_of_compute_decides() -> None:
     race = raced(three())
     turned = raced(three()[::-1])
-    assert {each.recipe: each for each in race.runners} == {each.recipe: each for each in turned.runners}
-    hours = [make_curve(each.recipe, each.compute / 3600, each.reward, each.seed) for each in three()]
+    assert {runner.recipe: runner for runner in race.runners} == {runner.recipe: runner for runner in turned.runners}
+    hours = [make_curve(c.recipe, c.compute / 3600, c.reward, c.seed) for c in three()]
     other = raced(hours, replace(RULES, budget=BUDGET / 3600))
     assert {name: at * 3600 for name, at in other.stopped.items()} == pytest.approx(race.stopped)
 
@@ -111,12 +111,12 @@ def test_a_look_waits_for_the_slowest_unless_it_has_ended() -> None:
 
 
 def test_before_the_first_look_nobody_leads() -> None:
-    race = run_race([cut(each, 1000) for each in three()], RULES)
+    race = run_race([cut(c, 1000) for c in three()], RULES)
     assert (race.looks, race.leader, race.saved) == ((), None, 0.0)
     assert race.sentence.startswith(
         "no look yet: the first is at compute 3200; the next look waits for good, bad, late"
     )
-    assert all(each.p_best is None and each.reason == "no look yet" for each in race.runners)
+    assert all(runner.p_best is None and runner.reason == "no look yet" for runner in race.runners)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_many_equal_recipes_are_not_all_stopped() -> None:
     """Each of 60 equal recipes has a small P(best), but about an even chance against any single other recipe."""
     curves = [curve(f"r{number}", a=0.6, points=17, rng=number, seeds=1) for number in range(60)]
     look = look_at(curves, 0.3 * BUDGET, replace(RULES, looks=1))
-    assert max(each.p_best for each in look.chances) < 0.4
+    assert max(chance.p_best for chance in look.chances) < 0.4
     assert len(look.stopped) < 30
 
 
@@ -134,7 +134,7 @@ def test_a_recipe_without_a_forecast_is_not_stopped() -> None:
     assert (look.of("early").p_ahead or 0.0) > 0.1
     assert look.stopped == ()
     untried = make_curve("untried", [9000.0], [0.4])
-    assert [each.recipe for each in look_at([*three(), untried], 4000, RULES).chances] == ["good", "bad", "late"]
+    assert [chance.recipe for chance in look_at([*three(), untried], 4000, RULES).chances] == ["good", "bad", "late"]
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_one_recipe_always_remains_and_json_is_finite(tops: list[float], number:
     json.dumps(race.to_json(), allow_nan=False)
     for look in race.looks:
         assert look.favourite not in look.stopped
-        assert sum(each.p_best for each in look.chances) == pytest.approx(1)
+        assert sum(chance.p_best for chance in look.chances) == pytest.approx(1)
         assert all(race.stopped[name] == look.compute for name in look.stopped)
 
 
@@ -178,11 +178,11 @@ def test_a_race_takes_two() -> None:
 @pytest.mark.slow
 def test_no_look_is_taken_before_all_recipes_have_evaluations() -> None:
     """The first evaluations may come after the first look's compute, in the table or because of --min-compute."""
-    late = [make_curve(each.recipe, each.compute + 5000, each.reward, each.seed) for each in three()]
+    late = [make_curve(c.recipe, c.compute + 5000, c.reward, c.seed) for c in three()]
     assert raced(late).looks[0].compute > 5000
     race = run_race(three(), RULES, FitOptions(min_compute=4500.0), ended=["good", "bad", "late"])
     assert race.looks[0].compute > 4500
-    far = [make_curve(each.recipe, each.compute + 50000, each.reward, each.seed) for each in three()]
+    far = [make_curve(c.recipe, c.compute + 50000, c.reward, c.seed) for c in three()]
     assert raced(far).looks == ()
 
 
@@ -197,9 +197,11 @@ def test_race_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "scalerl+loss=dapo" in out and "3 of 4 recipes stopped after 9 looks; scalerl leads" in out
     assert main(["race", table, "--budget", "16000", "--json", "--growth", "1.5"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["rules"]["growth"] == 1.5 and found["leader"] == "scalerl"
-    assert {each["recipe"] for each in found["recipes"]} == {each["recipe"] for each in found["looks"][0]["chances"]}
+    race_json = json.loads(capsys.readouterr().out)
+    assert race_json["rules"]["growth"] == 1.5 and race_json["leader"] == "scalerl"
+    assert {entry["recipe"] for entry in race_json["recipes"]} == {
+        entry["recipe"] for entry in race_json["looks"][0]["chances"]
+    }
     assert main(["race", table, "--budget", "16000", "--first", "2"]) == 1
     assert "--first 2: give a share" in capsys.readouterr().err
 
@@ -209,18 +211,16 @@ def test_a_race_over_real_runs_keeps_the_best() -> None:
     """92 real runs: no recipe that the race stops ends above all recipes that it keeps (docs/guide/race.md)."""
     curves = load([ROOT / "benchmarks/racing/replication_hot.csv"]).curves
     budget = 4.5e11
-    race = run_race(curves, Rules(budget), ended=[each.recipe for each in curves], workers=2)
+    race = run_race(curves, Rules(budget), ended=[c.recipe for c in curves], workers=2)
     final_reward = {
-        each.recipe: float(each.reward[each.compute > 0.93 * budget].mean())
-        for each in curves
-        if each.compute.max() > budget
+        c.recipe: float(c.reward[c.compute > 0.93 * budget].mean()) for c in curves if c.compute.max() > budget
     }
     kept_recipes = [recipe for recipe in final_reward if recipe not in race.stopped]
     assert 0.3 < race.saved / race.full < 0.5
     assert max(final_reward.values()) - final_reward[race.leader or ""] < 0.02
     assert (
         max(final_reward[recipe] for recipe in final_reward if recipe in race.stopped)
-        < max(final_reward[each] for each in kept_recipes) + 0.02
+        < max(final_reward[kept_recipe] for kept_recipe in kept_recipes) + 0.02
     )
 
 
@@ -243,9 +243,9 @@ def test_rivals_pay_for_all_compute_that_they_used() -> None:
     # A recipe at the median of the running ones is not stopped.
     assert median_rule(plain(*[0.8] * 5), 0.3).tolist() == [*[1.0] * 5, *[0.3] * 3]
     assert signed_rank(study, 0.01, 0.2).tolist() == [1.0, *[0.2] * 7]
-    found = rivals.outcomes(study) | ours.outcomes(study)
-    assert found["all runs to the budget"].compute == 1.0
-    assert all(each.regret == 0 and each.false == 0 for each in found.values())
+    by_method = rivals.outcomes(study) | ours.outcomes(study)
+    assert by_method["all runs to the budget"].compute == 1.0
+    assert all(result.regret == 0 and result.false == 0 for result in by_method.values())
 
 
 def test_signed_rank_equals_optunas_wilcoxon_pruner() -> None:
@@ -256,7 +256,7 @@ def test_signed_rank_equals_optunas_wilcoxon_pruner() -> None:
         best = max(running, key=lambda recipe: study.rate[recipe, at])
         searched = optuna.create_study(direction="maximize")
         searched.add_trial(trial(study, best, at, TrialState.COMPLETE))
-        for recipe in [each for each in running if each != best]:
+        for recipe in [candidate for candidate in running if candidate != best]:
             if WilcoxonPruner(p_threshold=p).prune(searched, trial(study, recipe, at, TrialState.RUNNING)):
                 running.remove(recipe)
                 spent[recipe] = at / 20
@@ -308,8 +308,8 @@ def test_a_simulation_resumes_and_compares_the_studies_of_all_methods(tmp_path: 
     assert simulate("a", _half, SETTINGS[0], 1, tmp_path) == more, (
         "all stored studies are returned, even if fewer are requested"
     )
-    found = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
-    assert {name: rows.shape for name, rows in found.items()} == {"half": (2, 4), "whole": (2, 4)}
+    by_method = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
+    assert {name: rows.shape for name, rows in by_method.items()} == {"half": (2, 4), "whole": (2, 4)}
 
 
 def favourite_and_others(number: int) -> tuple[list[Fit], list[Array]]:
@@ -328,14 +328,14 @@ def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
     fits, draws = favourite_and_others(12)
     rules = Rules(BUDGET, loss=0.035)
     look = make_look(4000.0, fits, draws, rules)
-    assert {each.p_ahead for each in look.chances} == {None, 0.05}
+    assert {chance.p_ahead for chance in look.chances} == {None, 0.05}
     # Stopping one costs 0.2 in 5% of the draws, which is 0.01. The costs add up, since no two are ahead in one draw.
     assert look.stopped == ("r01", "r02", "r03") and look.loss == pytest.approx(0.03)
     assert make_look(4000.0, fits, draws, rules, earlier_look(0.02)).stopped == ("r01",), (
         "the cost of earlier stops counts"
     )
     assert make_look(4000.0, fits, draws, rules, earlier_look(0.04)).stopped == ()
-    hopeless = [draws[0], *(each - 0.5 for each in draws[1:])]
+    hopeless = [draws[0], *(recipe_draws - 0.5 for recipe_draws in draws[1:])]
     assert len(make_look(4000.0, fits, hopeless, rules, earlier_look(0.04)).stopped) == 12, (
         "stops without cost are always allowed"
     )
@@ -366,7 +366,7 @@ def test_the_cost_of_stopping_several_recipes_is_computed_jointly(number: int, s
         )
 
     costs = [costs_of(due[:n]) for n in range(1, len(due) + 1)]
-    largest = max((n for n, each in enumerate(costs, start=1) if each <= limit), default=0)
+    largest = max((n for n, total_cost in enumerate(costs, start=1) if total_cost <= limit), default=0)
     stopped, loss = _count_stops(draws, due, 2.0, limit)
     assert stopped == largest and loss == pytest.approx(costs[largest - 1] if largest else 0.0)
 
@@ -381,9 +381,9 @@ def test_the_expected_cost_of_a_race_is_within_its_limit() -> None:
         assert sum(look.loss for look in race.looks) <= share * free_loss
         assert race.saved < free.saved and race.leader == free.leader
     kept = look_at(curves, 0.3 * BUDGET, Rules(BUDGET, loss=1e-9))
-    assert kept.stopped == () and any(each.below for each in kept.chances)
-    early = run_race([cut(each, 0.4 * BUDGET) for each in curves], Rules(BUDGET, growth=1.6, loss=1e-9))
-    reasons = {each.recipe: each.reason for each in early.runners}
+    assert kept.stopped == () and any(chance.below for chance in kept.chances)
+    early = run_race([cut(c, 0.4 * BUDGET) for c in curves], Rules(BUDGET, growth=1.6, loss=1e-9))
+    reasons = {runner.recipe: runner.reason for runner in early.runners}
     assert any(
         "not stopped, because the expected cost of all stops together would exceed 1e-09" in reason_text
         for reason_text in reasons.values()

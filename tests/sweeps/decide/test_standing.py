@@ -30,15 +30,15 @@ def simulated(*recipes: Recipe, number: int = 0) -> list[Curve]:
 
 def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
     """The slower recipe has the higher ceiling, but its window ends at 2 C_mid, so it is not identifiable."""
-    found = find_standing(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
-    assert not found.decided and found.leader == "r1" and found.ranked == ("r0",)
-    assert "r1 is the best choice so far: it has the highest A with P = 0." in outcome_sentence(found)
-    assert ", and its A is not identifiable yet (" in outcome_sentence(found)
-    assert sum(found.p_best.values()) == pytest.approx(1)
+    result = find_standing(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
+    assert not result.decided and result.leader == "r1" and result.ranked == ("r0",)
+    assert "r1 is the best choice so far: it has the highest A with P = 0." in outcome_sentence(result)
+    assert ", and its A is not identifiable yet (" in outcome_sentence(result)
+    assert sum(result.p_best.values()) == pytest.approx(1)
     # It also counts if it is the best with a probability below one half.
-    found = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
-    assert 0.06 < found.p_best["r1"] < 0.4 and found.rivals == ("r1",) and found.leader == "r0"
-    assert "1 of 2 recipes cannot be ranked; of these, r1 could be the best (P = 0." in outcome_sentence(found)
+    result = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
+    assert 0.06 < result.p_best["r1"] < 0.4 and result.rivals == ("r1",) and result.leader == "r0"
+    assert "1 of 2 recipes cannot be ranked; of these, r1 could be the best (P = 0." in outcome_sentence(result)
 
 
 @pytest.mark.parametrize("number", every(3, range(3)))
@@ -48,22 +48,22 @@ def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_dra
     recipes = KINDS[0](source)
     fits = fit_curves([run(recipe, f"r{i}", source) for i, recipe in enumerate(recipes)])
     choice = choice_of(fits)
-    found, split = choice.standing, split_budget(choice, 10 * recipes[0].end)
-    loss = np.stack([drawn.asymptote() for drawn in found.drawn])
+    result, split = choice.standing, split_budget(choice, 10 * recipes[0].end)
+    loss = np.stack([drawn.asymptote() for drawn in result.drawn])
     expected = (loss.max(axis=0) - loss).mean(axis=1)
-    assert list(found.losses.values()) == pytest.approx(expected.tolist())
-    assert found.losses[found.leader or ""] <= min(expected) + found.margin
-    assert (split.winner is None) == (found.losses[found.leader or ""] > found.margin)
-    assert split.winner in (None, found.leader)
+    assert list(result.losses.values()) == pytest.approx(expected.tolist())
+    assert result.losses[result.leader or ""] <= min(expected) + result.margin
+    assert (split.winner is None) == (result.losses[result.leader or ""] > result.margin)
+    assert split.winner in (None, result.leader)
 
 
 def test_a_flat_recipe_is_not_a_rival() -> None:
     flat = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(2).standard_normal(31))
-    found = find_standing(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), flat]))
+    result = find_standing(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), flat]))
     assert (
-        found.decided
-        and found.rivals == ()
-        and outcome_sentence(found).endswith(". 1 of 2 recipes cannot be ranked; it is not likely to be the best")
+        result.decided
+        and result.rivals == ()
+        and outcome_sentence(result).endswith(". 1 of 2 recipes cannot be ranked; it is not likely to be the best")
     )
 
 
@@ -125,9 +125,9 @@ def test_a_surely_best_recipe_is_chosen_without_an_identifiable_asymptote() -> N
 def test_an_identifiable_leader_is_not_called_unidentifiable(number: int) -> None:
     """In a tie the more efficient recipe leads, even if the other is more likely to be within the margin."""
     fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
-    found = find_standing(fits)
+    result = find_standing(fits)
     assert all(fit.identifiable for fit in fits)
-    assert found.leader == found.ranked[0] and "not identifiable yet" not in outcome_sentence(found)
+    assert result.leader == result.ranked[0] and "not identifiable yet" not in outcome_sentence(result)
 
 
 def test_the_highest_of_many_is_shrunk_towards_the_others() -> None:
@@ -158,24 +158,24 @@ def test_all_recipes_follow_one_law_in_a_draw() -> None:
 
 def test_every_recipe_has_a_reward_at_common_compute() -> None:
     slow = curve("slow", c_mid=5000, end=4000, points=20, rng=2)
-    found = rewards(fit_curves([curve("fast", rng=1), slow, curve("few", points=4)]), budget=8000.0)
-    assert found is not None and found.compute <= 4000
-    rows = {row.recipe: row for row in found.rows}
-    assert set(rows) == {"fast", "slow", "few"} and sum(row.p_best for row in found.rows) == pytest.approx(1)
+    reward_table = rewards(fit_curves([curve("fast", rng=1), slow, curve("few", points=4)]), budget=8000.0)
+    assert reward_table is not None and reward_table.compute <= 4000
+    rows = {row.recipe: row for row in reward_table.rows}
+    assert set(rows) == {"fast", "slow", "few"} and sum(row.p_best for row in reward_table.rows) == pytest.approx(1)
     assert rows["fast"].R_at_budget is not None and (rows["fast"].R_at_budget.value or 0) > (rows["fast"].R.value or 0)
 
 
 def test_the_compute_ratio_to_a_common_reward() -> None:
     """If only C_mid differs, the compute to reach a reward is proportional to C_mid (here 3400 / 2000 = 1.7)."""
     fits = fit_curves([curve("fast", c_mid=2000, white=0.004, rng=1), curve("slow", c_mid=3400, white=0.004, rng=2)])
-    found = rewards(fits)
-    assert found is not None and found.reward is not None
-    slow = next(row for row in found.rows if row.recipe == "slow")
+    reward_table = rewards(fits)
+    assert reward_table is not None and reward_table.reward is not None
+    slow = next(row for row in reward_table.rows if row.recipe == "slow")
     assert slow.ratio is not None and slow.ratio.low is not None and slow.ratio.high is not None
     assert slow.ratio.low < 1.7 < slow.ratio.high and slow.ratio.high < 2.5
-    assert "slow needs 1.7x the compute of fast to reach 0." in found.sentence
+    assert "slow needs 1.7x the compute of fast to reach 0." in reward_table.sentence
     # The reward is at four fifths of the slower recipe's gain, where neither curve is on its plateau.
-    assert found.reward == pytest.approx(
+    assert reward_table.reward == pytest.approx(
         0.3 + 0.8 * (law(np.array([16000.0]), 0.61, 1.9, 3400, 0.3)[0] - 0.3), abs=0.02
     )
 
@@ -189,18 +189,21 @@ def test_the_fastest_recipe_is_shown_only_if_known() -> None:
     others = [replace(row, recipe="b", C=Interval(2.0, 1.0, 3.0)), replace(row, recipe="c", ratio=Interval(2.0, 1, 3))]
     known = Rewards(10.0, 0.4, None, "", (row, *others), fastest="b")
     head, rows = reward_rows(known)
-    assert [each[head.index("times the least")] for each in rows] == ["-", "1", "2.00 [1.00, 3.00]"]
-    assert [each[-1] for each in reward_rows(replace(known, fastest=None))[1]] == ["-", "-", "2.00 [1.00, 3.00]"]
+    assert [cells[head.index("times the least")] for cells in rows] == ["-", "1", "2.00 [1.00, 3.00]"]
+    assert [cells[-1] for cells in reward_rows(replace(known, fastest=None))[1]] == ["-", "-", "2.00 [1.00, 3.00]"]
     assert "fastest" not in known.to_json()
 
 
 def test_no_recipe_is_fastest_if_no_draw_reaches_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the first recipe must not be called the fastest."""
     monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
-    found = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
-    assert found is not None and found.reward is not None and found.fastest is None
-    head, rows = reward_rows(found)
-    assert [each[head.index("times the least")] for each in rows] == ["-", "-"] and " needs " not in found.sentence
+    reward_table = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
+    assert reward_table is not None and reward_table.reward is not None and reward_table.fastest is None
+    head, rows = reward_rows(reward_table)
+    assert [cells[head.index("times the least")] for cells in rows] == [
+        "-",
+        "-",
+    ] and " needs " not in reward_table.sentence
 
 
 def test_no_flat_recipe_is_chosen() -> None:

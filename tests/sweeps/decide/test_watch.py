@@ -354,13 +354,13 @@ def test_a_kill_neither_loses_nor_repeats_a_snapshot(tmp_path: Path) -> None:
     expected = history(make_curve("scalerl", *_arrays(tmp_path / "run")))
     assert 2 <= interrupted < len(expected)
     assert cli.main(["watch", str(tmp_path / "run"), "--once"]) == 0
-    found = []
+    read_snapshots = []
     for line in path.read_text().splitlines():
         try:
-            found.append(Snapshot.from_json(json.loads(line)))
+            read_snapshots.append(Snapshot.from_json(json.loads(line)))
         except ValueError:
             continue
-    assert found == expected
+    assert read_snapshots == expected
 
 
 @pytest.mark.full

@@ -39,12 +39,12 @@ def test_each_family_recovers_its_parameters_and_wins_on_its_own_data(
     assert fit.family == family
     json.dumps(fit.to_json(), allow_nan=False)
     for name, value in shape.items():
-        found = fit.shape[name]
-        assert found.value == pytest.approx(value, rel=0.1)
-        assert found.low is not None and found.high is not None
+        estimate = fit.shape[name]
+        assert estimate.value == pytest.approx(value, rel=0.1)
+        assert estimate.low is not None and estimate.high is not None
         # One in twenty 95% intervals misses, so a miss by less than the interval's width is allowed.
-        width = found.high - found.low
-        assert found.low - width - 1e-3 * value <= value <= found.high + width + 1e-3 * value
+        width = estimate.high - estimate.low
+        assert estimate.low - width - 1e-3 * value <= value <= estimate.high + width + 1e-3 * value
     comparison = compare(make_curve("x", COMPUTE, noisy(reward, 0.001)))
     rows = {row.family: row for row in comparison.rows}
     assert set(rows) == set(FAMILIES)
@@ -83,8 +83,8 @@ def test_a_curve_that_forecasts_worse_than_the_last_value_is_not_ranked() -> Non
 
 
 def test_too_few_points_are_not_compared() -> None:
-    found = compare(make_curve("x", [0.0, 1.0, 2.0], [0.1, 0.2, 0.3]))
-    assert found.rows == () and found.beats_last is None and "too few" in found.sentence
+    result = compare(make_curve("x", [0.0, 1.0, 2.0], [0.1, 0.2, 0.3]))
+    assert result.rows == () and result.beats_last is None and "too few" in result.sentence
 
 
 def test_unknown_family_is_named() -> None:
@@ -103,9 +103,9 @@ def test_a_seed_that_ended_early_does_not_change_the_comparison() -> None:
         np.concatenate(rewards),
         np.concatenate([np.full(len(c), s) for c, _, s in parts]),
     )
-    found = compare(data)
-    assert found.beats_last is True
-    assert min(row.held_out or 1.0 for row in found.rows) < 0.01
+    result = compare(data)
+    assert result.beats_last is True
+    assert min(row.held_out or 1.0 for row in result.rows) < 0.01
 
 
 @pytest.mark.full

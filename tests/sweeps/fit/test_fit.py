@@ -80,9 +80,9 @@ def test_order_and_duplicates_of_points_change_nothing(random: object, copies: i
     order = np.tile(np.arange(len(data.compute)), copies)
     random.shuffle(order)  # type: ignore[attr-defined]
     shuffled = make_curve("scalerl", data.compute[order], data.reward[order], data.seed[order])
-    ours, theirs = fit_curve(data).to_json(), fit_curve(shuffled).to_json()
-    assert ours.pop("warnings") == [] and len(theirs.pop("warnings")) == (copies > 1)
-    assert ours == theirs
+    reference, transformed = fit_curve(data).to_json(), fit_curve(shuffled).to_json()
+    assert reference.pop("warnings") == [] and len(transformed.pop("warnings")) == (copies > 1)
+    assert reference == transformed
 
 
 @pytest.mark.slow
@@ -91,21 +91,21 @@ def test_order_and_duplicates_of_points_change_nothing(random: object, copies: i
 def test_the_unit_of_compute_changes_nothing(log10_unit: float) -> None:
     data = curve(white=0.01, points=17)
     unit = 10.0**log10_unit
-    ours = fit_curve(data)
-    theirs = fit_curve(make_curve("scalerl", data.compute * unit, data.reward, data.seed))
+    reference = fit_curve(data)
+    transformed = fit_curve(make_curve("scalerl", data.compute * unit, data.reward, data.seed))
     for name in ("value", "low", "high"):
-        assert getattr(theirs.A, name) == pytest.approx(getattr(ours.A, name), rel=1e-3)
-        assert getattr(theirs.B, name) == pytest.approx(getattr(ours.B, name), rel=1e-2)
-        assert getattr(theirs.C_mid, name) == pytest.approx(unit * getattr(ours.C_mid, name), rel=1e-2)
+        assert getattr(transformed.A, name) == pytest.approx(getattr(reference.A, name), rel=1e-3)
+        assert getattr(transformed.B, name) == pytest.approx(getattr(reference.B, name), rel=1e-2)
+        assert getattr(transformed.C_mid, name) == pytest.approx(unit * getattr(reference.C_mid, name), rel=1e-2)
 
 
 def test_rewards_outside_the_unit_interval_only_rescale_A() -> None:
     data = curve(white=0.005)
-    ours = fit_curve(data)
-    theirs = fit_curve(make_curve("scalerl", data.compute, 20 * data.reward - 10, data.seed))
-    assert ours.A.value is not None and theirs.A.value == pytest.approx(20 * ours.A.value - 10, abs=0.02)
-    assert theirs.B.value == pytest.approx(ours.B.value, rel=0.03)
-    assert any("outside [0, 1]" in note for note in theirs.warnings)
+    reference = fit_curve(data)
+    transformed = fit_curve(make_curve("scalerl", data.compute, 20 * data.reward - 10, data.seed))
+    assert reference.A.value is not None and transformed.A.value == pytest.approx(20 * reference.A.value - 10, abs=0.02)
+    assert transformed.B.value == pytest.approx(reference.B.value, rel=0.03)
+    assert any("outside [0, 1]" in note for note in transformed.warnings)
 
 
 def test_interval_opens_when_the_window_ends_before_the_bend() -> None:
@@ -183,8 +183,8 @@ def test_seed_spread_is_borrowed_pooled_or_measured() -> None:
     assert (alone.seed_spread.source, alone.seed_spread.sd) == ("borrowed", 0.015)
     pooled = fit_curves([curve(name, seeds=2, seed_sd=0.02, rng=i) for i, name in enumerate("abcd")])
     assert {fit.seed_spread.source for fit in pooled} == {"pooled"}
-    own = fit_curves([curve(seeds=6, seed_sd=0.03, rng=1)])[0]
-    assert own.seed_spread.source == "measured" and 0.012 < own.seed_spread.sd < 0.06
+    with_six_seeds = fit_curves([curve(seeds=6, seed_sd=0.03, rng=1)])[0]
+    assert with_six_seeds.seed_spread.source == "measured" and 0.012 < with_six_seeds.seed_spread.sd < 0.06
 
 
 def test_an_assumed_spread_between_seeds_gives_a_warning() -> None:
@@ -222,9 +222,9 @@ def test_a_seed_that_ended_early_does_not_enter_the_spread_between_seeds() -> No
 def test_the_borrowed_spread_scales_with_the_reward(low: float, width: float) -> None:
     data = curve(seeds=1, r0=0.2)
     scaled = make_curve("scalerl", data.compute, low + width * data.reward, data.seed)
-    ours, theirs = fit_curves([data])[0], fit_curves([scaled])[0]
-    assert theirs.seed_spread.sd == pytest.approx(width * ours.seed_spread.sd)
-    assert theirs.A_total[1] == pytest.approx(low + width * (ours.A_total[1] or 0), rel=0.02)
+    reference, transformed = fit_curves([data])[0], fit_curves([scaled])[0]
+    assert transformed.seed_spread.sd == pytest.approx(width * reference.seed_spread.sd)
+    assert transformed.A_total[1] == pytest.approx(low + width * (reference.A_total[1] or 0), rel=0.02)
 
 
 def test_only_evaluations_at_compute_0_are_too_few_points() -> None:
@@ -294,7 +294,9 @@ def test_more_seeds_narrow_the_interval(seeds: int, own_ends: bool) -> None:
         kept = runs.compute <= 16000.0 * (1 - 0.01 * (run % 20)) if own_ends else np.full(len(run), True)
         stretch = 1 + 0.01 * (run % 5 - 2) if own_ends else np.ones(len(run))
         fit = fit_curve(
-            make_curve("r", (runs.compute * stretch)[kept], runs.reward[kept], [str(each) for each in run[kept]])
+            make_curve(
+                "r", (runs.compute * stretch)[kept], runs.reward[kept], [str(run_number) for run_number in run[kept]]
+            )
         )
         random = np.random.default_rng(rng)
         asymptotes = []
@@ -452,7 +454,7 @@ def test_the_intervals_of_one_curve_have_their_recorded_values() -> None:
     assert tuple(mean_ends[:3]) == pytest.approx((0.585, 0.6055, 0.6265), abs=3e-3)
     assert tuple(mean_ends[3:6]) == pytest.approx((1.275, 1.423, 1.603), abs=0.04)
     assert tuple(mean_ends[6:]) == pytest.approx((0.5697, 0.6417), abs=4e-3)
-    bands = [predict(each, [16.0]) for each in fits]
+    bands = [predict(named_fit, [16.0]) for named_fit in fits]
     ends = np.mean([(band.low[0], band.high[0]) for band in bands], axis=0)
     assert tuple(ends) == pytest.approx((0.5538, 0.6336), abs=4e-3)
 

@@ -64,7 +64,9 @@ def test_an_earlier_recovery_makes_a_collapse_less_probable() -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.4]), min_size=2, max_size=40))
 def test_one_more_zero_never_makes_a_collapse_less_probable(rewards: list[float]) -> None:
-    probability, probability_after = (collapse_probability(seen(each))[0] for each in (rewards, [*rewards, 0.0]))
+    probability, probability_after = (
+        collapse_probability(seen(run_rewards))[0] for run_rewards in (rewards, [*rewards, 0.0])
+    )
     assert probability <= probability_after <= 1
 
 
@@ -84,7 +86,7 @@ def test_a_dead_run_is_forecast_to_stay_dead(bottom: float, top: float) -> None:
     z = np.array([*RISING, *[0.0] * 8])
     fit = fit_curve(make_curve("dead", 10.0 * np.arange(1, 15), bottom + (top - bottom) * z))
     assert fit.curve.range == (bottom, top)
-    (warning,) = [each for each in fit.warnings if "exactly" in each]
+    (warning,) = [note for note in fit.warnings if "exactly" in note]
     assert f"exactly {bottom:g} from compute 70 on" in warning and "P = 0.99" in warning
     assert predict_mean(fit, np.array([160.0, 200.0, 240.0])) == (bottom, bottom, bottom)
     band = predict(fit, [160.0, 1000.0], observations=3)

@@ -73,16 +73,16 @@ def test_a_flat_curve_is_never_identifiable_even_if_it_wanders() -> None:
     verdicts = [fit.verdict for fit in fitted("flat", 20)]
     assert "flat" in verdicts and "identifiable" not in verdicts
     wandering = Truth("level", lambda c: 0.4 + 0 * c, wander=0.03, memory=0.65)
-    found = [fit_curve(seen(wandering, np.random.default_rng(k))).verdict for k in range(20)]
-    assert "identifiable" not in found
+    wandering_verdicts = [fit_curve(seen(wandering, np.random.default_rng(k))).verdict for k in range(20)]
+    assert "identifiable" not in wandering_verdicts
 
 
 def test_one_bad_seed_is_left_out_with_a_warning() -> None:
     for number in range(6):
-        found = fit_curve(study("3 seeds, one bad", number))
-        assert [bad.seed for bad in found.bad_seeds] == ["0"]
-        assert any("seed 0 departs from the others (1, 2)" in note and "left out" in note for note in found.warnings)
-        assert found.seeds == 2 and found.A.value == pytest.approx(0.7, abs=0.06)
+        seed_fit = fit_curve(study("3 seeds, one bad", number))
+        assert [bad.seed for bad in seed_fit.bad_seeds] == ["0"]
+        assert any("seed 0 departs from the others (1, 2)" in note and "left out" in note for note in seed_fit.warnings)
+        assert seed_fit.seeds == 2 and seed_fit.A.value == pytest.approx(0.7, abs=0.06)
     # A fit up to compute 0.48 cannot know that the seed will depart.
     early = fit_curve(study("3 seeds, one bad"), FitOptions(max_compute=0.48))
     assert early.bad_seeds == () and early.seeds == 3
@@ -213,11 +213,11 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
         doubt=doubt,
     )
     assert after_fit(evidence).name == "identifiable"
-    found = after_fit(replace(evidence, doubt=replace(doubt, agreement=0.4)))
-    assert found.name == "open" and "put the ceiling elsewhere: 40%" in found.reason
+    changed_verdict = after_fit(replace(evidence, doubt=replace(doubt, agreement=0.4)))
+    assert changed_verdict.name == "open" and "put the ceiling elsewhere: 40%" in changed_verdict.reason
     # Nor if another law explains the points far better, or if the curve does not rise.
-    found = after_fit(replace(evidence, doubt=replace(doubt, rival_lead=5.0, agreement=0.4)))
-    assert found.name == "misfit" and "another law: a Weibull curve" in found.reason
+    changed_verdict = after_fit(replace(evidence, doubt=replace(doubt, rival_lead=5.0, agreement=0.4)))
+    assert changed_verdict.name == "misfit" and "another law: a Weibull curve" in changed_verdict.reason
     assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
     for p_none, p_rise in ((0.3, P_FLAT / 2), (0.7, 2 * P_FLAT)):
         assert after_fit(replace(evidence, doubt=replace(doubt, p_none=p_none, p_rise=p_rise))).name != "flat"
@@ -248,11 +248,11 @@ def test_the_mean_of_more_evaluations_has_a_narrower_band() -> None:
 
 
 def dense_moments(
-    seen: ScaledPoints, which: int, theta: np.ndarray, scale: float, at: np.ndarray
+    scaled_points: ScaledPoints, which: int, theta: np.ndarray, scale: float, at: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and covariance of the points and of the mean curve at computes `at`, from the model's definition."""
     u, v, log_walk, log_noise = theta
-    all_computes = np.concatenate([seen.x, at])
+    all_computes = np.concatenate([scaled_points.x, at])
     g = LAWS[which].basis(np.log(all_computes)[None], np.array([[u]]), np.array([[v]]))[0]
     levels = (R0_PRIOR if LAWS[which].rises else LEVEL_PRIOR), A_PRIOR
     basis = np.stack([1 - g, g], axis=1)
@@ -260,10 +260,12 @@ def dense_moments(
     h = walk_variance(all_computes)
     covariance = basis @ np.diag([sd**2 for _, sd in levels]) @ basis.T
     covariance += np.exp(2 * log_walk) * np.minimum(h[:, None], h)
-    n = len(seen.x)
-    seed_walks = np.minimum(h[:n, None], h[:n]) * ((seen.seed[:, None] == seen.seed) - 1 / seen.seeds)
+    n = len(scaled_points.x)
+    seed_walks = np.minimum(h[:n, None], h[:n]) * (
+        (scaled_points.seed[:, None] == scaled_points.seed) - 1 / scaled_points.seeds
+    )
     covariance[:n, :n] += np.exp(2 * log_walk) * scale**2 * seed_walks
-    relative = np.ones(n) if seen.variance is None else seen.variance / seen.variance.mean()
+    relative = np.ones(n) if scaled_points.variance is None else scaled_points.variance / scaled_points.variance.mean()
     covariance[:n, :n] += (np.exp(2 * log_noise) + 1e-8) * np.diag(relative)
     return mean, covariance
 
@@ -276,21 +278,21 @@ def two_seeds(number: int = 0) -> ScaledPoints:
 
 @pytest.mark.parametrize("which", range(len(LAWS)))
 def test_the_evidence_is_that_of_the_model(which: int) -> None:
-    seen = two_seeds()
-    posterior = Posterior(seen, np.random.default_rng(0))
+    scaled_points = two_seeds()
+    posterior = Posterior(scaled_points, np.random.default_rng(0))
     theta = np.array([[0.5, -0.8, -2.5, -3.0], [0.1, 0.4, -4.0, -2.0]])
     for scale, rotated in zip(SEED_WALKS, posterior._rotated, strict=True):
         log_evidences = posterior._regress(which, rotated, theta).log_evidence
         for row, evidence in zip(theta, log_evidences, strict=True):
-            mean, covariance = dense_moments(seen, which, row, scale, np.zeros(0))
-            assert evidence == pytest.approx(multivariate_normal(mean, covariance).logpdf(seen.z), rel=1e-8)
+            mean, covariance = dense_moments(scaled_points, which, row, scale, np.zeros(0))
+            assert evidence == pytest.approx(multivariate_normal(mean, covariance).logpdf(scaled_points.z), rel=1e-8)
 
 
 @pytest.mark.parametrize("which", range(len(LAWS)))
 def test_draws_have_the_moments_of_the_model(which: int) -> None:
     """Given the parameters the curve is Gaussian: at evaluations, between them, and beyond the window."""
-    seen, count = two_seeds(1), 20_000
-    posterior = Posterior(seen, np.random.default_rng(0))
+    scaled_points, count = two_seeds(1), 20_000
+    posterior = Posterior(scaled_points, np.random.default_rng(0))
     theta = np.array([0.5, -0.8, -2.5, -3.0])
     at = np.array([0.25, 0.5, 1.0, 1.5, 3.0, 100.0])
     r0, a, walk = posterior._draw_levels(which, posterior._rotated[1], np.tile(theta, (count, 1)))
@@ -307,10 +309,13 @@ def test_draws_have_the_moments_of_the_model(which: int) -> None:
         bounded=False,
         dead=np.zeros(count, dtype=np.bool_),
     ).at(at)
-    mean, covariance = dense_moments(seen, which, theta, SEED_WALKS[1], at)
-    n = len(seen.x)
+    mean, covariance = dense_moments(scaled_points, which, theta, SEED_WALKS[1], at)
+    n = len(scaled_points.x)
     gain = np.linalg.solve(covariance[:n, :n], covariance[:n, n:]).T
-    expected, conditional = mean[n:] + gain @ (seen.z - mean[:n]), covariance[n:, n:] - gain @ covariance[:n, n:]
+    expected, conditional = (
+        mean[n:] + gain @ (scaled_points.z - mean[:n]),
+        covariance[n:, n:] - gain @ covariance[:n, n:],
+    )
     error = np.sqrt(np.diag(conditional) / count)
     assert (np.abs(draws.mean(0) - expected) < 4 * error).all()
     np.testing.assert_allclose(np.cov(draws.T), conditional, atol=0.04 * float(np.diag(conditional).max()))
@@ -402,8 +407,12 @@ def test_pooled_weights_are_those_of_the_hierarchy() -> None:
     assert abs(mean - np.log(0.01)) < 0.25 and abs(float(vague.mean()) - WALK_PRIOR[0]) < 0.1
     # A recipe's own draws do not enter its weights.
     grid = np.linspace(*np.quantile(vague, [0.1, 0.9]), 20)
-    np.testing.assert_allclose(*(pooled_weights([*walks[:3], (own, grid)])[-1][1] for own in (vague, 0.2 * vague - 1)))
+    np.testing.assert_allclose(
+        *(pooled_weights([*walks[:3], (own_draws, grid)])[-1][1] for own_draws in (vague, 0.2 * vague - 1))
+    )
     # A single recipe keeps its prior, which is the sum of the centre's prior and the scatter around the centre.
-    (own, _), *_ = pooled_weights([(vague, vague)] * 1)
-    spread = float(np.sqrt(own @ (vague - own @ vague / own.sum()) ** 2 / own.sum()))
+    (single_weight, _), *_ = pooled_weights([(vague, vague)] * 1)
+    spread = float(
+        np.sqrt(single_weight @ (vague - single_weight @ vague / single_weight.sum()) ** 2 / single_weight.sum())
+    )
     assert 0.8 < spread / WALK_PRIOR[1] < 1.2

@@ -11,7 +11,7 @@ from benchmarks.prompt_shares import COMPUTE, CONTROLS, GAPS, HOPELESS, SETTINGS
 
 
 def test_in_a_relay_hard_prompts_stay_at_0_until_easy_ones_are_learned() -> None:
-    (setting,) = [each for each in SETTINGS if each.kind == GAPS and each.value == 100]
+    (setting,) = [candidate for candidate in SETTINGS if candidate.kind == GAPS and candidate.value == 100]
     for number in range(5):
         rates = pass_rates(setting, np.random.default_rng(number))
         easy, hard = (rates[:, part].mean(axis=1) for part in np.array_split(np.argsort(rates[0])[::-1], [40, 90])[::2])
@@ -19,7 +19,7 @@ def test_in_a_relay_hard_prompts_stay_at_0_until_easy_ones_are_learned() -> None
         assert 0 < learned < len(COMPUTE) - 1 and (hard[:learned] < 0.05).all(), "the levels overlap"
 
 
-@pytest.mark.parametrize("setting", [each for each in SETTINGS if each.kind in CONTROLS], ids=str)
+@pytest.mark.parametrize("setting", [candidate for candidate in SETTINGS if candidate.kind in CONTROLS], ids=str)
 def test_controls_rise_and_level_off(setting: Setting) -> None:
     rates = np.mean([pass_rates(setting, np.random.default_rng(i)).mean(axis=1) for i in range(20)], axis=0)
     early, late = rates[12] - rates[0], rates[24] - rates[12]
@@ -27,7 +27,7 @@ def test_controls_rise_and_level_off(setting: Setting) -> None:
 
 
 def test_half_of_the_prompts_of_the_hopeless_control_are_never_learned() -> None:
-    setting = replace(next(each for each in SETTINGS if each.kind == HOPELESS), value=0.5)
+    setting = replace(next(candidate for candidate in SETTINGS if candidate.kind == HOPELESS), value=0.5)
     rates = np.concatenate([pass_rates(setting, np.random.default_rng(i)) for i in range(10)], axis=1)
     assert abs((rates == 0).all(axis=0).mean() - 0.5) < 0.05
 

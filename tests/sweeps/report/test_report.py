@@ -221,10 +221,10 @@ def test_quality_R0_and_sensitivity_equal_those_of_the_fit(usual_page: tuple[str
 
 @pytest.mark.slow
 def test_families_are_shown_with_their_forecast_errors(usual_page: tuple[str, tuple[Path, ...]]) -> None:
-    found = compare(curve("scalerl", rng=1))
+    comparison = compare(curve("scalerl", rng=1))
     plain = words(usual_page[0])
-    assert found.sentence in plain and f"{found.last_value:.4f}" in plain
-    for row in found.rows:
+    assert comparison.sentence in plain and f"{comparison.last_value:.4f}" in plain
+    for row in comparison.rows:
         assert row.family in plain and f"{row.held_out:.4f}" in plain
 
 

@@ -76,7 +76,7 @@ def test_the_screen_fits_the_terminal_with_any_names(
 
 
 def study(members: int = 30) -> Screen:
-    names = [each.recipe for each in CURVES]
+    names = [recipe_curve.recipe for recipe_curve in CURVES]
     return Screen(
         title="outputs/mine",
         members=tuple(
@@ -84,7 +84,7 @@ def study(members: int = 30) -> Screen:
             for number in range(members)
         ),
         left_s=600.0,
-        curves={each.recipe: mean_curve(each) for each in CURVES},
+        curves={recipe_curve.recipe: mean_curve(recipe_curve) for recipe_curve in CURVES},
         ranking=ranking(),
         ranked_s=4.0,
         behind=3,

@@ -37,7 +37,7 @@ def planned(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
     """Plan members from overrides, like a planner."""
     specs = []
     for overrides in override_lists:
-        values = dict(each.split("=", 1) for each in overrides)
+        values = dict(override.split("=", 1) for override in overrides)
         c_mid, cost = float(values.get("c_mid", 0.25)), float(values.get("cost", 1.0))
         steps = int(values.get("budget.steps", STEPS))
         specs.append(member(float(values["a"]), int(values.get("seed", 0)), steps, c_mid, cost))

@@ -188,11 +188,11 @@ def test_lines_have_checksums_and_optuna_still_reads_its_journal(tmp_path: Path)
         assert all(b',"crc":"' in line for line in (tmp_path / name).read_bytes().splitlines())
     storage = JournalStorage(JournalFileBackend(str(tmp_path / TRIALS_FILE)))
     optuna_study = optuna.load_study(storage=storage, study_name="search")
-    assert [each.value for each in optuna_study.trials] == [
-        each.value for each in _open_study(tmp_path / TRIALS_FILE).trials
+    assert [one_trial.value for one_trial in optuna_study.trials] == [
+        one_trial.value for one_trial in _open_study(tmp_path / TRIALS_FILE).trials
     ]
     optuna_study.tell(optuna_study.ask(), 0.75)  # Optuna writes no checksum, like earlier versions of this project
-    assert [each.value for each in study.trials] == [0.25, 0.5, 0.75]
+    assert [one_trial.value for one_trial in study.trials] == [0.25, 0.5, 0.75]
 
 
 def test_a_damaged_journal_of_trials_is_refused_with_its_line(tmp_path: Path) -> None:

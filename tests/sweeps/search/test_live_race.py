@@ -98,7 +98,7 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     assert recipes(states, "stopped") == LOSERS
     assert recipes(states, "finished") == WINNERS
     assert executor.steps < 0.85 * 8 * STEPS
-    (reason,) = {each.reason for each in states.values() if each.recipe == "scalerl+a=0.35"}
+    (reason,) = {member_state.reason for member_state in states.values() if member_state.recipe == "scalerl+a=0.35"}
     assert reason is not None and "of ending ahead of scalerl+a=0." in reason and "stopped at compute" in reason
     assert ("stopped", "scalerl+a=0.35 seed 0", reason) in observer.heard
     assert observer.closed == [0], "a stopped member does not count as failed"
@@ -111,7 +111,7 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     spared = sum(2 * (1 - look["compute"]) * len(look["stopped"]) for look in looks(tmp_path))
     saved = f"race: saved {spared:.4g} of the 8 compute of running all recipes to the budget ({spared / 8:.0%})"
     assert end[6:] == [saved]
-    view = next(each for each in overview(tmp_path) if each.recipe == "scalerl+a=0.35")
+    view = next(member_view for member_view in overview(tmp_path) if member_view.recipe == "scalerl+a=0.35")
     assert (view.state, view.reason) == ("stopped", reason)
 
 
@@ -258,7 +258,7 @@ def test_the_command_does_not_wait_for_a_failed_member_either(
     assert main(["race", str(tmp_path), "--budget", "1", "--p-ahead", "0.05", "--growth", "1.2", "--json"]) == 0
     race_json = json.loads(capsys.readouterr().out)
     assert race_json["looks"] == looks(tmp_path)
-    assert {each["recipe"] for each in race_json["recipes"] if each["stopped_at"]} == LOSERS
+    assert {recipe_row["recipe"] for recipe_row in race_json["recipes"] if recipe_row["stopped_at"]} == LOSERS
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_a_recipe_whose_runs_failed_is_in_looks_only_up_to_the_failure(tmp_path:
     dead = {spec.run: 12 for spec in specs if spec.recipe == name}  # of 40 steps, at compute 0.3
     states = raced(tmp_path, specs, Runners(slots=3, fails=dead))
     assert recipes(states, "failed") == {name} and recipes(states, "stopped") == LOSERS
-    seen = {look["compute"]: {each["recipe"] for each in look["chances"]} for look in looks(tmp_path)}
+    seen = {look["compute"]: {chance["recipe"] for chance in look["chances"]} for look in looks(tmp_path)}
     assert all((name in recipes) == (compute <= 0.3) for compute, recipes in seen.items())
     # The command gives the same looks. The next launch continues the failed runs.
     curves, rules = load([tmp_path]).curves, LIVE.rules(1.0)

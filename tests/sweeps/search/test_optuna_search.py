@@ -60,10 +60,10 @@ def search(
     def plan_or_crash(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         if crash is not None:
             crash()
-        found = planned([["a=0.3", *each] for each in lists])
+        specs = planned([["a=0.3", *overrides] for overrides in lists])
         if crash is not None:
             crash()
-        return found
+        return specs
 
     def tpe(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
@@ -81,16 +81,16 @@ def trials(directory: Path) -> list[FrozenTrial]:
 def test_a_search_finds_the_best_and_uses_the_lower_bound_as_value(tmp_path: Path) -> None:
     observer = RecordingObserver()
     states = search(tmp_path, SearchSettings(30, 3, budget=1.0), Runners(slots=3), observer=observer)
-    found = trials(tmp_path)
-    assert [each.number for each in found] == list(range(30))
-    assert all(each.state is TrialState.COMPLETE for each in found)
-    assert {each.state for each in states.values()} == {"finished"}
-    best = max(found, key=lambda each: each.value or 0.0)
+    all_trials = trials(tmp_path)
+    assert [one_trial.number for one_trial in all_trials] == list(range(30))
+    assert all(one_trial.state is TrialState.COMPLETE for one_trial in all_trials)
+    assert {member_state.state for member_state in states.values()} == {"finished"}
+    best = max(all_trials, key=lambda one_trial: one_trial.value or 0.0)
     assert float(best.params["a"]) >= 0.6
     # The value of a trial is a lower bound, slightly below its last reward.
-    for each in found:
-        last = each.intermediate_values[STEPS]
-        assert each.value is not None and last - 0.15 < each.value < last + 0.01
+    for one_trial in all_trials:
+        last = one_trial.intermediate_values[STEPS]
+        assert one_trial.value is not None and last - 0.15 < one_trial.value < last + 0.01
     assert f"the best is trial {best.number}" in observer.messages[-1]
 
 
@@ -128,9 +128,9 @@ def test_sixty_trials_survive_many_kills_without_loss_or_repetition(tmp_path: Pa
         steps += executor.steps
     executor = Runners(4)
     states = search(tmp_path, settings, executor)
-    found = trials(tmp_path)
-    assert len(found) == 60 and {each.state for each in found} == {TrialState.COMPLETE}
-    runs = [each.user_attrs["run"] for each in found]
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 60 and {one_trial.state for one_trial in all_trials} == {TrialState.COMPLETE}
+    runs = [one_trial.user_attrs["run"] for one_trial in all_trials]
     assert set(runs) == set(states), "trials and members do not match"
     entries = Counter(entry["run"] for entry in Ledger(tmp_path).entries() if entry["event"] == "finished")
     assert entries == Counter(set(runs)), "a member finished more than once"
@@ -146,7 +146,7 @@ def test_an_interrupted_search_counts_unfinished_members(tmp_path: Path) -> None
     with pytest.raises(KilledError):
         search(tmp_path, SearchSettings(20, 2, budget=1.0), Runners(killed_after=90), observer=observer)
     states = Ledger(tmp_path).fold().values()
-    open_now = sum(each.state != "finished" for each in states)
+    open_now = sum(member_state.state != "finished" for member_state in states)
     assert len(states) > 4 > open_now > 0
     assert observer.closed == [open_now]
 
@@ -168,11 +168,11 @@ def test_a_stale_lock_of_a_killed_process_is_broken(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_a_larger_n_trials_continues_the_search(tmp_path: Path) -> None:
     search(tmp_path, SearchSettings(5, 2, budget=1.0))
-    before = [each.params for each in trials(tmp_path)]
+    before = [one_trial.params for one_trial in trials(tmp_path)]
     search(tmp_path, SearchSettings(9, 2, budget=1.0))
-    after = [each.params for each in trials(tmp_path)]
+    after = [one_trial.params for one_trial in trials(tmp_path)]
     assert after[:5] == before and len(after) == 9
-    assert len({str(each) for each in after}) == 9, "a new process must not repeat the proposals"
+    assert len({str(parameters) for parameters in after}) == 9, "a new process must not repeat the proposals"
     with pytest.raises(UserError, match=r"hydra.sweeper.budget: 2.0, and the search in .* was begun with 1.0"):
         search(tmp_path, SearchSettings(9, 2, budget=2.0))
 
@@ -205,7 +205,7 @@ def test_a_search_with_other_settings_is_refused(
     search(tmp_path, SearchSettings(3, 2), space=[TWO])
     with pytest.raises(UserError, match=said):
         search(tmp_path, settings, space=space, base=base)
-    assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 3
+    assert [one_trial.state for one_trial in trials(tmp_path)] == [TrialState.COMPLETE] * 3
     search(tmp_path, FOUR_TRIALS, space=[TWO])
     assert len(trials(tmp_path)) == 4
 
@@ -222,13 +222,13 @@ SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
 def test_an_exhausted_sampler_ends_the_search_for_good(tmp_path: Path, sampler: str) -> None:
     observer, space = RecordingObserver(), [Axis("a", ("0.4", "0.5", "0.6"))]
     states = search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS[sampler], observer=observer)
-    assert len(states) == 3 and {each.state for each in states.values()} == {"finished"}
-    found = trials(tmp_path)
+    assert len(states) == 3 and {member_state.state for member_state in states.values()} == {"finished"}
+    all_trials = trials(tmp_path)
     # While the last trials run, their values may be proposed again.
-    assert len(found) <= 5 and {each.params["a"] for each in found} == set(space[0].choices)
+    assert len(all_trials) <= 5 and {one_trial.params["a"] for one_trial in all_trials} == set(space[0].choices)
     assert any("the sampler has no more proposals" in line for line in observer.messages)
     search(tmp_path, SearchSettings(20, 2), space=space, sampler=SAMPLERS[sampler])
-    assert len(trials(tmp_path)) == len(found)
+    assert len(trials(tmp_path)) == len(all_trials)
 
 
 @pytest.mark.parametrize("kills", every(3, map(pytest.param, [(), (3, 5)])), ids=["launched thrice", "killed"])
@@ -241,7 +241,7 @@ def test_a_grid_is_completed_over_several_launches(tmp_path: Path, kills: tuple[
             search(tmp_path, SearchSettings(20, 3), Runners(killed_after=after), space=space, sampler=grid)
     for n_trials in (20,) if kills else (4, 8, 20):
         search(tmp_path, SearchSettings(n_trials, 3), space=space, sampler=grid)
-    assert {each.params["a"] for each in trials(tmp_path)} == set(values)
+    assert {one_trial.params["a"] for one_trial in trials(tmp_path)} == set(values)
 
 
 @pytest.mark.slow
@@ -318,8 +318,11 @@ def test_an_unreadable_evaluation_does_not_end_a_search(tmp_path: Path, record: 
 
     executor.poll = spoilt  # type: ignore[method-assign]
     search(tmp_path, SearchSettings(6, 2, budget=1.0, prune=prune), executor, observer=observer)
-    found = trials(tmp_path)
-    assert len(found) == 6 and {each.state for each in found[1:]} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 6 and {one_trial.state for one_trial in all_trials[1:]} <= {
+        TrialState.COMPLETE,
+        TrialState.PRUNED,
+    }
     search(tmp_path, SearchSettings(7, 2, budget=1.0, prune=prune))
     assert len(trials(tmp_path)) == 7
 
@@ -346,7 +349,7 @@ def test_a_torn_last_line_is_removed(tmp_path: Path) -> None:
     path = tmp_path / TRIALS_FILE
     path.write_bytes(path.read_bytes()[:-20])
     search(tmp_path, SearchSettings(4, 2), space=[TWO])
-    assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 4
+    assert [one_trial.state for one_trial in trials(tmp_path)] == [TrialState.COMPLETE] * 4
 
 
 @pytest.mark.slow
@@ -363,9 +366,9 @@ def test_equal_proposals_share_one_run(tmp_path: Path) -> None:
     executor = Runners()
     states = search(tmp_path, SearchSettings(12, 2, budget=1.0), executor, space=[Axis("a", ("0.4", "0.6"))])
     assert len(states) == len(executor.started) == 2
-    found = trials(tmp_path)
-    assert len(found) == 12 and {each.state for each in found} == {TrialState.COMPLETE}
-    assert len({(each.params["a"], each.value) for each in found}) == 2
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 12 and {one_trial.state for one_trial in all_trials} == {TrialState.COMPLETE}
+    assert len({(one_trial.params["a"], one_trial.value) for one_trial in all_trials}) == 2
 
 
 @pytest.mark.slow
@@ -374,7 +377,7 @@ def test_a_trial_whose_run_fails_is_not_repeated(tmp_path: Path) -> None:
     bad = planned([["a=0.5"]])[0].run
     states = search(tmp_path, SearchSettings(15, 2, budget=1.0), Runners(fails={bad: 4}), space=space)
     assert states[bad].state == "failed"
-    ended = {each.params["a"]: each.state for each in trials(tmp_path)}
+    ended = {one_trial.params["a"]: one_trial.state for one_trial in trials(tmp_path)}
     assert ended["0.5"] is TrialState.FAIL and ended["0.7"] is TrialState.COMPLETE
     again = Runners()
     search(tmp_path, SearchSettings(15, 2, budget=1.0), again, space=space)
@@ -384,15 +387,15 @@ def test_a_trial_whose_run_fails_is_not_repeated(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_refused_trial_fails_and_the_search_continues(tmp_path: Path) -> None:
     def refuse_0_4(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any("a=0.4" in each for each in lists):
+        if any("a=0.4" in overrides for overrides in lists):
             raise UserError("a: 0.4 is not allowed")
-        return planned([["a=0.3", *each] for each in lists])
+        return planned([["a=0.3", *overrides] for overrides in lists])
 
     observer, space = RecordingObserver(), [Axis("a", ("0.4", "0.5", "0.6"))]
     settings = SearchSettings(12, 2, budget=1.0)
     search(tmp_path, settings, space=space, observer=observer, sampler=random_sampler, planner=refuse_0_4)
-    for each in trials(tmp_path):
-        assert (each.state is TrialState.FAIL) == (each.params["a"] == "0.4")
+    for one_trial in trials(tmp_path):
+        assert (one_trial.state is TrialState.FAIL) == (one_trial.params["a"] == "0.4")
     assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in observer.messages)
 
 
@@ -408,10 +411,10 @@ def failing_planner(value: str, error: Exception, times: int = 10**6) -> Any:
     left = [times]
 
     def plan_or_fail(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any(value in each for each in lists) and left[0] > 0:
+        if any(value in overrides for overrides in lists) and left[0] > 0:
             left[0] -= 1
             raise error
-        return planned([["a=0.3", *each] for each in lists])
+        return planned([["a=0.3", *overrides] for overrides in lists])
 
     return plan_or_fail
 
@@ -420,10 +423,10 @@ def failing_planner(value: str, error: Exception, times: int = 10**6) -> Any:
 def test_a_value_that_cannot_be_composed_fails_only_its_trials(tmp_path: Path) -> None:
     planner = failing_planner("a=0.46", RuntimeError("Could not find\n'loss/nope'"))
     states = search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=random_sampler)
-    refused = [each for each in trials(tmp_path) if each.params["a"] == "0.46"]
-    assert refused and {each.state for each in refused} == {TrialState.FAIL}
-    assert {each.user_attrs["refused"] for each in refused} == {"Could not find 'loss/nope'"}
-    assert {each.state for each in states.values()} == {"finished"} and len(trials(tmp_path)) == 20
+    refused = [one_trial for one_trial in trials(tmp_path) if one_trial.params["a"] == "0.46"]
+    assert refused and {one_trial.state for one_trial in refused} == {TrialState.FAIL}
+    assert {one_trial.user_attrs["refused"] for one_trial in refused} == {"Could not find 'loss/nope'"}
+    assert {member_state.state for member_state in states.values()} == {"finished"} and len(trials(tmp_path)) == 20
 
 
 @pytest.mark.slow
@@ -432,14 +435,14 @@ def test_a_lost_planner_fails_no_trial(tmp_path: Path) -> None:
     with pytest.raises(PlannerLostError):
         search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=random_sampler)
     search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=random_sampler)
-    found = trials(tmp_path)
-    assert len(found) == 20 and {each.state for each in found} == {TrialState.COMPLETE}
-    assert "0.46" in {each.params["a"] for each in found}
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 20 and {one_trial.state for one_trial in all_trials} == {TrialState.COMPLETE}
+    assert "0.46" in {one_trial.params["a"] for one_trial in all_trials}
 
 
 def test_after_all_trials_were_refused_the_space_may_be_corrected(tmp_path: Path) -> None:
     def refuse_all(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any(each for each in lists):
+        if any(overrides for overrides in lists):
             raise UserError("losss: no such key")
         return planned([["a=0.3"]])
 
@@ -450,9 +453,9 @@ def test_after_all_trials_were_refused_the_space_may_be_corrected(tmp_path: Path
         space=[Axis("losss", ("dapo", "gspo"))],
         sampler=random_sampler,
     )
-    assert {each.state for each in trials(tmp_path)} == {TrialState.FAIL}
+    assert {one_trial.state for one_trial in trials(tmp_path)} == {TrialState.FAIL}
     states = search(tmp_path, SearchSettings(4, 2), space=TEN, sampler=random_sampler)
-    assert len(trials(tmp_path)) == 4 and {each.state for each in states.values()} == {"finished"}
+    assert len(trials(tmp_path)) == 4 and {member_state.state for member_state in states.values()} == {"finished"}
 
 
 @pytest.mark.full
@@ -460,19 +463,20 @@ def test_trials_that_will_not_be_best_are_pruned_for_good(tmp_path: Path) -> Non
     executor = Runners(slots=3)
     settings = SearchSettings(12, 3, budget=1.0, prune="race")
     states = search(tmp_path, settings, executor)
-    found = {each.user_attrs["run"]: each for each in trials(tmp_path)}
-    pruned = {run for run, each in found.items() if each.state is TrialState.PRUNED}
-    assert pruned == {run for run, each in states.items() if each.state == "stopped"}
+    by_run = {one_trial.user_attrs["run"]: one_trial for one_trial in trials(tmp_path)}
+    pruned = {run for run, one_trial in by_run.items() if one_trial.state is TrialState.PRUNED}
+    assert pruned == {run for run, member_state in states.items() if member_state.state == "stopped"}
     assert len(pruned) > 3 and executor.steps < 0.75 * STEPS * len(states)
     reward = {
-        run: 0.2 + (float(each.params["a"]) - 0.2) / (1 + each.params["c_mid"] ** 1.8) for run, each in found.items()
+        run: 0.2 + (float(one_trial.params["a"]) - 0.2) / (1 + one_trial.params["c_mid"] ** 1.8)
+        for run, one_trial in by_run.items()
     }
-    best = max(reward[run] for run in found.keys() - pruned)
+    best = max(reward[run] for run in by_run.keys() - pruned)
     assert max(reward[run] for run in pruned) < best + 0.02, "a trial that would have been the best was pruned"
     assert "of ending ahead of" in str(states[next(iter(pruned))].reason)
     again = Runners()
-    assert {run: each.state for run, each in search(tmp_path, settings, again).items()} == {
-        run: each.state for run, each in states.items()
+    assert {run: member_state.state for run, member_state in search(tmp_path, settings, again).items()} == {
+        run: member_state.state for run, member_state in states.items()
     }
     assert again.started == []
 
@@ -480,19 +484,19 @@ def test_trials_that_will_not_be_best_are_pruned_for_good(tmp_path: Path) -> Non
 def test_runs_too_short_for_a_fit_are_valued_by_their_rewards(tmp_path: Path) -> None:
     space = (Axis("a", ("0.2", "0.9")), Axis("budget.steps", ("4",)))
     search(tmp_path, SearchSettings(8, 2), space=space)
-    found = {each.params["a"]: each for each in trials(tmp_path)}
-    assert set(found) == {"0.2", "0.9"}
-    for each in found.values():
-        assert each.value is not None
-        assert each.intermediate_values[4] - 0.2 < each.value < each.intermediate_values[4]
-    assert (found["0.9"].value or 0.0) > (found["0.2"].value or 0.0) + 0.05
+    by_a = {one_trial.params["a"]: one_trial for one_trial in trials(tmp_path)}
+    assert set(by_a) == {"0.2", "0.9"}
+    for one_trial in by_a.values():
+        assert one_trial.value is not None
+        assert one_trial.intermediate_values[4] - 0.2 < one_trial.value < one_trial.intermediate_values[4]
+    assert (by_a["0.9"].value or 0.0) > (by_a["0.2"].value or 0.0) + 0.05
 
 
 def test_the_objective_asymptote_uses_the_fitted_asymptote(tmp_path: Path) -> None:
     search(
         tmp_path, SearchSettings(8, 2, "asymptote"), space=[Axis("a", ("0.4", "0.6")), Axis("c_mid", ("0.1", "0.6"))]
     )
-    by_values = {(each.params["a"], each.params["c_mid"]): each for each in trials(tmp_path)}
+    by_values = {(one_trial.params["a"], one_trial.params["c_mid"]): one_trial for one_trial in trials(tmp_path)}
     early = by_values.get(("0.6", "0.1"))
     assert early is not None and early.value is not None and 0.5 < early.value < 0.6
 

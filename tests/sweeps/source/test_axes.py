@@ -35,11 +35,11 @@ def test_x_order_numbers_the_rows(tmp_path: Path) -> None:
     )
     table = tmp_path / "b.csv"
     table.write_text("recipe,seed,reward\n" + "".join(f"{r},{s},0.{i}\n" for i in (3, 4) for r in "xy" for s in (1, 2)))
-    for each in load([table], x="order").curves:  # the rows of each run are numbered separately
-        assert sorted(zip(each.seed, each.compute, strict=True)) == [("1", 1), ("1", 2), ("2", 1), ("2", 2)]
-        assert any("order numbers the rows from top to bottom, which is not compute" in note for note in each.warnings)
+    for c in load([table], x="order").curves:  # the rows of each run are numbered separately
+        assert sorted(zip(c.seed, c.compute, strict=True)) == [("1", 1), ("1", 2), ("2", 1), ("2", 2)]
+        assert any("order numbers the rows from top to bottom, which is not compute" in note for note in c.warnings)
     table.write_text("grpo,dapo\n" + "0.3,30\n" * 3)
-    assert {each.recipe for each in load([table], x="order", y="all").curves} == {"grpo", "dapo"}
+    assert {c.recipe for c in load([table], x="order", y="all").curves} == {"grpo", "dapo"}
     table.write_text("order,reward\n5,0.1\n7,0.2\n")  # a column named order is used as the axis
     assert load([table], x="order").curves[0].compute.tolist() == [5, 7]
     chart = tmp_path / "chart.csv"
@@ -48,10 +48,10 @@ def test_x_order_numbers_the_rows(tmp_path: Path) -> None:
 
 
 def test_x_order_numbers_the_evaluations_of_our_runs() -> None:
-    for each in load([ROOT / "examples" / "study"], x="order").curves:
-        for seed in set(each.seed):
-            assert each.compute[each.seed == seed].tolist() == list(range(1, sum(each.seed == seed) + 1))
-        assert any("which is not compute" in note for note in each.warnings)
+    for c in load([ROOT / "examples" / "study"], x="order").curves:
+        for seed in set(c.seed):
+            assert c.compute[c.seed == seed].tolist() == list(range(1, sum(c.seed == seed) + 1))
+        assert any("which is not compute" in note for note in c.warnings)
 
 
 def test_compute_per_step_gives_a_warning_and_can_be_summed(tmp_path: Path) -> None:

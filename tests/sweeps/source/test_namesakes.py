@@ -134,13 +134,13 @@ def test_labels_that_differ_by_a_factor_need_no_addition(tmp_path: Path) -> None
 
 def test_an_unknown_or_long_difference_is_replaced_by_the_curves_id(tmp_path: Path) -> None:
     ids = [run(tmp_path / "a", lr, frozen=frozen).curve[:6] for lr, frozen in ((0.001, False), (0.003, True))]
-    assert set(curves(tmp_path / "a")) == {f"scalerl (curve {each})" for each in ids}
+    assert set(curves(tmp_path / "a")) == {f"scalerl (curve {curve_id})" for curve_id in ids}
     ids = [run(tmp_path / "b", 0.1, text=text * 200).curve[:6] for text in "xy"]
-    assert set(curves(tmp_path / "b")) == {f"scalerl (curve {each})" for each in ids}
+    assert set(curves(tmp_path / "b")) == {f"scalerl (curve {curve_id})" for curve_id in ids}
     # A label shows at most three keys. Here a, b and c are equal in two of the configurations.
     values = [(1, 1, 1, 1), (2, 2, 2, 2), (2, 2, 2, 3)]
-    ids = [run(tmp_path / "c", 0.1, **dict(zip("abcd", each, strict=True))).curve[:6] for each in values]
-    assert set(curves(tmp_path / "c")) == {f"scalerl (curve {each})" for each in ids}
+    ids = [run(tmp_path / "c", 0.1, **dict(zip("abcd", setting, strict=True))).curve[:6] for setting in values]
+    assert set(curves(tmp_path / "c")) == {f"scalerl (curve {curve_id})" for curve_id in ids}
 
 
 def test_shared_keys_are_preferred_over_keys_that_one_run_lacks(tmp_path: Path) -> None:

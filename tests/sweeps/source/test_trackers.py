@@ -92,11 +92,11 @@ def test_a_folder_of_offline_runs_is_read(note: str, tmp_path: Path) -> None:
     for seed in (0, 1):
         run_log(tmp_path / "wandb", seed, note)
     (tmp_path / "wandb" / "latest-run").symlink_to("offline-run-2026_1")
-    found = points(load([tmp_path / "wandb"]))
-    assert set(found) == {("grpo", "0"), ("grpo", "1")}
-    assert found["grpo", "0"] == EXPECTED
-    assert found["grpo", "1"] == [(x, round(y + 0.01, 6)) for x, y in EXPECTED]
-    assert points(load([next(tmp_path.rglob("run-abc0.wandb"))])) == {("grpo", "0"): found["grpo", "0"]}
+    points_by_run = points(load([tmp_path / "wandb"]))
+    assert set(points_by_run) == {("grpo", "0"), ("grpo", "1")}
+    assert points_by_run["grpo", "0"] == EXPECTED
+    assert points_by_run["grpo", "1"] == [(x, round(y + 0.01, 6)) for x, y in EXPECTED]
+    assert points(load([next(tmp_path.rglob("run-abc0.wandb"))])) == {("grpo", "0"): points_by_run["grpo", "0"]}
 
 
 def test_our_run_in_a_wandb_folder_has_our_default_axis(tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Fak
 
 def test_a_project_is_read_over_several_pages(server: type[FakeWandb]) -> None:
     study = load(["wandb:me/mine"])
-    found = points(study)
-    assert set(found) == {("grpo", "0"), ("grpo", "1"), ("grpo", "2")}
-    assert found["grpo", "0"] == [(10.0 * step, step / 5000) for step in range(0, 2500, 50)], (
+    points_by_run = points(study)
+    assert set(points_by_run) == {("grpo", "0"), ("grpo", "1"), ("grpo", "2")}
+    assert points_by_run["grpo", "0"] == [(10.0 * step, step / 5000) for step in range(0, 2500, 50)], (
         "every row must be read, over three pages"
     )
-    assert any("crashed; its points are used" in each for curve in study.curves for each in curve.warnings)
-    windows = [(each["minStep"], each["maxStep"]) for each in server.requests if each.get("run") == "aaa"]
+    assert any("crashed; its points are used" in warning for curve in study.curves for warning in curve.warnings)
+    windows = [(request["minStep"], request["maxStep"]) for request in server.requests if request.get("run") == "aaa"]
     assert windows == [(0, 1000), (1000, 2000), (2000, 2451)]
     assert any("W&B project" in line and "compute <- train/num_tokens" in line for line in study.shown)
     assert Place("wandb:me/mine").title == "mine"
