@@ -52,7 +52,7 @@ def test_fit_prints_json() -> None:
     assert fits["scalerl+aggregation=token"]["A"]["high"] is None
 
 
-def test_example_is_what_its_script_makes() -> None:
+def test_the_example_equals_the_output_of_its_script() -> None:
     made = subprocess.run(
         [sys.executable, "examples/make_curves.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -107,7 +107,7 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
     every(6, every(2, CASES, pytest.mark.full)),
     ids=[" ".join(case[0]) or "bare" for case in CASES],
 )
-def test_answers_import_few_modules(
+def test_quick_commands_import_few_modules(
     tmp_path: Path, arguments: list[str], code: int, words: str, allowed: set[str], most: int
 ) -> None:
     (tmp_path / "wrong.txt").write_text("hello\n")

@@ -16,7 +16,8 @@ from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs/reference/json.md"
-# Commands that no other test in tests/sweeps calls with --json in its own process. tests/schemas.py checks the others.
+# Commands that no other test of sweeps calls with --json in the process of pytest. tests/schemas.py checks every such
+# call.
 RUNS = {
     "status": (EXAMPLES / "study",),
     "adopt": ("NEW", "--from", EXAMPLES / "curves.csv", "--by", "recipe,seed"),

@@ -32,7 +32,7 @@ EXPERTS = {
 def counted_at(
     compute: Compute, steps: list[int], column: Column, begin: tuple[float, float], where: str
 ) -> list[float]:
-    """Return compute at `steps`, from a column that was logged after step and compute `begin`."""
+    """Return compute at `steps`, from the rows of a column since `begin`: the step and compute at the start."""
     counter = Counter(compute, begin, where)
     counter.add(column)
     return counter.at(steps)

@@ -193,7 +193,7 @@ def test_one_change_at_a_time_points_to_compare(tmp_path: Path, capsys: pytest.C
     assert "nothing to draw; one change" in capsys.readouterr().err and not (tmp_path / "no.svg").exists()
 
 
-def test_the_example_grid_is_what_its_script_makes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_grid_equals_the_output_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "make_grid.py"), run_name="__main__")
     assert capsys.readouterr().out == (ROOT / "examples" / "grid.csv").read_text()
 

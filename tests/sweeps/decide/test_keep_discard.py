@@ -34,7 +34,7 @@ def choice(margin: float | None = None, /, **runs: Any) -> Choice:
 
 
 def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.0, repeats: int = 0) -> Counter[str]:
-    """Count verdicts on simulated tables. spread: sd of the runs of `b`. repeats: runs of two other recipes each."""
+    """Count verdicts on simulated tables. spread: sd of the runs of `b`. repeats: runs per other recipe."""
     rng = np.random.default_rng(62)
     counts: Counter[str] = Counter()
     for _ in range(pairs):

@@ -160,7 +160,7 @@ def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
 # --- asymptote ------------------------------------------------------------------------------------------------
 
 
-def test_near_not_near_unknown() -> None:
+def test_a_recipe_is_near_its_asymptote_not_near_or_unknown() -> None:
     near = near_asymptote(fit_curve(curve(end=40000, points=81)))
     assert near.verdict == "near" and near.share.low is not None and near.share.low >= 0.95
     far = near_asymptote(fit_curve(curve(end=6000, points=81)))
@@ -437,7 +437,7 @@ def test_rollouts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0 and "s: 16 rollouts per prompt" in out
 
 
-def test_the_example_of_sizes_is_what_its_script_makes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_sizes_equals_the_output_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     import runpy
 
     runpy.run_path(str(ROOT / "examples" / "make_sizes.py"), run_name="__main__")

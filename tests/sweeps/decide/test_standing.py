@@ -35,7 +35,7 @@ def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
     assert "r1 is the best choice so far: it has the highest A with P = 0." in outcome_sentence(result)
     assert ", and its A is not identifiable yet (" in outcome_sentence(result)
     assert sum(result.p_best.values()) == pytest.approx(1)
-    # It also counts if it is the best with a probability below one half.
+    # An unranked recipe is a rival even if it is the best with a probability below one half.
     result = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
     assert 0.06 < result.p_best["r1"] < 0.4 and result.rivals == ("r1",) and result.leader == "r0"
     assert "1 of 2 recipes cannot be ranked; of these, r1 could be the best (P = 0." in outcome_sentence(result)
@@ -136,7 +136,7 @@ def test_the_highest_of_many_is_shrunk_towards_the_others() -> None:
     top = max(named, key=lambda i: fits[i].A.value or 0.0)
     rows, outlook = draw_asymptotes(fits)[top].rows, fits[top].outlook
     assert outlook is not None and rows is not None
-    # Compared within each law: in a joint draw all recipes follow the same law, so the weights of laws differ.
+    # Compare within each law: joint draws use one law for all recipes, so their weights of laws differ from a fit's.
     for number in np.unique(outlook.futures.law[rows]):
         shrunk = outlook.ceiling[rows][outlook.futures.law[rows] == number]
         assert float(shrunk.mean()) < float(outlook.ceiling[outlook.futures.law == number].mean())

@@ -162,7 +162,7 @@ def test_repeated_points_do_not_narrow_the_interval() -> None:
     assert repeated.high - repeated.low > 0.7 * (single.high - single.low)
 
 
-def test_an_offset_between_seeds_widens_only_the_total_interval() -> None:
+def test_an_offset_between_seeds_enters_the_total_interval() -> None:
     without_offset = curve(white=0.004, seed_sd=0.0)
     shifted = make_curve(
         "scalerl",

@@ -55,7 +55,7 @@ def test_only_decay_reduces_effective_compute() -> None:
 
 
 def test_the_decay_is_extrapolated_beyond_the_last_evaluation() -> None:
-    """A linear decay to 320 is known from steps up to 200. Beyond 320 nothing counts."""
+    """From the steps up to 200, the linear decay to 320 is predicted correctly. Compute beyond 320 does not count."""
     run = decayed_run(320.0)
     known_schedule = schedule_of(run, 200.0)
     assert known_schedule is not None

@@ -121,7 +121,7 @@ def test_bad_values_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
         ([{"step": -1, "reward": 0.5}], "negative steps: 1, first -1"),
     ],
 )
-def test_unusable_trl_states_say_why(tmp_path: Path, rows: Any, message: str) -> None:
+def test_unusable_trl_states_are_refused_with_a_reason(tmp_path: Path, rows: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load([state(tmp_path / "trainer_state.json", rows)])
     assert "trainer_state.json" in str(caught.value) and "\n" not in str(caught.value)
