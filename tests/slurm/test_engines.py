@@ -154,7 +154,8 @@ def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: 
     named = f"driver.engines=[{','.join(f'file:{path}' for path in files)}]"
     live = (*LIVE, named, f"budget.steps={steps}")
     sweep = FromTemplate(studies, whole, (*ONE, *live), name=f"study of a job of engines {times}")
-    options = ("--signal=B:USR2@60", "--gpus-per-node=2")  # both of a node: the trainer is on another
+    # Both GPUs of a node, so that the trainer is on another. Two servers of vLLM take 3.1 GB.
+    options = ("--signal=B:USR2@60", "--gpus-per-node=2", "--mem=6G")
     serving = (model_of(studies), "--max-tokens", "64", "--policy", "fp32", "--slots", "72", "--cache-gib", "0.125")
     engines = submitted(whole, studies, 0.0, str(folder), *serving, options=options, script="engines.sbatch")
 
