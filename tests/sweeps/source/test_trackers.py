@@ -159,7 +159,7 @@ run.finish()
 # --- W&B's projects ------------------------------------------------------------------------------------------
 
 
-class FakeWandb(BaseHTTPRequestHandler):
+class Stand(BaseHTTPRequestHandler):
     """A fake W&B server with one project of three runs, two runs per page. The API key is `secret`."""
 
     runs: tuple[tuple[str, int], ...] = (("aaa", 0), ("bbb", 1), ("ccc", 2))
@@ -207,20 +207,20 @@ class FakeWandb(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeWandb]]:
-    FakeWandb.requests = []
-    http = HTTPServer(("127.0.0.1", 0), FakeWandb)
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Stand]]:
+    Stand.requests = []
+    http = HTTPServer(("127.0.0.1", 0), Stand)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{http.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    yield FakeWandb
+    yield Stand
     http.shutdown()
     http.server_close()
 
 
-def test_a_project_is_read_over_several_pages(server: type[FakeWandb]) -> None:
+def test_a_project_is_read_over_several_pages(server: type[Stand]) -> None:
     study = load(["wandb:me/mine"])
     points_by_run = points(study)
     assert set(points_by_run) == {("grpo", "0"), ("grpo", "1"), ("grpo", "2")}
@@ -234,13 +234,13 @@ def test_a_project_is_read_over_several_pages(server: type[FakeWandb]) -> None:
     assert Place("wandb:me/mine").title == "mine"
 
 
-def test_one_run_of_a_project_is_read_by_id_or_name(server: type[FakeWandb]) -> None:
+def test_one_run_of_a_project_is_read_by_id_or_name(server: type[Stand]) -> None:
     assert set(points(load(["wandb:me/mine/bbb"]))) == {("grpo", "1")}
     assert set(points(load(["wandb:me/mine/grpo-seed2"]))) == {("grpo", "2")}
 
 
 def test_the_key_stored_by_wandb_login_is_used(
-    server: type[FakeWandb], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: type[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine 127.0.0.1\n  login user\n  password secret\n")
@@ -258,7 +258,7 @@ def test_the_key_stored_by_wandb_login_is_used(
     ],
 )
 def test_missing_projects_and_wrong_keys_are_refused(
-    server: type[FakeWandb], monkeypatch: pytest.MonkeyPatch, source: str, key: str, said: str
+    server: type[Stand], monkeypatch: pytest.MonkeyPatch, source: str, key: str, said: str
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", key)
     with pytest.raises(UserError, match=said) as error:
