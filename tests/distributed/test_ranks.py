@@ -375,11 +375,11 @@ def test_ranks_that_read_different_checkpoints_write_nothing(tiny_model_path: st
     assert (tmp_path / "metrics.jsonl").read_bytes() == journal_before
 
 
-class OtherStrategy(DDPStrategy):
+class Other(DDPStrategy):
     pass
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, OtherStrategy, lambda: DDPStrategy(start_method="spawn")])
+@pytest.mark.parametrize("strategy", [FSDPStrategy, Other, lambda: DDPStrategy(start_method="spawn")])
 def test_other_strategies_are_refused(strategy: Any) -> None:
     with pytest.raises(ConfigurationError, match=r'strategy: .* is not supported; use strategy="ddp"') as caught:
         check_strategy(strategy())
@@ -390,7 +390,7 @@ def test_a_trainer_with_another_strategy_is_refused(tiny_model_path: str) -> Non
     module = ScaleRL(tiny_model_path, overrides=SMALL)
 
     def work(rank: int) -> str:
-        trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, strategy=OtherStrategy(), logger=False)
+        trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, strategy=Other(), logger=False)
         trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
         return "trained"
 
