@@ -209,7 +209,7 @@ def test_dapo_clips_on_the_pessimistic_side_only() -> None:
 def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
     aggregation: Any, clip: tuple[float, float]
 ) -> None:
-    """Compared with a loop over sequences, its gradient derived by hand. Some tokens are forced."""
+    """Loss and gradient equal a loop over sequences with a gradient derived by hand. Some tokens are forced."""
     low, high = clip
     batch = batch_of()
     batch.loss_mask[batch.sample_tokens > 2, 1] = 0.0

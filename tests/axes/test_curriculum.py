@@ -415,7 +415,7 @@ def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
 
 @pytest.mark.parametrize(("phrase", "point"), [("#", 3), ("12#", 2), ("12345678#", 1)])
 def test_a_stage_leaves_room_for_an_answer_after_the_phrase(phrase: str, point: int) -> None:
-    """A point of 5 of 9 tokens becomes 3 of 6, but a phrase of 3 and one token of answer leave only 2. At least 1."""
+    """A point of 5 of 9 becomes 3 of 6. A phrase of 3 and one token of answer leave only 2. The minimum is 1."""
     stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", phrase))
     stream.phrase_tokens = len(phrase)
     assert stream.admit(0).interrupt_at == (point, point)
@@ -455,7 +455,7 @@ def finished(key: int, index: int, digits: str) -> FinishedRollout:
 
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_a_group_keeps_the_reward_stage_of_its_admission_across_a_resume(step: int) -> None:
-    """Factors apply to terms that did not abstain, before reward scale and length penalty. Passes do not change."""
+    """Factors apply to terms that did not abstain, before reward scale and length penalty, and not to passes."""
     factor = {0: 0.0, 3: 0.5, 6: 1.0}[step]
     stream, resumed = (stream_of(StagedRewards(total_steps=10), Penalty(9, 5), task=TwoRewards()) for _ in range(2))
     for either in (stream, resumed):

@@ -88,7 +88,7 @@ def test_losses_by_token(loss: Loss, token: Token) -> None:
 
 
 def test_sapo_weights_fall_with_the_ratio_and_stay_positive() -> None:
-    """The gradient's weight, 4 r s (1 - s) in the paper, falls from 1 as the ratio grows, for both advantage signs."""
+    """The weight of the gradient, 4 r s (1 - s) in the paper, falls from 1 as the ratio rises above 1."""
     ratios = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.float64)
     logprobs, zeros, ones = ratios.log().requires_grad_(True), torch.zeros_like(ratios), torch.ones_like(ratios)
     for advantages in (ones, -ones):

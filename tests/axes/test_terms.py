@@ -146,7 +146,7 @@ CORRECTIONS = st.sampled_from([Behaviour(), *BOUNDED])
 def test_any_split_gives_the_same_loss_and_gradients(
     loss: Any, aggregation: Any, names: tuple[str, ...], data: st.DataObject, own: str | None, correction: Any
 ) -> None:
-    """Invariant 1 for every set of terms, any split and any padding; gradients by all three model outputs."""
+    """Invariant 1 for every set of terms, any split and any padding, with gradients by all three model outputs."""
     choices = choices_of(loss, aggregation, names, own, correction)
     batch = batch_of(seed=data.draw(st.integers(0, 5)))
     order = torch.tensor(data.draw(st.permutations(range(batch.rollouts))))
@@ -204,7 +204,7 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, co
 @each_loss
 @each_aggregation
 def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, aggregation: Any) -> None:
-    """If trainer and sampler agree, the gradient is each advantage times its share; KL adds none, the bonus its own."""
+    """Trainer and sampler agree. The gradient is advantage times share, plus the entropy bonus; KL adds nothing."""
     choices = choices_of(loss, aggregation, SETS["all"])
     batch = batch_of()
     if isinstance(loss, SEQUENCE):  # defined for one advantage per sequence
@@ -239,7 +239,7 @@ def test_in_the_first_pass_a_proximal_anchor_gives_weighted_reinforce(loss: Any,
 
 
 def test_all_terms_by_hand() -> None:
-    """PPO against an anchor from before the update, with importance weights; critic, KL and bonus; token by token."""
+    """A loop over tokens: PPO against the anchor with importance weights, value loss, KL penalty, entropy bonus."""
     batch, choices = batch_of(), choices_of(PPO(0.2), TokenAggregation(), SETS["all"], "sum", Proximal("token"))
     scored = scored_of(batch)
     expected = dict.fromkeys(("policy", "value", "kl", "entropy"), 0.0)

@@ -45,7 +45,7 @@ BY_TOKEN = (NoNormalization(), ValueNetwork())
 
 
 def alone(numbers: Tensor) -> Tensor:
-    """Sum over the ranks if there is only one."""
+    """The sum over ranks of a run on one rank."""
     return numbers
 
 
@@ -323,7 +323,7 @@ Steps = Callable[[Choices, Sequence[int]], list[Tensor]]
 @pytest.mark.parametrize("centre", [False, True])
 @pytest.mark.parametrize(("steps", "kind"), [(steps_by_token, by_token), (steps_by_group, row)])
 def test_running_statistics_are_of_all_advantages_so_far(steps: Steps, kind: Any, centre: bool) -> None:
-    """Compared with numpy over all advantages up to and including each batch."""
+    """The statistics equal numpy's over all advantages up to and including each batch."""
     seeds = [1, 2, 3, 4]
     raw_steps = steps(kind(NoNormalization()), seeds)
     scaled_steps = steps(kind(RunningNormalization(1, 1e-3, centre)), seeds)
@@ -382,7 +382,7 @@ def test_group_advantages_centred_by_hand() -> None:
 
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_the_scale_of_batch_rewards_includes_prompt_difficulty(ddof: int) -> None:
-    """It includes the difference between prompts: one group mostly fails, the other mostly passes."""
+    """One group mostly fails and the other mostly passes. The scale includes this difference."""
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     groups = [make_group(group_rewards, number) for number, group_rewards in enumerate(rewards)]
     numbers = np.array(rewards)

@@ -67,7 +67,7 @@ def test_masked_rollouts_leave_the_loss_and_everything_it_is_divided_by() -> Non
 
 
 def test_masked_rewards_stay_in_baseline_and_scale() -> None:
-    """By hand: one group has two masked failures and two successes, the other has no truncation."""
+    """Values by hand. One group has two masked failures and two successes, the other has no truncation."""
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]]
     groups = groups_of([{1, 2}, set()], rewards)
 

@@ -453,7 +453,7 @@ def test_a_script_cannot_resume_from_another_run(
 def test_a_script_cannot_resume_with_other_settings_or_prompts(
     tiny_model_path: str, whole_run: Path, options: dict[str, Any], changed: str
 ) -> None:
-    """Otherwise completions of the old prompts would be trained on as if they answered the new ones."""
+    """If it could, completions of the old prompts would be trained on as if they answered the new ones."""
     path = whole_run / "checkpoints" / "step-00000002.ckpt"
     with pytest.raises(ConfigurationError, match=rf"does not fit this run, whose settings have changed: {changed}; "):
         continue_run(tiny_model_path, path, **options)
@@ -579,7 +579,7 @@ def test_a_journal_of_an_earlier_version_resumes_without_a_warning(
 
 
 def test_code_facts_describe_this_checkout(tiny_model_path: str, tmp_path: Path) -> None:
-    """Without the stand-in above: the header has the real versions and a file digest of 12 characters."""
+    """Here `code_facts` is not patched: the header has the real versions and a file digest of 12 characters."""
     from sweeps.run.provenance import code_facts
 
     fit(tiny_model_path, tmp_path, steps=1)

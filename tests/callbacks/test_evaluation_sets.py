@@ -105,7 +105,7 @@ def test_families_of_rows_are_recorded_with_the_passes(tiny_model_path: str, tmp
 
 
 def test_one_more_set_does_not_change_the_random_numbers_of_the_others(tiny_model_path: str, tmp_path: Path) -> None:
-    """Even if it comes before the others. Random text passes now and then, so other random numbers would show."""
+    """The further set comes first. Random text passes now and then, so other random numbers would show."""
     run(tiny_model_path, tmp_path / "both", 1, {"one": CountingTask(), "two": CountingTask()}, every=5)
     run(tiny_model_path, tmp_path / "alone", 1, {"two": CountingTask()}, every=5)
     both, alone = (read_passes(tmp_path / name, "two", [0, 1]) for name in ("both", "alone"))
@@ -255,7 +255,7 @@ def test_evaluation_prompts_that_are_also_trained_on_are_reported_and_kept() -> 
 
 
 def test_gold_logprob_equals_that_of_a_forward_pass(tiny_model_path: str, tmp_path: Path) -> None:
-    """Mean over prompts of the mean over a solution's tokens; prompts without a solution do not count."""
+    """It is the mean over prompts of the mean over a solution's tokens. Prompts without a solution do not count."""
     from lightning_scalerl.model.load import load_model, load_tokenizer
 
     view = run(tiny_model_path, tmp_path, 1, {"gsm8k": sets()["gsm8k"]}, every=5, gold_logprob=True)

@@ -247,7 +247,7 @@ def test_early_stopping_on_training_metrics_checks_every_step(tiny_model_path: s
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
-    """Also, a run resumed from a checkpoint that Lightning wrote has the records of the whole run."""
+    """A run resumed from a checkpoint that Lightning wrote has the same records as the whole run."""
     best = ModelCheckpoint(tmp_path / "best", filename="{step}", monitor=RATE, mode="max", save_top_k=1)
     steps = ModelCheckpoint(tmp_path / "steps", filename="{step}", monitor="train/reward", mode="max", save_top_k=-1)
     every = ModelCheckpoint(tmp_path / "every", every_n_train_steps=2, save_top_k=-1, filename="{step}")
@@ -355,7 +355,7 @@ def test_an_evaluation_calls_lightnings_validation_hooks(tiny_model_path: str) -
 
 @pytest.mark.slow
 def test_the_learning_rate_monitor_logs_the_rate_of_each_step(tiny_model_path: str, tmp_path: Path) -> None:
-    """Lightning logs it at the start of a step, under the number of steps completed before."""
+    """Lightning logs the rate at the start of a step, under the number of steps completed before."""
     loggers = [CSVLogger(str(tmp_path), name="csv")]
     overrides = ["schedule.warmup_steps=3"]
     run_dir = tmp_path / "run"

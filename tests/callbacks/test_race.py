@@ -134,7 +134,7 @@ def test_runs_with_one_label_need_different_seeds_and_a_rival(tmp_path: Path, ca
         caplog.clear()
         Looks(tmp_path, mine, rules).take()
         assert ("have the label" in caplog.text) == (name != "c"), (
-            "b is a seed of mine once there is a rival, c; d has the seed of mine"
+            "warn if there is no other label (b) or a seed occurs twice (d)"
         )
 
 

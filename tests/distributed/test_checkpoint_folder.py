@@ -54,7 +54,7 @@ def folder(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.slow
 def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str, tmp_path: Path) -> None:
-    """Parts of model and optimizer. No rank gathers a whole tensor while a checkpoint is written."""
+    """Each rank writes parts of model and optimizer. None gathers a whole tensor while a checkpoint is written."""
 
     class Watched(Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -84,7 +84,7 @@ def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str,
 
 @pytest.mark.slow
 def test_a_folder_holds_the_same_as_a_file(tiny_model_path: str, tmp_path: Path) -> None:
-    """Bit for bit: weights, optimizer, and the generator's weights."""
+    """Weights, optimizer state and the generator's weights are equal bit for bit."""
     for form in CHECKPOINTS:
 
         def work(rank: int, form: str = form) -> str:

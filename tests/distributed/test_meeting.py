@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: other machines cannot connect on one node, and data from a stranger is never executed."""
+"""The rendezvous of ranks: on one node it is closed to other machines, and received data is never executed."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_shards_train_as_one_with_every_feature(given: dict[str, Any], tiny_mode
 def test_shards_train_as_one_with_a_chunked_head(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are sharded again between the forward and the backward pass, which recomputes the logits."""
+    """The head is sharded again between the forward and the backward pass, which recomputes the logits."""
     fit(tiny_model_path, tmp_path / "one", 1)
     monkeypatch.setattr(policy, "MAX_LOGITS", 64)
     results = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2")))

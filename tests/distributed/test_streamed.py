@@ -41,7 +41,7 @@ CONVERTED = ("DeepSeek-V3", "Mixtral", "Qwen3-MoE")
 
 @pytest.mark.parametrize("family", every(3, sorted({*FAMILIES} - {*CONVERTED})))
 def test_weights_read_in_parts_equal_loaded_weights(family: str, tmp_path: Path) -> None:
-    """Bit for bit: weights, tied weights, buffers that no file holds, outputs, the critic and the fingerprint."""
+    """Equal bit for bit: weights, tied weights, buffers that no file holds, outputs, the critic, the fingerprint."""
     source = str(save(FAMILIES[family], tmp_path / "source"))
 
     def work(rank: int) -> str:
@@ -223,7 +223,7 @@ def test_a_streamed_run_trains_the_same_bit_for_bit(
 
 @pytest.mark.slow
 def test_the_model_is_loaded_whole_if_it_cannot_be_streamed(tiny_model_path: str, tmp_path: Path) -> None:
-    """In a run of one process or with an adapter. The run reports it once and trains as usual."""
+    """A run of one process and a run with an adapter cannot stream. The run says why once and trains as usual."""
     plain = fit(tiny_model_path, tmp_path / "plain", False, steps=2)
     module = fit(tiny_model_path, tmp_path / "asked", True, steps=2)
     assert not is_blank(module.policy)
@@ -246,7 +246,7 @@ def test_the_model_is_loaded_whole_if_it_cannot_be_streamed(tiny_model_path: str
 
 @pytest.mark.slow
 def test_a_streamed_run_resumes(tiny_model_path: str, tmp_path: Path) -> None:
-    """From its checkpoint folder, with a reference that is identified by its initial weights."""
+    """It resumes from its checkpoint folder, with a reference that is identified by its initial weights."""
     options: dict[str, Any] = {"overrides": ["kl=fixed"]}
     fit(tiny_model_path, tmp_path / "one", False, **options)
     for steps in (2, 4):

@@ -158,7 +158,7 @@ def test_two_by_two_compute_the_same(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [24, 25], ids=["split", "odd, so whole"])
 def test_a_head_split_over_the_vocabulary_computes_the_same(vocabulary: int, tmp_path: Path) -> None:
-    """No rank has all logits, and values and gradients match the whole head (bias, cap, temperature, chunks)."""
+    """No rank has all logits. Values and gradients match the whole head, with bias, cap, temperature and chunks."""
 
     def work(mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_sizes_that_are_not_divisible_are_refused(model_path: str) -> None:
 def test_settings_that_cannot_be_combined_are_refused(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad numbers, ranks that it does not divide, dropout, an adapter: refused in one line, before the first step."""
+    """Bad numbers, indivisible numbers of ranks, dropout and an adapter give a one-line error before the first step."""
     for bad_settings in (0, True, "2"):
         with pytest.raises(
             ConfigurationError, match=r"^strategy.tensor_parallel: .* must be a whole number, 1 or more"
@@ -392,7 +392,7 @@ def test_recomputed_activations_train_the_same(precision: str, model_path: str, 
 
 @pytest.mark.full
 def test_streamed_weights_train_the_same(model_path: str, tmp_path: Path) -> None:
-    """From the folder onto two dimensions, bit for bit. The head is checked before the first step."""
+    """Weights streamed onto a mesh of two dimensions train bit for bit the same. The head is checked before that."""
     overrides = ("kl=fixed", "critic=value_network", "advantage=gae", "filter=none", "batch.packed=true")
 
     def work(rank: int, streams: bool) -> str:

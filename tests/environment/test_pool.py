@@ -92,7 +92,7 @@ def test_a_failure_ends_one_conversation_and_has_no_reward(
     with pytest.raises(KeyError):
         pool.act(bad, Turn("more"))
     assert observe(pool, good, "a").texts == ("1.1: a",)
-    next_conversation = begin(pool, 3)  # the pool still has two processes, or this would wait
+    next_conversation = begin(pool, 3)  # the pool still has two processes: with one less, this would wait
     assert observe(pool, next_conversation, "b").texts == ("3.1: b",)
 
 

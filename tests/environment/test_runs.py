@@ -240,7 +240,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 def test_a_run_that_was_killed_in_the_middle_of_a_turn_continues(
     place: Place, game: str, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit if the environment can be replayed and the clock is virtual. No rollout is lost in any case."""
+    """Equal bit for bit if the environment can be replayed and the clock is virtual. No rollout fails in any case."""
     processes = 4 if game == "Adding" else 32
     settings = [rollout for rollout in ENVIRONMENT if "factory" not in rollout and "processes" not in rollout]
     settings += [f"environment.factory={GAMES}:{game}", f"environment.processes={processes}", f"driver={driver}"]

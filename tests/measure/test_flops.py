@@ -74,7 +74,7 @@ def test_a_mixture_costs_only_the_experts_that_a_token_uses(family: str) -> None
 
 @pytest.mark.parametrize("family", WINDOWS)
 def test_windows_count_only_the_visible_tokens(family: str) -> None:
-    """Compared with the positions at which the model's attention is not zero, for prefill, decoding and training."""
+    """Counts equal the positions at which the model's attention is not zero, for prefill, decoding and training."""
     model = tiny(family, WINDOWS[family], attn_implementation="eager").eval()
     with torch.no_grad():
         attentions = model(torch.arange(14).unsqueeze(0), output_attentions=True, use_cache=False).attentions

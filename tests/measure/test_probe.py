@@ -24,7 +24,7 @@ from tests.test_module import Keep
     "mode", every(3, [OnPolicy(), Pipeline(3, "stale"), Pipeline(3, "recompute")]), ids=["on", "stale", "re"]
 )
 def test_every_step_has_a_probe(tiny_model_path: str, mode: Any) -> None:
-    """Also if all rollouts are stale: the generator scores them again with its present weights."""
+    """If all rollouts are stale, the generator scores some of them again with its present weights."""
     keep = Keep()
     fit(tiny_model_path, steps=6, callbacks=[mode, Precision("fp32"), keep], recipe="scalerl")
     assert len(keep.of(P99)) == 6 and max(keep.of(P99)) < 1e-5

@@ -132,7 +132,7 @@ def test_shares_count_all_sampled_rollouts_with_or_without_credit() -> None:
 @pytest.mark.parametrize("junk", [15.0, math.nan])
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
 def test_token_metrics_do_not_depend_on_the_micro_batches(size: int, junk: float) -> None:
-    """Compared with numpy over all credited tokens at once. Forced and padded positions do not count."""
+    """Metrics equal numpy's over all credited tokens at once. Forced and padded positions do not count."""
     choices = CHOICES.having(MaskTruncated())
     batch = assemble(some_groups(), choices, max_new_tokens=20)
     width = batch.loss_mask.shape[1]

@@ -186,7 +186,7 @@ def test_a_new_adapter_does_not_change_the_model(tiny_model: Any) -> None:
 
 
 def test_weights_in_a_smaller_type_compute_what_autocast_does(tiny_model: Any) -> None:
-    """Bit for bit under autocast. Without autocast they compute what FP32 does with the rounded weights."""
+    """They are equal bit for bit under autocast. Without it they compute what FP32 does with rounded weights."""
     add_lora(tiny_model, 4, 8.0, "all-linear")
     randomize(tiny_model)
     kept = copy.deepcopy(tiny_model)
@@ -247,7 +247,7 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
 
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.slow)])
 def test_modules_to_save_are_exported(family: str, tiny_model_path: str, tmp_path: Path) -> None:
-    """In merged models and in adapters loaded by peft. Tied embeddings (Gemma 2) are trained as one weight."""
+    """They are in merged models and in adapters loaded by peft. Tied embeddings (Gemma 2) are trained as one weight."""
     base: Any = tiny(family, AGREE[family], attn_implementation="eager")
     trained_model = copy.deepcopy(base)
     assert base.config.tie_word_embeddings == (family == "Gemma2")
@@ -552,7 +552,7 @@ def test_reference_and_critic_have_no_adapter(tiny_model_path: str) -> None:
 
 @pytest.mark.full
 def test_lora_with_a_trained_head_learns_the_arithmetic_task(tmp_path: Path) -> None:
-    """A fifth of `experiment=adapter`. By then full fine-tuning is at 0.55, LoRA without the head at 0.32."""
+    """After a fifth of `experiment=adapter`, full fine-tuning is at 0.55 and LoRA without the head at 0.32."""
     experiment = ["experiment=adapter", "adapter=lora", "adapter.modules_to_save=[lm_head]", "optimizer.lr=1e-3"]
     overrides = [*experiment, "budget.steps=60", "mlflow.uri=null", f"output_dir={tmp_path}"]
     (spec,) = plan_members([overrides])
@@ -563,7 +563,7 @@ def test_lora_with_a_trained_head_learns_the_arithmetic_task(tmp_path: Path) -> 
 
 
 def test_the_frozen_head_limits_the_probability_of_a_digit() -> None:
-    """Even for the best possible output of the last norm. This is why LoRA needs a trained head here."""
+    """Even the best hidden state gives a digit a probability below 0.93. This is why LoRA needs a trained head here."""
     model: Any = load_model(arithmetic_base_model(digits=2))
     head = model.lm_head.weight.detach()
     states = head.clone().requires_grad_(True)

@@ -182,7 +182,7 @@ def test_bad_settings_name_their_field(bad: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 def test_the_answer_is_what_follows_the_thinking(special: bool) -> None:
-    """The marker may be a special token, which decoding drops, or an ordinary one."""
+    """The end-of-thinking marker may be a special token, which decoding drops, or an ordinary one."""
     made = tokenizer(TEMPLATE, special_thinking=special)
     rendering = Rendering(made, Chat(), stop_tokens=[1])
 

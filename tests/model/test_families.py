@@ -266,7 +266,7 @@ def trained_weights(run: Path, model: Path) -> Any:
 def test_a_run_of_every_family_is_exported(
     name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As from the command line: with the recipe's own types and asynchrony, and exactly (FP32, on policy)."""
+    """One run has the recipe's own types and asynchrony, one is exact (FP32, on policy), as from the command line."""
     family = FAMILIES[name]
     model = place.model(family, name)
     for folder, more in (("own", ()), ("exact", (*EXACT, "truncated=keep"))):

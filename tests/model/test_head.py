@@ -121,7 +121,7 @@ def test_completions_stop_at_every_end_token_of_the_generation_configuration(
 
 
 def test_a_model_that_is_its_own_base_model_is_supported() -> None:
-    """The `base_model` of Llama 4's text model is itself, head included, which once looked like a missing head."""
+    """The `base_model` of Llama 4's text model is itself, head included. It must still count as a language model."""
     small = {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64}
     config = transformers.Llama4TextConfig(**{**AGREE["Llama"], **small})
     torch.manual_seed(1)

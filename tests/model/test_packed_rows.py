@@ -115,7 +115,7 @@ def test_packed_rows_equal_padded_rows_in_every_family(
     assert alike(packed, padded, 1e-4)
 
 
-# Short rows work in the last two: Llama 4 attends in chunks of long rows, and GPT-Neo's mask is a table that ends.
+# Short rows would pack in the last two. Llama 4 attends in chunks, and GPT-Neo's mask is a table of limited size.
 UNLIKE: dict[str, Callable[[Path], nn.Module]] = {
     "BloomForCausalLM": lambda folder: load_model(str(save(STRANGERS["Bloom"], folder))),
     "MambaForCausalLM": lambda folder: load_model(str(save(STRANGERS["Mamba"], folder))),
@@ -208,7 +208,7 @@ def test_passes_count_real_tokens(groups: list[list[int]], rollouts: int, tokens
 @settings(max_examples=examples(80))
 @given(GROUPS, st.integers(1, 12))
 def test_a_shared_prompt_takes_no_more_tokens_than_packed_rows(groups: list[list[int]], prompt: int) -> None:
-    """Counted at the model's input, so `batch.micro_tokens` also limits passes with shared prompts."""
+    """Tokens are counted at the model's input, so `batch.micro_tokens` also limits passes with shared prompts."""
     policy = tried_policy()
     prompts = [list(range(1, 1 + max(1, prompt - number))) for number in range(len(groups))]
     batch = replace(batch_of(prompts, groups), packed=True)
@@ -231,7 +231,7 @@ def flops(policy: Policy, batch: TrainBatch) -> int:
 
 
 def test_a_packed_row_costs_as_much_as_the_row_alone(never_shared: None) -> None:
-    """Also in attention, which is quadratic in the visible tokens, and also if activations are recomputed."""
+    """This includes attention, which is quadratic in the visible tokens, and recomputed activations."""
     policy = tried_policy()
     batch = replace(batch_of([[1, 2, 3], [4, 5, 6]], [[30, 2, 9], [1, 17]]), packed=True)
     sum_of_rows = sum(flops(policy, batch.select(torch.tensor([number]))) for number in range(batch.rollouts))
@@ -347,7 +347,7 @@ def trained_weights(path: str, *overrides: str) -> dict[str, Tensor]:
 def test_a_packed_step_equals_a_padded_step(
     more: tuple[str, ...], tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With critic, reference and anchor, with recomputed activations (no prompt is shared then), with an adapter."""
+    """Cases: critic, reference and anchor; recomputed activations, for which no prompt is shared; an adapter."""
     packed_flags: list[bool] = []
 
     def record_packed(inner: nn.Module, batch: TrainBatch, *places: Tensor) -> Tensor:
