@@ -236,9 +236,8 @@ def test_early_stopping_on_a_users_own_metric_waits_for_the_first_step(tiny_mode
 def test_early_stopping_on_training_metrics_checks_every_step(tiny_model_path: str) -> None:
     stopping = EarlyStopping("train/reward", mode="max", patience=3, min_delta=10.0)
     module = fit(tiny_model_path, steps=20, callbacks=[stopping, Evaluate(2, 1)])
-    assert (
-        module.completed_steps == 4
-    )  # the first step counts as best; with min_delta=10, the next three cannot beat it
+    # The first step counts as best; with min_delta=10, the next three cannot beat it.
+    assert module.completed_steps == 4
     patient = EarlyStopping("train/reward", mode="max", patience=30, min_delta=10.0)
     for steps in (3, 5):
         module = fit(tiny_model_path, steps=steps, callbacks=[patient, Evaluate(2, 1)])
@@ -267,9 +266,8 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str
         data = RolloutDataModule(ScriptedPassRates(passes[3 if folder == "best" else 2 :]))
         trainer.fit(module, datamodule=data, ckpt_path=tmp_path / folder / "step=4.ckpt", weights_only=True)
         resumed = read_journal(log.run_dir).deterministic()
-        first = (
-            ("eval", 4) if folder == "steps" else ("train", 5)
-        )  # saved before the evaluation of step 4, which is then still due
+        # The checkpoint in `steps` was saved before the evaluation of step 4, which is then still due.
+        first = ("eval", 4) if folder == "steps" else ("train", 5)
         expected = [record for record in read_journal(whole).deterministic() if record[1] > 4 or record[:2] == first]
         assert resumed == expected and resumed[0][:2] == first
 

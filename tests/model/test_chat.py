@@ -93,9 +93,8 @@ def test_bos_is_not_doubled_if_a_text_begins_with_it() -> None:
         prefix = "<s>" * adds.startswith("<s>")
         assert decode(plain, plain.encode(ask("over</s>"))) == f"{prefix}over</s>"
         assert decode(plain, plain.encode(ask("a<s>"))) == f"{prefix}a<s>"
-    two_token_prefix = Rendering(
-        tokenizer(adds="<s> <|user|> $A"), Chat()
-    )  # GLM's tokenizer puts two tokens before a text
+    # GLM's tokenizer puts two tokens before a text.
+    two_token_prefix = Rendering(tokenizer(adds="<s> <|user|> $A"), Chat())
     for text in ("hi", "<s><|user|>hi"):
         assert decode(two_token_prefix, two_token_prefix.encode(ask(text))) == "<s><|user|>hi"
     bare_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -97,10 +97,8 @@ def test_packed_rows_equal_padded_rows_in_every_family(
         recompute(model)
     policy = Policy(model, FP32)
     set_mode(model, dropout=False)
-    assert packs_rows(model) and policy.shares_prompts in (
-        True,
-        False,
-    )  # run the trial passes now, so that they are not recorded
+    # Run the trial passes now, so that they are not recorded.
+    assert packs_rows(model) and policy.shares_prompts in (True, False)
     batch = batch_of(*MIXED)
     shapes = record_input_shapes(model)
     padded, packed = (scores_and_gradient(policy, replace(batch, packed=packed)) for packed in (False, True))
