@@ -227,8 +227,8 @@ def equal_bitwise(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        return alike and one.numpy().tobytes() == other.numpy().tobytes()
+        same_layout = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        return same_layout and one.numpy().tobytes() == other.numpy().tobytes()
     if isinstance(one, dict):
         return list(one) == list(other) and all(equal_bitwise(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -345,9 +345,9 @@ def test_a_checkpoint_of_another_run_is_skipped(
     assert newest_checkpoint(directory, run="abc").path == own_checkpoint, "a checkpoint without a run fits any run"
     saved[IDENTITY]["run"] = "def"
     torch.save(saved, directory / "step-00000006.ckpt")
-    found = newest_checkpoint(directory, run="abc")
-    assert found.path == own_checkpoint
-    assert [(entry.checkpoint, entry.why) for entry in found.passed_over] == [
+    usable = newest_checkpoint(directory, run="abc")
+    assert usable.path == own_checkpoint
+    assert [(entry.checkpoint, entry.why) for entry in usable.passed_over] == [
         ("step-00000006.ckpt", "of another run, def")
     ]
     assert (
@@ -360,9 +360,9 @@ def test_a_checkpoint_of_another_run_is_skipped(
 
 def test_a_checkpoint_beyond_a_step_is_skipped(whole_run: Path) -> None:
     directory = whole_run / "checkpoints"
-    found = newest_checkpoint(directory, at_most=3)
-    assert found.path == directory / "step-00000002.ckpt"
-    assert [(entry.checkpoint, entry.why) for entry in found.passed_over] == [("step-00000004.ckpt", "beyond step 3")]
+    usable = newest_checkpoint(directory, at_most=3)
+    assert usable.path == directory / "step-00000002.ckpt"
+    assert [(entry.checkpoint, entry.why) for entry in usable.passed_over] == [("step-00000004.ckpt", "beyond step 3")]
     assert newest_checkpoint(directory, at_most=4).passed_over == ()
     none_usable = newest_checkpoint(directory, at_most=1)
     assert none_usable.path is None and len(none_usable.passed_over) == 2
@@ -391,9 +391,9 @@ def test_a_checkpoint_that_the_journal_does_not_record_is_skipped(whole_run: Pat
         ([b'{"loss": 1}\n'], newest, None),
     ):
         (tmp_path / "metrics.jsonl").write_bytes(b"".join(kept_lines))
-        found = newest_checkpoint(directory)
-        assert found.path == path
-        assert {entry.why for entry in found.passed_over} == ({reason} if reason else set())
+        usable = newest_checkpoint(directory)
+        assert usable.path == path
+        assert {entry.why for entry in usable.passed_over} == ({reason} if reason else set())
 
 
 def continue_run(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", **options: Any) -> ScaleRL:

@@ -113,17 +113,17 @@ def test_a_folder_holds_the_same_as_a_file(tiny_model_path: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [(2, 3), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=lambda given: "-".join(map(str, given))
+    "ranks", [(2, 3), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=lambda options: "-".join(map(str, options))
 )
 def test_a_run_resumes_with_another_number_of_shards(
     ranks: Sequence[int], tiny_model_path: str, tmp_path: Path
 ) -> None:
     """Two steps with each number of ranks (1: one process without a strategy) give one curve and one final model."""
-    given: dict[str, Any] = {"overrides": EVERYTHING}
-    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(ranks), **given)
+    options: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(ranks), **options)
     run = tmp_path / "moved"
     for number, count in enumerate(ranks):
-        fit_options = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        fit_options = {"steps": 2 * (number + 1), "resume": number > 0, **options}
         if count == 1:
             fit(tiny_model_path, run, 1, **fit_options)
             continue

@@ -62,8 +62,8 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("scalerl", [*settings, *thinking, "batch.recompute=false", *overrides])
 
 
-def predicted(make: Callable[[], nn.Module], given: Recipe, *place: Any, **more: Any) -> Memory:
-    return predict_memory(measure(make, given), given, *place, **more)
+def predicted(make: Callable[[], nn.Module], settings: Recipe, *placement: Any, **more: Any) -> Memory:
+    return predict_memory(measure(make, settings), settings, *placement, **more)
 
 
 def save_in_numpy() -> saved_tensors_hooks:
@@ -71,34 +71,34 @@ def save_in_numpy() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), torch.from_numpy)
 
 
-def measured_bytes(made: nn.Module, given: Recipe, split: Callable[[nn.Module], None] | None = None) -> int:
+def measured_bytes(built: nn.Module, settings: Recipe, split: Callable[[nn.Module], None] | None = None) -> int:
     """Return the peak of live bytes of a training pass on real tensors, without weights and gradients."""
-    if given.batch.recompute:
-        recompute(made, save_in_numpy if given.batch.offload else None)
-        for module in made.modules():
+    if settings.batch.recompute:
+        recompute(built, save_in_numpy if settings.batch.offload else None)
+        for module in built.modules():
             module.training = bool(getattr(module, "gradient_checkpointing", False))
-    policy = Policy(made, given.choices.precision)
+    policy = Policy(built, settings.choices.precision)
     if split is not None:
         split(policy)
     groups = [
         make_group([1.0, 0.0, 1.0, 0.0], admission=number, prompt_length=PROMPT, length=COMPLETION)
         for number in range(ROWS // 4)
     ]
-    batch = assemble(groups, given.choices, COMPLETION)
+    batch = assemble(groups, settings.choices, COMPLETION)
     batch.group = None  # no shared prompts, which would take less memory
-    batch.packed = given.batch.packed
+    batch.packed = settings.batch.packed
     assert batch.tokens.shape == (ROWS, PROMPT + COMPLETION)
-    for parameter in made.parameters():
+    for parameter in built.parameters():
         parameter.grad = torch.zeros_like(parameter)
     counted = LiveBytes() if split is None else LiveBytesOfARank()
-    for tensor in [*made.parameters(), *made.buffers(), *(parameter.grad for parameter in made.parameters())]:
+    for tensor in [*built.parameters(), *built.buffers(), *(parameter.grad for parameter in built.parameters())]:
         counted.watch(own_part(tensor)[0])  # type: ignore[arg-type]
     with counted:
-        before = counted.now
+        bytes_before = counted.now
         logprobs, entropies = policy(batch)
         scored = Scored(batch, logprobs, entropies)
-        torch.stack([term.reduce(scored) for term in terms(given.choices)]).sum().backward()  # type: ignore[no-untyped-call]
-        return counted.peak - before
+        torch.stack([term.reduce(scored) for term in terms(settings.choices)]).sum().backward()  # type: ignore[no-untyped-call]
+        return counted.peak - bytes_before
 
 
 @pytest.mark.parametrize(

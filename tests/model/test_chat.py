@@ -182,33 +182,33 @@ def test_bad_settings_name_their_field(bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize("special", [True, False])
 def test_the_answer_is_what_follows_the_thinking(special: bool) -> None:
     """The end-of-thinking marker may be a special token, which decoding drops, or an ordinary one."""
-    made = tokenizer(TEMPLATE, special_thinking=special)
-    rendering = Rendering(made, Chat(), stop_tokens=[1])
+    text_tokenizer = tokenizer(TEMPLATE, special_thinking=special)
+    rendering = Rendering(text_tokenizer, Chat(), stop_tokens=[1])
 
     def answer(text: str) -> str:
-        return rendering.sample(ask("2+2?"), finished(made.encode(text, add_special_tokens=False)), 0).answer
+        return rendering.sample(ask("2+2?"), finished(text_tokenizer.encode(text, add_special_tokens=False)), 0).answer
 
     assert answer("two and two</think>4</s>") == "4"
     assert answer("a</think>b</think>c") == "c"
     # The template opens the thinking, so a completion that never ends it has no answer.
     assert answer("two and two make 4") == ""
-    silent = Rendering(made, Chat(thinking=False))
-    tokens = made.encode("4", add_special_tokens=False)
+    silent = Rendering(text_tokenizer, Chat(thinking=False))
+    tokens = text_tokenizer.encode("4", add_special_tokens=False)
     assert silent.sample(ask("2+2?"), finished(tokens), 0).answer == "4"
 
 
 def test_without_thinking_the_whole_text_is_the_answer_and_the_marker_can_be_set() -> None:
-    made = tokenizer()
-    tokens = made.encode("a#b", add_special_tokens=False)
-    assert Rendering(made, Chat()).sample(ask("?"), finished(tokens), 3).answer == "a#b"
-    assert Rendering(made, Chat(end_of_thinking="#")).sample(ask("?"), finished(tokens), 3).answer == "b"
-    forced = Rendering(made, Chat(), end_of_thinking="#").sample(ask("?"), finished(tokens), 3)
+    text_tokenizer = tokenizer()
+    tokens = text_tokenizer.encode("a#b", add_special_tokens=False)
+    assert Rendering(text_tokenizer, Chat()).sample(ask("?"), finished(tokens), 3).answer == "a#b"
+    assert Rendering(text_tokenizer, Chat(end_of_thinking="#")).sample(ask("?"), finished(tokens), 3).answer == "b"
+    forced = Rendering(text_tokenizer, Chat(), end_of_thinking="#").sample(ask("?"), finished(tokens), 3)
     assert (forced.answer, forced.completion, forced.step, forced.tokens) == ("b", "a#b", 3, tuple(tokens))
 
 
 def test_a_completion_does_not_include_the_text_that_ended_it() -> None:
-    made = tokenizer()
-    rendering = Rendering(made, Chat(stop=["\nUser:", "STOP"]), stop_tokens=[1])
+    text_tokenizer = tokenizer()
+    rendering = Rendering(text_tokenizer, Chat(stop=["\nUser:", "STOP"]), stop_tokens=[1])
     for text, expected in (
         ("4</s>", "4"),
         ("4\nUser: more", "4"),
@@ -216,18 +216,18 @@ def test_a_completion_does_not_include_the_text_that_ended_it() -> None:
         ("4", "4"),
         ("a STOP \nUser:", "a "),
     ):
-        assert rendering.decode(made.encode(text, add_special_tokens=False)) == expected
+        assert rendering.decode(text_tokenizer.encode(text, add_special_tokens=False)) == expected
 
 
 @settings(max_examples=examples(60))
 @given(st.text(max_size=30), st.sampled_from(["STOP", "é", "\n\n", "日本"]), st.text(max_size=10))
 def test_a_stop_text_is_detected_with_its_last_token_and_not_before(before: str, stop: str, after: str) -> None:
-    made = tokenizer()
-    holds = StopTexts(made, (stop,))
+    text_tokenizer = tokenizer()
+    holds = StopTexts(text_tokenizer, (stop,))
     before = before.replace(stop, "").replace(stop[0], "").replace(stop[-1], "")
-    tokens = made.encode(before + stop + after, add_special_tokens=False)
+    tokens = text_tokenizer.encode(before + stop + after, add_special_tokens=False)
     first = next(number for number in range(len(tokens) + 1) if holds(tokens[:number]))
-    assert stop in made.decode(tokens[:first]) and stop not in made.decode(tokens[: first - 1])
+    assert stop in text_tokenizer.decode(tokens[:first]) and stop not in text_tokenizer.decode(tokens[: first - 1])
     assert holds(tokens[:first][-holds.window :])
 
 
@@ -315,10 +315,10 @@ def test_a_template_runs_under_limits_of_time_memory_and_length(monkeypatch: pyt
     """A template is another person's program. Exceeding a limit gives one line that names its origin and the remedy."""
     monkeypatch.setattr(bounded_module, "LIMIT_S", 0.4)
     for name, (template, expected) in HOSTILE.items():
-        made = tokenizer(template)
-        made.name_or_path = "/models/theirs"
+        hostile = tokenizer(template)
+        hostile.name_or_path = "/models/theirs"
         with pytest.raises(ConfigurationError) as caught:
-            Rendering(made, Chat()).text(ask("2+2?"))
+            Rendering(hostile, Chat()).text(ask("2+2?"))
         message = str(caught.value)
         assert "of /models/theirs cannot be used" in message and "give chat.template a file of yours" in message, name
         assert expected in message or "has not ended" in message, (name, message)

@@ -36,30 +36,30 @@ REFUSED = {("DeepSeek-V3", "user"), ("DeepSeek-V3", "tool"), ("Mistral", "tool")
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_families_templates_can_be_used(family: str, role: str) -> None:
-    made = Rendering(tokenizer_of(FAMILIES[family].style), Chat())
+    chat_rendering = Rendering(tokenizer_of(FAMILIES[family].style), Chat())
     if (family, role) in REFUSED:
         with pytest.raises(ConfigurationError, match=r"^chat\.template: the template of the model (rewrites|does not)"):
-            Turns(made, role=role)
+            Turns(chat_rendering, role=role)
     else:
-        (text,) = Turns(made, role=role).following([["A", "B"]])
+        (text,) = Turns(chat_rendering, role=role).following([["A", "B"]])
         assert "A" in text and "B" in text
 
 
 def test_following_text_and_tokens() -> None:
-    made = rendering(CHATML + BEGIN)
-    turns = Turns(made, role="tool")
+    chat_rendering = rendering(CHATML + BEGIN)
+    turns = Turns(chat_rendering, role="tool")
     text = "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
     assert turns.following([["7"], ["7"]]) == [text, text]
-    end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = chat_rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
     closed, open_ = turns.following_tokens([["7"], ["7"]], [[5, end], [5]])
-    assert open_ == [end, *closed] and made.tokenizer.decode(open_, skip_special_tokens=False) == text
+    assert open_ == [end, *closed] and chat_rendering.tokenizer.decode(open_, skip_special_tokens=False) == text
 
 
 def test_a_template_may_name_the_tool_of_an_answer() -> None:
     """Hermes' own template does so and refuses answers without a name."""
     named = "{% if m.role == 'tool' %}{{ m.name if m.name is defined else raise_exception('no name') }}: {% endif %}"
-    made = rendering("{{ tools }}" + CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + BEGIN)
-    turns = Turns(made, TOOLS, role="tool")
+    chat_rendering = rendering("{{ tools }}" + CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + BEGIN)
+    turns = Turns(chat_rendering, TOOLS, role="tool")
     first = TOOLS[0]["function"]["name"]
     assert f"tool\n{first}: 7" in turns.following([["7"]])[0]
     (text,) = turns.following([["7", "8"]], [["divide", ""]])
@@ -70,17 +70,17 @@ def test_a_template_may_name_the_tool_of_an_answer() -> None:
 
 def test_sampled_and_following_tokens_make_the_whole_conversation() -> None:
     """Sampled and following tokens, joined, equal the tokens that the template gives for the whole conversation."""
-    made = rendering()
+    chat_rendering = rendering()
     conversation = [{"role": "user", "content": "How many?"}]
-    tokens = made.tokenizer(made.conversation(conversation), add_special_tokens=False)["input_ids"]
-    turns = Turns(made)
+    tokens = chat_rendering.tokenizer(chat_rendering.conversation(conversation), add_special_tokens=False)["input_ids"]
+    turns = Turns(chat_rendering)
     for answer, reply in [("Seven, I think.", "No."), ("Eight!", "Yes.")]:
-        sampled = made.tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+        sampled = chat_rendering.tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
         (following,) = turns.following_tokens([[reply]], [sampled])
         tokens = [*tokens, *sampled, *following]
         conversation += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
-        rendered = made.conversation(conversation)
-        assert tokens == made.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        rendered = chat_rendering.conversation(conversation)
+        assert tokens == chat_rendering.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
 def test_without_a_template_texts_follow_each_other() -> None:
@@ -159,13 +159,13 @@ def real() -> Path:
 )
 def test_templates_of_real_models(real: Path, name: str, role: str, chat: dict[str, Any], refused: str) -> None:
     path = real / f"{name}.jinja"
-    made = Rendering(tokenizer_of(QWEN2), Chat(template=str(path), **chat))
+    chat_rendering = Rendering(tokenizer_of(QWEN2), Chat(template=str(path), **chat))
     tools = TOOLS if role == "tool" else []
     if refused:
         with pytest.raises(ConfigurationError, match=refused):
-            Turns(made, tools, role)
+            Turns(chat_rendering, tools, role)
         return
-    (text,) = Turns(made, tools, role).following([["seven"]])
+    (text,) = Turns(chat_rendering, tools, role).following([["seven"]])
     assert "seven" in text
     expected = {"llama3_1": "llama"}.get(name, "hermes")
     assert convention_of(path.read_text()) == expected
