@@ -62,8 +62,7 @@ def test_draws_that_never_arrive_do_not_make_a_recipe_slow(monkeypatch: pytest.M
     for row in (reward_table.rows[1], pair):
         assert row.ratio == Interval(1.0, 1.0, 1.0) and row.p_neither == 0.25
     assert (
-        "takes" not in reward_table.sentence
-        and "b needs" not in reward_table.sentence
+        "x the compute of" not in reward_table.sentence
         and "25% of the draws" in reward_table.sentence
         and "25% of the draws" in pair.sentence
     )
@@ -73,7 +72,7 @@ def test_draws_that_never_arrive_do_not_make_a_recipe_slow(monkeypatch: pytest.M
     assert (
         reward_table is not None
         and reward_table.rows[1].ratio == Interval(None, None, None)
-        and "takes" not in reward_table.sentence
+        and "x the compute of" not in reward_table.sentence
     )
     assert pair.ratio == Interval(0.0, 0.0, 0.0)
     patch_arrivals(monkeypatch, [INF] * 4, [INF] * 4)
@@ -99,7 +98,7 @@ KINDS = (Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.3, 1.8, 1.0, 6.0, 1), Recipe(0.6, 
 def test_identical_recipes_are_not_said_to_take_more_compute(kind: Recipe) -> None:
     for seed in range(2):
         result = rank_identical(kind, seed)
-        assert result.rewards is not None and " takes " not in result.rewards.sentence
+        assert result.rewards is not None and "x the compute of" not in result.rewards.sentence
         ratios = [row.ratio for row in result.rewards.rows] + [entry.ratio for entry in result.ranking]
         for ratio in (candidate for candidate in ratios if candidate is not None):
             assert (ratio.low is None or ratio.low <= 1) and (ratio.high is None or ratio.high >= 1), (seed, ratio)
@@ -115,7 +114,7 @@ def test_identical_recipes_are_rarely_separated() -> None:
         for kind in KINDS:
             result = rank_identical(kind, seed)
             assert result.rewards is not None and result.standing is not None
-            separated["rewards"] += " takes " in result.rewards.sentence
+            separated["rewards"] += "x the compute of" in result.rewards.sentence
             separated["efficiency"] += bool(result.standing.slower)
     assert max(separated.values()) <= 6, separated
 

@@ -278,11 +278,11 @@ def test_runs_that_continued_with_other_code_are_named(tmp_path: Path, capsys: p
     study = load([tmp_path / "runs"])
     text, _ = report(tmp_path / "out", *study.curves, runs=study.runs)
     assert "scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -&gt; 2.14.0" in text
-    assert "seed 0: from step" not in text
+    assert "seed 0: continued from step" not in text
     assert cli.main(["rank", str(tmp_path / "runs"), "--json"]) == 0
     stderr = capsys.readouterr().err
     assert "warning: scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -> 2.14.0" in stderr
-    assert "seed 0: from step" not in stderr
+    assert "seed 0: continued from step" not in stderr
 
 
 @pytest.mark.full

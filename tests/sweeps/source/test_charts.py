@@ -130,10 +130,10 @@ def test_runs_that_are_treated_as_separate_recipes_are_noted(tmp_path: Path) -> 
         path = csv_of(tmp_path / "runs.csv", {x: (10, 20, 30), **{f"{run}{end}": VALUES for run in ("a1", "b2", "b3")}})
         shown = load([path]).shown
         assert sum(line.startswith(hint) for line in shown) == 1
-        assert not any("of its own" in line for line in load([path], seed_from=r"b(\d)").shown)
+        assert not any("treated as a separate recipe" in line for line in load([path], seed_from=r"b(\d)").shown)
         for runs in (("a", "b"), ("a-seed1", "b-seed1", "c-seed1")):
             path = csv_of(tmp_path / "runs.csv", {x: (10, 20, 30), **{f"{run}{end}": VALUES for run in runs}})
-            assert not any("of its own" in line for line in load([path]).shown)
+            assert not any("treated as a separate recipe" in line for line in load([path]).shown)
 
 
 def test_evaluation_sets_of_a_run_are_not_separate_recipes(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_evaluation_sets_of_a_run_are_not_separate_recipes(tmp_path: Path) -> No
     rows = {"_step": (1, 2, 3) * 2, "run_name": ("a",) * 3 + ("b",) * 3, "progress/total_tokens": (10, 20, 30) * 2}
     path = csv_of(tmp_path / "history.csv", {**rows, **{name: [*values, *values] for name, values in sets.items()}})
     study = load([path], metric="all")
-    assert len(study.curves) == 6 and not any("of its own" in line for line in study.shown)
+    assert len(study.curves) == 6 and not any("treated as a separate recipe" in line for line in study.shown)
 
 
 @pytest.mark.parametrize(
