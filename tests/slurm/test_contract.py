@@ -16,7 +16,7 @@ from sweeps.executor.slurm.settings import JobSettings
 from tests.paths import ROOT
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually
 from tests.sweeps.executor import contract
-from tests.sweeps.executor.contract import Engine, QueueContract, once
+from tests.sweeps.executor.contract import Engine, QueueContract, new_submission_name
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ class Cluster(Engine):
     def has_begun(self, run: str) -> bool:
         return (self.study / "runs" / run / "begun").exists()
 
-    def only_room_for_one(self) -> None:
+    def allow_one_at_a_time(self) -> None:
         self.resources |= {"nodelist": "n1", "exclusive": True}
 
 
@@ -63,11 +63,11 @@ class TestSlurm(QueueContract):
         """By commands that name the cluster, where each has other columns or headings."""
         assert isinstance(engine, Cluster)
         engine.resources["clusters"] = "lab"
-        engine.only_room_for_one()
+        engine.allow_one_at_a_time()
         executor = engine.executor()
-        (member,) = executor.submit(once(), [engine.launch("a", "wait")])
+        (member,) = executor.submit(new_submission_name(), [engine.launch("a", "wait")])
         engine.until(executor, lambda: engine.has_begun(member))
-        job = executor.submit(once(), [engine.launch("b", "wait")])["b"]
+        job = executor.submit(new_submission_name(), [engine.launch("b", "wait")])["b"]
         engine.until(executor, lambda: "b" in executor.queued())
         outcomes: dict[str, Outcome] = {}
         executor.stop(["a", "b"], "no longer needed")

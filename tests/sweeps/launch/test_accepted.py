@@ -37,7 +37,7 @@ from tests.sweeps.executor.fake_cluster import (
     Killed,
     MortalLease,
     Place,
-    Told,
+    RecordingObserver,
     VirtualTime,
     light,
     member,
@@ -62,7 +62,7 @@ def launch(
     again: bool = True,
     specs: Sequence[RunSpec] | None = None,
     partition: str = "gpu",
-    told: Told | None = None,
+    told: RecordingObserver | None = None,
 ) -> dict[str, MemberState]:
     """As the launcher does: `launch.json` is kept when the launch is accepted."""
     plan = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster.of({"partition": partition}), here.retries)
@@ -82,7 +82,7 @@ def longer(spec: RunSpec) -> RunSpec:
 
 
 def test_a_study_that_was_refused_is_not_there(tmp_path: Path) -> None:
-    here, told = place(tmp_path / "outputs" / "mine"), Told()
+    here, told = place(tmp_path / "outputs" / "mine"), RecordingObserver()
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
         launch(here, partition="nope", told=told)
@@ -95,7 +95,7 @@ def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
     here = place(tmp_path / "mine", {1: [RAISES]})
     launch(here)
     ask_to_stop(here.run_dir(here.specs[1].run), "no longer needed")
-    before, told = contents(tmp_path), Told()
+    before, told = contents(tmp_path), RecordingObserver()
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
         launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope", told=told)
@@ -131,7 +131,7 @@ def test_a_refused_launch_is_not_accepted_for_the_jobs_that_run(tmp_path: Path) 
 
 
 def test_members_on_a_cluster_are_out_of_reach_of_this_machine(tmp_path: Path) -> None:
-    here, told = place(tmp_path / "mine"), Told()
+    here, told = place(tmp_path / "mine"), RecordingObserver()
     launch(here, detach=True)
     before = contents(tmp_path)
     with pytest.raises(UserError, match=r"have jobs on a cluster \(1_0, 1_1\); .*collect --wait .*mine"):
@@ -161,7 +161,7 @@ def test_it_is_accepted_once_members_are_taken_and_before_the_ledger_says_so(tmp
     here.settings = JobSettings.of({"array_size": 2})
     seen: list[tuple[int, list[str]]] = []
 
-    class Accepted(Told):
+    class Accepted(RecordingObserver):
         def accepted(self) -> None:
             assert (here.directory / LAUNCH_FILE).is_file()
             seen.append((len(here.cluster.jobs), [entry["event"] for entry in Ledger(here.directory).entries()]))
@@ -234,7 +234,7 @@ def test_a_job_that_was_cancelled_is_written_down_and_submitted_again_by_one_com
     here.cluster.remembers_s = remembers_s
     launch(here, detach=True)
     here.time.sleep(100)
-    told = Told()
+    told = RecordingObserver()
     launch(here, detach=detach, told=told)
     for spec, kind in zip(here.specs, ("cancelled", "error", None), strict=True):
         failed = [entry["kind"] for entry in here.events(spec.run) if entry["event"] == "failed"]
@@ -300,7 +300,7 @@ def recipe(lr: float, label: str = "scalerl", seed: int = 0, **more: object) -> 
 
 def test_a_label_that_stands_for_something_else_is_refused_before_anything_starts(tmp_path: Path) -> None:
     Study(tmp_path, [recipe(0.001), recipe(0.001, seed=1)]).run(ScriptedExecutor())
-    before, executor, told = contents(tmp_path), ScriptedExecutor(), Told()
+    before, executor, told = contents(tmp_path), ScriptedExecutor(), RecordingObserver()
     with pytest.raises(UserError) as refusal:
         Study(tmp_path, [recipe(0.003), recipe(0.002, "scalerl+loss=dapo")]).run(executor, [told])
     said = str(refusal.value)
