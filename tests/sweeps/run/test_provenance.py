@@ -59,7 +59,7 @@ def test_commits_and_uncommitted_changes_are_named(checkout: Path) -> None:
 
 
 def test_a_change_with_the_same_size_and_time_is_detected(checkout: Path) -> None:
-    """Git trusts size and time of files that are older than its index. A copied index is newer, so it must not be used as is."""
+    """Git compares only size and time of files older than the index, so the copied index must keep its time."""
     git(checkout, "config", "core.trustctime", "false")
     source = checkout / "sweeps" / "one.py"
     then = 1_700_000_000
