@@ -1,4 +1,4 @@
-"""The executor of a cluster keeps to the contract of all on a real one."""
+"""Tests that the cluster's executor meets the contract of all executors on a real cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 class Cluster(Engine):
-    """The lab."""
+    """Members are jobs of the lab."""
 
     patience_s = PATIENCE_S
     nodes = ("n1", "n2")
@@ -49,18 +49,18 @@ class Cluster(Engine):
 
 
 class TestSlurm(QueueContract):
-    """`ClusterExecutor` on the lab's SLURM."""
+    """The contract, for `ClusterExecutor` on the lab's SLURM."""
 
     @pytest.fixture
-    def engine(self, tmp_path: Path, whole: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-        for name, value in whole.environment.items():
+    def engine(self, tmp_path: Path, ready_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+        for name, value in ready_lab.environment.items():
             if os.environ.get(name) != value:
                 monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where jobs find the members
-        yield Cluster(tmp_path, whole)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))  # jobs import the members from here
+        yield Cluster(tmp_path, ready_lab)
 
-    def test_clusters_of_a_federation_are_named(self, engine: Engine) -> None:
-        """By commands that name the cluster, where each has other columns or headings."""
+    def test_jobs_can_be_submitted_to_a_named_cluster(self, engine: Engine) -> None:
+        """With `clusters` set, SLURM's commands name the cluster and print other columns or headings."""
         assert isinstance(engine, Cluster)
         engine.resources["clusters"] = "lab"
         engine.allow_one_at_a_time()
