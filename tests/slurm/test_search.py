@@ -39,7 +39,7 @@ def looks(study: Path) -> list[Any]:
 def test_a_race_decides_as_on_one_machine_although_controllers_are_killed(place: Place, ready_lab: Lab) -> None:
     study = (
         *("variant=none,loss_dapo,loss_gspo,async_mode_ppo_off_policy", "seed=0,1", "budget.steps=40"),
-        # A study this small decides little. With p_ahead=0.3 one recipe is stopped at the sixth look, one at the eighth.
+        # A study this small decides little. With p_ahead=0.3, one recipe is stopped at look 6 and one at look 8.
         *("race.budget=45", "race.p_ahead=0.3", "race.growth=1.2"),
     )
     local_command = [sys.executable, *place.study("dry", *study, "race.mode=dry_run")]
