@@ -95,6 +95,9 @@ class RolloutDataModule(LightningDataModule):
         pools = [self.task.train_prompts(), *self.task.eval_sets().values()]
         known = {text: prompt for pool in pools for prompt in pool for text in (prompt.text, prompt.question) if text}
         parsed = [self._prompt(number, entry, known) for number, entry in enumerate(inputs)]
+        blank = [number for number, (prompt, _) in enumerate(parsed) if not prompt.text.strip()]
+        if blank:
+            raise ConfigurationError(f"predict: entry {blank[0]} is blank; give a text to complete")
         prompts = [replace(prompt, prompt_id=f"predict {number}") for number, (prompt, _) in enumerate(parsed)]
         unknown = frozenset(prompt.prompt_id for prompt, (_, graded) in zip(prompts, parsed, strict=True) if not graded)
         return PredictedTask(self.task, prompts, unknown)
@@ -109,7 +112,7 @@ class RolloutDataModule(LightningDataModule):
             return self._trained.read([entry])[0], True
         if isinstance(entry, list | tuple) and entry and all(isinstance(message, Mapping) for message in entry):
             messages = tuple(dict(message) for message in entry)
-            return Prompt("", str(messages[-1].get("content", "")), messages=messages), False
+            return Prompt("", str(messages[-1].get("content") or ""), messages=messages), False
         raise ConfigurationError(
             f"predict: entry {number}, {str(entry)[:60]!r}, must be a text, a list of messages, or a row of a "
             "DatasetTask's form"

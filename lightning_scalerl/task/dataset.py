@@ -12,7 +12,7 @@ from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.rollouts.grade import Grader, Known, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
-from lightning_scalerl.task.formats import FAMILY, FORMATS, Columns, Problem, Row, no_answer
+from lightning_scalerl.task.formats import FAMILY, FORMATS, Columns, NoPromptError, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.judge import Judge
@@ -175,11 +175,15 @@ class DatasetTask(PoolTask):
         source = source_of(field, location)
         rows = source.read()
         prompts: list[Prompt] = []
+        without_prompt: list[int] = []
         unanswered: list[int] = []
         ungradable: list[str] = []
         for number, row in enumerate(rows):
             try:
                 problem = self._read(row)
+            except NoPromptError:
+                without_prompt.append(number)
+                continue
             except KeyError as error:
                 raise ConfigurationError(
                     f"{field}: {source.path}, row {number}: no column {error.args[0]}; its columns are "
@@ -196,10 +200,11 @@ class DatasetTask(PoolTask):
             if complete:
                 self._check_arguments(row, "the rows have" if number == 0 else f"row {number} of {field} has")
             prompts.append(self._prompt(problem, row, number))
-        if unanswered:
-            self._notes.append(
-                f"{field}: {len(unanswered)} of {len(rows)} rows have no answer (first row {unanswered[0]}); left out"
-            )
+        for numbers, lacking in ((without_prompt, "prompt"), (unanswered, "answer")):
+            if numbers:
+                self._notes.append(
+                    f"{field}: {len(numbers)} of {len(rows)} rows have no {lacking} (first row {numbers[0]}); left out"
+                )
         self._notes += [f"{field}: {source.path}, {line}; left out" for line in ungradable[:_MAX_LISTED]]
         if len(ungradable) > _MAX_LISTED:
             self._notes.append(
@@ -208,7 +213,8 @@ class DatasetTask(PoolTask):
         if not prompts and ungradable:
             raise ConfigurationError(f"{field}: no row of {source.path} can be judged; {ungradable[0]}")
         if not prompts:
-            raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
+            lacking = "an answer" if unanswered else "a prompt"
+            raise ConfigurationError(f"{field}: no row of {source.path} has {lacking}")
         _make_ids_unique(prompts)
         if remember:
             self._collect_known(prompts)

@@ -49,6 +49,10 @@ class Problem:
     right: str | None = None
 
 
+class NoPromptError(ValueError):
+    """A row has no question. Such a row is left out, like one without an answer."""
+
+
 def no_answer(answer: Any) -> bool:
     """Return whether an answer is empty, so that completions cannot be graded."""
     if isinstance(answer, Mapping):
@@ -72,6 +76,24 @@ def _first(row: Row, *names: str) -> Any:
     return ""
 
 
+def _is_nan(value: Any) -> bool:
+    """Return whether a value is NaN, as which pandas reads a missing text."""
+    return isinstance(value, float) and value != value
+
+
+def _question(row: Row, *names: str) -> str:
+    """Return the first of these columns as the text of a question.
+
+    Raises:
+        KeyError: none of the columns exists.
+        NoPromptError: the text is blank.
+    """
+    text = _first(row, *names)
+    if _is_nan(text) or not str(text).strip():
+        raise NoPromptError(f"{' or '.join(names)}: is blank")
+    return str(text)
+
+
 def _optional(row: Row, *names: str) -> str:
     return next((str(row[name]) for name in names if row.get(name) is not None), "")
 
@@ -80,12 +102,12 @@ def gsm8k(row: Row) -> Problem:
     """Read a row of openai/gsm8k: question, answer (reasoning, then `#### 72`)."""
     solution = str(_first(row, "answer"))
     gold = solution.rpartition("####")[2].strip().replace(",", "")
-    return Problem(str(_first(row, "question")), gold, right=solution if "####" in solution else None)
+    return Problem(_question(row, "question"), gold, right=solution if "####" in solution else None)
 
 
 def math(row: Row) -> Problem:
     """Read a row of MATH or a similar data set: problem, solution with a boxed answer, or answer; level."""
-    text = str(_first(row, "problem", "Problem", "question"))
+    text = _question(row, "problem", "Problem", "question")
     solution = _optional(row, "solution", "Solution")
     if not solution:
         _first(row, "answer", "Answer", "solution", "Solution")  # raises KeyError if none of them exists
@@ -107,12 +129,12 @@ def polaris(row: Row) -> Problem:
     """
     solved = re.fullmatch(r"(\d+)/(\d+)", _optional(row, "difficulty"))
     label = f"failed_{int(solved[2]) - int(solved[1])}_of_{solved[2]}" if solved else _optional(row, "difficulty")
-    return Problem(str(_first(row, "problem", "question")), str(_first(row, "answer")), difficulty=label)
+    return Problem(_question(row, "problem", "question"), str(_first(row, "answer")), difficulty=label)
 
 
 def humaneval(row: Row) -> Problem:
     """Read a row of openai_humaneval: prompt, test, entry_point, canonical_solution."""
-    prompt = str(_first(row, "prompt"))
+    prompt = _question(row, "prompt")
     answer = {"tests": str(_first(row, "test")), "entry_point": str(_first(row, "entry_point")), "prelude": prompt}
     solution = _optional(row, "canonical_solution")
     return Problem(prompt, answer, name=_optional(row, "task_id"), right=prompt + solution if solution else None)
@@ -122,7 +144,7 @@ def mbpp(row: Row) -> Problem:
     """Read a row of mbpp, full or sanitized: text or prompt, test_list, test_setup_code or test_imports, code."""
     tests = [str(test) for test in _first(row, "test_list")]
     prelude = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
-    text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
+    text = f"{_question(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
     # The tests see only these names of the program, so the program cannot replace anything else that the tests rely on.
     names_in_tests = used_names("\n".join(tests))
     program_names = [name for name in defined_names(_optional(row, "code")) if name in names_in_tests]
@@ -140,7 +162,7 @@ def livecodebench(row: Row) -> Problem:
     metadata = row.get("metadata") or "{}"
     function = (parse_json(metadata) if isinstance(metadata, str) else metadata).get("func_name")
     starter = _optional(row, "starter_code")
-    text = str(_first(row, "question_content"))
+    text = _question(row, "question_content")
     if starter:
         text += f"\n\nUse this starter code:\n\n```python\n{starter}\n```"
     answer: dict[str, Any]
@@ -204,12 +226,12 @@ def arc(row: Row) -> Problem:
     choices = _first(row, "choices")
     labels = [str(label) for label in choices["label"]]
     key = str(_first(row, "answerKey"))
-    return _choice(str(_first(row, "question")), list(choices["text"]), labels.index(key), _optional(row, "id"))
+    return _choice(_question(row, "question"), list(choices["text"]), labels.index(key), _optional(row, "id"))
 
 
 def hellaswag(row: Row) -> Problem:
     """Read a row of Rowan/hellaswag: ctx, endings, label."""
-    text = f"How does this go on?\n\n{_first(row, 'ctx')}"
+    text = f"How does this go on?\n\n{_question(row, 'ctx')}"
     label, name = str(_first(row, "label")), _optional(row, "source_id", "ind")
     endings = list(_first(row, "endings"))
     if label == "":  # labels of the test set are secret
@@ -227,14 +249,14 @@ def truthfulqa(row: Row) -> Problem:
     true = [_first(row, "best_answer"), *(row.get("correct_answers") or ())]
     true = [str(answer) for answer in true if not no_answer(answer)]
     false = [str(answer) for answer in row.get("incorrect_answers") or () if not no_answer(answer)]
-    return Problem(str(_first(row, "question")), {"true": true, "false": false}, difficulty="")
+    return Problem(_question(row, "question"), {"true": true, "false": false}, difficulty="")
 
 
 def natural_questions(row: Row) -> Problem:
     """Read a row of nq_open or a similar data set: question, answer (a list of accepted answers)."""
     answers = _first(row, "answer", "answers")
     answer_list = answers if isinstance(answers, list | tuple) else [answers]
-    return Problem(str(_first(row, "question")), [str(answer) for answer in answer_list if not no_answer(answer)])
+    return Problem(_question(row, "question"), [str(answer) for answer in answer_list if not no_answer(answer)])
 
 
 def _messages(column: str, value: Any) -> tuple[dict[str, Any], ...]:
@@ -250,6 +272,18 @@ def _messages(column: str, value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(dict(message) for message in messages)
 
 
+def _last_content(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message.
+
+    Raises:
+        NoPromptError: the text is blank.
+    """
+    content = messages[-1]["content"]
+    if content is None or not str(content).strip():
+        raise NoPromptError("the last message is blank")
+    return str(content)
+
+
 def verl(row: Row) -> Problem:
     """Read a row of verl: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
     messages = _messages("prompt", _first(row, "prompt"))
@@ -260,7 +294,7 @@ def verl(row: Row) -> Problem:
     solution = extra.get("answer") if isinstance(extra, Mapping) else None
     right = str(solution) if isinstance(solution, str) and "####" in solution else None
     gold = model["ground_truth"]
-    return Problem(str(messages[-1]["content"]), gold, messages, difficulty=level, right=right)
+    return Problem(_last_content(messages), gold, messages, difficulty=level, right=right)
 
 
 FORMATS: Mapping[str, Callable[[Row], Problem]] = {
@@ -298,8 +332,9 @@ class Columns:
     def __call__(self, row: Row) -> Problem:
         """Read one row by the named columns."""
         prompt = _first(row, self.prompt)
-        messages = () if isinstance(prompt, str) else _messages(self.prompt, prompt)
-        text = prompt if isinstance(prompt, str) else str(messages[-1]["content"])
+        is_text = isinstance(prompt, str) or _is_nan(prompt)
+        messages = () if is_text else _messages(self.prompt, prompt)
+        text = _question(row, self.prompt) if is_text else _last_content(messages)
         answer = "" if self.answer is None else _first(row, self.answer)
         label = "" if self.difficulty is None else str(_first(row, self.difficulty))
         return Problem(text, answer, messages, label, "" if self.id is None else str(_first(row, self.id)))

@@ -114,6 +114,8 @@ def read(file: File, into: Collected) -> None:
             [named_seed or seed for (_, named_seed), seed in zip(split_labels, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
+    if "seed" in column_of and not any(seed for seed, skip in zip(seeds, skipped.tolist(), strict=True) if not skip):
+        del column_of["seed"]  # blank in all rows, as some exports write it: a table without seeds
     for role in ("recipe", "seed"):
         if role in column_of:
             cells = recipes if role == "recipe" else seeds

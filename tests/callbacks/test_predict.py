@@ -77,6 +77,8 @@ def test_prompts_of_ones_own(tiny_model_path: str) -> None:
     [
         ([], r"^predict: \[\] must be a list of prompts"),
         ("what?", r"^predict: 'what\?' must be a list"),
+        (["2+2=", " "], "^predict: entry 1 is blank"),
+        ([[{"role": "user", "content": None}]], "^predict: entry 0 is blank"),
         ([3], "^predict: entry 0, '3', must be a text, a list of messages"),
         ([{"prompt": "1+1="}], "^predict: entry 0, .* a row of a DatasetTask's form"),
     ],

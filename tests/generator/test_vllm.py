@@ -64,9 +64,9 @@ SHORT = (5, 9, 20)
 FP32 = Precision("fp32")
 
 
-def new_model(family: str = "Llama", seed: int = 0) -> Any:
+def new_model(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
     name, arguments = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**arguments)
+    config = getattr(transformers, f"{name}Config")(**{**arguments, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -84,7 +84,8 @@ def generator_of(model: nn.Module, **given: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return new_model()
+    """Return a model with exactly as many positions as the context of `generator_of`."""
+    return new_model(max_position_embeddings=160 + 16)
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +378,16 @@ def test_computed_tokens_are_counted_once(generator: Any, monkeypatch: pytest.Mo
     assert 8 * (prefill + decoded) - inside in [28 * whole for whole in (1, 2, 3, 4)]
 
 
+def test_a_sequence_of_the_models_full_length_is_sampled_and_scored(generator: Any, model: Any) -> None:
+    prompt = (*LONG, *LONG[:10])
+    generator.submit(GroupRequest(0, prompt, 8, (6,)))
+    found = drained(generator)
+    assert gap(model, prompt, found) < 1e-4
+    tokens = max((each.rollout.tokens for each in found), key=len)
+    assert len(prompt) + len(tokens) == model.config.max_position_embeddings
+    assert float((generator.score(prompt, tokens) - trainers(model, prompt, tokens)).abs().max()) < 1e-4
+
+
 # --- engines of their own: the end of one is the end of all in the process -------------------------------------
 
 
@@ -403,7 +414,7 @@ def test_a_family_agrees_before_and_after_an_update(family: str) -> None:
 @pytest.mark.full
 def test_every_id_that_ends_a_completion_ends_it(model: Any) -> None:
     """Its own end-of-sequence id too, and no id that is not listed: the engine is told, and asks no configuration."""
-    generator = generator_of(model, stop_tokens=[OTHER_STOP, 8], max_new_tokens=40, slots=32)
+    generator = generator_of(model, stop_tokens=[OTHER_STOP, 8], max_prompt_tokens=136, max_new_tokens=40, slots=32)
     try:
         generator.submit(GroupRequest(0, SHORT, 64, (9,)))
         found = [each.rollout for each in drained(generator)]

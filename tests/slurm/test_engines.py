@@ -156,19 +156,10 @@ def test_engines_in_a_separate_job_survive_preemptions(studies: Place, ready_lab
     engines_override = f"driver.engines=[{','.join(f'file:{path}' for path in files)}]"
     live = (*LIVE, engines_override, f"budget.steps={steps}")
     sweep = FromTemplate(studies, ready_lab, (*ONE, *live), name=f"study of a job of engines {times}")
-    options = ("--signal=B:USR2@60", "--gpus-per-node=2")  # both of a node: the trainer is on another
-    server_arguments = (
-        model_of(studies),
-        "--max-tokens",
-        "64",
-        "--policy",
-        "fp32",
-        "--slots",
-        "72",
-        "--cache-gib",
-        "0.125",
-    )
-    engines = submit(ready_lab, studies, 0.0, str(folder), *server_arguments, options=options, script="engines.sbatch")
+    # Both GPUs of a node, so that the trainer is on another node. Two vLLM servers take 3.1 GB.
+    options = ("--signal=B:USR2@60", "--gpus-per-node=2", "--mem=6G")
+    serving = (model_of(studies), "--max-tokens", "64", "--policy", "fp32", "--slots", "72", "--cache-gib", "0.125")
+    engines = submit(ready_lab, studies, 0.0, str(folder), *serving, options=options, script="engines.sbatch")
 
     def node(job: str) -> str:
         return ready_lab.sh("squeue", "-h", "-j", job, "-o", "%N")

@@ -170,6 +170,51 @@ def test_rows_that_no_completion_could_be_compared_with_are_left_out(
     assert f"{len(bad)} of {len(bad) + 1} rows have no answer (first row 1)" in task.notes()[0]
 
 
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        ("columns", {"prompt": "a", "answer": "1"}, [{"prompt": None}, {"prompt": " "}, {"prompt": float("nan")}]),
+        (
+            "columns",
+            {"prompt": "a", "answer": "1"},
+            [{"prompt": [{"role": "user", "content": text}]} for text in ("", None)],
+        ),
+        ("gsm8k", {"question": "a", "answer": "#### 1"}, [{"question": None}, {"question": ""}]),
+        ("math", {"problem": "a", "answer": "1"}, [{"problem": ""}]),
+        ("polaris", {"problem": "a", "answer": "1"}, [{"problem": None}]),
+        ("natural_questions", {"question": "a", "answer": ["1"]}, [{"question": None}]),
+        ("truthfulqa", {"question": "a", "best_answer": "1"}, [{"question": "\n"}]),
+        (
+            "arc",
+            {"question": "a", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"},
+            [{"question": ""}],
+        ),
+        ("hellaswag", {"ctx": "a", "endings": ["x", "y"], "label": "0"}, [{"ctx": None}]),
+        ("mbpp", {"text": "a", "test_list": ["assert f(1)"], "code": "def f(x): ..."}, [{"text": None}]),
+        (
+            "livecodebench",
+            {"question_content": "a", "starter_code": "x", "public_test_cases": '[{"input": "1", "output": "1"}]'},
+            [{"question_content": ""}],
+        ),
+        (
+            "verl",
+            {"prompt": [{"role": "user", "content": "a"}], "reward_model": {"ground_truth": "1"}},
+            [{"prompt": [{"role": "user", "content": None}]}],
+        ),
+    ],
+)
+def test_rows_without_a_prompt_are_left_out_and_counted(
+    tmp_path: Path, format: str, good: dict[str, Any], bad: list[dict[str, Any]]
+) -> None:
+    rewards = {"mbpp": "code", "livecodebench": "code", "math": "math"}.get(format, "exact_match")
+    train = [good, *({**good, **each} for each in bad)]
+    task = task_of(tmp_path, train, [good], format=format, rewards=rewards, duplicates="keep", leaks="keep")
+    assert len(task.train_prompts()) == 1
+    assert f"task.train: {len(bad)} of {len(train)} rows have no prompt (first row 1); left out" == task.notes()[0]
+    with pytest.raises(ConfigurationError, match=r"task\.train: no row of .*train\.jsonl has a prompt"):
+        task_of(tmp_path, train[1:], [good], format=format, rewards=rewards)
+
+
 def test_a_null_is_an_answer_that_is_missing(tmp_path: Path) -> None:
     task = task_of(tmp_path, [*rows("a"), {"prompt": "b", "answer": None}], rows("x"))
     assert list(task.notes()) == ["task.train: 1 of 2 rows have no answer (first row 1); left out"]

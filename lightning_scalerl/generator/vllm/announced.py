@@ -118,7 +118,10 @@ class Announcement:
                 with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S):
                     return address, token
             except FileNotFoundError:
-                reason = "no server has announced itself there"
+                reason = (
+                    "no server has announced itself there; look at the log of the job that starts it, "
+                    "scalerl-engines-JOB.log for slurm/engines.sbatch"
+                )
             except (URLError, OSError) as error:
                 reason = f"{address} does not answer ({error_line(error)})"
             if time.monotonic() > deadline:

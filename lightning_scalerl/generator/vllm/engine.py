@@ -174,6 +174,13 @@ def save_shape(model: nn.Module, folder: str | Path) -> None:
     config: Any = model.config
     shape = type(config).from_dict(config.to_dict())
     shape.architectures = [type(model).__name__]
+    text_shape = shape.get_text_config(decoder=True)
+    positions = getattr(text_shape, "max_position_embeddings", None)
+    if positions is not None:
+        # Scoring a sequence of the model's full length samples one more token, which is never fed to the model. vLLM
+        # refuses a `max_model_len` above the number of positions, unless this key allows it.
+        longest = getattr(text_shape, "model_max_length", None)
+        text_shape.model_max_length = max(int(positions) + 1, int(longest or 0))
     shape.save_pretrained(folder)
 
 

@@ -91,7 +91,8 @@ class VLLMTeacher:
         if longest <= capacity:
             raise ConfigurationError(
                 f"{SETTING}: {self.address} holds {longest} tokens of a sequence; start it with --max-model-len "
-                f"{capacity + 1} (context.max_prompt_tokens + max_new_tokens + 1)"
+                f"{capacity + 1} (context.max_prompt_tokens + max_new_tokens + 1), and with "
+                f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 if the model has {capacity} positions"
             )
         return name
 

@@ -227,6 +227,17 @@ def test_a_blank_recipe_or_seed_is_no_name(tmp_path: Path, text: str, error: str
         load([tmp_path / "t.csv"], metric=metric)
 
 
+def test_a_seed_column_that_is_blank_in_all_rows_is_ignored(tmp_path: Path) -> None:
+    """Some exports write the column although they have no seeds."""
+    rows = [f"a, ,{at},0.{at}" for at in (1, 2, 3)]
+    (tmp_path / "blank.csv").write_text("\n".join(["recipe,seed,compute,reward", *rows]))
+    (tmp_path / "without.csv").write_text(
+        "\n".join(["recipe,compute,reward", *(row.replace(", ,", ",") for row in rows)])
+    )
+    (blank,), (without,) = (load([tmp_path / name]).curves for name in ("blank.csv", "without.csv"))
+    assert blank.seed.tolist() == without.seed.tolist() and blank.compute.tolist() == without.compute.tolist()
+
+
 @pytest.mark.parametrize("delimiter", [";", "\t"])
 def test_commas_that_may_separate_thousands_are_refused(tmp_path: Path, delimiter: str) -> None:
     """Read as decimal commas, compute of 347, 1,043 and 2,086 would be 347, 1.043 and 2.086."""
