@@ -301,7 +301,7 @@ def test_a_checkpoint_of_a_lost_run_is_not_kept(tiny_model_path: str, tmp_path: 
     assert (view.status, view.checkpoint_step) == ("running", 2)
 
 
-def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
+def fail_half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
     """Let every checkpoint from a step on fail half-written, as on a full disk."""
     save = DirectCheckpointIO.save_checkpoint
 
@@ -318,7 +318,7 @@ def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
 def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "parts"
     with monkeypatch.context() as patch:
-        half_written(patch, 4)
+        fail_half_written(patch, 4)
         with pytest.raises(OSError, match="No space left"):
             fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000002.ckpt"]

@@ -124,7 +124,7 @@ def test_a_node_of_two_gpus_has_two_engines(sweep: FromTemplate) -> None:
 # --- engines in a separate job ---------------------------------------------------------------------------------
 
 
-def announced(files: list[Path]) -> list[str]:
+def addresses_of(files: list[Path]) -> list[str]:
     """Return the addresses that servers announce now; servers without an announcement are left out."""
     addresses = []
     for path in files:
@@ -170,11 +170,11 @@ def test_engines_in_a_separate_job_survive_preemptions(studies: Place, ready_lab
         places = [f"file:{path}" for path in files]
         eventually(lambda: [side.where for side in overview(sweep.directory)[0].sides[1:]] == places, "status has them")
         for number in range(times):
-            old_addresses, place = announced(files), node(engines)
-            assert place != sweep.attempts()[-1].node and nodes_of(old_addresses) == {place}
+            known, place = addresses_of(files), node(engines)
+            assert place != sweep.attempts()[-1].node and nodes_of(known) == {place}
             preempt(ready_lab, ("-w", place), 30)
-            eventually(lambda: len(set(announced(files)) - set(old_addresses)) == 2, "engines at another place")  # noqa: B023
-            assert nodes_of(announced(files)) == {node(engines)} != {place}
+            eventually(lambda: len(set(addresses_of(files)) - set(known)) == 2, "engines at another place")  # noqa: B023
+            assert nodes_of(addresses_of(files)) == {node(engines)} != {place}
             sweep.reaches(max(sweep.step() + 1, 6 * number + 5))
             preempt(ready_lab, ("-w", sweep.attempts()[-1].node))
             eventually(lambda: len(sweep.attempts()) == number + 2, "another start")  # noqa: B023

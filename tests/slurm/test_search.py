@@ -29,7 +29,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, light=True)
 
 
-def looks(study: Path) -> list[Any]:
+def read_looks(study: Path) -> list[Any]:
     path = study / "race.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line["look"] for line in lines if line["kind"] == "look"]
@@ -49,12 +49,12 @@ def test_a_race_decides_as_on_one_machine_although_controllers_are_killed(place:
     sweep = Sweep(place, ready_lab, (*study, "race.mode=live"))
     for level in (1, 2):
         with sweep.launched(verifier_s=0.02) as process:
-            eventually(lambda level=level: len(looks(sweep.directory)) >= level, "a look")  # type: ignore[misc]
+            eventually(lambda level=level: len(read_looks(sweep.directory)) >= level, "a look")  # type: ignore[misc]
             process.send_signal(signal.SIGKILL)
     assert sweep.launch(verifier_s=0.02) == 0, sweep.said()
-    assert looks(sweep.directory) == looks(place.root / "dry")
-    assert [len(look["stopped"]) for look in looks(sweep.directory)] == [0, 0, 0, 0, 0, 1, 0, 1, 0]
-    stopped = {name for look in looks(sweep.directory) for name in look["stopped"]}
+    assert read_looks(sweep.directory) == read_looks(place.root / "dry")
+    assert [len(look["stopped"]) for look in read_looks(sweep.directory)] == [0, 0, 0, 0, 0, 1, 0, 1, 0]
+    stopped = {name for look in read_looks(sweep.directory) for name in look["stopped"]}
     states = sweep.states()
     assert stopped and {state.recipe for state in states if state.state == "stopped"} <= stopped
     assert {state.recipe for state in states if state.state == "finished"} >= {each.recipe for each in states} - stopped

@@ -411,7 +411,7 @@ class FakeCluster:
                 continue
             if (job.id in jobs or str(job.number) in jobs) and not job.forgotten and job.state not in ENDED:
                 self._kill(job)
-                self._over(job, "CANCELLED", "0:15")
+                self._end_job(job, "CANCELLED", "0:15")
 
     # --- called by tests ---------------------------------------------------------------------------------
 
@@ -463,10 +463,10 @@ class FakeCluster:
                 visible_at=self.time.now + late_s,
             )
             self.jobs.append(job)
-            self._at(self.time.now + late_s + _begin_s(options) + self.wait_s, job, self._start)
+            self._schedule(self.time.now + late_s + _begin_s(options) + self.wait_s, job, self._start)
         return number
 
-    def _at(self, when: float, job: Job, what: Callable[[Job], None]) -> None:
+    def _schedule(self, when: float, job: Job, what: Callable[[Job], None]) -> None:
         epoch = job.epoch
 
         def happen() -> None:
@@ -487,7 +487,7 @@ class FakeCluster:
 
     def _start(self, job: Job) -> None:
         if self.places is not None and sum(other.state == "RUNNING" for other in self.jobs) >= self.places:
-            self._at(self.time.now + self.wait_s, job, self._start)
+            self._schedule(self.time.now + self.wait_s, job, self._start)
             return
         free = _free(job.options)
         job.state, job.reason = "RUNNING", "None"
@@ -505,7 +505,7 @@ class FakeCluster:
             if self.time.now >= until:
                 self._end(job, LACKS_ITS_PICKLE)
             else:
-                self._at(self.time.now + 1.0, job, lambda each: self._look_for_pickle(each, until))
+                self._schedule(self.time.now + 1.0, job, lambda each: self._look_for_pickle(each, until))
             return
         fates = self.fates[job.run]
         fate = self.bad.get(job.node) or (fates.popleft() if fates else FINISHES)
@@ -520,7 +520,7 @@ class FakeCluster:
             self._processes.append(job.process)
             self.begun[job.run] += 1
             self._take_turn(job.process)
-        self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
+        self._schedule(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
 
     def _take_turn(self, process: Process) -> bool:
         """Let one process of a run write and the others wait, as the lease on a run does."""
@@ -534,13 +534,13 @@ class FakeCluster:
     def _end(self, job: Job, fate: Fate) -> None:
         process = job.process
         if fate.until_stopped and requested_stop(job.run_dir) is None:
-            self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
+            self._schedule(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
             return
         if process is not None and not self._take_turn(process) and fate.recorded is not None:
             waited_s = self.time.now - process.began
             self.longest_wait_s = max(self.longest_wait_s, waited_s)
             if waited_s < DUPLICATE_WAIT_S:
-                self._at(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # wait for the other copy
+                self._schedule(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # wait for the other copy
                 return
             fate = IS_A_DUPLICATE
         if process is not None:
@@ -559,18 +559,18 @@ class FakeCluster:
             self._next = min(self._next, job.number)
         elif fate.comes_back:
             job.state, job.epoch = fate.state, job.epoch + 1
-            self._at(self.time.now + self.blink_s, job, self._hold if fate.held else self._come_back)
+            self._schedule(self.time.now + self.blink_s, job, self._hold if fate.held else self._come_back)
         else:
-            self._over(job, fate.state, fate.exit_code)
+            self._end_job(job, fate.state, fate.exit_code)
 
     def _come_back(self, job: Job) -> None:
         job.state, job.reason, job.node, job.restart = "PENDING", "BeginTime", "", job.restart + 1
-        self._at(self.time.now + self.wait_s, job, self._start)
+        self._schedule(self.time.now + self.wait_s, job, self._start)
 
     def _hold(self, job: Job) -> None:
         job.state, job.reason, job.node = "PENDING", "launch failed requeued held", ""
 
-    def _over(self, job: Job, state: str, exit_code: str) -> None:
+    def _end_job(self, job: Job, state: str, exit_code: str) -> None:
         job.state, job.exit_code, job.ended_at, job.epoch = state, exit_code, self.time.now, job.epoch + 1
 
     def _kill(self, job: Job) -> None:
@@ -636,11 +636,11 @@ def work(process: Process, fate: Fate) -> None:
         # Only a member that finishes may reach the budget.
         end = STEPS if fate.steps is None else min(begin + fate.steps, STEPS - 1)
         for step in range(begin + 1, end + 1):
-            take(journal, step)
+            record_step(journal, step)
         if end > begin:
             journal.checkpoint(end)
         if fate.steps is not None and fate.unsaved:
-            take(journal, end + 1)
+            record_step(journal, end + 1)
         if fate.recorded is not None and fate.recorded[0] == "finished":
             journal.end(end, "finished")
         elif fate.recorded is not None and fate.recorded[0] == "failed":
@@ -649,7 +649,7 @@ def work(process: Process, fate: Fate) -> None:
         process.log.end(*fate.recorded)
 
 
-def take(journal: Journal, step: int) -> None:
+def record_step(journal: Journal, step: int) -> None:
     """Record one step."""
     for kind, metrics in metrics_at(step).items():
         journal.record(kind, step, metrics)

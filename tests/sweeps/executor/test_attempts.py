@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: next(looks)))
 
 
-def order(run_dir: Path) -> list[tuple[str, int]]:
+def attempt_order(run_dir: Path) -> list[tuple[str, int]]:
     return [(attempt.job, attempt.restart) for attempt in attempts(run_dir)]
 
 
@@ -66,7 +66,7 @@ def test_attempts_are_in_order_of_their_begin_for_any_clocks(
                 if clocks.random() < 0.5:
                     log.end("interrupted", "preempted", "SIGTERM")
                 began.append((str(name), restart))
-        assert order(Path(folder)) == began
+        assert attempt_order(Path(folder)) == began
 
 
 @settings(max_examples=examples(60))
@@ -90,7 +90,7 @@ def test_files_of_an_earlier_version_come_first_in_order_of_job_ids(
                 path.write_text(json.dumps({**entry, "began": clocks.uniform(0, 5000)}) + "\n")
                 expected.append((name, restart))
         AttemptLog(Path(folder), "b", "1", 0, "n").begin(0)
-        assert order(Path(folder)) == [*expected, ("1", 0)]
+        assert attempt_order(Path(folder)) == [*expected, ("1", 0)]
 
 
 def test_a_restart_that_did_not_see_the_first_start_comes_after_it(
@@ -104,13 +104,13 @@ def test_a_restart_that_did_not_see_the_first_start_comes_after_it(
         patch.setattr(module, "attempts", lambda run_dir: [])
         AttemptLog(tmp_path, "b", "9", 1, "n").begin(0)
     assert [attempt.number for attempt in attempts(tmp_path)] == [1, 2, 3, 1]
-    assert order(tmp_path) == [("7", 0), ("8", 0), ("9", 0), ("9", 1)]
+    assert attempt_order(tmp_path) == [("7", 0), ("8", 0), ("9", 0), ("9", 1)]
 
 
 def test_a_restart_that_slurm_did_not_count_is_the_newest(tmp_path: Path) -> None:
     for name in ("7", "8", "7"):
         AttemptLog(tmp_path, "a", name, 0, "n").begin(0)
-    assert order(tmp_path) == [("8", 0), ("7", 0)]
+    assert attempt_order(tmp_path) == [("8", 0), ("7", 0)]
 
 
 def test_idle_attempts_are_counted_from_the_last_for_any_clocks(
@@ -150,9 +150,9 @@ def test_an_error_on_a_node_with_a_late_clock_keeps_its_kind(
 def test_the_cause_of_a_warning_is_computed_with_one_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float, warning_s: float, kind: str, end_is_known: bool
 ) -> None:
-    """A job of one hour, with ten minutes of set-up and a warning 120 s before its end.
+    """A job of one hour, with ten minutes of set-up, gets a warning after `warning_s`.
 
-    slurmctld's clock differs from the node's by `skew`. SLURM sends the warning up to 75 s early.
+    slurmctld's clock differs from the node's by `skew`. The warning for the time limit comes 120 s before the end.
     """
     began, now = 50_000.0 + skew, 50_000.0 + skew + warning_s
     monkeypatch.setattr(entry, "time", SimpleNamespace(time=lambda: now))

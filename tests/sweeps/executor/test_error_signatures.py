@@ -16,7 +16,7 @@ TYPES = [(kind, name) for kind, signs in SIGNATURES.items() for name in signs.ty
 ERRNOS = [(kind, number) for kind, signs in SIGNATURES.items() for number in signs.errnos]
 
 
-def named(name: str, *bases: type[BaseException]) -> type[BaseException]:
+def exception_class(name: str, *bases: type[BaseException]) -> type[BaseException]:
     """Return an exception class with this name, as a library may define it."""
     return type(name, bases or (Exception,), {})
 
@@ -61,9 +61,9 @@ def test_a_text_is_recognized_in_a_log_if_the_table_allows_it() -> None:
 
 def test_a_type_is_recognized_by_its_name_and_so_are_its_subclasses() -> None:
     for kind, name in TYPES:
-        library = named(name, OSError) if kind != "out_of_memory" else named(name, RuntimeError)
+        library = exception_class(name, OSError) if kind != "out_of_memory" else exception_class(name, RuntimeError)
         assert kind_of(library("no more is said")) == kind, name
-        assert kind_of(named("Special", library)("no more is said")) == kind, name
+        assert kind_of(exception_class("Special", library)("no more is said")) == kind, name
 
 
 def test_errno_values_are_recognized() -> None:
@@ -85,12 +85,15 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
             ),
             "gpu",
         ),
-        (named("AcceleratorError", RuntimeError)("CUDA error: unspecified launch failure"), "gpu"),
+        (exception_class("AcceleratorError", RuntimeError)("CUDA error: unspecified launch failure"), "gpu"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "error"),
         (RuntimeError("CUDA error: device-side assert triggered"), "error"),
         (RuntimeError("CUDA error: invalid device ordinal"), "error"),
         (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
-        (named("OutOfMemoryError", RuntimeError)("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
+        (
+            exception_class("OutOfMemoryError", RuntimeError)("CUDA out of memory. Tried to allocate 2 GiB"),
+            "out_of_memory",
+        ),
         (AssertionError("Torch not compiled with CUDA enabled"), "error"),
         (
             RuntimeError(
@@ -107,26 +110,26 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
         ),
         # NCCL and gloo
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "NCCL error in: ProcessGroupNCCL.cpp:275, unhandled cuda error, NCCL version 2.20.5\n"
                 "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'"
             ),
             "gpu",
         ),
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
             ),
             "out_of_memory",
         ),
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "ncclUnhandledCudaError: Cuda failure 700 'an illegal memory access was encountered'"
             ),
             "error",
         ),
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
                 "NumelIn=1, Timeout(ms)=600000) ran for 600013 milliseconds before timing out."
             ),
@@ -218,8 +221,8 @@ def test_errors_of_huggingface_hub_are_recognized() -> None:
 
 
 def test_a_missing_file_on_the_hub_does_not_hide_a_network_failure() -> None:
-    lost = named("ConnectTimeout")("timed out")
-    lost.__context__ = named("EntryNotFoundError")("no adapter_config.json")
+    lost = exception_class("ConnectTimeout")("timed out")
+    lost.__context__ = exception_class("EntryNotFoundError")("no adapter_config.json")
     assert kind_of(lost) == "network"
     lost.__cause__ = lost.__context__
     assert kind_of(lost) == "error"

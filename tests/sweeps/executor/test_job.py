@@ -452,7 +452,7 @@ def test_submitit_neither_handles_signals_nor_pickles_results(tmp_path: Path) ->
     assert [path.name for path in here.folder.glob("*.pkl*")] == ["77_submitted.pkl"]
 
 
-def jump(seconds: float) -> Callable[[], None]:
+def jump_clock(seconds: float) -> Callable[[], None]:
     """Return a function that lets the clock jump after its first read, which is the begin of the job."""
 
     def patch() -> None:
@@ -469,7 +469,7 @@ def jump(seconds: float) -> Callable[[], None]:
 )
 def test_a_warning_near_the_time_limit_is_of_kind_time_limit(tmp_path: Path, seconds: int, kind: str) -> None:
     here = Submission(tmp_path, stop_at_once)
-    assert here.run(jump(seconds)) == 1
+    assert here.run(jump_clock(seconds)) == 1
     assert here.attempts()[0].kind == kind
     assert here.marker.exists()
 
@@ -485,7 +485,7 @@ def test_a_job_may_reach_its_time_limit_max_num_timeout_times(
         log = AttemptLog(here.run_dir(), "abc", "77", number, "node-1")
         log.begin(number)
         log.end("interrupted", "time_limit", "before")
-    assert here.run(jump(3480), SLURM_RESTART_COUNT=str(reached)) == 1
+    assert here.run(jump_clock(3480), SLURM_RESTART_COUNT=str(reached)) == 1
     last = here.attempts()[-1]
     assert (last.outcome, last.kind) == (("failed", "gave_up") if gives_up else ("interrupted", "time_limit"))
     assert here.marker.exists() is not gives_up
@@ -499,7 +499,7 @@ def test_preemptions_do_not_count_as_time_limits(tmp_path: Path) -> None:
         log = AttemptLog(here.run_dir(), "abc", "77", number, "node-1")
         log.begin(number)
         log.end("interrupted", "preempted", "before")
-    assert here.run(jump(3480), SLURM_RESTART_COUNT="3") == 1
+    assert here.run(jump_clock(3480), SLURM_RESTART_COUNT="3") == 1
     assert here.attempts()[-1].outcome == "interrupted"
 
 
@@ -600,7 +600,7 @@ def test_a_rank_other_than_0_masks_its_traceback_and_asks_for_no_requeue(
 # --- GPUs ----------------------------------------------------------------------------------------------------
 
 
-def devices(*names: str) -> Callable[[], None]:
+def fake_devices(*names: str) -> Callable[[], None]:
     """Return a function that fakes the devices in /dev."""
 
     def patch() -> None:
@@ -614,11 +614,11 @@ def devices(*names: str) -> Callable[[], None]:
     return patch
 
 
-def hidden(name: str, value: str) -> Callable[[], None]:
+def hide_gpu(name: str, value: str) -> Callable[[], None]:
     """Return a function that fakes a GPU and sets a variable that hides it."""
 
     def patch() -> None:
-        devices("nvidia0")()
+        fake_devices("nvidia0")()
         os.environ[name] = value
 
     return patch
@@ -635,11 +635,11 @@ def record_gpu_requirement(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "before",
     [
-        devices(),
-        devices("nvidiactl", "nvidia-uvm", "null"),
-        hidden("CUDA_VISIBLE_DEVICES", ""),
-        hidden("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
-        hidden("ROCR_VISIBLE_DEVICES", "-1"),
+        fake_devices(),
+        fake_devices("nvidiactl", "nvidia-uvm", "null"),
+        hide_gpu("CUDA_VISIBLE_DEVICES", ""),
+        hide_gpu("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
+        hide_gpu("ROCR_VISIBLE_DEVICES", "-1"),
     ],
 )
 def test_a_job_that_requests_gpus_and_sees_none_fails_before_loading_its_member(
@@ -656,7 +656,12 @@ def test_a_job_that_requests_gpus_and_sees_none_fails_before_loading_its_member(
 
 @pytest.mark.parametrize(
     "before",
-    [devices("nvidia0"), devices("nvidia7", "nvidiactl"), devices("kfd"), hidden("CUDA_VISIBLE_DEVICES", "MIG-12ab")],
+    [
+        fake_devices("nvidia0"),
+        fake_devices("nvidia7", "nvidiactl"),
+        fake_devices("kfd"),
+        hide_gpu("CUDA_VISIBLE_DEVICES", "MIG-12ab"),
+    ],
 )
 def test_a_job_that_sees_its_gpu_makes_training_check_again(tmp_path: Path, before: Callable[[], None]) -> None:
     here = Submission(tmp_path, record_gpu_requirement, manifest=ASKS_FOR_GPUS)
@@ -667,7 +672,7 @@ def test_a_job_that_sees_its_gpu_makes_training_check_again(tmp_path: Path, befo
 @pytest.mark.parametrize("manifest", [{}, {"gpus": False}], ids=["of an earlier version", "without"])
 def test_a_job_without_gpus_does_not_check_for_them(tmp_path: Path, manifest: dict[str, Any]) -> None:
     here = Submission(tmp_path, record_gpu_requirement, manifest=manifest)
-    assert here.run(devices()) == 0
+    assert here.run(fake_devices()) == 0
     assert (here.run_dir() / "told").read_text() == "nothing"
 
 
@@ -675,7 +680,7 @@ def test_a_rank_without_a_gpu_records_its_node(tmp_path: Path) -> None:
     """srun then kills rank 0, which is on another node, so rank 0 records nothing."""
     here = Submission(tmp_path, manifest=ASKS_FOR_GPUS)
     AttemptLog(here.run_dir(), "abc", "77", 0, "node-1").begin(-1)
-    assert here.run(devices(), SLURM_PROCID="1") == 1
+    assert here.run(fake_devices(), SLURM_PROCID="1") == 1
     (attempt,) = here.attempts()
     assert (attempt.kind, attempt.node, attempt.culprit) == ("gpu", "node-1", "node-9")
     assert str(attempt.reason).startswith("rank 1: NoGpuError")

@@ -56,7 +56,7 @@ KEPT = {
 
 
 @pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace SLURM's commands by scripts that write their environment into this folder; unset SLURM's variables."""
     bin = tmp_path / "bin"
     bin.mkdir()
@@ -70,40 +70,40 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def request(called: Path, members: int = 1) -> Request:
+def request(stub_folder: Path, members: int = 1) -> Request:
     """Return a request for members, with an account."""
-    folders = tuple(str(called / "runs" / f"run{number}") for number in range(members))
-    return Request(str(called / "jobs"), folders, {"account": "mine", "job_name": "study", "time": 60})
+    folders = tuple(str(stub_folder / "runs" / f"run{number}") for number in range(members))
+    return Request(str(stub_folder / "jobs"), folders, {"account": "mine", "job_name": "study", "time": 60})
 
 
-def environment(called: Path, name: str) -> dict[str, str]:
-    entries = (called / f"{name}.env").read_text().split("\0")
+def environment(stub_folder: Path, name: str) -> dict[str, str]:
+    entries = (stub_folder / f"{name}.env").read_text().split("\0")
     return dict(line.split("=", 1) for line in entries if "=" in line)
 
 
-def call_all(called: Path) -> None:
+def call_all(stub_folder: Path) -> None:
     slurm = Slurm()
-    assert slurm.submit(request(called)) == "7"
+    assert slurm.submit(request(stub_folder)) == "7"
     slurm.queue()
     slurm.accounted(["7"])
     slurm.array_limit()
     slurm.cancel(["7"])
 
 
-def test_slurm_variables_of_the_shell_reach_no_command(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_variables_of_the_shell_reach_no_command(stub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**FOREIGN, **KEPT}.items():
         monkeypatch.setenv(name, value)
-    call_all(called)
+    call_all(stub_folder)
     for command in COMMANDS:
         if command == "srun":
             continue  # the batch script calls srun, in the environment that sbatch passes on
-        variables = environment(called, command)
+        variables = environment(stub_folder, command)
         assert not FOREIGN.keys() & variables.keys(), command
         assert KEPT.items() <= variables.items(), command
 
 
 def test_ignored_variables_are_named_once_with_the_key_to_set_instead(
-    called: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stub_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_JOB_NAME", "SBATCH_TIMELIMIT", "SBATCH_RESERVATION"):
         monkeypatch.setenv(name, "value")
@@ -112,8 +112,8 @@ def test_ignored_variables_are_named_once_with_the_key_to_set_instead(
     monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
     slurm = Slurm()
     with caplog.at_level(logging.WARNING):
-        slurm.submit(request(called))
-        slurm.submit(request(called))
+        slurm.submit(request(stub_folder))
+        slurm.submit(request(stub_folder))
     (record,) = caplog.records
     message = record.getMessage()
     for text in (
@@ -129,14 +129,14 @@ def test_ignored_variables_are_named_once_with_the_key_to_set_instead(
     assert "BIND" not in message and "value" not in message
 
 
-def test_without_such_variables_there_is_no_warning(called: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_such_variables_there_is_no_warning(stub_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        call_all(called)
+        call_all(stub_folder)
     assert caplog.records == []
 
 
-def test_a_scancel_without_an_answer_is_not_an_error(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (called / "bin" / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
+def test_a_scancel_without_an_answer_is_not_an_error(stub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stub_folder / "bin" / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 0.2)
     Slurm().cancel(["7"])
 
@@ -144,25 +144,25 @@ def test_a_scancel_without_an_answer_is_not_an_error(called: Path, monkeypatch: 
 # --- submissions, and answers of sbatch -----------------------------------------------------------------------
 
 
-def sbatch(called: Path, command: str) -> None:
-    (called / "bin" / "sbatch").write_text(f"#!/bin/sh\n{command}\n")
+def set_sbatch(stub_folder: Path, command: str) -> None:
+    (stub_folder / "bin" / "sbatch").write_text(f"#!/bin/sh\n{command}\n")
 
 
 @pytest.mark.parametrize("members", [1, 3])
-def test_a_pickle_holds_only_a_stable_function_name_and_the_members_folder(called: Path, members: int) -> None:
+def test_a_pickle_holds_only_a_stable_function_name_and_the_members_folder(stub_folder: Path, members: int) -> None:
     """A job may wait in the queue for weeks, so a later version must be able to read its pickle."""
-    assert Slurm().submit(request(called, members)) == "7"
+    assert Slurm().submit(request(stub_folder, members)) == "7"
     jobs = [f"7_{number}" for number in range(members)] if members > 1 else ["7"]
-    for job, member in zip(jobs, request(called, members).members, strict=True):
-        raw = (called / "jobs" / pickle_of(job)).read_bytes()
+    for job, member in zip(jobs, request(stub_folder, members).members, strict=True):
+        raw = (stub_folder / "jobs" / pickle_of(job)).read_bytes()
         strings = {text for operation, text, _ in pickletools.genops(raw) if isinstance(text, str)}
         our_names = {text for text in strings if text.startswith(("sweeps", "lightning_scalerl", "/"))}
         assert our_names == {"sweeps.executor.slurm.job", member}
         assert "run_member" in strings
-        submitted = DelayedSubmission.load(called / "jobs" / pickle_of(job))
+        submitted = DelayedSubmission.load(stub_folder / "jobs" / pickle_of(job))
         assert submitted.function is job_module.run_member
         assert (submitted.args, submitted.kwargs) == ((member,), {})
-    assert (called / "jobs" / "7_submission.sh").stat().st_mode & 0o777 == 0o600
+    assert (stub_folder / "jobs" / "7_submission.sh").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_a_pickle_holds_only_a_stable_function_name_and_the_members_folder(calle
     ],
 )
 def test_a_refusal_is_classified_by_the_message_of_sbatch(
-    called: Path, answer: str, retryable: bool, uncertain: bool, too_large: bool
+    stub_folder: Path, answer: str, retryable: bool, uncertain: bool, too_large: bool
 ) -> None:
-    sbatch(called, f"echo 'sbatch: error: {answer}' >&2; exit 1")
+    set_sbatch(stub_folder, f"echo 'sbatch: error: {answer}' >&2; exit 1")
     with pytest.raises(RefusedError) as refusal:
-        Slurm().submit(request(called))
+        Slurm().submit(request(stub_folder))
     error = refusal.value
     assert (str(error), error.retryable) == (f"sbatch: error: {answer}", retryable)
     assert (error.uncertain, error.too_large) == (uncertain, too_large)
@@ -187,36 +187,36 @@ def test_a_refusal_is_classified_by_the_message_of_sbatch(
 
 @pytest.mark.parametrize("command", ["exit 0", "echo something else", "exec sleep 9", "kill -9 $PPID; exec sleep 1"])
 def test_without_a_clear_answer_a_submission_is_uncertain(
-    called: Path, command: str, monkeypatch: pytest.MonkeyPatch
+    stub_folder: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sbatch(called, command)
+    set_sbatch(stub_folder, command)
     monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 3)
     with pytest.raises(RefusedError) as refusal:
-        Slurm().submit(request(called))
+        Slurm().submit(request(stub_folder))
     assert refusal.value.retryable and refusal.value.uncertain
 
 
-def test_parameters_unknown_to_submitit_are_refused_before_sbatch_is_called(called: Path) -> None:
-    sbatch(called, f"touch '{called}/asked'")
-    wrong = replace(request(called), parameters={"no_such_parameter": 1})
+def test_parameters_unknown_to_submitit_are_refused_before_sbatch_is_called(stub_folder: Path) -> None:
+    set_sbatch(stub_folder, f"touch '{stub_folder}/asked'")
+    wrong = replace(request(stub_folder), parameters={"no_such_parameter": 1})
     with pytest.raises(RefusedError, match="submitit: ") as refusal:
         Slurm().submit(wrong)
-    assert not refusal.value.retryable and not (called / "asked").exists()
+    assert not refusal.value.retryable and not (stub_folder / "asked").exists()
 
 
-def test_sbatch_is_killed_if_it_does_not_answer(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch(called, f"echo $$ >'{called}/pid'; exec sleep 600")
+def test_sbatch_is_killed_if_it_does_not_answer(stub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sbatch(stub_folder, f"echo $$ >'{stub_folder}/pid'; exec sleep 600")
     monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 2)
     with pytest.raises(RefusedError, match="no answer"):
-        Slurm().submit(request(called))
-    pid = int((called / "pid").read_text())
+        Slurm().submit(request(stub_folder))
+    pid = int((stub_folder / "pid").read_text())
     wait_until(lambda: not (Path("/proc") / str(pid)).exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
 
 
-def test_a_submission_is_completed_when_its_controller_is_interrupted(called: Path) -> None:
+def test_a_submission_is_completed_when_its_controller_is_interrupted(stub_folder: Path) -> None:
     """Ctrl-C in the terminal while sbatch runs: the job still gets its pickle."""
-    waiting = f"touch '{called}/asked'; while [ ! -e '{called}/go' ]; do sleep 0.05; done"
-    sbatch(called, f"{waiting}; echo Submitted batch job 7")
+    waiting = f"touch '{stub_folder}/asked'; while [ ! -e '{stub_folder}/go' ]; do sleep 0.05; done"
+    set_sbatch(stub_folder, f"{waiting}; echo Submitted batch job 7")
     code = (
         "import json, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
@@ -233,12 +233,12 @@ def test_a_submission_is_completed_when_its_controller_is_interrupted(called: Pa
     )
     assert controller.stdin is not None
     with controller.stdin as pipe:
-        pipe.write(json.dumps(asdict(request(called))))
-    wait_until(lambda: (called / "asked").exists())
+        pipe.write(json.dumps(asdict(request(stub_folder))))
+    wait_until(lambda: (stub_folder / "asked").exists())
     os.killpg(controller.pid, signal.SIGINT)
     assert controller.wait() != 0
-    (called / "go").touch()
-    wait_until(lambda: (called / "jobs" / pickle_of("7")).exists())
+    (stub_folder / "go").touch()
+    wait_until(lambda: (stub_folder / "jobs" / pickle_of("7")).exists())
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

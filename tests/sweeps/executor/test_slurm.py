@@ -91,16 +91,18 @@ def place(
     directory: Path,
     fates: Mapping[int, Sequence[Fate]] | None = None,
     members: int = 1,
-    given: Mapping[str, object] | None = None,
+    job_settings: Mapping[str, object] | None = None,
     retries: Mapping[str, int | None] | None = None,
     virtual_ledger: bool = False,
     **cluster: object,
 ) -> Place:
-    """Make a study; `fates` are by index of the member, `given` are the job settings."""
+    """Make a study; `fates` are by index of the member, `virtual_ledger`: whether the ledger uses the virtual clock."""
     specs = [member(seed) for seed in range(members)]
     by_run = {specs[number].run: fates_of_run for number, fates_of_run in (fates or {}).items()}
     fake = FakeCluster(VirtualTime(), by_run, **cluster)  # type: ignore[arg-type]
-    return Place(directory, fake, specs, JobSettings.of(dict(given or {})), retries or retry_policy(), virtual_ledger)
+    return Place(
+        directory, fake, specs, JobSettings.of(dict(job_settings or {})), retries or retry_policy(), virtual_ledger
+    )
 
 
 def state(states: Mapping[str, MemberState], spec: RunSpec) -> tuple[str, str | None]:
@@ -153,7 +155,7 @@ def test_a_failed_member_is_retried_only_if_again_is_set(tmp_path: Path) -> None
 
 
 def test_the_queue_is_queried_at_most_once_per_poll_interval(tmp_path: Path) -> None:
-    here = place(tmp_path, {0: [REQUEUES] * 10}, members=2, given={"poll_s": 30})
+    here = place(tmp_path, {0: [REQUEUES] * 10}, members=2, job_settings={"poll_s": 30})
     begin = here.time.now
     here.run()
     assert here.cluster.looks <= (here.time.now - begin) / 30 + 2
@@ -226,7 +228,7 @@ def test_a_lost_job_that_finishes_later_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_missing_job_counts_as_lost_only_after_lost_after_s(tmp_path: Path) -> None:
-    here = place(tmp_path, {0: [IS_FORGOTTEN]}, given={"lost_after_s": 900})
+    here = place(tmp_path, {0: [IS_FORGOTTEN]}, job_settings={"lost_after_s": 900})
     here.run()
     spec = here.specs[0]
     here.finished_once(spec.run)
@@ -255,7 +257,7 @@ def test_while_the_scheduler_is_silent_no_job_counts_as_lost(tmp_path: Path) -> 
 
 def test_silent_time_does_not_count_towards_lost_after_s(tmp_path: Path) -> None:
     """The time limit for a job that is not in the queue yet starts again after the scheduler was silent."""
-    here = place(tmp_path, given={"lost_after_s": 120})
+    here = place(tmp_path, job_settings={"lost_after_s": 120})
     begin = here.time.now
     here.cluster.faults.append("shown_late")
     here.cluster.late_s = 200
@@ -266,7 +268,7 @@ def test_silent_time_does_not_count_towards_lost_after_s(tmp_path: Path) -> None
 
 
 def test_a_job_that_the_queue_shows_late_is_waited_for(tmp_path: Path) -> None:
-    here = place(tmp_path, members=2, given={"lost_after_s": 120})
+    here = place(tmp_path, members=2, job_settings={"lost_after_s": 120})
     here.cluster.faults.append("shown_late")
     here.cluster.late_s = 110
     here.run(detach=True)
@@ -397,12 +399,12 @@ def test_a_new_launch_resets_the_retries(tmp_path: Path) -> None:
     assert len(here.cluster.jobs) == 4
 
 
-def memory(script: str) -> str | None:
+def memory_option(script: str) -> str | None:
     match = re.search(r"(?m)^#SBATCH --mem=(\S+)$", script)
     return match[1] if match else None
 
 
-def excluded(script: str) -> str | None:
+def exclude_option(script: str) -> str | None:
     match = re.search(r"(?m)^#SBATCH --exclude=(\S+)$", script)
     return match[1].strip("'") if match else None
 
@@ -410,10 +412,10 @@ def excluded(script: str) -> str | None:
 @pytest.mark.parametrize("fate", [RUNS_OUT_OF_MEMORY, RAISES_OUT_OF_MEMORY, IS_KILLED_FOR_MEMORY])
 def test_a_retry_after_out_of_memory_asks_for_half_as_much_memory_again(tmp_path: Path, fate: Fate) -> None:
     policy = retry_policy({"out_of_memory": 3})
-    here = place(tmp_path, {0: [fate] * 3}, given={"mem_gb": 8}, retries=policy)
+    here = place(tmp_path, {0: [fate] * 3}, job_settings={"mem_gb": 8}, retries=policy)
     here.run()
     here.finished_once(here.specs[0].run)
-    assert [memory(script) for script in here.cluster.scripts] == ["8GB", "12GB", "18GB", "27GB"]
+    assert [memory_option(script) for script in here.cluster.scripts] == ["8GB", "12GB", "18GB", "27GB"]
 
 
 def with_layout(spec: RunSpec, devices: int, nodes: int = 1) -> RunSpec:
@@ -425,18 +427,18 @@ def ranks(script: str) -> list[str]:
     return re.findall(r"(?m)^#SBATCH --(?:nodes|ntasks-per-node|gpus-per-node)=(\S+)$", script)
 
 
-@pytest.mark.parametrize(("gpus", "asked"), [(1, "4"), ("a100:2", "a100:4"), (6, "6"), (None, None)])
+@pytest.mark.parametrize(("gpus", "expected_gpus"), [(1, "4"), ("a100:2", "a100:4"), (6, "6"), (None, None)])
 def test_each_member_has_the_ranks_that_its_strategy_asks_for(
-    tmp_path: Path, gpus: int | str | None, asked: str | None
+    tmp_path: Path, gpus: int | str | None, expected_gpus: str | None
 ) -> None:
     """Members that need the same resources share an array; a retry asks for the same resources again."""
-    given = {} if gpus is None else {"gpus_per_node": gpus}
-    here = place(tmp_path, {2: [NODE_FAILS]}, members=4, given=given)
+    job_settings = {} if gpus is None else {"gpus_per_node": gpus}
+    here = place(tmp_path, {2: [NODE_FAILS]}, members=4, job_settings=job_settings)
     here.specs[1:3] = [with_layout(spec, 4, nodes=2) for spec in here.specs[1:3]]
     here.run()
     for spec in here.specs:
         here.finished_once(spec.run)
-    large = sorted(["2", "4", *([asked] if asked else [])])
+    large = sorted(["2", "4", *([expected_gpus] if expected_gpus else [])])
     assert [sorted(ranks(script)) == large for script in here.cluster.scripts] == [False, True, False, True]
     assert here.cluster.sizes() == [1, 2, 1, 1]
 
@@ -444,17 +446,21 @@ def test_each_member_has_the_ranks_that_its_strategy_asks_for(
 def test_unset_memory_does_not_grow(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RUNS_OUT_OF_MEMORY]})
     here.run()
-    assert [memory(script) for script in here.cluster.scripts] == [None, None]
+    assert [memory_option(script) for script in here.cluster.scripts] == [None, None]
 
 
 @pytest.mark.parametrize("fate", [NODE_FAILS, IS_KILLED, IS_HELD], ids=["node", "killed", "held"])
 def test_a_retry_excludes_the_failed_nodes_and_the_users_own(tmp_path: Path, fate: Fate) -> None:
-    here = place(tmp_path, {0: [fate, fate]}, given={"exclude": "n7"})
+    here = place(tmp_path, {0: [fate, fate]}, job_settings={"exclude": "n7"})
     here.run()
     here.finished_once(here.specs[0].run)
     used = [each.node for each in attempts(here.run_dir(here.specs[0].run))]
     assert len(set(used)) == 3
-    assert [excluded(script) for script in here.cluster.scripts] == ["n7", f"n7,{used[0]}", f"n7,{used[0]},{used[1]}"]
+    assert [exclude_option(script) for script in here.cluster.scripts] == [
+        "n7",
+        f"n7,{used[0]}",
+        f"n7,{used[0]},{used[1]}",
+    ]
 
 
 def test_a_job_held_after_a_failed_launch_is_cancelled_and_retried(tmp_path: Path) -> None:
@@ -472,24 +478,24 @@ def test_a_node_on_which_a_launch_failed_is_excluded(tmp_path: Path) -> None:
     here.run()
     here.finished_once(here.specs[0].run)
     failed_on = here.events(here.specs[0].run)[3]["node"]
-    assert [excluded(script) for script in here.cluster.scripts] == [None, failed_on]
+    assert [exclude_option(script) for script in here.cluster.scripts] == [None, failed_on]
 
 
 @pytest.mark.parametrize("fate", [TIMES_OUT, PREEMPTED, NOT_REQUEUED, RUNS_OUT_OF_MEMORY, IS_FORGOTTEN])
 def test_failures_without_a_guilty_node_exclude_no_node(tmp_path: Path, fate: Fate) -> None:
     here = place(tmp_path, {0: [fate]})
     here.run()
-    assert [excluded(script) for script in here.cluster.scripts] == [None, None]
+    assert [exclude_option(script) for script in here.cluster.scripts] == [None, None]
 
 
 def test_members_with_different_resources_are_submitted_separately(tmp_path: Path) -> None:
     fates = {0: [RUNS_OUT_OF_MEMORY], 1: [TIMES_OUT], 2: [NODE_FAILS], 3: [RUNS_OUT_OF_MEMORY]}
-    here = place(tmp_path, fates, members=4, given={"mem_gb": 4})
+    here = place(tmp_path, fates, members=4, job_settings={"mem_gb": 4})
     here.run()
     for spec in here.specs:
         here.finished_once(spec.run)
     node = next(entry["node"] for entry in here.events(here.specs[2].run) if "node" in entry)
-    needs = {job.run: (memory(script), excluded(script)) for job, script in last_scripts(here)}
+    needs = {job.run: (memory_option(script), exclude_option(script)) for job, script in last_scripts(here)}
     assert [needs[spec.run] for spec in here.specs] == [("6GB", None), ("4GB", None), ("4GB", node), ("6GB", None)]
 
 
@@ -517,7 +523,7 @@ def test_a_requeued_job_that_never_begins_is_a_launch_failure(tmp_path: Path, fi
 def test_arrays_respect_the_size_limits_and_are_submitted_at_once(
     tmp_path: Path, given_size: int | None, limit: int, sizes: list[int]
 ) -> None:
-    here = place(tmp_path, members=7, given={"array_size": given_size}, array_limit=limit)
+    here = place(tmp_path, members=7, job_settings={"array_size": given_size}, array_limit=limit)
     here.run()
     assert here.cluster.sizes() == sizes
     assert len(set(here.cluster.submit_times)) == 1, "all arrays are submitted before the first one ends"
@@ -572,7 +578,7 @@ def test_a_permanent_refusal_is_a_user_error_and_the_next_launch_submits(tmp_pat
 
 
 def test_running_jobs_survive_a_permanent_refusal(tmp_path: Path) -> None:
-    here, observer = place(tmp_path, members=4, given={"array_size": 2}), RecordingObserver()
+    here, observer = place(tmp_path, members=4, job_settings={"array_size": 2}), RecordingObserver()
     here.cluster.faults.extend([None, "refused"])
     with pytest.raises(UserError, match="partition"):
         here.run([observer])
@@ -662,7 +668,7 @@ def test_accounting_of_a_reused_job_id_is_ignored(tmp_path: Path) -> None:
 def test_a_retried_member_is_reported_as_queued_again(tmp_path: Path) -> None:
     """This holds even if no poll saw it run."""
     short = replace(NEVER_BEGINS, lasts_s=1.0)
-    here, observer = place(tmp_path, {0: [short]}, given={"poll_s": 60}), RecordingObserver()
+    here, observer = place(tmp_path, {0: [short]}, job_settings={"poll_s": 60}), RecordingObserver()
     here.run([observer])
     assert observer.events[here.specs[0].run][:3] == ["queued", "retried", "queued"]
 
@@ -681,7 +687,7 @@ def test_jobs_of_other_studies_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_detached_launch_leaves_after_submitting_and_a_later_one_collects(tmp_path: Path) -> None:
     here, observer = (
-        place(tmp_path, {1: [RAISES], 2: [NODE_FAILS]}, members=4, given={"array_size": 3}),
+        place(tmp_path, {1: [RAISES], 2: [NODE_FAILS]}, members=4, job_settings={"array_size": 3}),
         RecordingObserver(),
     )
     begin = here.time.now
@@ -712,7 +718,7 @@ def test_repeated_detached_launches_complete_a_study(tmp_path: Path) -> None:
 
 
 def test_a_detached_launch_leaves_members_that_exceed_the_job_limit(tmp_path: Path) -> None:
-    here, observer = place(tmp_path, members=4, given={"array_size": 2}, submit_limit=2), RecordingObserver()
+    here, observer = place(tmp_path, members=4, job_settings={"array_size": 2}, submit_limit=2), RecordingObserver()
     here.run([observer], detach=True)
     assert here.cluster.sizes() == [2]
     assert observer.closed == [(0, 4)]
@@ -746,7 +752,7 @@ def test_a_controller_without_the_lease_submits_nothing(tmp_path: Path, monkeypa
 WRITES = 40
 
 
-def kills_once(where: str, number: int) -> Iterator[tuple[str, int] | None]:
+def one_kill(where: str, number: int) -> Iterator[tuple[str, int] | None]:
     yield (where, number)
 
 
@@ -759,7 +765,7 @@ def test_a_controller_killed_at_any_ledger_write_causes_no_second_submission(
     for where in ("before", "after"):
         for number in range(1, WRITES):
             here = place(tmp_path / f"{where}{number}", {0: [REQUEUES]}, members=members)
-            here.until_done(kills_once(where, number), gap_s)
+            here.until_done(one_kill(where, number), gap_s)
             for spec in here.specs:
                 here.finished_once(spec.run)
                 assert here.cluster.started[spec.run] == 1 + (spec == here.specs[0]), (where, number)
@@ -803,7 +809,7 @@ def test_a_controller_killed_during_sbatch_causes_no_second_submission(
 
 @pytest.mark.parametrize("fault", ["killed_before", "killed_after"])
 def test_a_controller_killed_while_submitting_the_second_of_three_arrays(tmp_path: Path, fault: str) -> None:
-    here = place(tmp_path, members=6, given={"array_size": 2})
+    here = place(tmp_path, members=6, job_settings={"array_size": 2})
     here.cluster.faults.extend([None, fault])
     here.until_done(iter(()))
     assert sorted(here.cluster.sizes()) == [2, 2, 2]
@@ -815,7 +821,7 @@ def test_a_controller_killed_while_submitting_the_second_of_three_arrays(tmp_pat
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("gap_s", [0.0, 4.0])
 def test_the_next_controller_completes_a_half_made_submission(tmp_path: Path, members: int, gap_s: float) -> None:
-    """It is killed after sbatch accepted the jobs and before submitit named their pickles."""
+    """The first controller is killed after sbatch accepted the jobs and before submitit named their pickles."""
     here = place(tmp_path, members=members)
     here.cluster.faults.append("killed_between")
     with pytest.raises(Killed):
@@ -849,11 +855,11 @@ def test_jobs_without_pickles_are_retried_at_no_cost_to_the_member(
         kinds = [entry["kind"] for entry in here.events(spec.run) if entry["event"] == "retried"]
         assert kinds == ["half_submitted"] * 7
         assert here.cluster.started[spec.run] == 8 and here.cluster.begun[spec.run] == 1
-        assert blames(here, spec.run) == [], "not blamed on a node"
+        assert failed_nodes(here, spec.run) == [], "not blamed on a node"
 
 
 def test_a_job_of_an_earlier_version_needs_no_pickle(tmp_path: Path) -> None:
-    """Versions before submitit wrote `submit.sh` into the folder of a submission; that file marks such a job."""
+    """Versions that did not use submitit wrote `submit.sh` into a submission's folder; that file marks such a job."""
     here = place(tmp_path, {0: [LACKS_ITS_PICKLE]})
     here.run(detach=True)
     (folder,) = (tmp_path / "jobs").iterdir()
@@ -865,8 +871,8 @@ def test_a_job_of_an_earlier_version_needs_no_pickle(tmp_path: Path) -> None:
 def test_an_unrecorded_retry_is_recorded_by_the_next_controller(tmp_path: Path) -> None:
     for number in range(1, 12):
         for where in ("before", "after"):
-            here = place(tmp_path / f"{where}{number}", {0: [NODE_FAILS, IS_KILLED]}, given={"mem_gb": 2})
-            here.until_done(kills_once(where, number), 40.0)
+            here = place(tmp_path / f"{where}{number}", {0: [NODE_FAILS, IS_KILLED]}, job_settings={"mem_gb": 2})
+            here.until_done(one_kill(where, number), 40.0)
             spec = here.specs[0]
             here.finished_once(spec.run)
             assert [e["kind"] for e in here.events(spec.run) if e["event"] == "retried"] == ["node", "killed"]
@@ -877,7 +883,7 @@ def test_an_unrecorded_failure_is_recorded_by_the_next_controller(tmp_path: Path
     for number in range(1, 6):
         for where in ("before", "after"):
             here = place(tmp_path / f"{where}{number}", {0: [RAISES]})
-            states = here.until_done(kills_once(where, number), 40.0)
+            states = here.until_done(one_kill(where, number), 40.0)
             assert state(states, here.specs[0]) == ("failed", "error")
             assert here.count(here.specs[0].run, "failed") == 1
             assert len(here.cluster.jobs) == 1
@@ -955,7 +961,7 @@ def expected(fates: Sequence[Fate], policy: Mapping[str, int | None]) -> tuple[s
     raise AssertionError
 
 
-def shared_blame(here: Place) -> set[str]:
+def bad_nodes(here: Place) -> set[str]:
     """Return the nodes on which at least two members failed."""
     runs: dict[str, set[str]] = {}
     for spec in here.specs:
@@ -1000,7 +1006,7 @@ def test_under_random_faults_each_member_finishes_once_or_fails_for_its_true_rea
         tmp_path_factory.mktemp("study"),
         dict(enumerate(fates)),
         members=len(fates),
-        given={"array_size": array_size, "poll_s": poll_s, "mem_gb": 2},
+        job_settings={"array_size": array_size, "poll_s": poll_s, "mem_gb": 2},
         accounting_lag_s=accounting_lag_s,
         submit_limit=limit,
         remembers_s=600.0,
@@ -1017,7 +1023,7 @@ def test_under_random_faults_each_member_finishes_once_or_fails_for_its_true_rea
             here.time.sleep(100)  # a controller stops if it needs an answer and the scheduler is silent
     assert here.time.now - begin < 60_000
     for spec, fates_of_member in zip(here.specs, fates, strict=True):
-        excused = [entry for entry in here.events(spec.run) if "node" in entry and entry["node"] in shared_blame(here)]
+        excused = [entry for entry in here.events(spec.run) if "node" in entry and entry["node"] in bad_nodes(here)]
         if excused:
             continue  # failures on bad nodes do not count; the tests of bad nodes below check those attempts
         kind, starts, jobs = expected(fates_of_member, here.retries)
@@ -1070,7 +1076,7 @@ def test_under_random_submission_faults_nothing_is_lost_or_duplicated(
         tmp_path_factory.mktemp("study"),
         dict(enumerate(fates)),
         members=len(fates),
-        given={"array_size": 2},
+        job_settings={"array_size": 2},
         retries=policy,
         remembers_s=600.0,
     )
@@ -1098,29 +1104,31 @@ SECONDS = 2.0
 BLACK_HOLES = [replace(fate, lasts_s=SECONDS) for fate in (NEVER_BEGINS, LOSES_ITS_GPU, LOSES_ITS_FILES, IS_KILLED)]
 
 
-def blames(here: Place, run: str) -> list[str]:
+def failed_nodes(here: Place, run: str) -> list[str]:
     """Return the nodes on which a run failed."""
     return [entry["node"] for entry in here.events(run) if "node" in entry and entry["event"] != "finished"]
 
 
 @pytest.mark.parametrize("fate", BLACK_HOLES, ids=lambda fate: KIND[replace(fate, lasts_s=60.0)])
 def test_failures_on_two_bad_nodes_do_not_count_against_the_members(tmp_path: Path, fate: Fate) -> None:
-    here = place(tmp_path, members=6, given={"exclude": "n4,n5,n6,n7"})
+    here = place(tmp_path, members=6, job_settings={"exclude": "n4,n5,n6,n7"})
     here.cluster.bad = dict.fromkeys(("n1", "n2"), fate)
     states = here.run()
     for spec in here.specs:
         assert state(states, spec) == ("finished", None)
         here.finished_once(spec.run)
-        assert len(blames(here, spec.run)) == len(set(blames(here, spec.run))), "a node failed a member twice"
+        assert len(failed_nodes(here, spec.run)) == len(set(failed_nodes(here, spec.run))), (
+            "a node failed a member twice"
+        )
 
 
 def on_two_nodes(tmp_path: Path, members: int) -> Place:
     """Run members on n1, which is bad, and n2: members with odd numbers start on n1, the others on n2."""
     elsewhere = ",".join(node for node in NODES if node not in ("n1", "n2"))
-    here = place(tmp_path, members=members, given={"exclude": elsewhere}, virtual_ledger=True)
+    here = place(tmp_path, members=members, job_settings={"exclude": elsewhere}, virtual_ledger=True)
     here.cluster.bad = {"n1": LOSES_ITS_GPU}
     here.run()
-    assert [len(blames(here, spec.run)) for spec in here.specs] == [number % 2 for number in range(members)]
+    assert [len(failed_nodes(here, spec.run)) for spec in here.specs] == [number % 2 for number in range(members)]
     return here
 
 
@@ -1128,7 +1136,9 @@ def n1_is_excluded_for_a_new_member(here: Place) -> bool:
     """Run a new member, which has not failed yet, and return whether n1 was excluded for it."""
     here.specs = [*here.specs, member(len(here.specs))]
     here.run()
-    return "n1" in (excluded(here.cluster.scripts[-1 - here.count(here.specs[-1].run, "retried")]) or "").split(",")
+    return "n1" in (exclude_option(here.cluster.scripts[-1 - here.count(here.specs[-1].run, "retried")]) or "").split(
+        ","
+    )
 
 
 def test_a_node_that_failed_two_members_is_excluded_for_all(tmp_path: Path) -> None:
@@ -1147,7 +1157,7 @@ def test_an_excluded_node_returns_after_an_hour_and_needs_two_new_failures(tmp_p
     assert n1_is_excluded_for_a_new_member(here)
     here.time.sleep(600)
     assert not n1_is_excluded_for_a_new_member(here)
-    while not blames(here, here.specs[-1].run):
+    while not failed_nodes(here, here.specs[-1].run):
         assert not n1_is_excluded_for_a_new_member(here)
     assert not n1_is_excluded_for_a_new_member(here), "only one member failed there since"
 
@@ -1155,12 +1165,12 @@ def test_an_excluded_node_returns_after_an_hour_and_needs_two_new_failures(tmp_p
 def test_queued_members_avoid_nodes_excluded_since_they_were_planned(tmp_path: Path) -> None:
     """Each submission excludes the nodes that are bad at that time, not those that were bad when it was planned."""
     elsewhere = ",".join(node for node in NODES if node not in ("n1", "n2"))
-    here = place(tmp_path, members=6, given={"exclude": elsewhere, "array_size": 4}, submit_limit=4)
+    here = place(tmp_path, members=6, job_settings={"exclude": elsewhere, "array_size": 4}, submit_limit=4)
     here.cluster.bad = {"n1": replace(LOSES_ITS_GPU, lasts_s=SECONDS)}
     here.run()
     late = [text for job, text in last_scripts(here) if job.run in (here.specs[4].run, here.specs[5].run)]
-    assert late and all("n1" in (excluded(text) or "").split(",") for text in late)
-    assert not any(blames(here, spec.run) for spec in here.specs[4:])
+    assert late and all("n1" in (exclude_option(text) or "").split(",") for text in late)
+    assert not any(failed_nodes(here, spec.run) for spec in here.specs[4:])
 
 
 def test_a_launch_that_fails_on_every_node_is_not_blamed_on_the_nodes(tmp_path: Path) -> None:
@@ -1172,7 +1182,7 @@ def test_a_launch_that_fails_on_every_node_is_not_blamed_on_the_nodes(tmp_path: 
         assert state(states, spec) == ("failed", "launch")
         assert "module: command not found" in str(states[spec.run].reason)
         assert len(here.cluster.jobs_of(spec.run)) == 1 + (POLICY["launch"] or 0)
-    last = excluded(here.cluster.scripts[-1])
+    last = exclude_option(here.cluster.scripts[-1])
     assert last is None or len(last.split(",")) <= 2, "the whole cluster is not excluded"
 
 
@@ -1193,7 +1203,7 @@ def test_with_one_good_node_every_member_finishes(
     kills: list[tuple[str, int] | None],
     poll_s: int,
 ) -> None:
-    here = place(tmp_path_factory.mktemp("study"), members=members, given={"poll_s": poll_s})
+    here = place(tmp_path_factory.mktemp("study"), members=members, job_settings={"poll_s": poll_s})
     here.cluster.bad = bad
     here.cluster.first_id(first + 1)
     here.until_done(iter(kills))
@@ -1201,7 +1211,7 @@ def test_with_one_good_node_every_member_finishes(
         here.finished_once(spec.run)
         # Every accepted job either finished the member or was followed by a retry.
         assert len(here.cluster.jobs_of(spec.run)) == 1 + here.count(spec.run, "retried")
-        assert len(blames(here, spec.run)) <= MAX_EXCUSED + 2
+        assert len(failed_nodes(here, spec.run)) <= MAX_EXCUSED + 2
     assert here.cluster.living() == []
 
 
@@ -1215,7 +1225,7 @@ def test_with_one_good_node_every_member_finishes(
 def test_with_only_bad_nodes_every_member_ends_after_bounded_attempts(
     tmp_path_factory: pytest.TempPathFactory, fates: list[Fate], members: int, array_size: int | None
 ) -> None:
-    here = place(tmp_path_factory.mktemp("study"), members=members, given={"array_size": array_size})
+    here = place(tmp_path_factory.mktemp("study"), members=members, job_settings={"array_size": array_size})
     here.cluster.bad = dict(zip(NODES, fates, strict=True))
     states = here.run()
     most = MAX_EXCUSED + 1 + sum(POLICY[kind] or 0 for kind in ("launch", "gpu", "storage", "killed"))
@@ -1266,10 +1276,12 @@ def test_node_clocks_do_not_change_the_ledger(
     ahead_s: dict[str, float],
     kills: list[tuple[str, int] | None],
 ) -> None:
-    assert story(tmp_path_factory, fates, kills, ahead_s=ahead_s) == story(tmp_path_factory, fates, kills)
+    assert run_and_read_ledger(tmp_path_factory, fates, kills, ahead_s=ahead_s) == run_and_read_ledger(
+        tmp_path_factory, fates, kills
+    )
 
 
-def story(
+def run_and_read_ledger(
     tmp_path_factory: pytest.TempPathFactory,
     fates: Sequence[Sequence[Fate]],
     kills: Sequence[tuple[str, int] | None],
@@ -1309,7 +1321,9 @@ def test_exported_slurm_variables_do_not_change_the_ledger(
     exported: dict[str, str],
     kills: list[tuple[str, int] | None],
 ) -> None:
-    assert story(tmp_path_factory, fates, kills, exported=exported) == story(tmp_path_factory, fates, kills)
+    assert run_and_read_ledger(tmp_path_factory, fates, kills, exported=exported) == run_and_read_ledger(
+        tmp_path_factory, fates, kills
+    )
 
 
 # --- ledger and polling --------------------------------------------------------------------------------------

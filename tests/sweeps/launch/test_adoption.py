@@ -464,48 +464,48 @@ def test_files_that_are_not_logs_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Path:
+def own_study(tmp_path: Path) -> Path:
     """Run a study of our own with one finished member."""
     study = Study(tmp_path / "ours", [member(0.5)])
     study.run(Runners())
     return tmp_path / "ours"
 
 
-def test_another_unit_of_compute_is_refused_by_name(ours: Path, tmp_path: Path) -> None:
+def test_another_unit_of_compute_is_refused_by_name(own_study: Path, tmp_path: Path) -> None:
     source = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 6))
-    before = file_contents(ours)
+    before = file_contents(own_study)
     with pytest.raises(UserError, match=f"compared by {AXIS}, and .*a.jsonl counts compute/tokens; choose a column"):
-        adopt(ours, [str(source)], ["loss,seed"])
-    assert file_contents(ours) == before
-    assert results_of(adopt(ours, [str(source)], ["loss,seed"], unit="virtual_device_hours")) == ["adopted"]
-    after = file_contents(ours)
+        adopt(own_study, [str(source)], ["loss,seed"])
+    assert file_contents(own_study) == before
+    assert results_of(adopt(own_study, [str(source)], ["loss,seed"], unit="virtual_device_hours")) == ["adopted"]
+    after = file_contents(own_study)
     assert {name: after[name] for name in before if name != "ledger.jsonl"} == {
         n: v for n, v in before.items() if n != "ledger.jsonl"
     }
     assert after["ledger.jsonl"].startswith(before["ledger.jsonl"])
-    curves = load([ours]).curves
+    curves = load([own_study]).curves
     assert {curve.recipe for curve in curves} == {"scalerl+a=0.5", "loss=a"} and len({c.axis for c in curves}) == 1
 
 
-def test_a_label_of_another_recipe_is_refused(ours: Path, tmp_path: Path) -> None:
+def test_a_label_of_another_recipe_is_refused(own_study: Path, tmp_path: Path) -> None:
     source = write_table(tmp_path / "a.jsonl", [{**row, "recipe": "scalerl+a=0.5"} for row in make_rows("a", 0, 6)])
-    before = file_contents(ours)
-    (taken,) = adopt(ours, [str(source)], ["recipe,seed"], x="tokens", unit="virtual_device_hours").runs
+    before = file_contents(own_study)
+    (taken,) = adopt(own_study, [str(source)], ["recipe,seed"], x="tokens", unit="virtual_device_hours").runs
     assert (
         taken.what == "skipped"
         and "already stands for other runs" in str(taken.reason)
-        and file_contents(ours) == before
+        and file_contents(own_study) == before
     )
 
 
-def test_a_member_that_was_also_tracked_elsewhere_is_not_adopted(ours: Path, tmp_path: Path) -> None:
+def test_a_member_that_was_also_tracked_elsewhere_is_not_adopted(own_study: Path, tmp_path: Path) -> None:
     spec = member(0.5)
     rows = [
         {"recipe": "x", "hours": v[AXIS], "reward": v["eval/held_out/pass_rate"]}
         for v in (evaluation(spec, n) for n in range(0, 41, 2))
     ]
     source = write_table(tmp_path / "a.jsonl", rows)
-    (taken,) = adopt(ours, [str(source)], ["recipe"], x="hours", unit="virtual_device_hours").runs
+    (taken,) = adopt(own_study, [str(source)], ["recipe"], x="hours", unit="virtual_device_hours").runs
     assert (taken.what, taken.run) == ("unchanged", spec.run) and "already a member of this study" in str(taken.reason)
 
 
@@ -536,12 +536,12 @@ def test_a_folder_that_is_not_a_study_is_refused_and_unchanged(tmp_path: Path) -
     assert not (tmp_path / "new").exists() and len(list((tmp_path / "home").iterdir())) == 1
 
 
-def test_runs_of_another_study_can_be_adopted(ours: Path, tmp_path: Path) -> None:
-    running = Journal(ours / "runs" / "another")
+def test_runs_of_another_study_can_be_adopted(own_study: Path, tmp_path: Path) -> None:
+    running = Journal(own_study / "runs" / "another")
     running.header(run="another", recipe="b", seed=4)
     running.record("eval", 0, {"eval/held_out/pass_rate": 0.1, AXIS: 0.0, "compute/flops": 0.0})
     running.close()
-    done = adopt(tmp_path / "study", [str(ours)], x=AXIS)
+    done = adopt(tmp_path / "study", [str(own_study)], x=AXIS)
     assert [(each.recipe, each.what) for each in done.runs] == [("scalerl+a=0.5", "adopted"), ("", "skipped")] or [
         (each.recipe, each.what) for each in done.runs
     ] == [("", "skipped"), ("scalerl+a=0.5", "adopted")]

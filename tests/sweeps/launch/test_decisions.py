@@ -135,7 +135,7 @@ policies = st.builds(
 @settings(max_examples=examples(200))
 @given(policies, st.lists(kinds, max_size=30))
 def test_retries_never_exceed_the_policy(policy: Policy, failures: Sequence[str]) -> None:
-    """A member fails in any kinds and order, until it is given up."""
+    """A member has failures of any kind in any order, until it is given up."""
     member, spent = state(), Counter[str]()
     for kind in failures:
         action = action_after(Ended("a", False, kind, "why", "n1"), policy, member)

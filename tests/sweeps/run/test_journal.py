@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def ticking() -> Callable[[], float]:
+def ticking_clock() -> Callable[[], float]:
     """Return a clock that advances one second per reading."""
     return itertools.count(1000.0).__next__
 
@@ -64,7 +64,7 @@ def journal_in_memory() -> Iterator[Path]:
 
 
 def test_what_is_written_is_read(run_dir: Path) -> None:
-    journal = Journal(run_dir, clock=ticking())
+    journal = Journal(run_dir, clock=ticking_clock())
     journal.header(run="abc", recipe="scalerl", seed=3)
     journal.record("eval", 0, {RATE: 0.25})
     journal.record("train", 1, {"train/loss": 1 / 3})
@@ -128,7 +128,7 @@ LAST_RECORDS: dict[str, Callable[[Journal], None]] = {
 
 @pytest.mark.parametrize("kind", LAST_RECORDS)
 def test_only_a_torn_last_line_is_dropped(run_dir: Path, kind: str) -> None:
-    journal = Journal(run_dir, clock=ticking())
+    journal = Journal(run_dir, clock=ticking_clock())
     journal.header(run="abc", recipe="scalerl")
     journal.record("eval", 0, {RATE: 0.25})
     journal.record("train", 1, {"train/loss": 1.0})
@@ -136,7 +136,7 @@ def test_only_a_torn_last_line_is_dropped(run_dir: Path, kind: str) -> None:
     intact = (run_dir / JOURNAL_FILE).read_bytes()
     before = content(read_journal(run_dir))
 
-    journal = Journal(run_dir, clock=ticking())
+    journal = Journal(run_dir, clock=ticking_clock())
     LAST_RECORDS[kind](journal)
     journal.close()
     last = (run_dir / JOURNAL_FILE).read_bytes()[len(intact) :]
@@ -146,7 +146,7 @@ def test_only_a_torn_last_line_is_dropped(run_dir: Path, kind: str) -> None:
         (run_dir / JOURNAL_FILE).write_bytes(intact + last[:cut])
         assert content(read_journal(run_dir)) == before
         # The next process cuts off the torn line before it appends its own.
-        journal = Journal(run_dir, clock=ticking())
+        journal = Journal(run_dir, clock=ticking_clock())
         assert (run_dir / JOURNAL_FILE).read_bytes() == intact
         LAST_RECORDS[kind](journal)
         journal.close()
@@ -171,7 +171,7 @@ def test_garbage_after_a_power_cut_is_cut_off(run_dir: Path, rubbish: bytes) -> 
 
 def test_every_reader_detects_a_changed_byte(run_dir: Path) -> None:
     """A line with a changed digit or letter may still be valid JSON. Only the checksum detects it."""
-    journal = Journal(run_dir, clock=ticking())
+    journal = Journal(run_dir, clock=ticking_clock())
     journal.header(run="abc", recipe="scalerl")
     journal.record("eval", 0, {RATE: 0.125, "compute/flops": 1e6})
     journal.record("train", 1, {"train/loss": 1 / 3})

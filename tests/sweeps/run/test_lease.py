@@ -290,7 +290,7 @@ def test_the_lease_of_a_silent_holder_elsewhere_expires_after_expiry_s(
 
 
 def test_the_age_of_a_holders_file_does_not_matter(tmp_path: Path) -> None:
-    """Clocks of two machines are never compared: a file that looks one hour old may be of a clock one hour behind."""
+    """Clocks of two machines are never compared: the writer's clock may be one hour behind, so its file looks old."""
     write(tmp_path, lease_text())
     for hours in (-1, 1):
         os.utime(file_of(tmp_path), (time.time() + 3600 * hours,) * 2)

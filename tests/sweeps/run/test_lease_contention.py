@@ -61,7 +61,7 @@ class Stage:
         self._here = threading.local()
         self._back = threading.Semaphore(0)
 
-    def enter(self, process: int, host: str, work: Callable[[], None]) -> None:
+    def start_actor(self, process: int, host: str, work: Callable[[], None]) -> None:
         actor = Actor(process, host, work, wake=self.now)
         self._actors.append(actor)
 
@@ -102,7 +102,7 @@ class Stage:
             if actor.error is not None:
                 raise actor.error
 
-    def point(self) -> None:
+    def let_others_run(self) -> None:
         """Let other actors run."""
         actor = getattr(self._here, "actor", None)
         if actor is not None:
@@ -123,7 +123,7 @@ class Stage:
 
     def sleep(self, length_s: float) -> None:
         self.actor.wake = self.now + length_s
-        self.point()
+        self.let_others_run()
 
     def thread(self, target: Callable[[], None], **_: Any) -> Any:
         parent, done = self.actor, threading.Event()
@@ -138,7 +138,7 @@ class Stage:
             while not done.is_set():
                 self.sleep(0.1)
 
-        return SimpleNamespace(start=lambda: self.enter(parent.process, parent.host, work), join=join)
+        return SimpleNamespace(start=lambda: self.start_actor(parent.process, parent.host, work), join=join)
 
     def event(self) -> Any:
         real = threading.Event()
@@ -153,7 +153,7 @@ class Stage:
 
     def before(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*arguments: Any, **keywords: Any) -> Any:
-            self.point()
+            self.let_others_run()
             return real(*arguments, **keywords)
 
         return operation
@@ -233,7 +233,7 @@ def test_exactly_one_contender_holds_the_lease(
         with replaced_operations(stage, flock):
             for number in range(contenders):
                 host = "one" if hosts == "one" else f"host-{number}"
-                stage.enter(number, host, lambda number=number: contend(number, directory))  # type: ignore[misc]
+                stage.start_actor(number, host, lambda number=number: contend(number, directory))  # type: ignore[misc]
             stage.play()
         assert len(list(groupby(written))) == len(set(written)), f"an earlier holder wrote after a later one: {written}"
         assert acquired | stage.killed == set(range(contenders)), "a contender that was not killed never got the lease"

@@ -82,7 +82,7 @@ class Pages:
     member: str
     folder: Path
 
-    def drawn(self, expected: int) -> list[dict[str, Any]]:
+    def wait_for_charts(self, expected: int) -> list[dict[str, Any]]:
         """Return the page's first charts once their lines no longer change; take a screenshot in any case."""
         before: list[list[int]] = []
 
@@ -97,7 +97,7 @@ class Pages:
         assert found, f"no chart; see {self.folder}/charts.png"
         return list(found)
 
-    def listed(self, rows: int) -> dict[str, Any]:
+    def wait_for_list(self, rows: int) -> dict[str, Any]:
         """Return the list of runs once it has `rows` rows; take a screenshot in any case."""
         found = wait_for(lambda: seen if len((seen := table(self.browser))["rows"]) == rows else None)
         self.browser.save_screenshot(str(self.folder / "runs.png"))
@@ -121,7 +121,7 @@ def pages(schema: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         yield Pages(browser, ui.url, *links, member, root)
 
 
-def of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, Any]]:
+def lines_of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, Any]]:
     """Return the lines of a metric in the named group: the drawn line, then its pale copy."""
     group = f"tag.line.{name}"
     return [t for t in chart["traces"] if t["group"].rstrip() == group and t["metric"] == metric]
@@ -129,7 +129,7 @@ def of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, An
 
 def test_the_first_link_shows_points_curve_and_band_in_one_colour_per_recipe(pages: Pages) -> None:
     show(pages.browser, pages.chart)
-    first, linear = pages.drawn(2)
+    first, linear = pages.wait_for_charts(2)
     assert (first["x"], linear["x"]) == (X, COMPUTE)
     drawn = first["traces"]
 
@@ -160,8 +160,10 @@ def test_the_first_link_shows_points_curve_and_band_in_one_colour_per_recipe(pag
     colours = {}
     for label, planted in zip(LABELS, RECIPES.values(), strict=True):
         names = (f"{label} seed 0", f"{label} seed 1")
-        lines = [of_group(first, name, Y)[0] for name in names] + [of_group(linear, name, WHOLE)[0] for name in names]
-        lines += [of_group(chart, f"{label} fit", BAND_KEY)[0] for chart in (first, linear)]
+        lines = [lines_of_group(first, name, Y)[0] for name in names] + [
+            lines_of_group(linear, name, WHOLE)[0] for name in names
+        ]
+        lines += [lines_of_group(chart, f"{label} fit", BAND_KEY)[0] for chart in (first, linear)]
         colours[label] = {line["color"] for line in lines}
         low = round(float(sigmoid(2e11, *planted)) - 0.02, 3)
         colours[label] |= {color[:7] for end, color in bands if end == low}
@@ -171,11 +173,11 @@ def test_the_first_link_shows_points_curve_and_band_in_one_colour_per_recipe(pag
 
     # The evaluation before training is at compute 0 of the linear chart.
     for label in LABELS:
-        line = of_group(linear, f"{label} seed 0", WHOLE)[0]
+        line = lines_of_group(linear, f"{label} seed 0", WHOLE)[0]
         assert len(line["x"]) == 31 and line["x"][0] == 0 and line["y"][0] == pytest.approx(0.2, abs=0.03)
 
     # The list next to the chart has closed groups of seeds and fits, and no run of a band.
-    rows = [" ".join(row.values()) for row in pages.listed(6)["rows"]]
+    rows = [" ".join(row.values()) for row in pages.wait_for_list(6)["rows"]]
     assert all("Group: " in row for row in rows) and not any(word in "".join(rows) for word in (" low", " high"))
     assert [row.count(next(iter(colours[label]))) for label, row in zip(np.repeat(LABELS, 3), rows, strict=True)] == [
         1
@@ -185,7 +187,7 @@ def test_the_first_link_shows_points_curve_and_band_in_one_colour_per_recipe(pag
 
 def test_the_second_link_has_one_row_per_recipe(pages: Pages) -> None:
     show(pages.browser, pages.recipes, height=900)
-    shown = pages.listed(3)
+    shown = pages.wait_for_list(3)
     keys = ("rank/place", "fit/A", "fit/A_low", "fit/A_high", "rank/times_compute", "rank/p_best")
     wanted = [*(f"metrics.`{key}`" for key in keys), "tags.`fit.verdict`"]
     heads = dict(shown["heads"])
@@ -202,7 +204,7 @@ def test_the_second_link_has_one_row_per_recipe(pages: Pages) -> None:
 
 def test_the_third_link_lists_members_by_rank(pages: Pages) -> None:
     show(pages.browser, pages.runs, height=900)
-    shown = pages.listed(5)
+    shown = pages.wait_for_list(5)
     columns = [f"metrics.`{key}`" for key in ("fit/A", "fit/A_low", "fit/A_high", WHOLE)]
     wanted = ["metrics.`rank/place`", "metrics.`rank/p_best`", "tags.`fit.verdict`", *columns]
     heads = dict(shown["heads"])
@@ -219,7 +221,7 @@ def test_the_third_link_lists_members_by_rank(pages: Pages) -> None:
 
 def test_pass_rate_comes_first_on_a_members_page(pages: Pages) -> None:
     show(pages.browser, pages.member, height=900)
-    [first] = pages.drawn(1)
+    [first] = pages.wait_for_charts(1)
     text = pages.browser.execute_script("return document.body.innerText")
     sections = re.findall(r"^(Pass rate|compute|eval/heldout|fit|train)\s*\(\d+\)", text, re.MULTILINE)
     assert sections[:2] == ["Pass rate", "compute"] and sections.count("Pass rate") == 1
@@ -243,16 +245,16 @@ def test_the_printed_command_listens_only_on_loopback(pages: Pages) -> None:
 def test_both_views_work_in_light_and_dark_mode_and_on_a_phone(pages: Pages, width: int, dark: bool) -> None:
     """On a phone, MLflow's layout puts the chart outside the screen, so only the lists are checked there."""
     show(pages.browser, pages.chart, width, dark=dark)
-    groups = [" ".join(row.values()) for row in pages.listed(6)["rows"]]
+    groups = [" ".join(row.values()) for row in pages.wait_for_list(6)["rows"]]
     assert len({row[row.index("#") :][:7] for row in groups}) == 2
     if width == 1400:
-        lines = pages.drawn(2)[0]["traces"]
+        lines = pages.wait_for_charts(2)[0]["traces"]
         assert len({line["color"] for line in lines if line["metric"] == Y and len(line["color"]) == 7}) == 2
     body = "return getComputedStyle(document.body).colorScheme"
     assert (pages.browser.execute_script(body) == "dark") is dark
     assert console_errors(pages.browser) == []
     show(pages.browser, pages.runs, width, dark=dark)
-    rows = pages.listed(5)["rows"]
+    rows = pages.wait_for_list(5)["rows"]
     assert not any(word in str(rows) for word in (" low", " high", " fit"))
     assert console_errors(pages.browser) == []
 
