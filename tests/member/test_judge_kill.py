@@ -52,19 +52,19 @@ def test_a_killed_run_with_a_judge_continues_bit_for_bit_and_pays_once(
             "seed=3",
         ]
 
-    def run_here(given: list[str]) -> Path:
-        (spec,) = plan_members([given])
+    def run_here(run_overrides: list[str]) -> Path:
+        (spec,) = plan_members([run_overrides])
         run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
         spec.write(run_dir)
         run_member(run_dir)
         return run_dir
 
     with stand_in(reply) as service:
-        given = overrides("killed", service.url)
-        (spec,) = plan_members([given])
+        run_overrides = overrides("killed", service.url)
+        (spec,) = plan_members([run_overrides])
         run_dir = tmp_path / "killed" / "runs" / spec.run
         cache = tmp_path / "cache_of_killed"
-        with place.command(["-m", "lightning_scalerl.train", *given]) as process:
+        with place.command(["-m", "lightning_scalerl.train", *run_overrides]) as process:
             assert wait_until(
                 lambda: (
                     len(service.bodies) > SILENT_AFTER
@@ -77,7 +77,7 @@ def test_a_killed_run_with_a_judge_continues_bit_for_bit_and_pays_once(
         before = Counter(answered)
         killed.set()
         requests_before = len(service.bodies)
-        assert run_here(given) == run_dir
+        assert run_here(run_overrides) == run_dir
         repeated = {message for message in service.messages[requests_before:] if message in before}
         assert repeated == {READY}, "requests answered before the kill are not repeated"
     with stand_in(reply) as service:

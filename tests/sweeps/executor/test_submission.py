@@ -62,12 +62,14 @@ def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "freeze_code", lambda folder: {"commit": None})
 
 
-def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int = 1, title: str = "study") -> Path:
+def script_of(
+    study: Path, job_settings: Mapping[str, Any] | None = None, members: int = 1, title: str = "study"
+) -> Path:
     """Return the batch script that submitit writes for a submission; no sbatch is called."""
     study.mkdir(parents=True, exist_ok=True)
     launches = [Launch(f"run{number}", study / "runs" / f"run{number}") for number in range(members)]
     folder = new_folder(study, NAME)
-    request = freeze(folder, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
+    request = freeze(folder, launches, JobSettings.of(dict(job_settings or {})), "some.module:entry", 3, title)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         patch.setattr("submitit.core.utils.CommandFunction", lambda command, verbose: lambda: "Submitted batch job 77")
@@ -228,13 +230,13 @@ def test_an_array_has_one_task_per_member(tmp_path: Path) -> None:
 
 
 def test_threads_python_setup_and_teardown(tmp_path: Path, node: Node) -> None:
-    given = {
+    job_settings = {
         "python": "apptainer exec 'my image.sif' python3",
         "setup": ["export BEFORE=1", "touch before"],
         "teardown": ["touch after"],
         "srun_args": ["--cpu-bind=none", "--mpi=pmi2"],
     }
-    assert node.run(script_of(tmp_path / "study", given), code=3) == 3
+    assert node.run(script_of(tmp_path / "study", job_settings), code=3) == 3
     (call,) = node.calls("srun")
     assert call[3:5] == ["--cpu-bind=none", "--mpi=pmi2"]
     assert call[5:11] == ["apptainer", "exec", "my image.sif", "python3", "-u", "-m"]
@@ -244,7 +246,7 @@ def test_threads_python_setup_and_teardown(tmp_path: Path, node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus"),
+    ("job_settings", "gpus"),
     [
         ({}, False),
         ({"cpus_per_gpu": 2, "mem_per_gpu": "4G"}, False),
@@ -262,8 +264,10 @@ def test_threads_python_setup_and_teardown(tmp_path: Path, node: Node) -> None:
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
-def test_the_manifest_says_whether_a_job_requests_gpus(tmp_path: Path, given: dict[str, Any], gpus: bool) -> None:
-    script = script_of(tmp_path, given)
+def test_the_manifest_says_whether_a_job_requests_gpus(
+    tmp_path: Path, job_settings: dict[str, Any], gpus: bool
+) -> None:
+    script = script_of(tmp_path, job_settings)
     assert json.loads((script.parent / "submission.json").read_text())["gpus"] is gpus
     assert "require" not in script.read_text()
 
@@ -275,7 +279,7 @@ def test_a_failed_rank_ends_the_other_ranks(tmp_path: Path) -> None:
 
 
 def test_settings_become_options_of_sbatch(tmp_path: Path) -> None:
-    given = {
+    job_settings = {
         "timeout_min": 90,
         "signal_delay_s": 300,
         "mem_gb": 7.5,
@@ -287,7 +291,7 @@ def test_settings_become_options_of_sbatch(tmp_path: Path) -> None:
         "exclude": "n[1-3]",
         "additional_parameters": {"reservation": "mine"},
     }
-    sbatch_options = options(script_of(tmp_path, given, title="a title; with $things"))
+    sbatch_options = options(script_of(tmp_path, job_settings, title="a title; with $things"))
     assert sbatch_options["time"] == "90"
     assert sbatch_options["signal"] == "USR2@300"
     assert sbatch_options["mem"] == "7680MB"
@@ -399,12 +403,12 @@ def defaults() -> dict[str, Any]:
 
 
 def test_the_launchers_default_configuration_is_valid(tmp_path: Path) -> None:
-    given = {key: value for key, value in defaults().items() if key not in LAUNCHER_KEYS}
-    settings = JobSettings.of(given)
+    job_settings = {key: value for key, value in defaults().items() if key not in LAUNCHER_KEYS}
+    settings = JobSettings.of(job_settings)
     assert JobSettings.of(settings.to_mapping()) == settings
     assert settings.timeout_min == 60
     assert settings.signal_delay_s == 120
-    script_of(tmp_path, given)
+    script_of(tmp_path, job_settings)
 
 
 SENSIBLE: dict[str, Any] = {
@@ -439,10 +443,10 @@ SENSIBLE: dict[str, Any] = {
 @pytest.mark.parametrize("key", sorted(defaults().keys() - LAUNCHER_KEYS))
 @pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
 def test_every_key_of_the_launchers_configuration_can_be_set(tmp_path: Path, node: Node, key: str) -> None:
-    given = {key: SENSIBLE.get(key, "some")}
-    settings = JobSettings.of(given)
+    job_settings = {key: SENSIBLE.get(key, "some")}
+    settings = JobSettings.of(job_settings)
     assert JobSettings.of(json.loads(json.dumps(settings.to_mapping()))) == settings
-    assert node.run(script_of(tmp_path / "study", given)) == 0
+    assert node.run(script_of(tmp_path / "study", job_settings)) == 0
 
 
 def test_retries_in_the_configuration_are_the_codes_defaults() -> None:
@@ -460,7 +464,7 @@ def test_an_unknown_key_is_refused_with_the_valid_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "job_settings",
     [
         {"timeout_min": 0},
         {"timeout_min": True},
@@ -475,13 +479,13 @@ def test_an_unknown_key_is_refused_with_the_valid_keys() -> None:
         {"setup": 3},
     ],
 )
-def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(given))):
-        JobSettings.of(given)
+def test_values_that_cannot_work_are_refused_by_name(job_settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(job_settings))):
+        JobSettings.of(job_settings)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "job_settings",
     [
         {"signal_delay_s": "soon"},
         {"poll_s": 0},
@@ -501,9 +505,9 @@ def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_more_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(given))):
-        JobSettings.of(given)
+def test_more_values_that_cannot_work_are_refused_by_name(job_settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(job_settings))):
+        JobSettings.of(job_settings)
 
 
 @pytest.mark.parametrize(
@@ -519,12 +523,12 @@ def test_more_values_that_cannot_work_are_refused_by_name(given: dict[str, Any])
     ],
 )
 def test_signal_delay_is_at_most_half_of_the_jobs_time(delay_s: int, minutes: int, works: bool) -> None:
-    given = {"signal_delay_s": delay_s, "timeout_min": minutes}
+    job_settings = {"signal_delay_s": delay_s, "timeout_min": minutes}
     if works:
-        assert JobSettings.of(given).signal_delay_s == delay_s
+        assert JobSettings.of(job_settings).signal_delay_s == delay_s
         return
     with pytest.raises(UserError, match=f"signal_delay_s={delay_s}.*timeout_min={minutes}"):
-        JobSettings.of(given)
+        JobSettings.of(job_settings)
 
 
 def test_null_means_the_default() -> None:
@@ -563,8 +567,8 @@ TOKEN = "hf_" + "a1" * 15
 def test_the_manifest_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train", f"mlflow.uri={LOGIN}", f"token={TOKEN}", "key=from-the-environment"])
     monkeypatch.setenv("WANDB_API_KEY", "from-the-environment")
-    given = {"comment": f"see {LOGIN}", "additional_parameters": {"api_key": "plain-but-secret"}}
-    script = script_of(tmp_path, given)
+    job_settings = {"comment": f"see {LOGIN}", "additional_parameters": {"api_key": "plain-but-secret"}}
+    script = script_of(tmp_path, job_settings)
     text = (script.parent / "submission.json").read_text()
     for secret in ("hunter2hunter2", TOKEN, "from-the-environment", "plain-but-secret"):
         assert secret not in text
@@ -648,8 +652,8 @@ def test_a_configuration_for_the_stock_launcher_works_unchanged(tmp_path: Path) 
         search = [f"hydra.searchpath=[{tmp_path}]", "cluster=theirs"]
         launcher = compose("train", search, return_hydra_config=True).hydra.launcher
     assert launcher._target_ == defaults()["_target_"]
-    given = {key: launcher[key] for key in defaults() if key not in LAUNCHER_KEYS}
-    settings = JobSettings.of(OmegaConf.to_container(OmegaConf.create(given | {"submitit_folder": None})))
+    job_settings = {key: launcher[key] for key in defaults() if key not in LAUNCHER_KEYS}
+    settings = JobSettings.of(OmegaConf.to_container(OmegaConf.create(job_settings | {"submitit_folder": None})))
     sbatch_options = options(script_of(tmp_path / "study", settings.to_mapping()))
     assert sbatch_options["time"] == "90" and sbatch_options["mem"] == "8GB" and sbatch_options["signal"] == "USR2@300"
     assert (

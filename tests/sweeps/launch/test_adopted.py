@@ -94,8 +94,8 @@ def test_only_members_without_an_adopted_run_are_started(place: Path) -> None:
     assert started == ["loss=dapo seed 0", "loss=dapo seed 1"]
     assert notes == ["2 of 4 members ran elsewhere and were adopted; they are not started"]
     study = load([place / "study"])
-    found = {curve.recipe: curve for curve in study.curves}
-    assert found.keys() == {"mine", "loss=dapo"}, "the labels are those of the launch"
+    curve_of = {curve.recipe: curve for curve in study.curves}
+    assert curve_of.keys() == {"mine", "loss=dapo"}, "the labels are those of the launch"
     assert {curve.axis for curve in study.curves} == {"compute/tokens"}
     assert [sorted(set(curve.seed)) for curve in study.curves] == [["0", "1"]] * 2
     assert not study.warnings and not any(curve.warnings for curve in study.curves)

@@ -38,14 +38,14 @@ CURVES = ROOT / "examples" / "curves.csv"
 
 def points_by_run(directory: Path) -> dict[tuple[str, int], list[tuple[int, float, float]]]:
     """Return step, compute and reward of each evaluation in a study's journals, by label and seed."""
-    found = {}
+    all_points = {}
     for path in sorted((directory / "runs").iterdir()):
         view = read_journal(path)
         (metric,) = {name for record in view.records for name in record.metrics if name.endswith("/pass_rate")}
         key = str(view.header["recipe"]), int(view.header["seed"])
-        assert key not in found, "two members for one run"
-        found[key] = [(r.step, r.metrics[view.header["axis"]], r.metrics[metric]) for r in view.of_kind("eval")]
-    return found
+        assert key not in all_points, "two members for one run"
+        all_points[key] = [(r.step, r.metrics[view.header["axis"]], r.metrics[metric]) for r in view.of_kind("eval")]
+    return all_points
 
 
 def file_contents(directory: Path) -> dict[str, bytes]:

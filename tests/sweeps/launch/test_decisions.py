@@ -261,9 +261,9 @@ def test_a_member_is_always_in_exactly_one_state(
         assert all(isinstance(action, Finish) == end.done for action, end in zip(actions, ended, strict=True))
         carry_out(actions)
         if policy.has_decider:
-            asked = {run: "paused: one" for run in running[:1]}
-            actions = wished_actions(states, wish, running, asked, waiting, held)
-            assert actions == wished_actions(states, wish, running, asked, waiting, held), (
+            requested = {run: "paused: one" for run in running[:1]}
+            actions = wished_actions(states, wish, running, requested, waiting, held)
+            assert actions == wished_actions(states, wish, running, requested, waiting, held), (
                 "the actions depend on nothing else"
             )
             submitted = [action.run for action in actions if isinstance(action, Submit)]
@@ -271,7 +271,7 @@ def test_a_member_is_always_in_exactly_one_state(
             stopped = {action.run: action.reason for action in actions if isinstance(action, Stop)}
             unwanted = {**wish.to_pause, **wish.to_end}
             assert stopped == {
-                run: unwanted[run] for run in running if unwanted.get(run, asked.get(run)) != asked.get(run)
+                run: unwanted[run] for run in running if unwanted.get(run, requested.get(run)) != requested.get(run)
             }
             waiting, held = [], []
             carry_out(actions)

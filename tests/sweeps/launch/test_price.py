@@ -51,13 +51,13 @@ def test_each_recipe_costs_its_median_per_step_at_the_same_scale(tmp_path: Path)
     write_run(like, spec(0, recipe="slow"), 10, 10.0)
     write_run(like, spec(5, prompts=64), 10, 1000.0)  # another scale
     members = [spec(0), spec(1), spec(2, recipe="slow"), spec(3, recipe="new")]
-    found = launch_of(members, tmp_path / "study", str(like), rate=2.0)
-    assert (found.members, found.recipes, found.seeds, found.steps, found.left) == (4, 3, 4, 400, 400)
-    assert found.price is not None and found.price.other_scale == ()
+    estimate = launch_of(members, tmp_path / "study", str(like), rate=2.0)
+    assert (estimate.members, estimate.recipes, estimate.seeds, estimate.steps, estimate.left) == (4, 3, 4, 400, 400)
+    assert estimate.price is not None and estimate.price.other_scale == ()
     # A recipe that never ran costs the median of all runs per step: 0.3.
-    assert found.price.hours == pytest.approx(20 + 20 + 100 + 30)
-    assert found.money == pytest.approx(2 * found.price.hours)
-    assert found.sentences() == [
+    assert estimate.price.hours == pytest.approx(20 + 20 + 100 + 30)
+    assert estimate.money == pytest.approx(2 * estimate.price.hours)
+    assert estimate.sentences() == [
         "4 members (3 recipes, 4 seeds), 400 steps",
         f"device hours: about 170, estimated from 4 runs of {like}; price: 340",
     ]
@@ -65,31 +65,31 @@ def test_each_recipe_costs_its_median_per_step_at_the_same_scale(tmp_path: Path)
 
 def test_an_estimate_from_another_scale_is_marked(tmp_path: Path) -> None:
     write_run(tmp_path / "pilot", spec(0, prompts=64), 10, 10.0)
-    found = launch_of([spec()], tmp_path / "study", str(tmp_path / "pilot"))
-    assert found.price is not None and (found.price.hours, found.price.other_scale) == (100.0, ("batch",))
-    assert "some members differ from these runs in batch" in found.sentences()[1]
+    estimate = launch_of([spec()], tmp_path / "study", str(tmp_path / "pilot"))
+    assert estimate.price is not None and (estimate.price.hours, estimate.price.other_scale) == (100.0, ("batch",))
+    assert "some members differ from these runs in batch" in estimate.sentences()[1]
 
 
 def test_a_continued_study_is_estimated_from_its_own_runs_and_remaining_steps(tmp_path: Path) -> None:
     write_run(tmp_path, spec(0), 40, 4.0)
-    found = launch_of([spec(0), spec(1)], tmp_path)
-    assert found.price is not None and (found.left, found.price.hours) == (160, pytest.approx(16.0))
-    assert "200 steps, of which 160 are left" in found.sentences()[0]
+    estimate = launch_of([spec(0), spec(1)], tmp_path)
+    assert estimate.price is not None and (estimate.left, estimate.price.hours) == (160, pytest.approx(16.0))
+    assert "200 steps, of which 160 are left" in estimate.sentences()[0]
 
 
 def test_duplicate_members_count_once(tmp_path: Path) -> None:
     """The override `seed=0,0` gives the same member twice."""
     write_run(tmp_path, spec(0), 40, 4.0)
-    found = launch_of([spec(0), spec(0)], tmp_path)
-    assert (found.members, found.steps, found.left) == (1, 100, 60)
-    assert found.price is not None and found.price.hours == pytest.approx(6.0)
+    estimate = launch_of([spec(0), spec(0)], tmp_path)
+    assert (estimate.members, estimate.steps, estimate.left) == (1, 100, 60)
+    assert estimate.price is not None and estimate.price.hours == pytest.approx(6.0)
 
 
 def test_a_branch_costs_the_steps_after_its_parents(tmp_path: Path) -> None:
     write_run(tmp_path, spec(0), 40, 4.0)
     branch = {"branch": {"run": "scalerl-0-8", "step": 30}}
-    found = launch_of([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
-    assert found.price is not None and (found.left, found.price.hours) == (70, pytest.approx(7.0))
+    estimate = launch_of([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
+    assert estimate.price is not None and (estimate.left, estimate.price.hours) == (70, pytest.approx(7.0))
 
 
 def test_runs_without_a_specification_count_and_broken_ones_do_not(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_runs_without_a_specification_count_and_broken_ones_do_not(tmp_path: Pat
     broken = tmp_path / "runs" / "broken"
     broken.mkdir()
     (broken / "metrics.jsonl").write_text("[]\n[]\n")
-    found = launch_of([spec(0)], tmp_path)
-    assert found.price is not None and found.price.hours == pytest.approx(10.0) and found.price.runs == 1
+    estimate = launch_of([spec(0)], tmp_path)
+    assert estimate.price is not None and estimate.price.hours == pytest.approx(10.0) and estimate.price.runs == 1
 
 
 def test_unknown_costs_and_invalid_limits_are_refused(tmp_path: Path) -> None:
@@ -216,10 +216,15 @@ def test_a_launch_prints_its_cost_and_is_refused_above_its_limit(tmp_path: Path)
     place = Place(tmp_path, light=True)
     write_run(tmp_path / "pilot", spec(), 10, 5.0)
     code, out, _ = launch_study(place, f"launch.like={tmp_path}/pilot", "launch.rate=3", "launch.design=json")
-    found = json.loads(out)
+    estimate = json.loads(out)
     assert code == 0 and not (tmp_path / "study").exists(), "nothing was started"
-    assert (found["members"], found["steps"], found["price"]["hours"], found["money"]) == (2, 24, 12.0, 36.0)
-    assert found["comparisons"]["comparisons"] == 0
+    assert (estimate["members"], estimate["steps"], estimate["price"]["hours"], estimate["money"]) == (
+        2,
+        24,
+        12.0,
+        36.0,
+    )
+    assert estimate["comparisons"]["comparisons"] == 0
     code, _, err = launch_study(place, f"launch.like={tmp_path}/pilot", "launch.max_device_hours=11")
     assert code == 1 and "launch.max_device_hours: 11, and 24 steps take about 12 by" in err
     assert not (tmp_path / "study").exists()

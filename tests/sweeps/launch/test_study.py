@@ -432,7 +432,7 @@ def test_a_larger_budget_continues_and_a_smaller_one_runs_nothing(tmp_path: Path
     assert RunSpec.read(study.run_dir(spec)).steps == 10
 
 
-def test_a_member_that_ended_for_good_is_finished_under_any_budget(tmp_path: Path, said: list[str]) -> None:
+def test_a_member_that_ended_for_good_is_finished_under_any_budget(tmp_path: Path, printed: list[str]) -> None:
     """A run has no prompt left. It is not retried, its measurements count, and the reason is shown."""
 
     def runs_dry(run_dir: Path) -> int:
@@ -449,10 +449,10 @@ def test_a_member_that_ended_for_good_is_finished_under_any_budget(tmp_path: Pat
         specs = [member("cispo", steps=steps)]
         study = Study(tmp_path, specs)
         executor = ScriptedExecutor({dry.run: [runs_dry]} if steps == 4 else {})
-        progress = Progress(1, steps, every_s=0, write=said.append)
+        progress = Progress(1, steps, every_s=0, write=printed.append)
         (state,) = study.run(executor, [progress], retries=dict.fromkeys(NO_RETRIES, 5)).values()
         assert (state.state, state.reason, executor.submitted) == ("finished", "dry", [dry.run] if steps == 4 else [])
-        assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(said)
+        assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(printed)
         (view,) = overview(tmp_path)
         assert (view.state, view.reason, view.step) == ("finished", "dry", 2)
         assert launch_of(specs, tmp_path).left == 0
@@ -640,7 +640,7 @@ def test_an_undecodable_log_is_tolerated(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def printed() -> list[str]:
     return []
 
 
@@ -652,109 +652,109 @@ def record(run_dir: Path, step: int, rate: float | None = None) -> None:
     journal.close()
 
 
-def test_progress_shows_the_step_of_every_running_member(tmp_path: Path, said: list[str]) -> None:
+def test_progress_shows_the_step_of_every_running_member(tmp_path: Path, printed: list[str]) -> None:
     one, two = member("cispo", steps=40), member("dapo", seed=1, steps=60)
-    progress = Progress(total=3, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=3, steps=40, every_s=0, write=printed.append)
     progress.started(one, tmp_path / "one")
     progress.started(two, tmp_path / "two")
     progress.tick([one, two], 0, 0, 0)
-    assert said.pop().endswith("0/3 done | scalerl seed 0: starting | scalerl+loss=dapo seed 1: starting\n")
+    assert printed.pop().endswith("0/3 done | scalerl seed 0: starting | scalerl+loss=dapo seed 1: starting\n")
     record(tmp_path / "one", 7)
     record(tmp_path / "two", 8, rate=0.25)
     progress.tick([one, two], 0, 1, 0)
-    assert said.pop().endswith(
+    assert printed.pop().endswith(
         "1/3 done | scalerl seed 0: step 7/40 | scalerl+loss=dapo seed 1: step 8/60, pass rate 0.250\n"
     )
     record(tmp_path / "two", 9)
     progress.tick([two], 0, 1, 1)
-    assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/60, pass rate 0.250\n")
+    assert printed.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/60, pass rate 0.250\n")
     progress.tick([], 0, 2, 1)
-    assert said.pop().endswith("] 2/3 done, 1 failed\n")
-    assert said == []
+    assert printed.pop().endswith("] 2/3 done, 1 failed\n")
+    assert printed == []
 
 
-def test_progress_shows_how_a_member_ended(tmp_path: Path, said: list[str]) -> None:
-    progress = Progress(total=2, steps=40, write=said.append)
+def test_progress_shows_how_a_member_ended(tmp_path: Path, printed: list[str]) -> None:
+    progress = Progress(total=2, steps=40, write=printed.append)
     record(tmp_path, 40, rate=0.5)
     progress.ended(member("cispo", steps=40), tmp_path, "finished", None)
     progress.ended(member("dapo"), tmp_path, "failed", "killed by SIGKILL")
-    assert said[0].endswith("finished  scalerl seed 0: step 40/40, pass rate 0.500\n")
-    assert said[1].endswith("failed    scalerl+loss=dapo seed 0: killed by SIGKILL\n")
-    assert all(line.startswith("[00:0") for line in said)
+    assert printed[0].endswith("finished  scalerl seed 0: step 40/40, pass rate 0.500\n")
+    assert printed[1].endswith("failed    scalerl+loss=dapo seed 0: killed by SIGKILL\n")
+    assert all(line.startswith("[00:0") for line in printed)
 
 
 def test_progress_is_printed_once_per_interval(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    progress = Progress(total=1, steps=4, every_s=10, write=said.append)
+    progress = Progress(total=1, steps=4, every_s=10, write=printed.append)
     progress.started(member("cispo"), tmp_path)
     for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):
         now[0] = 100 + seconds
         progress.tick([member("cispo")], 0, 0, 0)
-        assert len(said) == lines
-    assert said[-1].startswith("[01:15] ")
+        assert len(printed) == lines
+    assert printed[-1].startswith("[01:15] ")
 
 
 def test_inherited_steps_of_a_branch_do_not_count_in_the_pace(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     plain = member("cispo", steps=40)
     branch = replace(plain, config={**plain.config, "branch": {"run": "0123456789ab", "step": 20}})
-    progress = Progress(total=1, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=1, steps=40, every_s=0, write=printed.append)
     progress.started(branch, tmp_path)
     now[0] = 600.0
     record(tmp_path, 30)
     progress.tick([branch], 0, 0, 0)
-    assert "about 10 min left" in said[-1], "10 steps took 10 min, and 10 are left"
+    assert "about 10 min left" in printed[-1], "10 steps took 10 min, and 10 are left"
 
 
 def test_progress_estimates_the_remaining_time(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pace is measured only by this process; members that were finished before do not count."""
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     one, two = member("cispo", steps=40), member("dapo", steps=40)
     record(tmp_path / "one", 20)
-    progress = Progress(total=4, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=4, steps=40, every_s=0, write=printed.append)
     progress.ended(member("gspo"), tmp_path / "before", "finished", None)
     progress.started(one, tmp_path / "one")
     now[0] = 100.0
     record(tmp_path / "one", 30)
     progress.tick([one], 0, 1, 0)
     # 10 steps took 100 s; left are 10 steps of this member and 80 of the two that wait.
-    assert said[-1].startswith("[01:40] about 15 min left, 1/4 done | ")
+    assert printed[-1].startswith("[01:40] about 15 min left, 1/4 done | ")
     progress.ended(one, tmp_path / "one", "finished", None)
     progress.started(two, tmp_path / "two")
     progress.tick([two], 0, 3, 0)
-    assert "about 7 min left, 3/4 done | " in said[-1]
+    assert "about 7 min left, 3/4 done | " in printed[-1]
 
 
 def test_the_remaining_time_uses_each_members_own_budget(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the member of 960 steps is left: 860 steps at 10 s each. The mean budget of 500 must not be used."""
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     long = member("dapo", steps=960)
-    progress = Progress(total=2, steps=500, every_s=0, write=said.append)
+    progress = Progress(total=2, steps=500, every_s=0, write=printed.append)
     progress.ended(member("cispo", steps=40), tmp_path / "short", "finished", None)
     progress.started(long, tmp_path / "long")
     now[0] = 1000.0
     record(tmp_path / "long", 100)
     progress.tick([long], 0, 1, 0)
-    assert "about 2 h 23 min left, 1/2 done | scalerl+loss=dapo seed 0: step 100/960" in said[-1]
+    assert "about 2 h 23 min left, 1/2 done | scalerl+loss=dapo seed 0: step 100/960" in printed[-1]
 
 
 def test_progress_reads_few_journals_per_tick_and_all_in_turn(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = [member("cispo", seed=seed, steps=40) for seed in range(100)]
-    progress = Progress(total=100, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=100, steps=40, every_s=0, write=printed.append)
     for spec in members:
         progress.started(spec, tmp_path / spec.run)
     read_dirs: list[Path] = []
@@ -765,7 +765,7 @@ def test_progress_reads_few_journals_per_tick_and_all_in_turn(
         progress.tick(members, 0, 0, 0)
         assert len(read_dirs) == tick * JOURNALS_PER_UPDATE
     assert {path.name for path in read_dirs} == {spec.run for spec in members}
-    assert said[-1].count("step 10/40") == SHOWN and "94 more running" in said[-1]
+    assert printed[-1].count("step 10/40") == SHOWN and "94 more running" in printed[-1]
 
 
 def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -790,13 +790,13 @@ def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.M
     assert "finished  scalerl seed 0: step 7/40, pass rate 0.250" in shown
 
 
-def test_progress_follows_a_whole_study(tmp_path: Path, specs: list[RunSpec], said: list[str]) -> None:
+def test_progress_follows_a_whole_study(tmp_path: Path, specs: list[RunSpec], printed: list[str]) -> None:
     executor = ScriptedExecutor({specs[2].run: [logs("ValueError: no\n", 1)]})
-    Study(tmp_path, specs).run(executor, [Progress(4, 4, every_s=0, write=said.append)])
-    assert sum("finished  " in line for line in said) == 3
-    assert sum("failed    scalerl+loss=dapo seed 0: ValueError: no" in line for line in said) == 1
-    assert "3/4 done, 1 failed" in said[-2] and "3/4 done, 1 not done" in said[-1]
-    assert all(line.endswith("\n") and line.count("\n") == 1 for line in said)
+    Study(tmp_path, specs).run(executor, [Progress(4, 4, every_s=0, write=printed.append)])
+    assert sum("finished  " in line for line in printed) == 3
+    assert sum("failed    scalerl+loss=dapo seed 0: ValueError: no" in line for line in printed) == 1
+    assert "3/4 done, 1 failed" in printed[-2] and "3/4 done, 1 not done" in printed[-1]
+    assert all(line.endswith("\n") and line.count("\n") == 1 for line in printed)
 
 
 def test_the_newest_metrics_are_read_from_the_end_of_the_journal(tmp_path: Path) -> None:
@@ -851,7 +851,7 @@ def test_an_unread_pipe_does_not_block_a_controller(tmp_path: Path, specs: list[
         # When the pipe is read, the newest lines arrive.
         reader.read1(1 << 20)
         progress.say("that is all")
-        assert b"4/4 done\n" in (said := reader.read1(1 << 20)) and said.endswith(b"that is all\n")
+        assert b"4/4 done\n" in (printed := reader.read1(1 << 20)) and printed.endswith(b"that is all\n")
 
 
 def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_path: Path) -> None:

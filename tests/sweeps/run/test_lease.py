@@ -379,11 +379,11 @@ def test_a_lost_lease_stays_lost(tmp_path: Path) -> None:
     """This holds even if the other holder is gone again, because it may have written in between."""
     mine = lease(tmp_path)
     mine.acquire()
-    own = file_of(tmp_path).read_text()
+    old_text = file_of(tmp_path).read_text()
     write(tmp_path, lease_text())
     with pytest.raises(LeaseLostError):
         mine.check()
-    write(tmp_path, own)
+    write(tmp_path, old_text)
     with pytest.raises(LeaseLostError):
         mine.check()
     mine.release()
@@ -395,9 +395,9 @@ def test_a_lost_lease_stays_lost_after_an_outage_of_the_file_server(
     monkeypatch.setattr("sweeps.run.lease._READ_PAUSE_S", 0.001)
     mine = lease(tmp_path)
     mine.acquire()
-    own = file_of(tmp_path).read_text()
+    old_text = file_of(tmp_path).read_text()
     write(tmp_path, lease_text())
-    for text in (None, "{", own):
+    for text in (None, "{", old_text):
         if text is not None:
             write(tmp_path, text)
         with pytest.raises(LeaseLostError):
@@ -453,8 +453,8 @@ def test_a_damaged_lease_file_expires(tmp_path: Path, text: str) -> None:
 def test_heartbeats_change_the_file_repeatedly(tmp_path: Path) -> None:
     with lease(tmp_path) as mine:
         mine.acquire()
-        seen = set()
-        wait_until(lambda: len(seen.add(file_of(tmp_path).read_text()) or seen) >= 4)  # type: ignore[func-returns-value]
+        texts = set()
+        wait_until(lambda: len(texts.add(file_of(tmp_path).read_text()) or texts) >= 4)  # type: ignore[func-returns-value]
 
 
 def test_the_lease_file_is_never_partial(tmp_path: Path) -> None:

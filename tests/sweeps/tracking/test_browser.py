@@ -84,25 +84,25 @@ class Pages:
 
     def wait_for_charts(self, expected: int) -> list[dict[str, Any]]:
         """Return the page's first charts once their lines no longer change; take a screenshot in any case."""
-        before: list[list[int]] = []
+        earlier_sizes: list[list[int]] = []
 
         def still() -> list[dict[str, Any]]:
-            found = charts(self.browser)[:expected]
-            before.append([len(trace["x"]) for chart in found for trace in chart["traces"]])
-            done = len(found) == expected and all(chart["traces"] and chart["x"] for chart in found)
-            return found if done and before[-1:] == before[-2:-1] else []
+            stable_charts = charts(self.browser)[:expected]
+            earlier_sizes.append([len(trace["x"]) for chart in stable_charts for trace in chart["traces"]])
+            done = len(stable_charts) == expected and all(chart["traces"] and chart["x"] for chart in stable_charts)
+            return stable_charts if done and earlier_sizes[-1:] == earlier_sizes[-2:-1] else []
 
-        found = wait_for(still)
+        stable_charts = wait_for(still)
         self.browser.save_screenshot(str(self.folder / "charts.png"))
-        assert found, f"no chart; see {self.folder}/charts.png"
-        return list(found)
+        assert stable_charts, f"no chart; see {self.folder}/charts.png"
+        return list(stable_charts)
 
     def wait_for_list(self, rows: int) -> dict[str, Any]:
         """Return the list of runs once it has `rows` rows; take a screenshot in any case."""
-        found = wait_for(lambda: seen if len((seen := table(self.browser))["rows"]) == rows else None)
+        runs_table = wait_for(lambda: current if len((current := table(self.browser))["rows"]) == rows else None)
         self.browser.save_screenshot(str(self.folder / "runs.png"))
-        assert found, f"no list of {rows} runs; see {self.folder}/runs.png"
-        return dict(found)
+        assert runs_table, f"no list of {rows} runs; see {self.folder}/runs.png"
+        return dict(runs_table)
 
 
 @pytest.fixture(scope="module")

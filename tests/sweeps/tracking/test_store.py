@@ -70,8 +70,8 @@ def one_run(tracker: Tracker, tmp_path: Path) -> tuple[TrackedSweep, Path, str]:
 
 def history(tracker: Tracker, run_id: str, key: str) -> list[tuple[int, float, int]]:
     """Return (step, value, timestamp) of each point of a metric."""
-    found = tracker.client.get_metric_history(run_id, key)
-    return sorted((m.step, m.value, m.timestamp) for m in found)
+    metric_points = tracker.client.get_metric_history(run_id, key)
+    return sorted((m.step, m.value, m.timestamp) for m in metric_points)
 
 
 def test_importing_tracking_imports_neither_mlflow_nor_torch() -> None:
@@ -555,11 +555,11 @@ def test_metrics_stored_by_an_earlier_version_are_kept_and_completed(tracker: Tr
     for _ in range(2):  # the second call finds everything there
         publish([fit], tracker, sweep)
         assert {key: history(tracker, run_id, key) for key in before} == before
-        whole = history(tracker, run_id, "Pass rate/heldout")
-        assert [(step, at) for step, _, at in whole] == [(0, 900), *((step, 1000 + step) for step in steps)]
-        assert [value for _, value, _ in whole] == pytest.approx([0.2 + step / 100 for step in (0, *steps)])
+        pass_rates = history(tracker, run_id, "Pass rate/heldout")
+        assert [(step, at) for step, _, at in pass_rates] == [(0, 900), *((step, 1000 + step) for step in steps)]
+        assert [value for _, value, _ in pass_rates] == pytest.approx([0.2 + step / 100 for step in (0, *steps)])
         compute = history(tracker, run_id, "eval/heldout/compute in FLOPs")
-        assert [step for step, _, _ in compute] == [step for step, _, _ in whole]
+        assert [step for step, _, _ in compute] == [step for step, _, _ in pass_rates]
         assert [value for _, value, _ in compute] == pytest.approx([1e6 * step for step in (0, *steps)])
         assert history(tracker, run_id, "eval/heldout/log10 compute in FLOPs") == before[X]
     again = load([f"mlflow:{tracker.uri}#study"]).curves[0]
