@@ -83,7 +83,7 @@ def test_the_exported_model_has_the_trained_weights(
 
 @pytest.mark.slow
 def test_an_adapter_is_exported_merged(tiny_model_path: str, tmp_path: Path) -> None:
-    """The exported weights equal those of the checkpoint merged by peft. semantics.json has the trained parameters."""
+    """The exported weights equal the checkpoint's weights merged by peft. semantics.json has the trained parameters."""
     folder = train_run(
         tiny_model_path, tmp_path, "recipe=ppo", "variant=adapter_lora", "precision=fp32", "optimizer.lr=3e-2"
     )

@@ -1,4 +1,4 @@
-"""Tests that a plan and its errors equal those of composing every member completely by Hydra."""
+"""Tests that a plan and its errors equal the result of composing every member completely by Hydra."""
 
 from __future__ import annotations
 

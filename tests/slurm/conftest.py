@@ -42,7 +42,7 @@ def is_free(port: int) -> bool:
 
 @pytest.fixture
 def ready_lab(lab: Lab) -> Iterator[Lab]:
-    """Provide the cluster with all nodes and daemons up and no jobs, whatever the previous test did to it."""
+    """Provide the cluster with all nodes and daemons up and no jobs. The previous test may have changed that."""
     lab.up()
     lab.empty()
     yield lab

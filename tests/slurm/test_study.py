@@ -104,7 +104,7 @@ def test_a_study_finishes_if_its_controller_is_killed_after_each_ledger_entry(pl
         assert result.returncode == -signal.SIGKILL, result.stderr
         deaths += 1
         assert deaths < 12
-    assert deaths >= 4, "planned, submitting, started, finished"
+    assert deaths >= 4, "killed after the entries planned, submitting, started and finished"
     assert Counter(event for event, _ in events(sweep))["finished"] == 2
     assert {state.attempts for state in sweep.states()} == {1}, "no job was submitted twice"
     assert by_run(sweep.directory) == baseline(place, *study)

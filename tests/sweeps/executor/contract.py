@@ -18,7 +18,7 @@ from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.node.attempts import attempts
 from sweeps.run.interruption import RunInterruptedError, interruption
 
-# What a member does. `wait`: run until the study asks it to stop.
+# Behaviours of a member. `wait` runs until the study asks it to stop.
 BEHAVIOURS = ("finish", "fail", "wait")
 
 

@@ -59,7 +59,7 @@ class EndlessError(AssertionError):
 
 @dataclass(frozen=True)
 class Fate:
-    """How one start of a job ends.
+    """The script of one start of a job: its steps and its end.
 
     Attributes:
         state: state that SLURM shows at the end.
@@ -434,7 +434,7 @@ class FakeCluster:
         self._next = number
 
     def living(self) -> list[Process]:
-        """Return the processes that have not ended, whatever state the scheduler shows."""
+        """Return the processes that have not ended. The scheduler may count their jobs as ended."""
         return [process for process in self._processes if process.alive]
 
     # --- simulation --------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def wait_for_a_signal(run_dir: Path) -> None:
 
 
 def hang(run_dir: Path) -> None:
-    """Hang, as a member does that waits for a dead peer."""
+    """Hang like a member that waits for a dead peer."""
     # If the watching thread gets no CPU time for twice as long, Python's watchdog ends the process with another code.
     with activity.watched(Patience(2.0, 2.0)):
         activity.note("decode")
@@ -134,7 +134,7 @@ def record_handlers(run_dir: Path) -> None:
 
 
 def stop_at_once(run_dir: Path) -> None:
-    """Stop at once, as a member does that was asked to stop before it began."""
+    """Stop at once, like a member that was asked to stop before it began."""
     raise RunInterruptedError("at step 7 (SIGUSR2)")
 
 
@@ -354,7 +354,7 @@ def test_a_hanging_member_ends_itself_and_is_not_requeued(tmp_path: Path) -> Non
     assert (attempt.outcome, attempt.kind) == ("failed", "hang")
     assert attempt.reason is not None and "no sign of life for" in attempt.reason and "decode" in attempt.reason
     assert not here.marker.exists()
-    assert "in hang" in (here.run_dir() / LOG_FILE).read_text(), "the stack"
+    assert "in hang" in (here.run_dir() / LOG_FILE).read_text(), "the log has the stack"
 
 
 def test_a_member_stopped_by_its_study_is_recorded_and_not_requeued(tmp_path: Path) -> None:

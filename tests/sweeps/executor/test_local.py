@@ -101,7 +101,7 @@ def spin(run_dir: Path) -> None:
 
 
 def hang(run_dir: Path) -> None:
-    """Hang, as a member does that waits for a dead peer."""
+    """Hang like a member that waits for a dead peer."""
     # If the watching thread gets no CPU time for twice as long, Python's watchdog ends the process with another code.
     with activity.watched(Patience(2.0, 2.0)):
         activity.note("decode")
@@ -209,7 +209,7 @@ def test_a_hanging_member_ends_itself_and_logs_why(tmp_path: Path) -> None:
     outcome = drive(local(hang), directories(tmp_path, "a"))["a"]
     assert (outcome.kind, outcome.exit_code) == ("hang", HUNG_CODE)
     log = (tmp_path / "a" / LOG_FILE).read_text()
-    assert "in hang" in log, "the stack"
+    assert "in hang" in log, "the log has the stack"
     assert "no sign of life for" in log.splitlines()[-1], "the reason is taken from this line"
 
 

@@ -1,8 +1,8 @@
 """Tests of a study on a SLURM cluster, with a fake cluster in virtual time (`fake_cluster`).
 
-Jobs, nodes, the scheduler and the controller fail in all ways. Whatever happens, each member finishes exactly once, or
-is given up for its true reason. No journal record is lost or duplicated, no accepted job is submitted twice, and
-observers get the correct events in order.
+Jobs, nodes, the scheduler and the controller fail in all ways. Each member must still finish exactly once, or be given
+up for its true reason. No journal record may be lost or duplicated, and no accepted job submitted twice. Observers must
+get the correct events in order.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def points_by_run(directory: Path) -> dict[tuple[str, int], list[tuple[int, floa
 
 
 def file_contents(directory: Path) -> dict[str, bytes]:
-    """Return the contents of a study's files, without those of its lease."""
+    """Return the contents of a study's files, without its lease."""
     files = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(".controller")]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
@@ -559,7 +559,7 @@ def test_the_adopt_command_prints_text_and_json(tmp_path: Path, capsys: pytest.C
 
 
 def test_values_come_from_the_file_name_if_a_table_lacks_the_column(tmp_path: Path) -> None:
-    """The name of the file is read as it is for a log, whose columns have a framework's names."""
+    """The values are read from the file's name, as for a log, whose columns have a framework's names."""
     (tmp_path / "runs").mkdir()
     for loss, seed in (("grpo", 3), ("dapo", 4)):
         rows = "".join(f"{step},{100 * step},{0.01 * step + seed}\n" for step in range(1, 7))

@@ -100,7 +100,7 @@ def test_a_running_member_without_activity_is_marked(
         with lease:
             deadline = time.monotonic() + 30
             while (view := first(here)).idle_s is None:
-                assert time.monotonic() < deadline, "not even at the next beat"
+                assert time.monotonic() < deadline, "no heartbeat within 30 s"
                 time.sleep(0.02)
             assert view.doing == "decode" and view.idle_s is not None and silent_s <= view.idle_s < silent_s + 50
             assert cli.main(["status", str(here.directory)]) == 0
@@ -130,7 +130,7 @@ def test_trainer_and_engines_of_a_live_member_are_shown(
         lease.acquire()
         deadline = time.monotonic() + 30
         while not first(here).sides:
-            assert time.monotonic() < deadline, "not even at the next beat"
+            assert time.monotonic() < deadline, "no heartbeat within 30 s"
             time.sleep(0.02)
         assert {(side.idle, side.tokens_s) for side in first(here).sides} == {(None, None)}
         journal = Journal(run_dir)

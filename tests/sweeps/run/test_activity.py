@@ -112,7 +112,7 @@ def test_a_hanging_process_prints_its_stacks_and_ends() -> None:
     assert result.returncode == HUNG_CODE
     assert "last word: no sign of life for" in result.stdout and "last activity: decode" in result.stdout
     assert result.stdout.endswith("left\n"), "the callback that frees resources was called"
-    assert "a_collective_that_waits" in result.stderr, "the stacks"
+    assert "a_collective_that_waits" in result.stderr, "the stacks are printed"
     assert "went on" not in result.stdout
 
 

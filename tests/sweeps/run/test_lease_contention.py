@@ -97,7 +97,7 @@ class Stage:
             actor.turn.release()
             self._back.acquire()
         else:
-            raise AssertionError("no end")
+            raise AssertionError("the contenders never end")
         for actor in self._actors:
             if actor.error is not None:
                 raise actor.error

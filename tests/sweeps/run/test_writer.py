@@ -36,7 +36,7 @@ def test_a_copy_of_a_job_gives_up_after_its_time_as_a_duplicate(tmp_path: Path, 
         begin = time.monotonic()
         message = r"job 77, process .* gives its allocation back"
         with pytest.raises(DuplicateRunError, match=message) as caught, sole_writer(tmp_path, spec):
-            pytest.fail("two at once")
+            pytest.fail("two writers at the same time")
         assert 0.6 <= time.monotonic() - begin < 20
         assert first is not None
         first.check()
@@ -59,7 +59,7 @@ def test_a_second_local_writer_is_a_user_error(tmp_path: Path, spec: RunSpec, mo
         pytest.raises(UserError, match="has been writing this run") as caught,
         sole_writer(tmp_path, spec),
     ):
-        pytest.fail("two at once")
+        pytest.fail("two writers at the same time")
     assert not isinstance(caught.value, DuplicateRunError)
 
 
@@ -70,7 +70,7 @@ def test_a_waiting_copy_stops_on_request(tmp_path: Path, spec: RunSpec) -> None:
         try:
             message = r"SIGUSR2 while .* was writing this run"
             with pytest.raises(RunInterruptedError, match=message), sole_writer(tmp_path, spec):
-                pytest.fail("two at once")
+                pytest.fail("two writers at the same time")
         finally:
             interruption.clear()
 
@@ -81,7 +81,7 @@ def test_other_ranks_do_not_wait_for_rank_0_after_a_stop_request(tmp_path: Path,
     """Rank 0 saw the request before it took the lease, and has ended."""
     ask_to_stop(tmp_path, "no longer needed")
     with pytest.raises(RunInterruptedError, match="no longer needed"), sole_writer(tmp_path, spec, rank=1):
-        pytest.fail("nobody writes the run")
+        pytest.fail("the run has no writer to wait for")
 
 
 def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
