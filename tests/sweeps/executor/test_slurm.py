@@ -858,7 +858,7 @@ def test_jobs_without_pickles_are_retried_at_no_cost_to_the_member(
         assert failed_nodes(here, spec.run) == [], "not blamed on a node"
 
 
-def test_a_job_of_an_earlier_version_needs_no_pickle(tmp_path: Path) -> None:
+def test_a_missing_pickle_of_an_earlier_versions_job_is_a_launch_failure(tmp_path: Path) -> None:
     """Versions that did not use submitit wrote `submit.sh` into a submission's folder; that file marks such a job."""
     here = place(tmp_path, {0: [LACKS_ITS_PICKLE]})
     here.run(detach=True)

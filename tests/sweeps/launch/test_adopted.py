@@ -198,7 +198,7 @@ def test_relabelling_keeps_provenance_and_records(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_search_uses_adopted_runs_as_trials(place: Path) -> None:
-    """The run was adopted with its own axis, and its label is the one that a trial would have."""
+    """The adopted run describes its compute in another way than the trials, and gets the label of its trial."""
     run_by_hand(place, "dapo", 0)
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     words = ["--config-dir", ".", "--config-name", "mine", "--multirun", "hydra/sweeper=scalerl_optuna"]
