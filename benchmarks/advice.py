@@ -1,8 +1,8 @@
-"""Does following the advice of `scalerl plan` lead to better choices than spending the same elsewhere?
+"""Does following the advice of `scalerl plan` lead to better choices than spending the same compute elsewhere?
 
-Simulated studies of four recipes (A 0.60, 0.565, 0.50, 0.46; windows of 1.3 to 4 C_mid, one seed each, seeds
-differing by 0.015). What a choice costs is how far its true A lies below the best one's. In each study one step
-is taken as advised, and the same step, at the same cost, on each recipe in turn (the mean is that of a random one).
+The studies are simulated: four recipes with A 0.60, 0.565, 0.50 and 0.46, windows of 1.3 to 4 C_mid, and one seed each
+(A differs between seeds by 0.015). The loss of a choice is how far its true A is below the best one. In each study the
+advised step is taken. It is compared with the same step, at the same cost, on each recipe in turn, averaged.
 
     python benchmarks/advice.py --studies 250
 """
@@ -27,19 +27,19 @@ MARGIN = 0.02
 
 
 def complete_run(a: float, b: float, c_mid: float, points: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Compute and reward of one seed, evaluated every `STEP`: its own A, a wandering policy, sampling error."""
+    """Simulate one seed, evaluated every `STEP`: a random A, AR(1) noise of the policy, and sampling error."""
     compute = np.asarray(STEP * np.arange(points), dtype=np.float64)
-    own = a + SEED_SD * rng.standard_normal()
+    seed_asymptote = a + SEED_SD * rng.standard_normal()
     wander = np.zeros(points)
     for i in range(1, points):
         wander[i] = RHO * wander[i - 1] + np.sqrt(1 - RHO**2) * WANDER * rng.standard_normal()
     with np.errstate(divide="ignore"):
-        reward = R0 + (own - R0) / (1 + (c_mid / compute) ** b)
+        reward = R0 + (seed_asymptote - R0) / (1 + (c_mid / compute) ** b)
     return compute, np.clip(reward + wander + WHITE * rng.standard_normal(points), 0, 1)
 
 
 def revealed(full: Curve, ends: dict[str, float]) -> Curve:
-    """The part of a recipe's runs that has been paid for: each seed up to its end."""
+    """Return the part of a recipe's runs that has been paid for: each seed up to its end."""
     keep = np.zeros(len(full.compute), dtype=bool)
     for seed, end in ends.items():
         keep |= (full.seed == seed) & (full.compute <= end * (1 + 1e-9))
@@ -47,7 +47,7 @@ def revealed(full: Curve, ends: dict[str, float]) -> Curve:
 
 
 def one_study(study: int) -> tuple[float, float, float, float]:
-    """Loss before, after the advised step, after it on a random recipe; and the fall that was promised."""
+    """Return the loss before, after the advised step and after a random step, and the gain that was promised."""
     rng = np.random.default_rng(study)
     truth = ASYMPTOTES[rng.permutation(4)]
     full, ends = [], []
@@ -68,8 +68,15 @@ def one_study(study: int) -> tuple[float, float, float, float]:
     if not steps:
         return (loss(fits),) * 3 + (0.0,)
     step = steps[0]
-    each = [loss([*fits[:r], fit_curve(revealed(full[r], _more(ends[r], step))), *fits[r + 1 :]]) for r in range(4)]
-    return loss(fits), each[int(step.recipe[1:])], float(np.mean(each)), step.expected_gain or 0.0
+    losses_by_recipe = [
+        loss([*fits[:r], fit_curve(revealed(full[r], _more(ends[r], step))), *fits[r + 1 :]]) for r in range(4)
+    ]
+    return (
+        loss(fits),
+        losses_by_recipe[int(step.recipe[1:])],
+        float(np.mean(losses_by_recipe)),
+        step.expected_gain or 0.0,
+    )
 
 
 def _more(ends: dict[str, float], step: Step) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""An agent with a calculator: does it learn to call the tool, and what does credit by turn change?
+"""Does an agent with a calculator learn to call the tool, and does credit per turn help?
 
-Runs (or adopts) the study `experiment=agent` and writes the tables of docs/measured/agent.md between its marks. The
-words there are ours.
+Runs or continues the study `experiment=agent` and writes the tables of docs/measured/agent.md between its marks. The
+text around the marks is written by hand.
 
     python benchmarks/agent.py [--parallel 2]
 """
@@ -22,24 +22,30 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "agent.md"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 RATE = "eval/heldout/pass_rate"
-SEEN = ("environment/turns", "environment/calls", "environment/malformed", "environment/raised", "environment/failed")
+METRICS = (
+    "environment/turns",
+    "environment/calls",
+    "environment/malformed",
+    "environment/raised",
+    "environment/failed",
+)
 
 
 def rates(views: list[JournalView]) -> list[str]:
-    """Pass rates at the start, at 20, 50 and all steps; mean over seeds."""
+    """Return pass rates before training, after 20 and 50 steps and at the end, as means over seeds."""
     by_step = [{record.step: record.metrics[RATE] for record in view.of_kind("eval")} for view in views]
     steps = [0, 20, 50, max(by_step[0])]
     return [f"{fmean(row[step] for row in by_step):.3f}" for step in steps]
 
 
 def last(views: list[JournalView], metric: str) -> str:
-    """A metric's mean over the last ten steps and the seeds; empty where it is not recorded."""
+    """Return a metric's mean over the last ten steps and all seeds, or "" if it is not recorded."""
     records = [record.metrics for view in views for record in view.of_kind("train")[-10:]]
     return f"{fmean(record[metric] for record in records):.3f}" if metric in records[-1] else ""
 
 
 def main() -> int:
-    """Run, tabulate, write."""
+    """Run the study and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     launch = f"launch.max_parallel={parser.parse_args().parallel}"
@@ -54,10 +60,10 @@ def main() -> int:
         "at step 20",
         "at step 50",
         "at the end",
-        *(f"`{name}`" for name in SEEN),
+        *(f"`{name}`" for name in METRICS),
     ]
     rows = [
-        [recipe, str(len(views)), *rates(views), *(last(views, name) for name in SEEN)]
+        [recipe, str(len(views)), *rates(views), *(last(views, name) for name in METRICS)]
         for recipe, views in sorted(by_recipe.items(), key=lambda item: len(item[0]))
     ]
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]

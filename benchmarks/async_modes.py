@@ -1,8 +1,8 @@
-"""Pipeline, PPO-off-policy and on-policy on virtual time: idle shares, staleness, curves, and what is fitted to them.
+"""Compare pipeline, PPO-off-policy and on-policy modes in virtual time: idle shares, staleness, and fitted curves.
 
-Runs (or adopts) `experiment=async_modes` through the public command, and some of its modes on two other clusters;
-fits every mode over virtual device hours; and writes tables and figure of docs/measured/async_modes.md between its
-marks. The words there are ours.
+Runs or continues `experiment=async_modes` with the public command, and some of its modes on two other clusters. Fits
+every mode over virtual device hours, and writes tables and figure of docs/measured/async_modes.md between its marks.
+The text around the marks is written by hand.
 
     python benchmarks/async_modes.py --seeds 0,1,2
 """
@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "async_modes.md"
 FIGURE = ROOT / "docs" / "measured" / "async_modes.png"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
-# A pass rate that all modes pass on the steep part of the curve: efficiency without a model of it.
+# A pass rate on the steep part of every mode's curve. The hours to reach it measure efficiency without a fit.
 REACHED = 0.6
-# The same number of devices, but shared in turns; and a cluster whose trainer is the bottleneck. Two seeds each.
+# Two other clusters, two seeds each: devices shared in turns, and a cluster whose trainer is the bottleneck.
 OTHERS = (
     (
         "### Four devices that generate and train in turns",
@@ -56,62 +56,67 @@ OTHERS = (
 
 
 def mode_of(recipe: str) -> str:
-    """`scalerl` is PipelineRL-8; variants name theirs."""
+    """Return a recipe's mode. `scalerl` is PipelineRL-8; the labels of variants contain theirs."""
     name = recipe.partition("+async_mode=")[2] or "pipeline_8"
     return name if name[-1].isdigit() or name == "on_policy" else f"{name}_8"
 
 
 def study(name: str, seeds: str, *overrides: str) -> LoadedStudy:
-    """Run (or adopt) a study and read it over virtual device hours."""
+    """Run or continue a study and read it over virtual device hours."""
     command = [SCALERL, "train", "--multirun", f"study={name}", f"seed={seeds}", *overrides]
     subprocess.run(command, check=True, cwd=ROOT)
     return over(name, VIRTUAL_HOURS)
 
 
 def over(name: str, axis: str) -> LoadedStudy:
-    """A study's curves over an axis, named and sorted by mode."""
+    """Read a study's curves over an axis, named and sorted by mode."""
     loaded = load([ROOT / "outputs" / name], x=axis)
     curves = [dataclasses.replace(curve, recipe=mode_of(curve.recipe)) for curve in loaded.curves]
     return dataclasses.replace(loaded, curves=sorted(curves, key=lambda curve: curve.recipe))
 
 
 def distinct(curves: list[Curve]) -> list[Curve]:
-    """One curve for modes that turned out to be one run under two names: ranked twice, they would share chances."""
-    kept: list[Curve] = []
+    """Merge curves of modes whose runs are the same. Ranked twice, they would share their chance of being best."""
+    merged: list[Curve] = []
     for curve in curves:
-        twin = next((n for n, other in enumerate(kept) if np.array_equal(curve.reward, other.reward)), None)
+        twin = next(
+            (n for n, earlier_curve in enumerate(merged) if np.array_equal(curve.reward, earlier_curve.reward)), None
+        )
         if twin is None:
-            kept.append(curve)
+            merged.append(curve)
         else:
-            kept[twin] = dataclasses.replace(kept[twin], recipe=f"{kept[twin].recipe} = {curve.recipe}")
-    return kept
+            merged[twin] = dataclasses.replace(merged[twin], recipe=f"{merged[twin].recipe} = {curve.recipe}")
+    return merged
 
 
 def last(view: JournalView, metric: str) -> float:
-    """A metric at the end of a run."""
+    """Return a metric at the end of a run."""
     return view.of_kind("train")[-1].metrics[metric]
 
 
 def over_run(view: JournalView, metric: str) -> float:
-    """A metric's mean over a run's steps."""
+    """Return a metric's mean over a run's steps."""
     return float(np.mean([record.metrics[metric] for record in view.of_kind("train")]))
 
 
 def hours_to(curve: Curve, reward: float) -> float | None:
-    """Virtual device hours until the mean of three evaluations in a row reaches `reward`; over seeds, or None."""
-    found = []
+    """Return virtual device hours until the mean of three successive evaluations reaches `reward`, averaged over seeds.
+
+    Returns None if a seed does not reach it.
+    """
+    hours_by_seed = []
     for seed in sorted(set(curve.seed)):
         mine = curve.seed == seed
         smooth = np.convolve(curve.reward[mine], np.ones(3) / 3, mode="valid")
         above = np.flatnonzero(smooth >= reward)
         if not above.size:
             return None
-        found.append(float(curve.compute[mine][above[0] + 1]))
-    return float(np.mean(found))
+        hours_by_seed.append(float(curve.compute[mine][above[0] + 1]))
+    return float(np.mean(hours_by_seed))
 
 
 def shown(interval: Interval | None, form: str) -> str:
-    """An interval as text; an open end says so."""
+    """Format an interval; an end without a bound is written as "open"."""
     if interval is None or interval.value is None:
         return ""
     low, high = (format(end, form) if end is not None else "open" for end in (interval.low, interval.high))
@@ -119,7 +124,7 @@ def shown(interval: Interval | None, form: str) -> str:
 
 
 def scheduling(loaded: LoadedStudy) -> list[str]:
-    """What the schedule does, before any curve is fitted."""
+    """Return the table of idle shares, staleness and hours, which needs no fit."""
     lines = [
         "| mode | virtual device hours | trainer idle | generator idle | staleness: mean (in flight + queued) | p95 "
         f"| max | hours to a pass rate of {REACHED} | pass rate at the end |",
@@ -150,7 +155,7 @@ def scheduling(loaded: LoadedStudy) -> list[str]:
 
 
 def fitted(fits: list[Fit], ranking: Ranking) -> list[str]:
-    """A, B and C_mid over an axis, with B at the A that the tied modes share."""
+    """Return the table of A, B and C_mid over an axis, with B at the A that tied modes share."""
     shared = "" if ranking.shared_a is None else f" {ranking.shared_a:.3f}"
     lines = [f"| mode | verdict | A | B | C_mid | B at the shared A{shared} |", "|---|---|---|---|---|---|"]
     at_shared = {entry.recipe: entry.B_at_shared_A for entry in ranking.ranking}
@@ -162,7 +167,7 @@ def fitted(fits: list[Fit], ranking: Ranking) -> list[str]:
 
 
 def main() -> int:
-    """Run, fit, write."""
+    """Run the studies, fit them, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     seeds = parser.parse_args().seeds

@@ -1,8 +1,8 @@
 """Measure the rates of conf/cost_model/cpu.yaml: how long one CPU core takes to decode, prefill, train and publish.
 
-The arithmetic task's base model in FP32, one thread. Rounds of all sizes alternate, so that other load on the
-machine falls on all of them; each size counts with its median. The rates are a non-negative least-squares fit to
-these medians, relative errors weighing the same.
+Uses the arithmetic task's base model in FP32 with one thread. Sizes alternate, so that other load on the machine
+affects all of them, and the median of each size is used. The rates are a non-negative least-squares fit to these
+medians, in which relative errors have equal weight.
 
     python benchmarks/cost_model.py             prints sizes, seconds and rates
     python benchmarks/cost_model.py --write     puts the rates into conf/cost_model/cpu.yaml
@@ -41,7 +41,7 @@ ROLLOUTS = (16, 32, 64, 128, 256)
 
 
 def decode_rows(model: Any, rollouts: int) -> list[tuple[list[float], float]]:
-    """One generation of that many rollouts: for each token step ([1, rollouts, context], seconds); prefill apart."""
+    """Generate this many rollouts; return ([1, rollouts, context], seconds) per decoding step, without the prefill."""
     generator = TorchGenerator(
         model, FP32, SamplingSettings(max_prompt_tokens=16, max_new_tokens=NEW_TOKENS), slots=rollouts
     )
@@ -57,7 +57,7 @@ def decode_rows(model: Any, rollouts: int) -> list[tuple[list[float], float]]:
 
 
 def prefill_s(model: Any, prompts: int) -> float:
-    """Seconds of prefilling that many prompts."""
+    """Return the seconds of prefilling this many prompts."""
     generator = TorchGenerator(model, FP32, SamplingSettings(max_prompt_tokens=16, max_new_tokens=1), slots=prompts)
     for key in range(prompts):
         generator.submit(GroupRequest(key, tuple(range(1, PROMPT_TOKENS + 1)), 1, (key,)))
@@ -67,7 +67,7 @@ def prefill_s(model: Any, prompts: int) -> float:
 
 
 def train_s(model: Any, rollouts: int) -> tuple[int, float]:
-    """Tokens and seconds of one optimizer step in micro-batches of 64."""
+    """Return tokens and seconds of one optimizer step in micro-batches of 64."""
     policy = Policy(model, FP32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0)
     tokens = list(range(1, 14)) + [1] * 5
@@ -85,7 +85,7 @@ def train_s(model: Any, rollouts: int) -> tuple[int, float]:
 
 
 def publish_s(model: Any) -> float:
-    """Seconds of one publish with nothing in flight."""
+    """Return the seconds of one publish with nothing in flight."""
     generator = TorchGenerator(model, FP32, SamplingSettings(max_prompt_tokens=16, max_new_tokens=1), slots=1)
     begin = time.perf_counter()
     generator.publish(dict(model.state_dict()), 1)
@@ -93,14 +93,14 @@ def publish_s(model: Any) -> float:
 
 
 def rates_of(rows: dict[tuple[float, ...], list[float]]) -> np.ndarray[Any, Any]:
-    """Non-negative rates of the columns from medians of seconds."""
+    """Fit non-negative rates of the columns to the median seconds."""
     columns = np.array(list(rows))
     seconds = np.array([statistics.median(values) for values in rows.values()])
     return np.asarray(nnls(columns / seconds[:, None], np.ones(len(seconds)))[0])
 
 
 def measure() -> dict[str, float]:
-    """All rates, in seconds."""
+    """Measure all rates, in seconds. The first two rounds are warm-up."""
     model = load_model(arithmetic_base_model())
     decode: dict[tuple[float, ...], list[float]] = defaultdict(list)
     prefill: dict[tuple[float, ...], list[float]] = defaultdict(list)
@@ -139,7 +139,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure and print the rates; write them if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the rates into conf/cost_model/cpu.yaml")
     write = parser.parse_args().write

@@ -1,9 +1,9 @@
-"""How often do 95% intervals hold the truth, and how wide are they beside one that is told the noise?
+"""How often do 95% intervals contain the truth, and how wide are they compared with intervals for known noise?
 
-Simulated runs with known A, B, C_mid, windows that end at 2, 4 and 8 C_mid, 20 to 80 evaluations, white noise and
-AR(1) noise of correlation 0.7. R0 is observed once, with the same noise, at compute 0. "Told" is the same posterior
-when it is told the noise's covariance. A second table adds runs' own asymptotes, drawn with a spread
-between seeds, and asks how often `A_total` holds the mean of all seeds.
+The simulated runs have known A, B and C_mid, windows that end at 2, 4 and 8 C_mid, 20 to 80 evaluations, and white
+noise or AR(1) noise with correlation 0.7. R0 is observed once, with the same noise, at compute 0. The known-noise
+interval is the same posterior given the noise's covariance. In a second table the asymptote varies between seeds; it
+shows how often `A_total` contains the mean over all seeds.
 
     python -m benchmarks.coverage --repeats 1000 --out docs/measured/coverage.md
 """
@@ -33,13 +33,13 @@ TRUTH = dict(zip(NAMES, (A, B, C_MID), strict=True))
 
 
 def law(compute: Array, a: float = A) -> Array:
-    """arXiv 2510.13786, eq. 1."""
+    """Return the reward at a compute (arXiv 2510.13786, eq. 1)."""
     with np.errstate(divide="ignore"):
         return np.asarray(R0 + (a - R0) / (1 + (C_MID / compute) ** B))
 
 
 def ar1(rng: np.random.Generator, n: int, rho: float) -> Array:
-    """Stationary noise of standard deviation SD."""
+    """Draw stationary AR(1) noise of standard deviation SD and correlation `rho`."""
     shock = SD * np.sqrt(1 - rho**2) * rng.standard_normal(n)
     path = np.empty(n)
     path[0] = SD * rng.standard_normal()
@@ -49,7 +49,7 @@ def ar1(rng: np.random.Generator, n: int, rho: float) -> Array:
 
 
 def grid(n: int, end: float, spacing: str) -> Array:
-    """Compute of n evaluations, the first at 0."""
+    """Return the compute of n evaluations, the first at 0."""
     if spacing == "log":
         return np.concatenate([[0.0], np.geomspace(C_MID / 10, end, n - 1)])
     return np.linspace(0.0, end, n)
@@ -57,7 +57,7 @@ def grid(n: int, end: float, spacing: str) -> Array:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table."""
+    """Settings of one row of the table: window end in C_mid, evaluations, noise correlation, spacing."""
 
     reach: float
     n: int
@@ -65,10 +65,10 @@ class Cell:
     spacing: str
 
 
-def told(fit: Fit, rho: float) -> dict[str, float | None]:
-    """Widths of the intervals that are told the noise, and that there is no walk; None where an end is open.
+def known_noise_widths(fit: Fit, rho: float) -> dict[str, float | None]:
+    """Return the widths of intervals given the true noise covariance and no random walk.
 
-    The sigmoid's shape on a grid of about the fit's own draws, R0 and A solved exactly in each cell.
+    The shape of the sigmoid is on a grid that covers the fit's draws. R0 and A are solved exactly in each cell.
     """
     assert fit.draws is not None and fit.outlook_inputs is not None
     ahead, law_ = fit.outlook_inputs, LAWS[0]
@@ -105,27 +105,27 @@ def told(fit: Fit, rho: float) -> dict[str, float | None]:
 
 
 def one(cell: Cell, repeat: int) -> dict[str, tuple[bool, bool, float | None, float | None]]:
-    """For each parameter: held, open, own width, told width."""
+    """Simulate one run; return (contains the truth, is open, width, known-noise width) per parameter."""
     rng = np.random.default_rng([repeat, int(cell.reach * 10), cell.n, int(cell.rho * 10)])
     compute = grid(cell.n, cell.reach * C_MID, cell.spacing)
     fit = fit_curve(make_curve("run", compute, law(compute) + ar1(rng, cell.n, cell.rho)))
-    known = told(fit, cell.rho)
-    found = {}
+    known = known_noise_widths(fit, cell.rho)
+    results_by_name = {}
     for name in NAMES:
         ends = getattr(fit, name)
         held = (ends.low is None or ends.low <= TRUTH[name]) and (ends.high is None or ends.high >= TRUTH[name])
         is_open = ends.low is None or ends.high is None
-        found[name] = (held, is_open, None if is_open else ends.high - ends.low, known[name])
-    return found
+        results_by_name[name] = (held, is_open, None if is_open else ends.high - ends.low, known[name])
+    return results_by_name
 
 
 def many(cell: Cell, repeats: int, start: int = 0) -> list[dict[str, tuple[bool, bool, float | None, float | None]]]:
-    """A cell's repeats."""
+    """Return the results of a cell's repeats."""
     return [one(cell, start + i) for i in range(repeats)]
 
 
 def summarise(rows: Sequence[dict[str, tuple[bool, bool, float | None, float | None]]], name: str) -> tuple[float, ...]:
-    """Coverage, fraction open, median width of the closed ones, its ratio to the told one's over the same runs."""
+    """Return coverage, fraction open, median width of closed intervals, and its ratio to the known-noise width."""
     held, is_open, width, known = zip(*(row[name] for row in rows), strict=True)
     pairs = [(w, k) for w, k in zip(width, known, strict=True) if w is not None and k is not None]
     ratio = np.median([w for w, _ in pairs]) / np.median([k for _, k in pairs]) if pairs else np.nan
@@ -134,7 +134,7 @@ def summarise(rows: Sequence[dict[str, tuple[bool, bool, float | None, float | N
 
 
 def seeds_cell(seeds: int, recipes: int, repeat: int) -> tuple[int, int, int]:
-    """`A_total` of one study: how many of its recipes' intervals hold the mean over all seeds, are open, of all."""
+    """Simulate one study; return how many `A_total` contain the mean over all seeds, how many are open, and all."""
     rng = np.random.default_rng([repeat, seeds, recipes])
     curves: list[Curve] = []
     compute = grid(40, 8 * C_MID, "even")
@@ -151,12 +151,12 @@ def seeds_cell(seeds: int, recipes: int, repeat: int) -> tuple[int, int, int]:
 
 
 def spread(pool: ProcessPoolExecutor, work: Callable[[int], object], repeats: int) -> list[object]:
-    """Repeats over processes."""
+    """Run the repeats in a pool of processes."""
     return list(pool.map(work, range(repeats), chunksize=max(repeats // 20, 1)))
 
 
 def set_up(repeats: int) -> list[str]:
-    """What the tables show."""
+    """Return the text that explains the tables."""
     return wrapped(
         f"- **Runs**: {repeats} simulated runs per row. The true values are A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}; "
         f"R0 is observed once. The noise has a standard deviation of {SD}: white, or AR(1) with the correlation in "
@@ -174,7 +174,7 @@ def set_up(repeats: int) -> list[str]:
 
 
 def seeds_set_up() -> list[str]:
-    """What the table of `A_total` shows."""
+    """Return the text that explains the table of `A_total`."""
     return wrapped(
         f"Runs of one recipe differ in A with a standard deviation of {BORROWED_SEED_SD}. Windows end at 8 C_mid; each "
         "run has 40 evaluations and AR(0.5) noise. With one seed this standard deviation is assumed, with more it is "

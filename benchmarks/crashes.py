@@ -1,14 +1,17 @@
-"""Kills, power cuts and damaged files on studies of commands: the same result, or the loss is named.
+"""Test studies of commands against kills, power cuts and damaged files: the result is the same, or the loss is named.
 
     python benchmarks/crashes.py [--kills 40] [--damage 20] [--seed 0] [--out docs/measured/crashes.md]
 
-Three kinds of study, each of a script without torch: four members that are commands, a live race of them, and a search
-over a grid. Each case is a study of its own. It is hurt once at a random moment: the process group of a member or the
-controller is killed (-9), or the power is cut: everything is killed at once, and every file is cut to the length at
-which it was last synced. Or one of its files is damaged when half of it is done. Then the study is launched again until
-it is through, and compared with the undisturbed one. Looks at metrics are ten times as frequent as usual, for members
-take seconds. Exits with 1 unless each case gives the same result, or names what is lost, or is refused in one line that
-names the file.
+There are three kinds of study, each of a script without torch: four members that are commands, a live race of them, and
+a search over a grid. Each case is a new study with one fault at a random moment:
+
+- the process group of a member, or the controller, is killed (-9);
+- the power is cut: everything is killed at once, and every file is cut to the length at which it was last synced;
+- the controller is killed and one of the study's files is damaged.
+
+Then the study is launched again until it is complete, and compared with an undisturbed one. Metrics are polled ten
+times as often as usual, because members take only seconds. Exits with 1 unless each case gives the same result, names
+the loss, or is refused in one line that names the file.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/measured/crashes.md"
 STEPS = 60
-SLOWEST = 4  # of the search's grid
-# It saves durably after every tenth step, and goes on from there. In a race the recipe that will lose waits at a step
-# for its end: it can only be stopped.
+GRID_VALUES = 4  # number of values of the search's grid, and of its trials
+# The script saves and syncs a checkpoint after every tenth step and resumes from it. In a race, the losing recipe waits
+# forever at one step (`wait`), so that it can only end by being stopped.
 SCRIPT = f"""
 import json, os, sys, time
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -76,7 +79,7 @@ while step < {STEPS}:
         time.sleep(0.05)
     time.sleep(0.01)
 """
-RETRIES = {"killed": 2}  # a member that was killed is started again, so many times
+RETRIES = {"killed": 2}  # how many times a killed member is restarted
 KINDS = ("commands", "race", "search")
 DAMAGE = ("metrics.jsonl", "command.json", "spec.json", "stdout.txt", "ledger.jsonl", "race.jsonl", "optuna.jsonl")
 
@@ -84,8 +87,8 @@ DAMAGE = ("metrics.jsonl", "command.json", "spec.json", "stdout.txt", "ledger.js
 # --- a study ------------------------------------------------------------------------------------------------------
 
 
-class Said(Observer):
-    """Observer that writes what is said into a file."""
+class MessageLog(Observer):
+    """Observer that appends the study's messages to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -97,7 +100,7 @@ class Said(Observer):
 
 
 class Forked(LocalExecutor):
-    """Executor whose members are forked from the controller, which has imported everything already."""
+    """Executor that forks members from the controller, which has already imported everything."""
 
     def __init__(self, places: int) -> None:
         super().__init__("benchmarks.crashes:run_apart", places, 1)
@@ -105,7 +108,7 @@ class Forked(LocalExecutor):
 
 
 def run_apart(run_dir: Path) -> None:
-    """Run a member in a process group of its own, whose number it leaves for whoever is to kill it."""
+    """Run a member in its own process group, and record the group's id for `kill_member`."""
     os.setsid()
     with (run_dir.parents[2] / "members").open("a") as handle:
         handle.write(f"{os.getpid()}\n")
@@ -114,7 +117,7 @@ def run_apart(run_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A study's place: the folder of its file, what it is, and where its lines go."""
+    """The folder of a study with its script and configuration, and the kind of the study."""
 
     folder: Path
     kind: str
@@ -125,12 +128,12 @@ class Place:
         return self.folder / "outputs"
 
     @property
-    def said(self) -> Path:
-        """What its launches have said."""
+    def log_path(self) -> Path:
+        """Log of all launches of the study."""
         return self.folder / "said"
 
     def write(self) -> None:
-        """Write its script and its file."""
+        """Write the script and the configuration of the study."""
         self.folder.mkdir(parents=True)
         (self.folder / "train.py").write_text(SCRIPT)
         line = "python -S train.py --seed={seed} --out={run_dir} --best={best} --wait={wait}"
@@ -149,32 +152,32 @@ class Place:
         return plan_commands([list(words) for words in lists], [str(self.folder / "crashes.yaml")])
 
     def launch(self) -> None:
-        """Run what is not done, as a command of the user's does."""
-        observers = [Said(self.said)]
+        """Run the members that are not finished, as the user's command would."""
+        observers = [MessageLog(self.log_path)]
         if self.kind == "search":
             study = Study.read(self.study) if Ledger(self.study).fold() else Study(self.study, [])
-            axes = [Axis("best", tuple(f"0.{n}" for n in range(4, 4 + SLOWEST)))]
+            axes = [Axis("best", tuple(f"0.{n}" for n in range(4, 4 + GRID_VALUES)))]
             grid = {axis.key: list(axis.choices) for axis in axes}
-            settings = SearchSettings(SLOWEST, 2, budget=100.0 * STEPS)
+            settings = SearchSettings(GRID_VALUES, 2, budget=100.0 * STEPS)
             sampler: Callable[[int], Any] = lambda seed: optuna.samplers.GridSampler(grid, seed=seed)  # noqa: E731
             search = Search(study, axes, settings, ["seed=1"], self.planned, sampler)
             study.run(Forked(2), observers, RETRIES, decider=search)
             return
-        lost = "best=0.4 wait=40" if self.kind == "race" else "best=0.6"
-        specs = self.planned([f"{recipe} seed={seed}".split() for recipe in (lost, "best=0.8") for seed in (1, 2)])
+        losing = "best=0.4 wait=40" if self.kind == "race" else "best=0.6"
+        specs = self.planned([f"{recipe} seed={seed}".split() for recipe in (losing, "best=0.8") for seed in (1, 2)])
         study = Study(self.study, specs)
         race = LiveRace(study, RaceSettings("live", budget=100.0 * STEPS, growth=1.3)) if self.kind == "race" else None
         study.run(Forked(4), observers, RETRIES, decider=race)
 
 
 def controller(place: Place) -> int:
-    """Start a controller in a process of its own, which notes what is synced; return its process id."""
+    """Start a controller in a new process that records each fsync; return its process id."""
     if (process := os.fork()) != 0:
         return process
     code = 1
     try:
         os.setsid()
-        log = os.open(place.said, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log = os.open(place.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         logging.basicConfig(stream=sys.stderr, force=True)
@@ -182,12 +185,12 @@ def controller(place: Place) -> int:
         synced = os.open(place.folder / "synced", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         fsync = os.fsync
 
-        def noted(descriptor: int) -> None:
+        def recording_fsync(descriptor: int) -> None:
             fsync(descriptor)
             status = os.fstat(descriptor)
             os.write(synced, b"%d %d\n" % (status.st_ino, status.st_size))
 
-        os.fsync = noted  # type: ignore[assignment]
+        os.fsync = recording_fsync  # type: ignore[assignment]
         place.launch()
         code = 0
     except UserError as error:
@@ -201,32 +204,32 @@ def controller(place: Place) -> int:
         os._exit(code)
 
 
-# --- what is done to it -------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------------------
 
 
 def descendants(process: int) -> list[int]:
-    """Return a process and all below it."""
+    """Return a process and all its descendants."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
             if fields[0] != b"Z":
                 parents.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = [process]
-    for each in found:
-        found += parents.get(each, [])
-    return found
+    processes_below = [process]
+    for each in processes_below:
+        processes_below += parents.get(each, [])
+    return processes_below
 
 
 def send(processes: Sequence[int], number: signal.Signals) -> None:
-    """Send a signal to each of the processes that are still there."""
+    """Send a signal to each of the processes that still exist."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
 
 def end(process: int, patience_s: float = 20.0) -> None:
-    """Wait until a controller and what it had started are gone: whatever was below it comes to this process."""
+    """Wait until a controller and its descendants have ended. This process is the subreaper, so it adopts orphans."""
     deadline = time.monotonic() + patience_s
     os.waitpid(process, 0)
     while len(descendants(os.getpid())) > 1 and time.monotonic() < deadline:
@@ -236,27 +239,27 @@ def end(process: int, patience_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def kill_member(place: Place, process: int, luck: random.Random) -> str:
-    """Kill the process group of a member that is at work."""
+def kill_member(place: Place, process: int, source: random.Random) -> str:
+    """Kill the process group of a running member, or the controller if no member runs."""
     members = (place.folder / "members").read_text().split() if (place.folder / "members").exists() else []
     alive = [int(each) for each in members if Path(f"/proc/{each}").exists()]
     if not alive:
-        return kill_controller(place, process, luck)
+        return kill_controller(place, process, source)
     with suppress(ProcessLookupError):
-        os.killpg(luck.choice(alive), signal.SIGKILL)
+        os.killpg(source.choice(alive), signal.SIGKILL)
     end(process)
     return "a member killed"
 
 
-def kill_controller(place: Place, process: int, luck: random.Random) -> str:
+def kill_controller(place: Place, process: int, source: random.Random) -> str:
     """Kill the controller."""
     send([process], signal.SIGKILL)
     end(process)
     return "the controller killed"
 
 
-def cut_power(place: Place, process: int, luck: random.Random) -> str:
-    """Kill everything at once, and cut each file to what was synced of it; the command syncs its checkpoints itself."""
+def cut_power(place: Place, process: int, source: random.Random) -> str:
+    """Kill everything at once, and cut each file to its synced length, except checkpoints, which the command syncs."""
     everything = descendants(process)
     send(everything, signal.SIGSTOP)
     everything = [*dict.fromkeys([*everything, *descendants(process)])]
@@ -274,7 +277,7 @@ def cut_power(place: Place, process: int, luck: random.Random) -> str:
     return "power cut"
 
 
-def damage(path: Path, how: str, luck: random.Random) -> None:
+def damage(path: Path, how: str, source: random.Random) -> None:
     """Damage a file."""
     raw = path.read_bytes()
     if how == "deleted":
@@ -282,34 +285,34 @@ def damage(path: Path, how: str, luck: random.Random) -> None:
     elif how == "empty" or not raw:
         path.write_bytes(b"")
     elif how == "truncated":
-        path.write_bytes(raw[: luck.randrange(len(raw))])
+        path.write_bytes(raw[: source.randrange(len(raw))])
     else:
         changed = bytearray(raw)
         for _ in range(3):
-            changed[luck.randrange(len(raw))] ^= 1 << luck.randrange(8)
+            changed[source.randrange(len(raw))] ^= 1 << source.randrange(8)
         path.write_bytes(bytes(changed))
 
 
-# --- what has become of it ----------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------------
 
 
 def outcome(place: Place) -> dict[str, Any]:
-    """Return what a study has found: members with their records, looks of its race, values of its trials."""
-    found: dict[str, Any] = {}
+    """Return the results of a study: members with their records, looks of its race, values of its trials."""
+    results: dict[str, Any] = {}
     for state in Ledger(place.study).fold().values():
         try:
             view = read_journal(place.study / RUNS_DIR / state.run)
         except JournalError:
-            found[state.title] = state.state, None
+            results[state.title] = state.state, None
             continue
-        # When one that is stopped has really ended is a matter of time.
+        # Where a stopped member ends depends on timing, so its records are not compared.
         records = view.deterministic() if state.state == "finished" else None
-        found[state.title] = state.state, records
+        results[state.title] = state.state, records
     if place.kind == "race":
-        found["looks"] = [(look.compute, look.stopped) for look in RaceRecord.read(place.study).looks]
+        results["looks"] = [(look.compute, look.stopped) for look in RaceRecord.read(place.study).looks]
     if place.kind == "search" and (trials := best_known(place)) is not None:
-        found["trials"] = trials
-    return found
+        results["trials"] = trials
+    return results
 
 
 def best_known(place: Place) -> list[tuple[str, float | None]] | None:
@@ -325,35 +328,35 @@ def best_known(place: Place) -> list[tuple[str, float | None]] | None:
 
 
 def judged(place: Place, right: dict[str, Any], codes: Sequence[int]) -> tuple[str, str]:
-    """Return the verdict on a study that was hurt: `same`, `named`, `refused` or `WRONG`, and what shows it."""
-    said = place.said.read_text() if place.said.exists() else ""
+    """Return the verdict on a study with a fault (`same`, `named`, `refused` or `WRONG`) and the evidence."""
+    log_path = place.log_path.read_text() if place.log_path.exists() else ""
     if codes[-1] == 3:
-        (*_, line) = (line for line in said.splitlines() if line.startswith("refused: "))
+        (*_, line) = (line for line in log_path.splitlines() if line.startswith("refused: "))
         named = any(f"/{name}" in line for name in (*DAMAGE, "state-"))
         return ("refused" if named else "WRONG"), line
-    found = outcome(place)
-    if found == right and "Traceback" not in said:
+    results_found = outcome(place)
+    if results_found == right and "Traceback" not in log_path:
         return "same", ""
     views = overview(place.study)
-    lost = [f"{view.recipe}: {view.reason}" for view in views if "no records of" in (view.reason or "")]
-    # Of a run that has finished a damaged line costs nothing but itself.
+    losing = [f"{view.recipe}: {view.reason}" for view in views if "no records of" in (view.reason or "")]
+    # In a finished run a damaged line loses only itself.
     finished = [view.reason or "" for view in views if view.state == "finished"]
-    lost += [reason for reason in finished if "metrics.jsonl, line" in reason]
-    lost += [line for line in said.splitlines() if "torn or damaged" in line or "has lost lines" in line]
+    losing += [reason for reason in finished if "metrics.jsonl, line" in reason]
+    losing += [line for line in log_path.splitlines() if "torn or damaged" in line or "has lost lines" in line]
     refused = [view.reason for view in views if view.state == "failed" and view.reason]
     refused = [reason for reason in refused if any(f"/{name}" in reason for name in (*DAMAGE, "state-"))]
-    states = {title: each[0] for title, each in found.items() if isinstance(each, tuple)}
-    if lost and all(state in ("finished", "stopped") for state in states.values()):
-        return "named", lost[0]
+    states = {title: each[0] for title, each in results_found.items() if isinstance(each, tuple)}
+    if losing and all(state in ("finished", "stopped") for state in states.values()):
+        return "named", losing[0]
     if refused:
         return "refused", refused[0]
-    differing = [key for key in {*found, *right} if found.get(key) != right.get(key)]
+    differing = [key for key in {*results_found, *right} if results_found.get(key) != right.get(key)]
     differing += [view.reason for view in views if view.reason]
-    return "WRONG", f"{differing}: {said[-300:]!r}"
+    return "WRONG", f"{differing}: {log_path[-300:]!r}"
 
 
 def finished(place: Place, most: int = 3) -> list[int]:
-    """Launch a study until a launch leaves nothing to do, or is refused; return the exit codes."""
+    """Launch a study until it is complete or refused; return the exit codes."""
     codes = []
     for _ in range(most):
         process = controller(place)
@@ -366,55 +369,55 @@ def finished(place: Place, most: int = 3) -> list[int]:
 
 @dataclass(frozen=True)
 class Case:
-    """One study that was hurt: what was done to it, and the verdict."""
+    """One study with a fault: the fault, the verdict, and its evidence."""
 
     kind: str
-    hurt: str
+    fault: str
     verdict: str
     why: str
 
 
 def cases(root: Path, kills: int, damages: int, seed: int, only: int | None) -> Iterator[Case]:
-    """Yield the cases, one after the other."""
-    right, lasts = {}, {}
+    """Run and yield the cases one by one."""
+    right, durations = {}, {}
     for kind in KINDS:
         place = Place(root / kind, kind)
         place.write()
         began = time.monotonic()
         codes = finished(place, 1)
-        lasts[kind], right[kind] = time.monotonic() - began, outcome(place)
-        assert codes == [0], place.said.read_text()
+        durations[kind], right[kind] = time.monotonic() - began, outcome(place)
+        assert codes == [0], place.log_path.read_text()
     ways = (kill_member, kill_controller, cut_power)
     for number in range(kills + damages) if only is None else [only]:
-        luck = random.Random(f"{seed} {number}")
+        source = random.Random(f"{seed} {number}")
         kind = KINDS[number % len(KINDS)]
         place = Place(root / f"{number}", kind)
         place.write()
         process = controller(place)
         begun = time.monotonic()
-        # A file that is damaged has to be there.
+        # A file can only be damaged once it exists.
         while number >= kills and not any(place.study.rglob("metrics.jsonl")) and time.monotonic() < begun + 60:
             time.sleep(0.01)
-        time.sleep(luck.uniform(0.1, 0.9) * lasts[kind])
+        time.sleep(source.uniform(0.1, 0.9) * durations[kind])
         if number < kills:
-            hurt = ways[number // len(KINDS) % len(ways)](place, process, luck)
+            fault = ways[number // len(KINDS) % len(ways)](place, process, source)
         else:
-            kill_controller(place, process, luck)
-            there = [path for path in sorted(place.study.rglob("*")) if path.name in DAMAGE]
-            # By name first: members have more files than studies.
-            name = luck.choice(sorted({path.name for path in there}))
-            how = luck.choice(("truncated", "bits flipped", "deleted", "empty"))
+            kill_controller(place, process, source)
+            damageable = [path for path in sorted(place.study.rglob("*")) if path.name in DAMAGE]
+            # Draw the name first, because members have more files than studies.
+            name = source.choice(sorted({path.name for path in damageable}))
+            how = source.choice(("truncated", "bits flipped", "deleted", "empty"))
             if name == "stdout.txt" and how == "bits flipped":
-                how = "truncated"  # it has no checksums: nobody can see it
-            damage(luck.choice([path for path in there if path.name == name]), how, luck)
-            hurt = f"{name} {how}"
+                how = "truncated"  # the log has no checksums, so flipped bits cannot be detected
+            damage(source.choice([path for path in damageable if path.name == name]), how, source)
+            fault = f"{name} {how}"
         verdict, why = judged(place, right[kind], finished(place))
-        yield Case(kind, hurt, verdict, why.replace(str(place.folder), "").replace("|", "/"))
+        yield Case(kind, fault, verdict, why.replace(str(place.folder), "").replace("|", "/"))
         if verdict != "WRONG":
             shutil.rmtree(place.folder)
 
 
-def page(found: Sequence[Case], command: str) -> str:
+def page(case_list: Sequence[Case], command: str) -> str:
     """Return the page in Markdown."""
     verdicts = ("same", "named", "refused", "WRONG")
     lines = [
@@ -423,7 +426,7 @@ def page(found: Sequence[Case], command: str) -> str:
         "Does a study survive killed processes, power cuts and damaged files? Tested on a grid of commands, a race and "
         "a search.",
         "",
-        f"Written by `{command}`: {len(found)} studies, each with one fault at a random moment,",
+        f"Written by `{command}`: {len(case_list)} studies, each with one fault at a random moment,",
         "launched again until it is complete, and compared with an undisturbed study. A power cut is simulated:",
         "all processes are killed at once, and every file is cut to the length at which it was last synced.",
         "",
@@ -436,17 +439,17 @@ def page(found: Sequence[Case], command: str) -> str:
         "| study | fault | same | named | refused | WRONG |",
         "|---|---|---|---|---|---|",
     ]
-    count = Counter((each.kind, each.hurt, each.verdict) for each in found)
-    for kind, hurt in sorted({(each.kind, each.hurt) for each in found}):
+    count = Counter((each.kind, each.fault, each.verdict) for each in case_list)
+    for kind, fault in sorted({(each.kind, each.fault) for each in case_list}):
         lines.append(
-            f"| {kind} | {hurt} | " + " | ".join(str(count[kind, hurt, each] or "") for each in verdicts) + " |"
+            f"| {kind} | {fault} | " + " | ".join(str(count[kind, fault, each] or "") for each in verdicts) + " |"
         )
-    total = Counter(each.verdict for each in found)
+    total = Counter(each.verdict for each in case_list)
     lines.append("| all | | " + " | ".join(str(total[each]) for each in verdicts) + " |")
-    named = [each for each in found if each.verdict not in ("same", "WRONG")]
+    named = [each for each in case_list if each.verdict not in ("same", "WRONG")]
     if named:
         lines += ["", "Messages where data were lost or the launch was refused:", ""]
-        lines += [f"- {each.kind}, {each.hurt}: {each.why[:300]}" for each in named]
+        lines += [f"- {each.kind}, {each.fault}: {each.why[:300]}" for each in named]
     lines += [
         "",
         "Limits: the log of a command has no checksums, so flipped bits in it are not noticed.",
@@ -457,27 +460,28 @@ def page(found: Sequence[Case], command: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Hurt studies and print what has become of them; return 1 if something was lost in silence."""
+    """Run the cases and print their verdicts; return 1 if data were lost without a message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--damage", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of one case, to look at it alone")
     parser.add_argument("--out", type=Path, help=f"page to write, such as {PAGE.relative_to(PAGE.parents[2])}")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # what a killed controller leaves behind comes to this process
-    command = f"python benchmarks/crashes.py --kills {given.kills} --damage {given.damage} --seed {given.seed}"
-    found = []
+    # PR_SET_CHILD_SUBREAPER: orphans of a killed controller become children of this process.
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    command = f"python benchmarks/crashes.py --kills {options.kills} --damage {options.damage} --seed {options.seed}"
+    case_results = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(Path(folder), given.kills, given.damage, given.seed, given.only):
-            found.append(case)
-            print(f"{case.kind:8}  {case.hurt:30}  {case.verdict}  {case.why[:300]}", flush=True)
-    text = page(found, command)
+        for case in cases(Path(folder), options.kills, options.damage, options.seed, options.only):
+            case_results.append(case)
+            print(f"{case.kind:8}  {case.fault:30}  {case.verdict}  {case.why[:300]}", flush=True)
+    text = page(case_results, command)
     print(text)
-    if given.out is not None:
-        given.out.write_text(text)
-    return int(any(case.verdict == "WRONG" for case in found))
+    if options.out is not None:
+        options.out.write_text(text)
+    return int(any(case.verdict == "WRONG" for case in case_results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The curves of our studies in one table for others: docs/measured/curves/curves.csv, with its card next to it.
+"""Write the curves of our studies into one published table, docs/measured/curves/curves.csv, with a data card.
 
-Made from what is committed: the replication's curves, the journals of the real model's study, and the demo's curves
-once benchmarks/readme.py has written them.
+Sources are committed: the replication's curves, the journals of the real model's study, and the demo's curves once
+benchmarks/readme.py has written them.
 
     python -m benchmarks.curves
 """
@@ -38,18 +38,18 @@ def rows() -> Iterator[tuple[str, ...]]:
             yield ("real_model", *map(str, point))
 
 
-def counts(points_of_all: Sequence[tuple[str, ...]]) -> list[str]:
+def counts(all_points: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the card's table of the size of each study."""
     lines = ["| study | recipes | runs | evaluations |", "|---|---|---|---|"]
-    for study in sorted({row[0] for row in points_of_all}):
-        own = [row for row in points_of_all if row[0] == study]
-        recipes, runs = {row[1] for row in own}, {row[1:3] for row in own}
-        lines.append(f"| `{study}` | {len(recipes)} | {len(runs)} | {len(own)} |")
+    for study in sorted({row[0] for row in all_points}):
+        study_rows = [row for row in all_points if row[0] == study]
+        recipes, runs = {row[1] for row in study_rows}, {row[1:3] for row in study_rows}
+        lines.append(f"| `{study}` | {len(recipes)} | {len(runs)} | {len(study_rows)} |")
     return lines
 
 
 def main() -> None:
-    """Write the table, and its size into the card."""
+    """Write the table, and the number of its rows into the card."""
     table = list(rows())
     write_table(TABLE, ("study", *POINT), table)
     CARD.write_text(between(CARD.read_text(), "counts", counts(table)))

@@ -1,7 +1,7 @@
-"""Distil a small model from a larger one, or train it by RL? At equal compute, the teacher's passes included.
+"""Distil a small model from a larger one, or train it by RL? Compared at equal compute, including the teacher's passes.
 
-Trains the teacher (the demo's model) by RL, exports it, runs (or adopts) the study `experiment=distil_or_rl`, and
-writes the tables of docs/measured/distil.md between its marks. The words there are ours.
+Trains the teacher (the demo's model) by RL, exports it, runs or continues the study `experiment=distil_or_rl`, and
+writes the tables of docs/measured/distil.md between its marks. The text around the marks is written by hand.
 
     python benchmarks/distil.py [--parallel 2]
 """
@@ -27,12 +27,12 @@ NAMES = {"kl.estimate=full": "distillation, whole vocabulary", "kl=distil": "dis
 
 
 def scalerl(*arguments: str) -> str:
-    """Run one of our commands, and return what it prints."""
+    """Run a `scalerl` command and return its output."""
     return subprocess.run([SCALERL, *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def train_teacher() -> JournalView:
-    """Train the teacher by RL and export it, unless that was done before; return its journal."""
+    """Train the teacher by RL and export it, unless it exists; return its journal."""
     study = ROOT / "outputs" / "distil_teacher"
     scalerl(
         "train",
@@ -50,18 +50,18 @@ def train_teacher() -> JournalView:
 
 
 def name_of(view: JournalView) -> str:
-    """Short name of a recipe of the study."""
+    """Return the short name of a recipe of the study."""
     return next(name for part, name in NAMES.items() if part in str(view.header["recipe"]))
 
 
 def rate_at(view: JournalView, flops: float) -> float:
-    """Mean pass rate of the last three evaluations up to this compute."""
+    """Return the mean pass rate of the last three evaluations up to this compute."""
     rates = [record.metrics[RATE] for record in view.of_kind("eval") if record.metrics[FLOPS] <= flops]
     return fmean(rates[-3:])
 
 
 def main() -> int:
-    """Run, tabulate, write."""
+    """Run the studies and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     parallel = parser.parse_args().parallel

@@ -1,8 +1,9 @@
-"""What does a look at a quarter of the compute say of two recipes? All pairs of the replication's 24 recipes.
+"""Does a look at a quarter of the compute show which of two recipes is better? Tested on all pairs of 24 recipes.
 
-The page is docs/measured/early_look.md. Two recipes are compared up to the compute that both have spent. At a quarter
-of it, the one with the higher last value is named, and `scalerl rank` is asked which has the higher reward at the end.
-What is right is the mean of each run's last three evaluations at the end, over four seeds.
+The recipes are those of the replication, and the page is docs/measured/early_look.md. Two recipes are compared up to
+the compute that both have spent. At a quarter of it, one judge names the recipe with the higher last value, and the
+other is `scalerl rank`, which forecasts the reward at the end. The truth is the mean of each run's last three
+evaluations at the end, over four seeds.
 
     python -m benchmarks.early_look [--workers 2]
 """
@@ -37,9 +38,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "early_look.md"
 FIGURE = PAGE.with_suffix(".png")
 AXIS = "virtual_device_hours"
-# Shares of the common compute at which a look is taken; the first is that of the figure and of the README.
+# Shares of the common compute at which looks are taken. The figure and the README show the first.
 SHARES = (0.25, 0.5)
-# Evaluations at the end whose mean is a run's result.
+# A run's result is the mean of this many final evaluations.
 LAST = 3
 COLOURS = ("#D55E00", "#0072B2")
 
@@ -50,12 +51,12 @@ class Look:
 
     Attributes:
         pair: the recipes.
-        share: at which share of the common compute.
-        at: difference of the last values there, (seeds,).
-        end: difference of the means of the last evaluations at the common compute, (seeds,).
-        named: recipe that `rank` names there; None if it is undecided.
-        p_first: its probability that the first recipe has the higher reward at the common compute.
-        compute: the compute that both have spent.
+        share: share of the common compute at which the look is taken.
+        at: difference of the last values at the look, (seeds,).
+        end: difference of the results at the common compute, (seeds,).
+        named: recipe that `rank` names at the look; None if it is undecided.
+        p_first: `rank`'s probability that the first recipe has the higher reward at the common compute.
+        compute: the common compute, which both recipes have spent.
     """
 
     pair: tuple[str, str]
@@ -83,7 +84,7 @@ class Look:
 
     @property
     def misled_seeds(self) -> int:
-        """Number of seeds whose own last values name the recipe that ends lower."""
+        """Number of seeds whose last values at the look favour the recipe that ends lower."""
         return int((self.at * self.end.mean() < 0).sum())
 
 
@@ -99,14 +100,14 @@ def spent_by_both(first: Curve, second: Curve) -> float:
 
 
 def ranked(pair: Sequence[Curve], compute: float, share: float) -> tuple[list[Fit], Ranking]:
-    """Fit and rank two recipes by what a share of this compute shows, for their rewards at all of it."""
+    """Fit two recipes up to a share of this compute, and rank their forecast rewards at the whole of it."""
     fits = list(fit_curves(pair, FitOptions(max_compute=share * compute)))
     return fits, rank(fits, budget=compute, brief=True)
 
 
-def look(asked: tuple[Curve, Curve, float]) -> Look:
+def look(task: tuple[Curve, Curve, float]) -> Look:
     """Compare two recipes at a share of the compute that both have spent."""
-    first, second, share = asked
+    first, second, share = task
     compute = spent_by_both(first, second)
     horizon = ranked((first, second), compute, share)[1].horizon
     assert horizon is not None
@@ -128,7 +129,7 @@ def most_misleading(looks: Iterable[Look]) -> Look:
 
 
 def summary(looks: Sequence[Look]) -> str:
-    """Say how often each is right at the first look, of the pairs that end apart."""
+    """Return the sentence on how often each judge is right at the first look, for pairs that end apart."""
     pairs = [each for each in looks if each.matters and each.share == SHARES[0]]
     seeds = sum(len(each.at) for each in pairs)
     named = [each for each in pairs if each.named is not None]
@@ -143,13 +144,13 @@ def summary(looks: Sequence[Look]) -> str:
 
 
 def counts(looks: Sequence[Look]) -> list[str]:
-    """Return the table of how often each names the higher, the lower or no recipe."""
+    """Return the table of how often each judge names the higher, the lower or neither recipe."""
     lines = [
         "| share of compute | pairs | judged by | names the higher | names the lower | undecided |",
         "|---|---|---|---|---|---|",
     ]
     for share in SHARES:
-        for what, chosen in (
+        for condition, chosen in (
             ("all", [*looks]),
             (f"end more than {MARGIN} apart", [each for each in looks if each.matters]),
         ):
@@ -158,7 +159,7 @@ def counts(looks: Sequence[Look]) -> list[str]:
             wrong = sum(each.ahead != each.winner for each in pairs)
             named = [each for each in pairs if each.named is not None]
             lost = sum(each.named != each.winner for each in named)
-            head = f"| {share:g} | {what}, {len(pairs)}"
+            head = f"| {share:g} | {condition}, {len(pairs)}"
             lines += [
                 f"{head} | last value of one seed each ({seeds} cases) | {seeds - misled} | {misled} | - |",
                 f"{head} | last value, mean of four seeds | {len(pairs) - wrong} | {wrong} | - |",
@@ -168,7 +169,7 @@ def counts(looks: Sequence[Look]) -> list[str]:
 
 
 def misleading(looks: Sequence[Look]) -> list[str]:
-    """Return the table of pairs that end apart and whose leader at the first look loses."""
+    """Return the table of pairs that end apart and whose leader at the first look ends lower."""
     lines = [
         "| ahead at a quarter | higher at the end | ahead by | seeds | ends lower by | `scalerl rank` at a quarter |",
         "|---|---|---|---|---|---|",
@@ -176,21 +177,21 @@ def misleading(looks: Sequence[Look]) -> list[str]:
     wrong = [each for each in looks if each.share == SHARES[0] and each.matters and each.ahead != each.winner]
     for each in sorted(wrong, key=lambda one: -abs(one.end.mean())):
         p_ahead = each.p_first if each.ahead == each.pair[0] else 1 - each.p_first
-        said = "undecided" if each.named is None else f"names {shown(each.named)}"
+        verdict_text = "undecided" if each.named is None else f"names {shown(each.named)}"
         lines.append(
             f"| `{shown(each.ahead)}` | `{shown(each.winner)}` | {abs(each.at.mean()):.3f} | {each.misled_seeds} | "
-            f"{abs(each.end.mean()):.3f} | {said}, P = {p_ahead:.2f} for the one ahead |"
+            f"{abs(each.end.mean()):.3f} | {verdict_text}, P = {p_ahead:.2f} for the one ahead |"
         )
     return lines
 
 
 def shown(recipe: str) -> str:
-    """Return a recipe's label without what all share."""
+    """Return a recipe's label without the common base."""
     return recipe.removeprefix(f"{BASE}+") if recipe != BASE else BASE
 
 
 def mean_curve(curve: Curve) -> tuple[Array, Array]:
-    """Return the mean over seeds, compute and reward; every seed has the same steps."""
+    """Return compute and reward, averaged over seeds. All seeds have the same steps."""
     seeds = [curve.seed == seed for seed in sorted(set(curve.seed))]
     length = min(int(each.sum()) for each in seeds)
     compute, reward = (np.mean([row[each][:length] for each in seeds], axis=0) for row in (curve.compute, curve.reward))
@@ -198,13 +199,13 @@ def mean_curve(curve: Curve) -> tuple[Array, Array]:
 
 
 def draw(curves: dict[str, Curve], one: Look, path: Path) -> None:
-    """Draw what the quarter shows, with the ranking's forecasts for the end; and what came."""
+    """Draw the curves up to the look with the ranking's forecasts for the end, next to the whole curves."""
     pair = [curves[one.ahead], curves[one.winner]]
     fits, _ = ranked(pair, one.compute, one.share)
     forecasts = [quantiles(draws) for draws in draw_rewards(fits, one.compute)]
     figure, panels = plt.subplots(1, 2, figsize=(10.5, 3.9), sharex=True, sharey=True, layout="constrained")
     p_ahead = one.p_first if one.ahead == one.pair[0] else 1 - one.p_first
-    said = "undecided" if one.named is None else f"{shown(one.named)} is higher"
+    ranking_text = "undecided" if one.named is None else f"{shown(one.named)} is higher"
     for place, (curve, forecast, colour) in enumerate(zip(pair, forecasts, COLOURS, strict=True)):
         compute, reward = mean_curve(curve)
         share = compute / one.compute
@@ -212,11 +213,15 @@ def draw(curves: dict[str, Curve], one: Look, path: Path) -> None:
         for panel, chosen in zip(panels, (seen, share <= 1), strict=True):
             panel.plot(share[chosen], reward[chosen], color=colour, linewidth=2, label=shown(curve.recipe))
         panels[0].plot(share[seen][-1], reward[seen][-1], "o", color=colour)
-        at = 1 - 0.03 * place
-        panels[0].plot([at, at], [forecast.low, forecast.high], color=colour, linewidth=5, alpha=0.45)
+        bar_position = 1 - 0.03 * place
+        panels[0].plot(
+            [bar_position, bar_position], [forecast.low, forecast.high], color=colour, linewidth=5, alpha=0.45
+        )
     ahead, behind = (f"{by_seed(curve, one.share * one.compute, 1).mean():.2f}" for curve in pair)
     lower, higher = (f"{by_seed(curve, one.compute, LAST).mean():.2f}" for curve in pair)
-    panels[0].set_title(f"At a quarter: the last value says orange, {ahead} to {behind};\n`scalerl rank` says {said}")
+    panels[0].set_title(
+        f"At a quarter: the last value says orange, {ahead} to {behind};\n`scalerl rank` says {ranking_text}"
+    )
     panels[1].set_title(f"At the end: blue is higher,\n{higher} to {lower}")
     note = f"bars: our 95% forecasts for the end\nP = {p_ahead:.2f} that orange ends higher"
     panels[0].text(0.97, 0.03, note, ha="right", fontsize=9, transform=panels[0].transAxes)
@@ -238,8 +243,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="written instead of docs/measured/early_look.md")
     options = parser.parse_args()
     curves = {curve.recipe: curve for curve in load([CURVES], x=AXIS, y="reward").curves}
-    asked = [(curves[a], curves[b], share) for share in SHARES for a, b in combinations(curves, 2)]
-    looks = mapped(look, asked, options.workers)
+    tasks = [(curves[a], curves[b], share) for share in SHARES for a, b in combinations(curves, 2)]
+    looks = mapped(look, tasks, options.workers)
     example = most_misleading([each for each in looks if each.share == SHARES[0]])
     draw(curves, example, options.page.with_suffix(".png"))
     lines = [

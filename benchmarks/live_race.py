@@ -1,9 +1,9 @@
-"""A race that is really run: whom it stops, what it spares, and whether it names the winner of the full grid.
+"""Run a real race: which members it stops, how much compute it saves, and whether it names the full grid's winner.
 
-Three studies of the same members (`conf/experiment/race.yaml`, on the arithmetic task): the full grid; the race; and
-the race again, its controller killed with SIGKILL and launched anew several times. The decisions of the two races must
-be one and the same, and those of `scalerl race` on the full grid; what a survivor's journal says must not depend on
-whether others were stopped. With `--lab` all three run as jobs of the project's own SLURM cluster (slurm/lab; root).
+Runs three studies of the same members (`conf/experiment/race.yaml`, on the arithmetic task): the full grid, the race,
+and the race again with its controller killed by SIGKILL and relaunched several times. Both races must make the same
+decisions, and so must `scalerl race` on the full grid. A survivor's journal must not depend on whether
+other members were stopped. With `--lab` all three run as jobs of the project's SLURM lab (slurm/lab; needs root).
 
     python -m benchmarks.live_race [--lab] [--kills 4] [--work DIR] [--out FILE] [OVERRIDE ...]
 """
@@ -39,7 +39,7 @@ ON_LAB = ("cluster=slurm", "hydra.launcher.poll_s=1", "hydra.launcher.lost_after
 
 @contextmanager
 def lab() -> Iterator[Mapping[str, str]]:
-    """The environment of a cluster that is up while inside."""
+    """Start a lab cluster; yield the environment variables for its commands, and remove it at the end."""
     with tempfile.TemporaryDirectory(prefix="scalerl-lab-") as scratch:
         cluster = Lab(Path(scratch) / "lab", random.Random().randrange(20_000, 30_000))
         try:
@@ -50,12 +50,12 @@ def lab() -> Iterator[Mapping[str, str]]:
 
 
 class Studies:
-    """Launches studies.
+    """Launch studies.
 
     Args:
-        work: a folder for all of them.
-        environment: of the processes; None for this one's.
-        overrides: of every launch.
+        work: folder of all studies.
+        environment: environment of the processes; None to inherit this process's.
+        overrides: overrides of every launch.
     """
 
     def __init__(self, work: Path, environment: Mapping[str, str] | None, overrides: Sequence[str]) -> None:
@@ -69,16 +69,16 @@ class Studies:
             return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
 
     def run(self, name: str, *words: str) -> None:
-        """To its end; where it is, that is soon.
+        """Run a study to its end. A finished study returns at once.
 
         Raises:
-            UserError: it failed.
+            UserError: the command failed.
         """
         if code := self._start(name, *words).wait():
             raise UserError(f"{self.work / name}.log: exit code {code}")
 
     def run_through_deaths(self, name: str, kills: int, each_s: float, *words: str) -> None:
-        """As `run`, the process killed so many times, at moments drawn at random."""
+        """Run a study like `run`, but first kill it `kills` times at random moments, `each_s` apart on average."""
         source, deaths = random.Random(0), self.work / f"{name}.deaths"
         while self.deaths(name) < kills:
             process = self._start(name, *words)
@@ -92,45 +92,45 @@ class Studies:
         self.run(name, *words)
 
     def deaths(self, name: str) -> int:
-        """How often its controller has been killed."""
+        """Return how often the study's controller was killed."""
         path = self.work / f"{name}.deaths"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def seconds(self, name: str) -> float:
-        """From its first entry in the ledger to its last."""
+        """Return the seconds from the first to the last entry of the study's ledger."""
         times = [entry["time"] for entry in Ledger(self.work / name).entries()]
         return float(times[-1] - times[0])
 
 
 def decisions(looks: Sequence[Look]) -> list[tuple[float, tuple[str, ...], dict[str, float | None]]]:
-    """Of each look its compute, who was stopped, and the chances."""
+    """Return (compute, stopped members, chances) of each look."""
     return [(look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances}) for look in looks]
 
 
 def spent(study: Path, axis: str) -> float:
-    """Compute of all members of a study together."""
+    """Return the total compute of a study's members."""
     views = [read_journal(path) for path in (study / "runs").iterdir()]
     return sum(max(record.metrics.get(axis, 0.0) for record in view.records) for view in views)
 
 
 def same_journals(study: Path, full: Path) -> tuple[int, int]:
-    """Members whose journals say what those of the full grid say, as far as they go; of how many."""
+    """Count members whose journals agree with the full grid's as far as they go; return that and the total."""
     equal, runs = 0, [path.name for path in (study / "runs").iterdir()]
     for run in runs:
-        here, there = (read_journal(each / "runs" / run).deterministic() for each in (study, full))
-        equal += here == [entry for entry in there if entry in here] and len(here) > 0
+        raced_journal, full_journal = (read_journal(each / "runs" / run).deterministic() for each in (study, full))
+        equal += raced_journal == [entry for entry in full_journal if entry in raced_journal] and len(raced_journal) > 0
     return equal, len(runs)
 
 
 def rewards(curves: Sequence[Curve], budget: float) -> dict[str, float]:
-    """Of each recipe at the budget, as fitted to all that was evaluated; the best first."""
+    """Return each recipe's fitted reward at the budget, the best first."""
     entries = [(each.recipe, each.R_at_budget) for each in rank(fit_curves(curves), budget=budget).ranking]
     known = {recipe: at.value for recipe, at in entries if at is not None and at.value is not None}
     return dict(sorted(known.items(), key=lambda entry: -entry[1]))
 
 
-def told(studies: Studies, where: str) -> Iterator[str]:
-    """The page's part for one place."""
+def page_lines(studies: Studies, place_title: str) -> Iterator[str]:
+    """Yield the lines of the page for one machine or cluster."""
     work = studies.work
     record = RaceRecord.read(work / "race")
     assert record.rules is not None and record.axis is not None
@@ -138,14 +138,14 @@ def told(studies: Studies, where: str) -> Iterator[str]:
     curves = load([work / "full"], record.metric, record.axis).curves
     reward = rewards(curves, budget)
     states = Ledger(work / "race").fold().values()
-    left = sorted({each.recipe for each in states if each.state == "finished"} - set(record.stopped))
+    finishers = sorted({each.recipe for each in states if each.state == "finished"} - set(record.stopped))
     raced_curves = load([work / "race"], record.metric, record.axis).curves
-    named = next(name for name in rewards(raced_curves, budget) if name in left)
+    named_winner = next(name for name in rewards(raced_curves, budget) if name in finishers)
     best = next(iter(reward))
     after = run_race(curves, record.rules, ended=[curve.recipe for curve in curves])
     decided = decisions(record.looks)
     full, raced = spent(work / "full", record.axis), spent(work / "race", record.axis)
-    yield f"## {where}"
+    yield f"## {place_title}"
     yield ""
     yield f"Budget: {budget:.4g} virtual device hours per run (the smallest compute that a member spends on its steps)."
     yield ""
@@ -153,11 +153,11 @@ def told(studies: Studies, where: str) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name in reward:
         look = record.stopped.get(name)
-        at = "-" if look is None else f"{look.compute / budget:.0%} of the budget"
-        p = "-" if look is None else f"{look.of(name).p_ahead:.2f}"
-        yield f"| {name} | {at} | {p} | {reward[name]:.3f} |"
+        stopped_at = "-" if look is None else f"{look.compute / budget:.0%} of the budget"
+        chance = "-" if look is None else f"{look.of(name).p_ahead:.2f}"
+        yield f"| {name} | {stopped_at} | {chance} | {reward[name]:.3f} |"
     yield ""
-    yield f"- Run to the end: {', '.join(left)}. The race names {named}; the full grid's winner is {best}."
+    yield f"- Run to the end: {', '.join(finishers)}. The race names {named_winner}; the full grid's winner is {best}."
     yield f"- Compute of all members: {raced:.4g} of the full grid's {full:.4g}: {1 - raced / full:.0%} saved."
     yield (
         f"- Time: full grid {studies.seconds('full'):.0f} s, race {studies.seconds('race'):.0f} s; with the controller "
@@ -176,7 +176,7 @@ def told(studies: Studies, where: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run, and print or write the page."""
+    """Run the studies, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lab", action="store_true")
     parser.add_argument("--kills", type=int, default=4)
@@ -193,7 +193,7 @@ def main() -> None:
         studies.run("full", "experiment=demo")
         studies.run("race", *race)
         studies.run_through_deaths("killed", options.kills, studies.seconds("race") / (options.kills + 1), *race)
-        return list(told(studies, "On the SLURM lab" if options.lab else "On one machine"))
+        return list(page_lines(studies, "On the SLURM lab" if options.lab else "On one machine"))
 
     if options.lab:
         with lab() as environment:

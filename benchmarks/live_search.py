@@ -1,8 +1,8 @@
-"""A search that is really run on a SLURM cluster, its controller killed again and again: is a trial lost, or run twice?
+"""Run a real search on a SLURM cluster and kill its controller repeatedly: is a trial lost, or run twice?
 
-Sixty trials of a tiny study as jobs of the project's own cluster (slurm/lab; root), proposed by Optuna, whose journal
-lies in the study's folder. The command that runs the search is killed with SIGKILL at moments drawn at random and given
-again. What Optuna's journal, the ledger and the runs' own journals say is then held against each other.
+Sixty trials of a tiny study run as jobs of the project's SLURM lab (slurm/lab; needs root). Optuna proposes them; its
+journal is in the study's folder. The command that runs the search is killed with SIGKILL at random moments and started
+again. Then Optuna's journal, the ledger and the runs' journals are compared.
 
     python -m benchmarks.live_search [--trials 60] [--kills 6] [--work DIR] [--out FILE]
 """
@@ -32,8 +32,8 @@ TINY = (
 )
 
 
-def told(studies: Studies, asked: int) -> Iterator[str]:
-    """The page's part."""
+def page_lines(studies: Studies, trial_count: int) -> Iterator[str]:
+    """Yield the lines of the page."""
     study = studies.work / "search"
     storage = JournalStorage(JournalFileBackend(str(study / TRIALS_FILE)))
     trials = optuna.load_study(study_name="search", storage=storage).get_trials()
@@ -46,22 +46,22 @@ def told(studies: Studies, asked: int) -> Iterator[str]:
     steps = [[record.step for record in view.of_kind("train")] for view in views]
     repeated = sum(len(each) - len(set(each)) for each in steps)
     count = Counter(trial.state.name for trial in trials)
-    yield f"Written by `python -m benchmarks.live_search --trials {asked}`, on the SLURM lab."
+    yield f"Written by `python -m benchmarks.live_search --trials {trial_count}`, on the SLURM lab."
     yield ""
     ended = ", ".join(f"{number} {state}" for state, number in sorted(count.items()))
-    yield f"- Trials in Optuna's journal: {len(trials)} of {asked} ({ended})."
-    lost, foreign = len(set(runs) - set(states)), len(set(states) - set(runs))
-    yield f"- Members in the ledger: {len(states)}; trials without one: {lost}; members without a trial: {foreign}."
+    yield f"- Trials in Optuna's journal: {len(trials)} of {trial_count} ({ended})."
+    lost, orphans = len(set(runs) - set(states)), len(set(states) - set(runs))
+    yield f"- Members in the ledger: {len(states)}; trials without one: {lost}; members without a trial: {orphans}."
     twice, by_jobs = sum(events["finished", run] > 1 for run in states), sum(n > 1 for n in finished.values())
     yield f"- Members that finished more than once, by the ledger: {twice}; by their jobs: {by_jobs}."
-    again = sum(state.attempts > 1 for state in states.values())
-    yield f"- Members with more than one job: {again}; steps that are in a journal twice: {repeated}."
+    restarted = sum(state.attempts > 1 for state in states.values())
+    yield f"- Members with more than one job: {restarted}; steps that are in a journal twice: {repeated}."
     yield f"- The controller was killed {studies.deaths('search')} times; total time {studies.seconds('search'):.0f} s."
     yield ""
 
 
 def main() -> None:
-    """Run, and print or write the page."""
+    """Run the search, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--kills", type=int, default=6)
@@ -75,7 +75,7 @@ def main() -> None:
         settings = (f"hydra.sweeper.n_trials={options.trials}", "hydra.sweeper.n_jobs=4")
         words = ("hydra/sweeper=scalerl_optuna", *settings, *SPACE)
         studies.run_through_deaths("search", options.kills, 45.0, *words)
-    text = "\n".join(told(studies, options.trials))
+    text = "\n".join(page_lines(studies, options.trials))
     print(text)
     if options.out is not None:
         options.out.write_text(text)

@@ -1,7 +1,7 @@
-"""Sections of a page that a benchmark writes. They are between two marks; the other words of the page are ours.
+"""Replace the sections of a page that a benchmark writes. They are between two marks; the rest is written by hand.
 
-A page begins with its question, its command and its answers. A later run replaces its tables only: read the answers
-again after it.
+A page begins with its question, its command and its answers. A later run replaces only the tables, so check the answers
+after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WIDTH = 150
 
 
 def wrapped(*texts: str) -> list[str]:
-    """Lines of paragraphs and of items of a list, which begin with "- "; an empty text is an empty line."""
+    """Wrap paragraphs and list items (which begin with "- ") into lines; an empty text gives an empty line."""
     lines: list[str] = []
     for text in texts:
         indent = "  " if text.startswith("- ") else ""
@@ -25,7 +25,7 @@ def wrapped(*texts: str) -> list[str]:
 
 
 def between(page: str, mark: str, lines: Iterable[str]) -> str:
-    """Return the page with these lines between the marks of a part."""
+    """Return the page with these lines between a section's marks."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(page):
@@ -34,6 +34,6 @@ def between(page: str, mark: str, lines: Iterable[str]) -> str:
 
 
 def rewrite(file: Path, mark: str, lines: Iterable[str]) -> None:
-    """Replace a section of a page, with a blank line at both ends. A new file gets the section alone."""
+    """Replace a section of a page, with a blank line at both ends. A new file contains only the section."""
     page = file.read_text(encoding="utf-8") if file.exists() else f"<!-- {mark} -->\n<!-- /{mark} -->\n"
     file.write_text(between(page, mark, ["", *lines, ""]), encoding="utf-8")

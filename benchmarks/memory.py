@@ -1,9 +1,9 @@
-"""What fits where: memory of models from 0.6 to 70 billion parameters on 1, 8 and 64 devices, as `scalerl memory` says.
+"""Predict the memory of models from 0.6 to 70 billion parameters on 1, 8 and 64 devices, like `scalerl memory`.
 
     python benchmarks/memory.py
 
-Writes the table of docs/guide/large_models.md between its marks; some minutes of one core. Nothing is trained and
-nothing downloaded: the models are made of their published configurations, without data.
+Writes the table of docs/guide/large_models.md between its marks, in some minutes on one core. Nothing is trained or
+downloaded: the models are built from their published configurations, without data.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_scalerl.measure.memory import measure, predict_memory
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "large_models.md"
 GIB = 2**30
 DEVICE_GIB = 80
-# Devices, how they share the model; with several, the generator has devices of its own.
+# Number of devices and strategy. With several devices, the generator has separate ones.
 PLACES = ((1, "ddp"), (8, "fsdp2"), (64, "fsdp2"))
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int, key_heads: int = 8, tied: bool = False) -> dict[str, Any]:
-    """Return sizes of a dense Qwen3 (the configurations published with the models)."""
+    """Return the configuration of a dense Qwen3, as published with the models."""
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -69,17 +69,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model(family: str, sizes: dict[str, Any]) -> nn.Module:
-    """Make a model of its configuration."""
-    made: nn.Module = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
-    return made
+    """Build a model from its configuration."""
+    built: nn.Module = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    return built
 
 
 def cells(family: str, sizes: dict[str, Any], tokens: int) -> list[str]:
-    """Return GiB of the fullest device at each of the places, bold where it fits."""
+    """Return the GiB of the fullest device for each of PLACES, in bold if they fit."""
     context = (f"context.max_prompt_tokens={tokens // 8}", f"context.max_new_tokens={tokens - tokens // 8}")
     recipe = load_recipe("scalerl", ["scale=8b", *context, "batch.micro_batch=1", "batch.recompute=true"])
     measured = measure(partial(model, family, sizes), recipe)
-    # One device generates as well, 32 rollouts at a time.
+    # A single device also generates, 32 rollouts at a time.
     needed = [predict_memory(measured, recipe, *place, 32 if place[0] == 1 else 0).peak / GIB for place in PLACES]
     return [f"**{gib:.0f}**" if gib <= DEVICE_GIB else f"{gib:.0f}" for gib in needed]
 
@@ -95,9 +95,9 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
     text = PAGE.read_text()
-    before, rest = text.split("<!-- memory -->\n")
-    after = rest.split("<!-- /memory -->\n")[1]
-    PAGE.write_text(before + "<!-- memory -->\n" + "\n".join(rows) + "\n<!-- /memory -->\n" + after)
+    page_start, after_begin_mark = text.split("<!-- memory -->\n")
+    page_end = after_begin_mark.split("<!-- /memory -->\n")[1]
+    PAGE.write_text(page_start + "<!-- memory -->\n" + "\n".join(rows) + "\n<!-- /memory -->\n" + page_end)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How far trainer and generator are apart under the same weights, by precision: where `Precision.probe_bounds` is from.
+"""Measure by precision how far trainer and generator differ with equal weights: the source of `Precision.probe_bounds`.
 
 python benchmarks/precision_gap.py [--steps 25]
 """
@@ -28,21 +28,21 @@ CASES: dict[str, list[DesignChoice]] = {
 
 
 class Largest(Recorder):
-    """The largest gaps of a run, and in how many of its steps there was one to see."""
+    """Records the largest gaps of a run, and the number of steps in which a gap was measured."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.mean = self.p99 = 0.0
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Of one step."""
+        """Update the maxima with one record."""
         if P99 in metrics:
             self.steps += 1
             self.mean, self.p99 = max(self.mean, metrics[MEAN]), max(self.p99, metrics[P99])
 
 
 def main() -> None:
-    """A table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=25)
     steps = parser.parse_args().steps

@@ -96,7 +96,7 @@ class Run:
 
 
 def simulate(setting: Setting, number: int) -> Run:
-    """Draw a run; it depends on the setting and the number alone."""
+    """Draw a run, which depends only on the setting and the number."""
     rng = np.random.default_rng((sum(map(ord, setting.kind)), round(100 * setting.value), number))
     share = rng.binomial(setting.completions, pass_rates(setting, rng)) / setting.completions
     smoothed = (share * setting.completions + 0.5) / (setting.completions + 1)
@@ -129,7 +129,7 @@ def cut(kind: str, run: Run) -> Cut | None:
     quarter = int(np.searchsorted(run.compute, end / 4))
 
     def at_cut(values: Array) -> tuple[float, float]:
-        """Value at the cut and its change since a quarter of the compute, both from means of three evaluations."""
+        """Return the value at the cut and its change since a quarter of the compute, as means of 3 evaluations."""
         value = float(values[seen][-3:].mean())
         return value, value - float(values[quarter - 1 : quarter + 2].mean())
 
@@ -159,7 +159,7 @@ def weights(cuts: Sequence[Cut], name: str) -> Array:
 def errors(cuts: Sequence[Cut], numbers: Mapping[str, Array]) -> Array:
     """Return absolute errors of the engine and of each correction, (cuts, 1 + corrections)."""
     engine, result = np.array([each.engine for each in cuts]), np.array([each.result for each in cuts])
-    shifts = [np.stack([each.terms[name] for each in cuts]) @ found for name, found in numbers.items()]
+    shifts = [np.stack([each.terms[name] for each in cuts]) @ coefficients for name, coefficients in numbers.items()]
     forecasts = np.stack([np.clip(engine + shift, 0, 1) for shift in (0.0, *shifts)], axis=1)
     return np.asarray(np.abs(forecasts - result[:, None]))
 
@@ -178,9 +178,9 @@ def real_cuts(study: Path) -> tuple[list[Cut], str]:
         compute = shares[0].compute
         rate, sd = (np.array([records[at][name] for at in compute]) for name in (METRIC, f"{METRIC}_se"))
         run = Run(np.array(compute), rate, sd, np.array(shares[0].never), np.array(shares[0].always))
-        found = cut(study.name, run)
-        short += found is None
-        cuts += [found] if found else []
+        cut_found = cut(study.name, run)
+        short += cut_found is None
+        cuts += [cut_found] if cut_found else []
     late = sum(each.late for each in cuts)
     counts = f"{without} without passes per prompt; of the others {short} have too few evaluations and {late} rise late"
     return cuts, f"`{study.name}`: {len(folders)} runs, {counts}"
@@ -258,31 +258,35 @@ CORRECTIONS = {
 
 def page(studies: Sequence[Path]) -> str:
     """Simulate, test the corrections and write the page."""
-    drawn = [[cut(each.kind, simulate(each, number)) for number in range(100, 100 + CURVES)] for each in SETTINGS]
-    halves = [[each for some in drawn[half::2] for each in some if each is not None] for half in (0, 1)]
+    cuts_by_setting = [
+        [cut(each.kind, simulate(each, number)) for number in range(100, 100 + CURVES)] for each in SETTINGS
+    ]
+    halves = [
+        [each for part_cuts in cuts_by_setting[half::2] for each in part_cuts if each is not None] for half in (0, 1)
+    ]
     names = list(CORRECTIONS)
     tested = [(halves[half], {name: weights(halves[1 - half], name) for name in names}) for half in (0, 1)]
-    cuts = [each for some, _ in tested for each in some]
-    error = np.concatenate([errors(some, numbers) for some, numbers in tested])
+    cuts = [each for part_cuts, _ in tested for each in part_cuts]
+    error = np.concatenate([errors(part_cuts, numbers) for part_cuts, numbers in tested])
     groups: list[tuple[str, Array]] = [
         (kind, error[[each.kind == kind for each in cuts]]) for kind in (SMOOTH, GAPS, *CONTROLS)
     ]
     groups += [("all that rise late", error[[each.late for each in cuts]]), ("all simulated", error)]
     left_out = []
     for study in studies:
-        found, text = real_cuts(study)
+        real_cuts_found, text = real_cuts(study)
         left_out.append(f"- {text}")
-        if len(found) > 1:
+        if len(real_cuts_found) > 1:
             numbers = {name: weights(cuts, name) for name in names}
-            groups.append((f"real: {study.name}", errors(found, numbers)))
+            groups.append((f"real: {study.name}", errors(real_cuts_found, numbers)))
     rows, helps, harms = [], np.zeros(len(names), bool), np.zeros(len(names), bool)
-    for label, some in groups:
-        apart = some[:, 1:] - some[:, :1]
-        mean, se = apart.mean(axis=0), apart.std(axis=0, ddof=1) / np.sqrt(len(apart))
+    for label, part_cuts in groups:
+        differences = part_cuts[:, 1:] - part_cuts[:, :1]
+        mean, se = differences.mean(axis=0), differences.std(axis=0, ddof=1) / np.sqrt(len(differences))
         helps |= (label == "all that rise late") & (mean < -2 * se)
         harms |= (label in CONTROLS or label.startswith("real")) & (mean > 2 * se)
         cells = [f"{a:+.4f} ± {b:.4f}" for a, b in zip(mean, se, strict=True)]
-        rows.append(f"| {label} | {len(some)} | {some[:, 0].mean():.4f} | {' | '.join(cells)} |")
+        rows.append(f"| {label} | {len(part_cuts)} | {part_cuts[:, 0].mean():.4f} | {' | '.join(cells)} |")
     enters = ["yes" if good and not bad else "no" for good, bad in zip(helps, harms, strict=True)]
     corrections = [
         f"- **{name}**: {text}; coefficients fitted on all simulated curves: "

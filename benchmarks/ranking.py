@@ -1,4 +1,4 @@
-"""Are rankings right when they are sure? Studies are simulated whose best recipe is known, and ranked and planned.
+"""Are rankings right when they are sure? Simulates studies whose best recipe is known, and ranks and plans them.
 
 python -m benchmarks.ranking [--studies 60] [--out docs/measured/ranking.md]
 """
@@ -26,7 +26,7 @@ SEED_SD = 0.015
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe of a study: its curve, where its window ends, its seeds, and whether one of them goes bad."""
+    """One recipe of a study: its curve, the end of its window, its number of seeds, and whether one seed collapses."""
 
     a: float
     b: float
@@ -88,7 +88,7 @@ KINDS = (crossing, slower_is_better, ties, many, bad_seed, unequal, clear, paral
 
 
 def run(recipe: Recipe, name: str, source: np.random.Generator) -> Curve:
-    """Its evaluations: 30 a seed, of 300 prompts, of a policy that wanders by 0.008 over a twentieth of its window."""
+    """Simulate a recipe: 30 evaluations of 300 prompts per seed, and AR(1) noise with a standard deviation of 0.008."""
     x = np.linspace(0, recipe.end, 31)
     rates: list[Array] = []
     for seed in range(recipe.seeds):
@@ -97,10 +97,10 @@ def run(recipe: Recipe, name: str, source: np.random.Generator) -> Curve:
             mean = 0.2 + (a - 0.2) / (1 + (recipe.c_mid / x) ** recipe.b)
         if recipe.bad and seed == 0:
             mean = np.where(x > recipe.end / 2, 0.2, mean)
-        kept = np.exp(-20 / 30)
+        decay = np.exp(-20 / 30)
         wander = [0.0]
         for _ in x[1:]:
-            wander.append(kept * wander[-1] + 0.008 * np.sqrt(1 - kept**2) * source.standard_normal())
+            wander.append(decay * wander[-1] + 0.008 * np.sqrt(1 - decay**2) * source.standard_normal())
         rates.append(source.binomial(300, np.clip(mean + np.array(wander), 0.001, 0.999)) / 300)
     y = np.concatenate(rates)
     smoothed = (300 * y + 1) / 302
@@ -110,9 +110,18 @@ def run(recipe: Recipe, name: str, source: np.random.Generator) -> Curve:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one study. sure: said with P > 0.9, right: and that is so. decided, within: the leader is within the margin.
-    refused: the truly best could not be ranked. agreed: ranking and plan say the same. regret: by how much the best A
-    exceeds the leader's; by_chance, by_last: that of the highest P(best), and of the highest mean of last values."""
+    """Result of one study.
+
+    Attributes:
+        sure: some recipe has P(best) > 0.9.
+        right: that recipe is the best.
+        decided: the ranking names a leader.
+        within: the leader's A is within the margin of the best.
+        refused: a truly best recipe has no rank.
+        agreed: ranking and plan agree.
+        regret: best A minus the leader's A.
+        by_chance, by_last: the same for the recipe with the highest P(best), and with the highest last values.
+    """
 
     sure: bool
     right: bool
@@ -126,12 +135,12 @@ class Outcome:
 
 
 def _last(curve: Curve) -> float:
-    """The mean over seeds of their last evaluations."""
+    """Return the mean over seeds of the last evaluation."""
     return float(np.mean([curve.reward[curve.seed == seed][-1] for seed in np.unique(curve.seed)]))
 
 
 def study(which: tuple[int, int]) -> Outcome:
-    """One study; `which` is its kind's place and its number."""
+    """Simulate and rank one study; `which` is (index in KINDS, number)."""
     source = np.random.default_rng((7, *which))
     recipes = KINDS[which[0]](source)
     names = [f"r{i:02d}" for i in range(len(recipes))]
@@ -157,7 +166,7 @@ def study(which: tuple[int, int]) -> Outcome:
 
 
 def row(name: str, outcomes: Sequence[Outcome]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     sure, decided = [o for o in outcomes if o.sure], [o for o in outcomes if o.decided]
 
     def share(part: Sequence[bool]) -> str:
@@ -176,7 +185,7 @@ def row(name: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def set_up(studies: int) -> list[str]:
-    """What the table shows."""
+    """Return the text that explains the table."""
     return wrapped(
         f"{studies} simulated studies per row, with 30 evaluations of 300 prompts per seed and a standard deviation of "
         f"{SEED_SD} between seeds of a recipe. `scalerl rank` and `scalerl plan` agreed on every study (the "
@@ -197,13 +206,13 @@ def set_up(studies: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, and write it if asked."""
+    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--studies", type=int, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    every = [(place, number) for place in range(len(KINDS)) for number in range(options.studies)]
-    outcomes = mapped(partial(study), every, cores())
+    all_studies = [(place, number) for place in range(len(KINDS)) for number in range(options.studies)]
+    outcomes = mapped(partial(study), all_studies, cores())
     assert all(outcome.agreed for outcome in outcomes), "ranking and plan contradict each other"
     lines = [
         *set_up(options.studies),

@@ -1,4 +1,4 @@
-"""Put the demo's result into docs/measured/demo.md: its table, figures and curves, and how it was measured.
+"""Write the demo's results into docs/measured/demo.md: table, figures and curves, and how they were measured.
 
 make demo && .venv/bin/python -m benchmarks.readme
 """
@@ -26,7 +26,7 @@ KEPT = ROOT / "docs" / "measured" / "demo"
 
 
 def main() -> None:
-    """Copy table, figures and curves to docs/measured/demo, rewrite the page between its two marks."""
+    """Copy table, figures and curves to docs/measured/demo, and rewrite the page between its marks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
     study = Path(parser.parse_args().study)
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def describe(study: Path) -> list[str]:
-    """What was run, and where every seed of the recipe began and ended."""
+    """Return the text on the runs, with the first and last pass rate of every seed of the base recipe."""
     loaded = load([str(study)])
     recipe = next(curve for curve in loaded.curves if "+" not in curve.recipe)
     ends = []
@@ -59,7 +59,7 @@ def describe(study: Path) -> list[str]:
 
 
 def table(path: Path) -> list[str]:
-    """The ranking as Markdown."""
+    """Return the ranking as a Markdown table."""
     rows = list(csv.DictReader(path.open()))
     lines = ["| recipe | verdict | A | P(best) | compute to 90% | B | C_mid |", "|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -73,20 +73,20 @@ def table(path: Path) -> list[str]:
 
 
 def several_attempts(study: Path) -> list[str]:
-    """The rankings by pass@1 and by pass@k, and the figure of what happens to the prompts."""
+    """Return the rankings by pass@1 and by pass@k, and the figure of shares of prompts."""
     loaded = load([str(study)])
     margin = LaunchSettings.margin_of(study)
     fits = fit_curves(loaded.curves)
-    both = study_at_k(loaded, rank(fits, margin=margin), fit_curves)
-    assert both is not None, "the demo's runs are evaluated with several completions per prompt"
-    head, rows = at_k_rows(both)
+    ranked_at_k = study_at_k(loaded, rank(fits, margin=margin), fit_curves)
+    assert ranked_at_k is not None, "the demo's runs are evaluated with several completions per prompt"
+    head, rows = at_k_rows(ranked_at_k)
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return [
         f"Recipes can also be ranked by pass@k, the share of prompts with a right answer in k attempts (`scalerl rank "
-        f"outputs/demo`). Here {both.sentence}.",
+        f"outputs/demo`). Here {ranked_at_k.sentence}.",
         "",
-        f'"At {both.compute:.4g}" is at that many {UNITS[loaded.curves[0].axis]}, which all recipes spent. The number '
-        "before a value is the recipe's place in the ranking of that column.",
+        f'"At {ranked_at_k.compute:.4g}" is at that many {UNITS[loaded.curves[0].axis]}, which all recipes spent. The '
+        "number before a value is the recipe's place in the ranking of that column.",
         "",
         *lines,
         "",
@@ -97,7 +97,7 @@ def several_attempts(study: Path) -> list[str]:
 
 
 def number(text: str, form: str) -> str:
-    """A cell of the table, formatted; empty stays empty."""
+    """Format a cell of the table; an empty cell stays empty."""
     return format(float(text), form) if text else ""
 
 

@@ -1,19 +1,19 @@
-"""Forecasts and chances on real curves of other people, held against what came.
+"""Compare forecasts and chances on other people's real curves with the later rewards.
 
-Each CSV of a folder (columns recipe, seed, compute, reward) is a study; its name begins with `eval` or `train`. Two
-things are asked of every file:
+Each CSV file of a folder (columns recipe, seed, compute, reward) is a study; its name begins with `eval` or `train`.
+Every file is used for two tests:
 
-1. Each curve (a recipe and seed) is cut at 40, 55 and 70% of its compute, and the mean of its last quarter is foretold.
-   Yardsticks are the last value and the mean of the last five. An interval holds if it has that mean inside; the mean's
-   own error is part of the interval, for it is the mean of that many evaluations.
-2. Its recipes, cut at 30, 50 and 70%, are asked for the chance of being best at the end. What is best is the recipe
-   with the highest mean over its last quarter. A choice at the end is decided, or not; it is right if the recipe chosen
-   ends within the margin of the best.
+1. Each curve (a recipe and seed) is cut at 40, 55 and 70% of its compute, and the mean of its last quarter is forecast.
+   Baselines are the last value and the mean of the last five. An interval is correct if it contains the later mean. It
+   includes the sampling error of that mean.
+2. Recipes are cut at 30, 50 and 70%, and their chances of being best at the end are computed. The best recipe has the
+   highest mean over its last quarter. A choice may be decided or not. It is right if the chosen recipe ends within the
+   margin of the best.
 
     python benchmarks/real_curves.py [FOLDER] [--ablate] [--out docs/measured/real_curves.md]
 
-Without a folder it is `benchmarks/real`: those of the curves whose licence lets them be copied. With `--ablate` the
-forecasts are made again without each law in turn, and without the walk.
+The default folder is `benchmarks/real`, with the curves whose licence allows copying. With `--ablate` the forecasts are
+repeated without each law in turn, and without the random walk.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from sweeps.source import load
 
 FORECAST_AT, CHANCES_AT = (0.4, 0.55, 0.7), (0.3, 0.5, 0.7)
 LEAST = 8
-# A run was level at a cut if its last quarter there lies this near to what came, and it had risen by so much before.
+# A run was level at a cut if its last quarter before the cut is within LEVEL of the later mean, after a rise of RISE.
 LEVEL, RISE = 0.03, 0.05
-# An interval of 95% pays this many times what it misses by (Gneiting and Raftery 2007, section 6.2).
+# Factor on the distance by which a 95% interval misses (Gneiting and Raftery 2007, section 6.2).
 MISS = 40
 HEAD = (
     "| curves | intervals contain the truth | error | last value's error | error of the last five's mean "
@@ -50,7 +50,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """One forecast: what was said, what came, and the yardsticks' errors."""
+    """One forecast (value, low, high), the later mean (came), and the baselines (last, five)."""
 
     file: str
     curve: str
@@ -68,17 +68,17 @@ class Forecast:
 
     @property
     def holds(self) -> bool:
-        """Whether the interval has what came."""
+        """Whether the interval contains the later mean."""
         return self.low <= self.came <= self.high
 
     @property
     def score(self) -> float:
-        """Its interval score: width, and what a miss costs."""
+        """Interval score: width plus the penalty of a miss."""
         return self.high - self.low + MISS * max(self.low - self.came, self.came - self.high, 0.0)
 
 
 def part(curve: Curve, until: float, seed: str | None = None) -> Curve | None:
-    """What was evaluated up to a compute, of one seed or of all; None where that is nothing."""
+    """Return a curve's evaluations up to a compute, of one seed or of all; None if there are none."""
     keep = curve.compute <= until * (1 + 1e-9)
     if seed is not None:
         keep &= curve.seed == seed
@@ -89,8 +89,8 @@ def part(curve: Curve, until: float, seed: str | None = None) -> Curve | None:
 
 
 def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
-    """Of every curve of a file, at every cut."""
-    found = []
+    """Forecast every curve of a file at every cut."""
+    all_forecasts = []
     for share in FORECAST_AT:
         cut, whole = [], []
         for curve in curves:
@@ -101,18 +101,18 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
                     cut.append(seen)
                     whole.append(mine)
         for fit, seen, mine in zip(fit_curves(cut), cut, whole, strict=True):
-            rest = mine.compute > 0.75 * mine.compute.max()
+            last_quarter = mine.compute > 0.75 * mine.compute.max()
             if not readable(fit):
                 continue
-            value, low, high = predict_mean(fit, mine.compute[rest])
-            came, scale = float(mine.reward[rest].mean()), mine.scale
+            value, low, high = predict_mean(fit, mine.compute[last_quarter])
+            came, scale = float(mine.reward[last_quarter].mean()), mine.scale
             last, five = float(seen.reward[-1]), float(seen.reward[-5:].mean())
             named = fit.A if fit.identifiable else None
             a = None if named is None else ((named.low or 0.0) / scale, (named.high or 1.0) / scale)
             late = float(seen.reward[seen.compute > 0.75 * seen.compute.max()].mean())
             level = abs(came - late) < LEVEL * scale and late - float(seen.reward[0]) > RISE * scale
             rose = (came - float(seen.reward[0])) / scale
-            found.append(
+            all_forecasts.append(
                 Forecast(
                     file=file.stem,
                     curve=seen.recipe,
@@ -129,12 +129,12 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
                     rose=rose,
                 )
             )
-    return found
+    return all_forecasts
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice at the end of a study's runs, made at a share of their compute."""
+    """A choice for the end of a study's runs, made at a share of their compute."""
 
     file: str
     share: float
@@ -145,7 +145,7 @@ class Decision:
 
 
 def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool]], list[Decision]]:
-    """Of every recipe at every cut: the chance of being best at the end, and whether it was; and the choices."""
+    """Return (chance of being best at the end, whether it was) of every recipe at every cut, and the choices."""
     ends = [float(curve.compute.max()) for curve in curves]
     end = min(ends)
     reached = [curve.take(curve.compute <= end * (1 + 1e-9)) for curve in curves]
@@ -153,7 +153,7 @@ def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool
     if not all(map(len, late)):
         return [], []
     came = [float(rewards.mean()) for rewards in late]
-    found, decisions = [], []
+    chance_pairs, decisions = [], []
     margin = MARGIN * max(curve.scale for curve in curves)
     for share in CHANCES_AT:
         parts = [part(curve, share * end) for curve in curves]
@@ -161,29 +161,34 @@ def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool
         if len(cut) < max(len(curves), 2):
             continue
         fits = fit_curves(cut)
-        said = chances_of_being_best(draw_rewards(fits, 0.875 * end))
-        found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
+        probabilities = chances_of_being_best(draw_rewards(fits, 0.875 * end))
+        chance_pairs += [(p, reward == max(came)) for p, reward in zip(probabilities, came, strict=True)]
         choice = horizon_of(fits, margin, 0.875 * end)
         if choice is not None and choice.leader is not None:
-            short = max(came) - came[[fit.recipe for fit in fits].index(choice.leader)]
+            shortfall = max(came) - came[[fit.recipe for fit in fits].index(choice.leader)]
             last = max(range(len(cut)), key=lambda i: float(cut[i].reward[cut[i].compute.argmax()]))
             scale = margin / MARGIN
             decisions.append(
                 Decision(
-                    file.stem, share, choice.decided, short <= margin, short / scale, (max(came) - came[last]) / scale
+                    file.stem,
+                    share,
+                    choice.decided,
+                    shortfall <= margin,
+                    shortfall / scale,
+                    (max(came) - came[last]) / scale,
                 )
             )
-    return found, decisions
+    return chance_pairs, decisions
 
 
 def _share(count: int, of: int) -> str:
-    """A share with its 95% interval (Wilson)."""
+    """Format a share with its 95% interval (Wilson)."""
     interval = binomtest(count, of).proportion_ci(method="wilson")
     return f"{count} of {of} ({count / of:.2f} [{interval.low:.2f}, {interval.high:.2f}])"
 
 
 def table(title: str, rows: Sequence[Forecast]) -> list[str]:
-    """One line of the table."""
+    """Return a line of the table."""
     error, last, five = (
         float(np.mean([abs(getattr(row, name) - row.came) for row in rows])) for name in ("value", "last", "five")
     )
@@ -193,19 +198,19 @@ def table(title: str, rows: Sequence[Forecast]) -> list[str]:
 
 
 def report(
-    found: Sequence[Forecast], said: Sequence[tuple[float, bool]], decisions: Sequence[Decision], name: str
+    reported: Sequence[Forecast], chance_results: Sequence[tuple[float, bool]], decisions: Sequence[Decision], name: str
 ) -> list[str]:
-    """The page."""
-    evaluations = [row for row in found if row.file.startswith("eval")]
-    training = [row for row in found if not row.file.startswith("eval")]
+    """Return the lines of the page."""
+    evaluations = [row for row in reported if row.file.startswith("eval")]
+    training = [row for row in reported if not row.file.startswith("eval")]
     rows = []
-    for title, some in (("all", found), ("evaluations", evaluations), ("training rewards", training)):
-        rows += table(title, some) if some else []
+    for title, selected in (("all", reported), ("evaluations", evaluations), ("training rewards", training)):
+        rows += table(title, selected) if selected else []
     for share in FORECAST_AT:
-        rows += table(f"cut at {share:.0%}", [row for row in found if row.share == share])
-    for file in sorted({row.file for row in found}):
-        rows += table(file, [row for row in found if row.file == file])
-    low, high = [best for p, best in said if p < 0.05], [best for p, best in said if p > 0.9]
+        rows += table(f"cut at {share:.0%}", [row for row in reported if row.share == share])
+    for file in sorted({row.file for row in reported}):
+        rows += table(file, [row for row in reported if row.file == file])
+    low, high = [best for p, best in chance_results if p < 0.05], [best for p, best in chance_results if p > 0.9]
     lines = [
         "# Forecasts on real curves",
         "",
@@ -220,7 +225,7 @@ def report(
         *HEAD,
         *rows,
         "",
-        *_verdicts(found),
+        *_verdicts(reported),
         "",
         "Chances that a recipe is the best at the end. Each file is a study, cut at "
         f"{', '.join(f'{s:.0%}' for s in CHANCES_AT)} of its compute:",
@@ -244,11 +249,11 @@ def report(
     return lines
 
 
-def _verdicts(found: Sequence[Forecast]) -> list[str]:
-    """Count the named asymptotes that were exceeded, and the curves called flat that rose."""
-    named = [row for row in found if row.a is not None]
-    level = [row for row in found if row.level]
-    flat = [row for row in found if row.verdict == "flat"]
+def _verdicts(cut_rows: Sequence[Forecast]) -> list[str]:
+    """Return the lines on named asymptotes that were exceeded, and on curves called flat that rose."""
+    named = [row for row in cut_rows if row.a is not None]
+    level = [row for row in cut_rows if row.level]
+    flat = [row for row in cut_rows if row.verdict == "flat"]
     lines = ["Verdicts and later rewards:", ""]
     if named:
         ends = [row.a for row in named if row.a is not None]
@@ -256,7 +261,7 @@ def _verdicts(found: Sequence[Forecast]) -> list[str]:
         below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
         width = float(np.median([high - low for low, high in ends]))
         lines.append(
-            f"- A was named at {len(named)} of {len(found)} cuts, with a median width of {width:.3f}; the later "
+            f"- A was named at {len(named)} of {len(cut_rows)} cuts, with a median width of {width:.3f}; the later "
             f"reward is above its interval in {above} cases, below it in {below}"
         )
     if level:
@@ -269,9 +274,9 @@ def _verdicts(found: Sequence[Forecast]) -> list[str]:
     return lines
 
 
-def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Forecast]) -> list[str]:
-    """The forecasts again, one law less each time."""
-    rows = table("all laws", found)
+def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], forecasts_with_all_laws: Sequence[Forecast]) -> list[str]:
+    """Return the table of forecasts repeated without each law in turn."""
+    rows = table("all laws", forecasts_with_all_laws)
     for law in posterior.LAWS:
         others = tuple(replace(each, prior=1e-12 if each is law else each.prior) for each in posterior.LAWS)
         with patch.object(posterior, "LAWS", others):
@@ -289,19 +294,19 @@ def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Fore
 
 
 def main() -> None:
-    """Print the page, and write it if asked."""
+    """Print the page, and write it with --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "real")
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     files = [(file, load([str(file)]).curves) for file in sorted(options.folder.glob("*.csv"))]
-    found = [row for file, curves in files for row in forecasts(file, curves)]
-    asked = [chances(file, curves) for file, curves in files]
-    said, decisions = ([each for pair in asked for each in pair[i]] for i in (0, 1))
-    lines = report(found, said, decisions, options.folder.name)  # type: ignore[arg-type]
+    main_forecasts = [row for file, curves in files for row in forecasts(file, curves)]
+    chances_by_file = [chances(file, curves) for file, curves in files]
+    all_chances, decisions = ([each for pair in chances_by_file for each in pair[i]] for i in (0, 1))
+    lines = report(main_forecasts, all_chances, decisions, options.folder.name)  # type: ignore[arg-type]
     if options.ablate:
-        lines += ablation(files, found)
+        lines += ablation(files, main_forecasts)
     print("\n".join(lines))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")

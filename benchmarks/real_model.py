@@ -1,9 +1,9 @@
 """Does a real pretrained model learn, and which recipe is best there? The study `experiment=real_model`, and its page.
 
 The page is docs/measured/real_model.md. Its tables and its figure are made from the finished journals in
-docs/measured/real_model/, and written between the page's marks; the other words are ours. Finished runs of
-outputs/real_model are added to them. With --run the members that are missing are trained there first. --gsm8k trains
-the same model on GSM8K for 20 steps; FOLDER has train.parquet and test.parquet, with rows in verl's format.
+docs/measured/real_model/, and written between the page's marks; the rest of the page is written by hand. Finished runs
+of outputs/real_model are added to them. With --run the missing members are trained there first. --gsm8k trains the
+same model on GSM8K for 20 steps; FOLDER has train.parquet and test.parquet, with rows in verl's format.
 
     python benchmarks/real_model.py [--run] [--gsm8k FOLDER] [OVERRIDE ...]
 """
@@ -42,7 +42,7 @@ PAGE = ROOT / "docs" / "measured" / "real_model.md"
 GSM8K_OUTPUT = ROOT / "outputs" / "real_model_gsm8k"
 GSM8K_FOLDER = ROOT / "docs" / "measured" / "real_model_gsm8k"
 FIGURE = "curves.svg"
-# Files of a finished run that are committed: enough for fits, for adoption and for the page. No checkpoints.
+# Files of a finished run that are committed: sufficient for fits, adoption and the page. Checkpoints are not copied.
 KEPT = ("metrics.jsonl", "passes.jsonl", "spec.json", "rollouts.jsonl")
 MEMBERS = 12
 PASS = "eval/heldout/pass_rate"
@@ -60,7 +60,7 @@ class Member:
 
     @property
     def recipe(self) -> str:
-        """Label of the recipe, without what all recipes of the study have."""
+        """Label of the recipe, without the settings that all recipes of the study share."""
         common = "+length_control=none+truncated=keep+precision=fp32"
         return str(self.journal.header["recipe"]).replace(common, "")
 
@@ -69,7 +69,7 @@ class Member:
         return [(each.step, each.metrics[name]) for each in self.journal.of_kind("eval") if name in each.metrics]
 
     def rise(self, name: str) -> float:
-        """Return the last value less the first."""
+        """Return the last value minus the first."""
         values = [value for _, value in self.series(name)]
         return values[-1] - values[0]
 
@@ -88,7 +88,7 @@ def finished(folder: Path) -> list[Member]:
         journal = read_journal(path.parent)
         if journal.status == "finished":
             members.append(Member(path.parent, journal))
-    # Recipes that differ in a setting only, such as the batch, get it into their labels.
+    # Recipes with the same label that differ in a setting, such as the batch, get that setting into their labels.
     tell_apart([(member.journal, {}) for member in members], LoadedStudy())
     return sorted(members, key=lambda each: (len(each.recipe), each.recipe, each.journal.header["seed"]))
 
@@ -158,17 +158,21 @@ def spread(values: Sequence[float]) -> str:
 
 
 def results(members: Sequence[Member]) -> Iterable[str]:
-    """Yield the table of pass rates by recipe: first, last and rise, and those of the second held-out set."""
+    """Yield the table of pass rates by recipe: first, last and rise, also on the second held-out set."""
     by_recipe: dict[str, list[Member]] = {}
     for member in members:
         by_recipe.setdefault(member.recipe, []).append(member)
     yield "| recipe | seeds | steps | first | last | rise, mean of the seeds | other wording: first | its last |"
     yield "|---|---|---|---|---|---|---|---|"
     for recipe, runs in by_recipe.items():
-        own, other = [[run.series(name) for run in runs] for name in (PASS, CARRIED)]
-        ends = [f"{fmean(each[place][1] for each in rows):.3f}" for rows in (own, other) for place in (0, -1)]
+        main_series, carried_series = [[run.series(name) for run in runs] for name in (PASS, CARRIED)]
+        ends = [
+            f"{fmean(each[place][1] for each in rows):.3f}"
+            for rows in (main_series, carried_series)
+            for place in (0, -1)
+        ]
         rises = [run.rise(PASS) for run in runs]
-        steps = max(each[-1][0] for each in own)
+        steps = max(each[-1][0] for each in main_series)
         yield (
             f"| {recipe} | {len(runs)} | {steps} | {ends[0]} | {ends[1]} | {fmean(rises):+.3f}{spread(rises)} "
             f"| {ends[2]} | {ends[3]} |"
@@ -189,41 +193,41 @@ def times(members: Sequence[Member]) -> Iterable[str]:
 
 
 def completions(member: Member) -> Iterable[str]:
-    """Yield a table of a run's completions: of its first recorded group, and of its last."""
+    """Yield the table of completions in a run's first and last recorded group."""
     text = (member.folder / "rollouts.jsonl").read_text(encoding="utf-8")
     groups: list[Mapping[str, Any]] = [json.loads(line) for line in text.splitlines()]
     yield "| step | asked | answer | completions, the first four of the group |"
     yield "|---|---|---|---|"
     for group in (groups[0], groups[-1]):
-        given = [" ".join(each["completion"].split()).replace("|", "/") for each in group["rollouts"][:4]]
-        quoted = ", ".join(f"`{each.replace('`', '') or ' '}`" for each in given)
+        texts = [" ".join(each["completion"].split()).replace("|", "/") for each in group["rollouts"][:4]]
+        quoted = ", ".join(f"`{each.replace('`', '') or ' '}`" for each in texts)
         yield f"| {group['step']} | {' '.join(group['prompt'].split())} | {group['answer']} | {quoted} |"
 
 
 def gsm8k(member: Member) -> Iterable[str]:
-    """Yield the table of a run on GSM8K: held-out pass rate, and the means of the steps before each evaluation."""
+    """Yield the table of a run on GSM8K: held-out pass rates, and means over the steps since the last evaluation."""
     steps = {record.step: record.metrics for record in member.journal.of_kind("train")}
     yield "| step | held-out pass rate | of the steps since: pass rate | truncated | groups that train |"
     yield "|---|---|---|---|---|"
-    before = 0
+    last_evaluated = 0
     for step, rate in member.series(TEST):
-        since = [steps[each] for each in range(before + 1, step + 1)]
+        metrics_since = [steps[each] for each in range(last_evaluated + 1, step + 1)]
         names = ("train/pass_rate", "train/truncated", "train/groups_kept")
-        means = [f"{fmean(metrics[name] for metrics in since):.3f}" if since else "" for name in names]
+        means = [f"{fmean(metrics[name] for metrics in metrics_since):.3f}" if metrics_since else "" for name in names]
         yield f"| {step} | {rate:.3f} | {' | '.join(means)} |"
-        before = step
+        last_evaluated = step
 
 
 def ranking(folder: Path) -> str:
-    """Return what `scalerl rank` says of the committed journals."""
+    """Return the output of `scalerl rank` on the committed journals."""
     command = [*SCALERL, "rank", str(folder.relative_to(ROOT)), "--x", FLOPS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip()
-    return "\n".join(line.rstrip() for line in said.splitlines())
+    output = (done.stdout if done.returncode == 0 else done.stderr).strip()
+    return "\n".join(line.rstrip() for line in output.splitlines())
 
 
 def draw(members: Sequence[Member], path: Path) -> None:
-    """Draw the held-out pass rate of every run over FLOPs, a colour a recipe."""
+    """Draw the held-out pass rate of every run over FLOPs, with one colour per recipe."""
     figure, axes = plt.subplots(figsize=(7, 4))
     colours: dict[str, str] = {}
     for member in members:
@@ -241,7 +245,7 @@ def draw(members: Sequence[Member], path: Path) -> None:
 
 
 def increasing(member: Member) -> bool:
-    """Return whether the steps of a run's evaluations increase, as those of a whole journal do."""
+    """Return whether the steps of a run's evaluations increase, as in every complete journal."""
     return all(before < after for (before, _), (after, _) in pairwise(member.series(PASS)))
 
 

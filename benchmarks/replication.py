@@ -1,8 +1,8 @@
-"""Which findings of ScaleRL show at this scale? The study `experiment=replication`, and its page.
+"""Which findings of ScaleRL appear at this scale? The study `experiment=replication`, and its page.
 
-The page is docs/measured/replication.md. Tables and figure are made from the curves that are committed in
-docs/measured/replication/ and written between the page's marks; the words there are ours. With --run the study is run
-first, or what is left of it, and the tables are written anew; with --seeds only that of pass@4 and of prompts.
+The page is docs/measured/replication.md. Tables and figure are made from the curves committed in
+docs/measured/replication/ and written between the page's marks; the rest of the page is written by hand. With --run the
+study is first run or continued, and its curves are written again; with --seeds only the table of pass@4 and prompts is.
 
     python benchmarks/replication.py [--run] [--parallel 2] [--seeds 0,1]
 """
@@ -52,14 +52,14 @@ UNDECIDED = "undecided"
 REWARD = "eval/heldout/pass_rate"
 # Columns of compute in the committed table, and the journals' axes.
 AXES = {"flops": FLOPS, "virtual_device_hours": VIRTUAL_HOURS}
-# Columns of a point. The last one is called as `scalerl fit` reads it: the standard error of the reward.
+# Columns of a point. `sd` is the name under which `scalerl fit` reads the standard error of the reward.
 POINT = ("recipe", "seed", "step", *AXES, "reward", "sd")
-# Four completions per held-out prompt; then shares of prompts that none or all of them pass, and of those that have
-# been gained or lost since the first evaluation.
+# pass@4, and shares of held-out prompts: passed by none or all of four completions, gained or lost since the first
+# evaluation.
 AT_K = "eval/heldout/pass@4"
 PROMPTS = ("never", "always", "gained", "lost")
-# Means over a run's steps that say whether a mechanism could act at all.
-SEEN = ("train/clip_fraction", "train/logprob_gap", "train/truncated", "train/zero_variance", "train/staleness_mean")
+# Metrics whose means over a run's steps show whether a mechanism could act at all.
+METRICS = ("train/clip_fraction", "train/logprob_gap", "train/truncated", "train/zero_variance", "train/staleness_mean")
 _FAR = f"{BASE}+async_mode=ppo_off_policy+async_mode.k=32"
 _SHORT = f"{BASE}+context.max_new_tokens=12+thinking.interrupt_from=5+thinking.interrupt_to=7"
 
@@ -73,11 +73,15 @@ HIGHER, SAME, FASTER = "has the higher A", "has the same A", "takes less compute
 
 @dataclass(frozen=True)
 class Finding:
-    """What the paper says of two recipes, and where.
+    """A finding of the paper on two recipes.
 
-    says: of `ours` against `other`, `HIGHER`, `SAME` or `FASTER`. axis: column of compute on which they are compared:
-    virtual device hours, as the paper's are GPU hours, but FLOPs for models of other sizes, which the virtual cluster's
-    rates do not tell apart. source: section of the paper; empty if it compares no such pair.
+    Attributes:
+        text: the finding in words.
+        source: section of the paper; empty if the paper does not compare this pair.
+        ours, other: labels of the recipes.
+        says: the claim on `ours` compared with `other`: `HIGHER`, `SAME` or `FASTER`.
+        axis: column of compute for the comparison. Virtual device hours correspond to the paper's GPU hours. Models of
+            different sizes are compared by FLOPs, because the virtual cluster's rates do not depend on size.
     """
 
     text: str
@@ -142,7 +146,7 @@ OURS = (
 
 
 def run(parallel: int, seeds: str | None = None) -> None:
-    """Run what is left of the study, or of some seeds, and write its tables to docs/measured/replication."""
+    """Run or continue the study, or some of its seeds, and write its tables to docs/measured/replication."""
     launch = ["train", "--multirun", "experiment=replication", f"launch.max_parallel={parallel}"]
     launch += [] if seeds is None else [f"seed={seeds}"]
     subprocess.run([SCALERL, *launch], check=True, cwd=ROOT)
@@ -157,7 +161,7 @@ def run(parallel: int, seeds: str | None = None) -> None:
 
 
 def points(view: JournalView) -> Iterable[tuple[object, ...]]:
-    """One row an evaluation."""
+    """Yield one row per evaluation."""
     for record in view.of_kind("eval"):
         at = record.metrics
         compute = (f"{at[axis]:.6g}" for axis in AXES.values())
@@ -167,22 +171,22 @@ def points(view: JournalView) -> Iterable[tuple[object, ...]]:
 def passes(view: JournalView) -> Iterable[tuple[object, ...]]:
     """Yield one row per evaluation: a point, pass@4, and shares of prompts."""
     metrics = {record.step: record.metrics for record in view.of_kind("eval")}
-    kept = read_passes(view.path.parent, "heldout", list(metrics))
-    first = np.array(kept[min(kept)].passed)
+    passes_by_step = read_passes(view.path.parent, "heldout", list(metrics))
+    first = np.array(passes_by_step[min(passes_by_step)].passed)
     for point in points(view):
-        at, found = metrics[int(str(point[2]))], kept[int(str(point[2]))]
-        passed, scored = np.array(found.passed), np.array(found.scored)
+        at, prompt_passes = metrics[int(str(point[2]))], passes_by_step[int(str(point[2]))]
+        passed, scored = np.array(prompt_passes.passed), np.array(prompt_passes.scored)
         shares = (passed == 0, passed == scored, (first == 0) & (passed > 0), (first > 0) & (passed == 0))
         yield (*point, f"{at[AT_K]:.6g}", f"{at[f'{AT_K}_se']:.4g}", *(f"{share.mean():.4g}" for share in shares))
 
 
 def means(view: JournalView) -> Iterable[tuple[object, ...]]:
-    """The shares of steps in which departures acted, and means over steps."""
+    """Yield rows with the shares of steps in which changed choices had an effect, and means of METRICS over steps."""
     steps = [record.metrics for record in view.of_kind("train")]
     for name, value in steps[-1].items():
         if name.startswith("mechanism/"):
             yield (*_of(view), name, f"{value:.4g}")
-    for name in SEEN:
+    for name in METRICS:
         yield (*_of(view), name, f"{fmean(each[name] for each in steps if name in each):.4g}")
 
 
@@ -206,15 +210,15 @@ class Study:
 
     @classmethod
     def of(cls, axis: str) -> Study:
-        """Fitted to the committed curves."""
+        """Fit the committed curves over an axis."""
         curves = load([CURVES], x=axis, y="reward").curves
         return cls({fit.recipe: fit for fit in fit_curves(curves, workers=cores())})
 
     @cached_property
     def asymptotes(self) -> dict[str, Array]:
-        """Joint draws of what every recipe comes to, between seeds included; a refused one with all its width.
+        """Joint draws of every recipe's asymptote, including the spread between seeds; refused recipes are included.
 
-        Of a recipe that does not rise, what it comes to at twice its compute.
+        For a recipe that does not rise, the value at twice its compute is used.
         """
         return {
             recipe: one.asymptote()
@@ -222,23 +226,27 @@ class Study:
         }
 
     def compared(self, findings: Sequence[Finding]) -> dict[tuple[str, str], Difference]:
-        """What `scalerl compare` says of each pair; bounds hold for all of them together."""
+        """Compare each pair like `scalerl compare`; the bounds hold simultaneously for all pairs."""
         pairs = list(dict.fromkeys((finding.ours, finding.other) for finding in findings))
         rows = compare(list(self.fits.values()), pairs).rows if pairs else ()
         return {(row.recipe, row.other): row for row in rows}
 
 
 def interval(draws: Array) -> tuple[float, float, float]:
-    """Median and 95% bounds of draws that may be infinite."""
-    found = quantiles(draws)
-    value, low, high = (math.inf if each is None else each for each in (found.value, found.low, found.high))
+    """Return median and 95% bounds of draws, which may be infinite."""
+    quantile_summary = quantiles(draws)
+    value, low, high = (
+        math.inf if each is None else each
+        for each in (quantile_summary.value, quantile_summary.low, quantile_summary.high)
+    )
     return value, low, high
 
 
 def verdict(says: str, low: float, high: float) -> str:
-    """What a 95% interval says: of the difference of A, or of the compute of `ours` as a multiple of that of `other`.
+    """Return the verdict of a 95% interval on a claim.
 
-    A tie in A is a difference below MARGIN. Empty bounds (NaN) decide nothing.
+    The interval is of the difference of A or, for FASTER, of the compute of `ours` divided by that of `other`. A tie in
+    A is a difference below MARGIN. NaN bounds are undecided.
     """
     if says == FASTER:
         return "**replicates**" if high < 1 else "**the other way round**" if low > 1 else UNDECIDED
@@ -253,50 +261,50 @@ def verdict(says: str, low: float, high: float) -> str:
     return "**the ceiling moves**" if low > 0 or high < 0 else UNDECIDED
 
 
-def bounds(found: Interval | None) -> tuple[float, float, float]:
-    """Value, low and high; infinite where open, NaN where nothing is known."""
-    if found is None:
+def bounds(estimate: Interval | None) -> tuple[float, float, float]:
+    """Return value, low and high; infinite where open, NaN if there is no interval."""
+    if estimate is None:
         return (math.nan,) * 3
-    low = -math.inf if found.low is None else found.low
-    return tuple(math.inf if each is None else each for each in (found.value, low, found.high))  # type: ignore[return-value]
+    low = -math.inf if estimate.low is None else estimate.low
+    return tuple(math.inf if each is None else each for each in (estimate.value, low, estimate.high))  # type: ignore[return-value]
 
 
-def cells_of(finding: Finding, row: Difference, seen: Mapping[tuple[str, str], float]) -> tuple[str, list[str]]:
-    """The verdict and one row of the table."""
-    said = verdict(finding.says, *bounds(row.ratio if finding.says == FASTER else row.A)[1:])
+def cells_of(finding: Finding, row: Difference, by_metric: Mapping[tuple[str, str], float]) -> tuple[str, list[str]]:
+    """Return the verdict and the row of the table."""
+    verdict_text = verdict(finding.says, *bounds(row.ratio if finding.says == FASTER else row.A)[1:])
     departing = finding.ours if finding.other in (BASE, _FAR) else finding.other
     acted = [
         f"{metric.removeprefix('mechanism/')} {value:.2f}"
-        for (recipe, metric), value in sorted(seen.items())
+        for (recipe, metric), value in sorted(by_metric.items())
         if metric.startswith("mechanism/") and recipe == departing
     ]
     cells = [
         finding.text,
         *([finding.source] if finding.source else []),
-        said if finding.source else said.replace("replicates", "yes"),
+        verdict_text if finding.source else verdict_text.replace("replicates", "yes"),
         display(row.A, "+.3f"),
         display(row.R, "+.3f"),
         display(row.ratio, ".2f"),
         ", ".join(acted) or "-",
     ]
-    return said, cells
+    return verdict_text, cells
 
 
 def rows_of(
-    part: Sequence[Finding], studies: Mapping[str, Study], seen: Mapping[tuple[str, str], float]
+    part: Sequence[Finding], studies: Mapping[str, Study], by_metric: Mapping[tuple[str, str], float]
 ) -> list[tuple[str, list[str]]]:
-    """Verdict and row of each finding; those over one axis of compute are compared together."""
+    """Return verdict and row of each finding. Findings over the same axis are compared together."""
     on = {axis: study.compared([each for each in part if each.axis == axis]) for axis, study in studies.items()}
-    return [cells_of(each, on[each.axis][each.ours, each.other], seen) for each in part]
+    return [cells_of(each, on[each.axis][each.ours, each.other], by_metric) for each in part]
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Markdown."""
+    """Return a table in Markdown."""
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def recipes(study: Study, seen: dict[tuple[str, str], float]) -> list[str]:
-    """One row a recipe: what was measured and what the fit says."""
+def recipes(study: Study, by_metric: dict[tuple[str, str], float]) -> list[str]:
+    """Return the table of recipes: measured rewards, fit, and METRICS."""
     rows = []
     for recipe, fit in study.fits.items():
         curve = fit.curve
@@ -310,15 +318,15 @@ def recipes(study: Study, seen: dict[tuple[str, str], float]) -> list[str]:
                 f"{fmean(map(float, last)):.3f} ({min(last):.3f} to {max(last):.3f})",
                 f"{fit.A.value:.3f}" if named else fit.verdict,
                 f"{value:.3f} [{low:.3f}, {high:.3f}]",
-                *(f"{seen[recipe, name]:.3g}" for name in SEEN),
+                *(f"{by_metric[recipe, name]:.3g}" for name in METRICS),
             ]
         )
     names = ["recipe", "seeds", "last three evaluations (range of seeds)", "A fitted", "A in the joint posterior"]
-    return table([*names, *(name.split("/")[1].replace("_", " ") for name in SEEN)], rows)
+    return table([*names, *(name.split("/")[1].replace("_", " ") for name in METRICS)], rows)
 
 
 def prompts(path: Path) -> list[str]:
-    """The recipes by pass@1 and by pass@4 in words, and one row a recipe: both, and what became of the prompts."""
+    """Return the ranking by pass@1 and pass@4 as a sentence, and the table of both with the shares of prompts."""
     with path.open(newline="") as file:
         table_rows = list(csv.DictReader(file))
     by_recipe: dict[str, list[dict[str, str]]] = {}
@@ -328,20 +336,20 @@ def prompts(path: Path) -> list[str]:
         rank(fit_curves([_curve(recipe, rows, *names) for recipe, rows in by_recipe.items()], workers=cores()))
         for names in (("reward", "sd"), ("pass@4", "pass@4_sd"))
     )
-    both = at_k(by_one, by_k, AT_K)
-    assert both is not None
+    ranked_at_k = at_k(by_one, by_k, AT_K)
+    assert ranked_at_k is not None
     cells = []
     for recipe, rows in by_recipe.items():
         runs = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
-        last = [row for own in runs for row in own[-3:]]
-        ends = [own[-1] for own in runs]
+        last = [row for seed_rows in runs for row in seed_rows[-3:]]
+        ends = [seed_rows[-1] for seed_rows in runs]
         rates = [f"{fmean(float(row[name]) for row in last):.3f}" for name in ("reward", "pass@4")]
         shares = [f"{fmean(float(row[name]) for row in ends):.3f}" for name in PROMPTS]
         cells.append([shown(recipe), str(len(runs)), *rates, *shares])
     start = {name: fmean(float(row[name]) for row in table_rows if row["step"] == "0") for name in PROMPTS[:2]}
     sentence = (
-        f"At {both.compute:.3g} virtual device hours, which all recipes spent, {both.sentence}. Before training no "
-        f"completion passes {start['never']:.0%} of the prompts, and all four pass {start['always']:.0%}."
+        f"At {ranked_at_k.compute:.3g} virtual device hours, which all recipes spent, {ranked_at_k.sentence}. Before "
+        f"training no completion passes {start['never']:.0%} of the prompts, and all four pass {start['always']:.0%}."
     )
     names = ["recipe", "seeds", "pass@1, last three", "pass@4, last three", "at 0, end", "at 1, end", "gained", "lost"]
     return [sentence, "", *table(names, cells)]
@@ -355,12 +363,12 @@ def _curve(recipe: str, rows: Sequence[Mapping[str, str]], reward: str, sd: str)
 
 
 def shown(recipe: str) -> str:
-    """Without what all share."""
+    """Return a recipe's label without the common base."""
     return f"`{recipe.removeprefix(BASE + '+')}`"
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Small multiples: each part of the study against its base, the mean of seeds over virtual device hours."""
+    """Draw one panel per part of the study, with the base: the mean of seeds over virtual device hours."""
     parts: dict[str, Callable[[str], bool]] = {
         "loss and precision": lambda name: name.startswith(("loss", "precision")),
         "aggregation, normalization": lambda name: name.startswith(("aggregation", "normalization")),
@@ -378,8 +386,8 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             if curve.recipe != BASE and not belongs(name):
                 continue
             seeds = [curve.seed == seed for seed in sorted(set(curve.seed))]
-            length = min(int(of.sum()) for of in seeds)
-            mean = [np.mean([row[of][:length] for of in seeds], axis=0) for row in (curve.compute, curve.reward)]
+            length = min(int(mask.sum()) for mask in seeds)
+            mean = [np.mean([row[mask][:length] for mask in seeds], axis=0) for row in (curve.compute, curve.reward)]
             grey = {"color": "0.35", "linestyle": "--"} if curve.recipe == BASE else {}
             panel.plot(mean[0][1:], mean[1][1:], label=name.split("+thinking")[0], linewidth=1.4, **grey)
         panel.set_title(title, fontsize=10)
@@ -399,20 +407,20 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     parser.add_argument("--seeds", help="with --run: these only, such as 0,1; then only passes.csv is written")
     parser.add_argument("--page", default=PAGE, type=Path, help="written instead of docs/measured/replication.md")
-    given = parser.parse_args()
-    if given.run:
-        run(given.parallel, given.seeds)
+    options = parser.parse_args()
+    if options.run:
+        run(options.parallel, options.seeds)
     with STEPS.open() as file:
         rows = list(csv.DictReader(file))
     keys = {(row["recipe"], row["metric"]) for row in rows}
-    seen = {
+    by_metric = {
         key: fmean(float(row["mean"]) for row in rows if (row["recipe"], row["metric"]) == key) for key in sorted(keys)
     }
     studies = {axis: Study.of(axis) for axis in AXES}
     hours = studies["virtual_device_hours"]
-    draw([fit.curve for fit in hours.fits.values()], given.page.parent / "replication" / "curves.png")
-    done, more = (rows_of(part, studies, seen) for part in (FINDINGS, OURS))
-    decided = sum(said != UNDECIDED for said, _ in done)
+    draw([fit.curve for fit in hours.fits.values()], options.page.parent / "replication" / "curves.png")
+    done, extra = (rows_of(part, studies, by_metric) for part in (FINDINGS, OURS))
+    decided = sum(finding_verdict != UNDECIDED for finding_verdict, _ in done)
     head = [
         "here",
         "difference of A",
@@ -428,13 +436,13 @@ def main() -> int:
     text = PAGE.read_text()
     for mark, lines in (
         ("findings", [summary, "", *table(["the paper's finding", "section", *head], [cells for _, cells in done])]),
-        ("ours", table(["not in the paper", *head], [cells for _, cells in more])),
-        ("recipes", recipes(hours, seen)),
+        ("ours", table(["not in the paper", *head], [cells for _, cells in extra])),
+        ("recipes", recipes(hours, by_metric)),
         ("prompts", prompts(PASSES)),
     ):
         text = between(text, mark, lines)
-    given.page.write_text(text)
-    print(f"{decided} of {len(done)} decided; {given.page} written")
+    options.page.write_text(text)
+    print(f"{decided} of {len(done)} decided; {options.page} written")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The published table of how fits depend on the window (arXiv 2510.13786, A.4 and A.7), on simulated runs.
+"""Repeat the published table of how fits depend on the window (arXiv 2510.13786, A.4 and A.7) with simulated runs.
 
-A run with the parameters of the paper's longest (A 0.645, B 1.70, C_mid 10,909 GPU-hours, 74 evaluations up to
-100,000), R0 0.30, noise of sd 0.004; medians over simulated runs. The paper's own figures stand beside ours: ours
-need only agree in kind, for the real run is not at hand.
+The runs have the parameters of the paper's longest run (A 0.645, B 1.70, C_mid 10,909 GPU-hours, 74 evaluations up to
+100,000), R0 0.30, and noise with a standard deviation of 0.004. The table has medians over simulated runs next to the
+published values. They need not be equal, because the data of the real run are not available.
 
     python -m benchmarks.robustness --out docs/measured/robustness.md
 """
@@ -19,7 +19,7 @@ from sweeps.curve import make_curve
 from sweeps.fit.fit import FitOptions, fit_curve
 
 A, B, C_MID, R0, SD = 0.645, 1.70, 10909.0, 0.30, 0.004
-# window in GPU-hours, family, published B and A
+# Window in GPU-hours, family, published B and A.
 ROWS = (
     (1500.0, 50000.0, "sigmoid", "1.70", "0.645"),
     (0.0, 50000.0, "sigmoid", "1.7", "0.645"),
@@ -32,7 +32,7 @@ ROWS = (
 
 
 def set_up(runs: int) -> list[str]:
-    """What the table shows."""
+    """Return the text that explains the table."""
     return wrapped(
         f"{runs} simulated runs with the parameters of the longest run of arXiv 2510.13786: A {A}, B {B}, C_mid "
         f"{C_MID:g}, R0 {R0}, evaluations up to 100,000 GPU-hours, white noise of standard deviation {SD}. B and A are "
@@ -42,7 +42,7 @@ def set_up(runs: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, and write it if asked."""
+    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--out", type=Path)
@@ -59,8 +59,8 @@ def main() -> None:
         a, b, verdicts = [], [], []
         for rng in range(options.runs):
             reward = truth + SD * np.random.default_rng(rng).standard_normal(len(compute))
-            how = FitOptions(min_compute=low, max_compute=high, family=family)
-            fit = fit_curve(make_curve("run", compute, reward), how)
+            fit_options = FitOptions(min_compute=low, max_compute=high, family=family)
+            fit = fit_curve(make_curve("run", compute, reward), fit_options)
             verdicts.append(fit.verdict)
             if fit.A.value is not None and fit.B.value is not None:
                 a.append(fit.A.value)

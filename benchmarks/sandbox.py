@@ -1,4 +1,4 @@
-"""What a judgement in the sandbox takes, side by side with a bare start of Python: `python benchmarks/sandbox.py`."""
+"""Measure the time of a judgement in the sandbox, and of a bare start of Python: `python benchmarks/sandbox.py`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MODES: tuple[Mode, ...] = ("bubblewrap", "landlock", "none")
 
 
 def milliseconds(act: Callable[[], object], times: int) -> float:
-    """The median."""
-    taken = []
+    """Return the median milliseconds of a call."""
+    durations_ms = []
     for _ in range(times):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         act()
-        taken.append(1000 * (time.perf_counter() - began))
-    return median(taken)
+        durations_ms.append(1000 * (time.perf_counter() - started_at))
+    return median(durations_ms)
 
 
 def main() -> None:
-    """Print a table, and each number as a multiple of a bare start."""
+    """Print a table of times, also as multiples of a bare start."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--times", type=int, default=15)
     times = options.parse_args().times

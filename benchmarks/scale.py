@@ -1,17 +1,17 @@
-"""A study of ten thousand members: CPU seconds and memory of what the controller does about them, phase by phase.
+"""Measure CPU seconds and memory of the controller of a study of ten thousand members, phase by phase.
 
     python benchmarks/scale.py [--members 1000 10000] [--recipes 9] [--values 4] [--ranking]
 
-Nothing trains: jobs of a scheduler that is not there end at once and leave simulated journals, the files that a batch
-script leaves in its submission's folder among them; one in twenty fails at first. The members are the nine recipes of
-the leave-one-out, times values of the learning rate, times seeds enough; `--recipes` takes as many different recipes as
-there are members, say. A phase is linear if its ratio is that of the members. Every phase runs in a child process of
-its own, so that its peak memory is its own (`ru_maxrss` never falls again) and its seconds begin when its imports are
-done. Seconds are of the CPU (user and system, child processes of the phase included), whatever else the machine does.
+Nothing trains: jobs of a fake scheduler end at once and leave simulated journals, and the files that a batch script
+leaves in its submission's folder. One job in twenty fails at first. Members are the nine recipes of the leave-one-out,
+times values of the learning rate, times as many seeds as needed. `--recipes` sets another number of recipes, such as
+the number of members. A phase is linear if its ratio equals the ratio of members. Every phase runs in a new process,
+because peak memory (`ru_maxrss`) never decreases, and its seconds start after the imports. Seconds are CPU time (user
+and system, including child processes), so other work on the machine does not count.
 
 The last rows are a controller that follows 256 running members with journals of 10,000 steps (15 MB each), as it does
-for MLflow: its first look at all of them, that of a controller which goes on where another was, and a later look for
-which each member has written one more line. Every eighth journal is a file of its own, the others are further names.
+for MLflow: its first look at all of them, the first look of a controller that takes over from another, and a later look
+after each member has written one more line. Every eighth journal is a real file; the others are hard links to it.
 """
 
 from __future__ import annotations
@@ -46,29 +46,32 @@ from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
 
 EVALUATIONS = 33
-# A base model that is made in a moment: making it is no part of planning.
+# A tiny base model, because making the model is not part of planning.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
 SPECS = "specs.pickle"
 PREPARED = "prepared"
-FIRST_FAILS = 20  # one member in so many
-RUNNING, STEPS, REAL = 256, 10_000, 8  # members that run, their steps so far, and how many share a file
+FIRST_FAILS = 20  # one member in this many fails at first
+RUNNING, STEPS, REAL = 256, 10_000, 8  # running members, their steps so far, and how many share a file
 
 Phase = Callable[[argparse.Namespace], str]
 
 
-def peak_mb(who: int = resource.RUSAGE_SELF) -> float:
-    """The most memory held so far: of this process, or of the largest child."""
-    return resource.getrusage(who).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+def peak_mb(usage_of: int = resource.RUSAGE_SELF) -> float:
+    """Return the peak memory so far, of this process or of the largest child."""
+    return resource.getrusage(usage_of).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
 def cpu_s() -> float:
-    """Seconds of the CPU so far, of this process and of its children that have ended."""
-    mine, theirs = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return mine.ru_utime + mine.ru_stime + theirs.ru_utime + theirs.ru_stime
+    """Return the CPU seconds so far, of this process and of its ended children."""
+    of_this_process, of_children = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
+    return of_this_process.ru_utime + of_this_process.ru_stime + of_children.ru_utime + of_children.ru_stime
 
 
 def grid(members: int, recipes: int, values: int) -> list[list[str]]:
-    """Override lists: the leave-one-out at several learning rates, or as many learning rates as there are recipes."""
+    """Return override lists: the leave-one-out at several learning rates, or one learning rate per recipe."""
     variants = [
         *("none", "loss_dapo", "precision_bf16_head", "length_control_penalty", "normalization_prompt"),
         *("resampling_uniform", "filter_none", "async_mode_ppo_off_policy", "aggregation_sample"),
@@ -83,16 +86,16 @@ def grid(members: int, recipes: int, values: int) -> list[list[str]]:
 
 
 def write_journals(folder: Path, specs: Sequence[RunSpec]) -> None:
-    """What the members will have written: 33 evaluations and 32 train records each."""
+    """Write the members' journals in advance, with 33 evaluations and 32 train records each."""
     from sweeps.run import journal
 
-    journal.os.fsync = lambda _: None  # type: ignore[attr-defined]  # nothing here must outlive a power cut
+    journal.os.fsync = lambda _: None  # type: ignore[attr-defined]  # these files need not survive a power cut
     rng = np.random.default_rng(2510)
     labels = sorted({spec.recipe for spec in specs})
     curves = {label: (0.5 + 0.35 * rng.random(), 1.3 + rng.random(), 2 + 2 * rng.random()) for label in labels}
     for spec in specs:
         a, b, c_mid = curves[spec.recipe]
-        own = a + 0.01 * rng.standard_normal()
+        seed_asymptote = a + 0.01 * rng.standard_normal()
         ticks = map(float, count())
         written = journal.Journal(folder / PREPARED / spec.run, clock=ticks.__next__)
         written.header(**spec.header(), device="cpu")
@@ -100,7 +103,10 @@ def write_journals(folder: Path, specs: Sequence[RunSpec]) -> None:
             compute = {"compute/virtual_device_hours": hours, "compute/flops": hours * 1e15}
             if hours:
                 written.record("train", 10 * point, {f"train/{k}": rng.random() for k in range(12)} | compute)
-            rate = rng.binomial(2000, 0.15 + (own - 0.15) * (1 / (1 + (c_mid / hours) ** b) if hours else 0.0)) / 2000
+            rate = (
+                rng.binomial(2000, 0.15 + (seed_asymptote - 0.15) * (1 / (1 + (c_mid / hours) ** b) if hours else 0.0))
+                / 2000
+            )
             error = float(np.sqrt(rate * (1 - rate) / 2000))
             written.record(
                 "eval", 10 * point, {"eval/heldout/pass_rate": rate, "eval/heldout/pass_rate_se": error} | compute
@@ -112,7 +118,7 @@ def write_journals(folder: Path, specs: Sequence[RunSpec]) -> None:
 
 @dataclass
 class Instant:
-    """A scheduler whose jobs end at once, each with its prepared journal, or at first without."""
+    """A scheduler whose jobs end at once. They leave their prepared journals, or fail at first and leave none."""
 
     folder: Path
     jobs: dict[str, JobInfo] = field(default_factory=dict)
@@ -120,19 +126,19 @@ class Instant:
     failed: set[str] = field(default_factory=set)
 
     def submit(self, request: Request) -> str:
-        """Run everything: what that takes is the jobs', not the controller's."""
+        """Run all jobs of a submission. Their time is not counted as the controller's."""
         begin = cpu_s()
         job = self._run(Path(request.folder))
-        _of_jobs.append(cpu_s() - begin)
+        _job_seconds.append(cpu_s() - begin)
         return job
 
     def _run(self, folder: Path) -> str:
         manifest = json.loads((folder / "submission.json").read_text())
         self.submissions += 1
-        several = len(manifest["members"]) > 1
+        is_array = len(manifest["members"]) > 1
         for task, run in enumerate(manifest["members"]):
             target = self.folder / "study" / "runs" / run
-            job = f"{self.submissions}_{task}" if several else str(self.submissions)
+            job = f"{self.submissions}_{task}" if is_array else str(self.submissions)
             (folder / f"started-{job}-0").touch()
             (folder / f"{job}_0_log.out").write_text("srun: a line\n" * 20)
             failed = run not in self.failed and task % FIRST_FAILS == 0
@@ -148,43 +154,43 @@ class Instant:
         return str(self.submissions)
 
     def queue(self) -> dict[str, JobInfo]:
-        """All of them."""
+        """Return all jobs."""
         return dict(self.jobs)
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
-        """All that are asked for."""
+        """Return the requested jobs."""
         return {job: self.jobs[job] for job in jobs if job in self.jobs}
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
-        """Of those that failed."""
+        """Return exit code 1 for each job."""
         return dict.fromkeys(jobs, "1:0")
 
     def array_limit(self) -> int:
-        """SLURM's own default."""
+        """Return SLURM's default."""
         return 1001
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Nothing runs."""
+        """Do nothing: no job is running."""
 
 
-# Phases. Each imports what it needs before `started()`, so that seconds are those of the work.
+# Phases. Each imports its modules before `started()`, so that imports do not count.
 
 
 def started() -> None:
-    """Imports are done: the clock starts."""
+    """Start the clock, after the imports."""
     _marks.append((cpu_s(), peak_mb(), peak_mb(resource.RUSAGE_CHILDREN)))
 
 
 _marks: list[tuple[float, float, float]] = []
-_of_jobs: list[float] = []
+_job_seconds: list[float] = []
 
 
 def planning(options: argparse.Namespace) -> str:
-    """Compose, check and identify."""
+    """Plan: compose, check and identify the members."""
     import lightning_scalerl.member.identify as planner
 
     lists = grid(options.members, options.recipes, options.values)
-    planner.plan_members(lists[:1])  # makes the base model
+    planner.plan_members(lists[:1])  # makes the base model, which does not count
     started()
     specs = planner.plan_members(lists)
     if not (options.folder / SPECS).exists():
@@ -193,7 +199,7 @@ def planning(options: argparse.Namespace) -> str:
 
 
 def running(options: argparse.Namespace) -> str:
-    """Freeze, write the ledger, submit in arrays, see every job end, judge it."""
+    """Run the study: write specs and ledger, submit in arrays, and classify each job when it ends."""
     specs = pickle.loads((options.folder / SPECS).read_bytes())
     started()
     study = Study(options.folder / "study", specs)
@@ -205,7 +211,7 @@ def running(options: argparse.Namespace) -> str:
 
 
 def _at_once(folder: Path) -> AbstractContextManager[object]:
-    """The scheduler of studies is `Instant`."""
+    """Make `Instant` the scheduler of studies."""
     return patch.object(SlurmCluster, "scheduler", lambda cluster: Instant(folder))
 
 
@@ -214,14 +220,14 @@ def _finished(states: Mapping[str, MemberState]) -> str:
 
 
 def status(options: argparse.Namespace) -> str:
-    """`scalerl status`."""
+    """Run `scalerl status`."""
     started()
     views = overview(options.folder / "study", Instant(options.folder))
     return counts(views)
 
 
 def collecting(options: argparse.Namespace) -> str:
-    """`scalerl collect` of what is done: the same study taken over by another process."""
+    """Run `scalerl collect` on the finished study, in another process than the one that ran it."""
     started()
     study = Study.read(options.folder / "study")
     plan = LaunchSettings.read(study.directory)
@@ -230,7 +236,7 @@ def collecting(options: argparse.Namespace) -> str:
 
 
 def long_journal(path: Path) -> None:
-    """A journal of 10,000 steps, 1.5 KB each, with a checkpoint every hundred and an evaluation every fifty."""
+    """Write a journal of 10,000 steps of 1.5 KB, with a checkpoint per hundred and an evaluation per fifty steps."""
     metrics = {f"train/some_metric_{number}": number / 7 for number in range(40)}
     with path.open("w") as handle:
 
@@ -247,7 +253,7 @@ def long_journal(path: Path) -> None:
 
 
 def _running(options: argparse.Namespace) -> list[Path]:
-    """Directories of members that run, the same for all phases."""
+    """Return the run directories of running members, the same for all phases."""
     folders = [options.folder / "long" / str(number) for number in range(RUNNING)]
     for number, folder in enumerate(folders):
         if not folder.exists():
@@ -261,7 +267,7 @@ def _running(options: argparse.Namespace) -> list[Path]:
 
 
 def following(options: argparse.Namespace) -> str:
-    """What the thread that feeds MLflow reads, at its first look; what is sent is not kept."""
+    """Take the first look of the thread that feeds MLflow. Records that were sent are dropped from memory."""
     from sweeps.run.tail import JournalTail
 
     folders = _running(options)
@@ -275,7 +281,7 @@ def following(options: argparse.Namespace) -> str:
 
 
 def following_anew(options: argparse.Namespace) -> str:
-    """The first look of another controller, when all but the last hundred steps were sent by the one before."""
+    """Take the first look of a second controller, after the first one has sent all but the last hundred steps."""
     from sweeps.run.tail import JournalTail
 
     folders = _running(options)
@@ -289,7 +295,7 @@ def following_anew(options: argparse.Namespace) -> str:
 
 
 def following_on(options: argparse.Namespace) -> str:
-    """The next look, a line later."""
+    """Take the next look, after each member has written one more line."""
     from sweeps.run.tail import JournalTail
 
     folders = _running(options)
@@ -301,22 +307,22 @@ def following_on(options: argparse.Namespace) -> str:
         with (folder / "metrics.jsonl").open("a") as handle:
             handle.write(f'{{"kind":"train","time":1.0,"step":{STEPS + 1},"metrics":{{"train/loss":1.0}}}}\n')
     started()
-    fresh = 0
+    new_records = 0
     for tail in tails:
-        fresh += len(tail.update().records)
-    return f"a later look at the same: {fresh} new records"
+        new_records += len(tail.update().records)
+    return f"a later look at the same: {new_records} new records"
 
 
 def ranking(options: argparse.Namespace) -> str:
-    """`scalerl rank`: reading, fitting, ranking."""
+    """Run `scalerl rank`: read, fit and rank."""
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import fit_curves
     from sweeps.source.load import load
 
     started()
     fits = fit_curves(load([str(options.folder / "study")]).curves, workers=options.workers)
-    found = rank(fits, workers=options.workers, brief=True)
-    return f"{len(found.ranking)} recipes, {sum(fit.identifiable for fit in fits)} identifiable"
+    ranking_result = rank(fits, workers=options.workers, brief=True)
+    return f"{len(ranking_result.ranking)} recipes, {sum(fit.identifiable for fit in fits)} identifiable"
 
 
 PHASES: dict[str, Phase] = {
@@ -333,33 +339,33 @@ OF_A_STUDY = ("planning", "running", "status", "collecting")
 
 
 def run_phase(options: argparse.Namespace) -> None:
-    """In a child: one phase, and what it took, as JSON on the last line."""
-    began = cpu_s()
+    """Run one phase in a child process, and print its measurements as JSON on the last line."""
+    started_at = cpu_s()
     with contextlib.redirect_stdout(sys.stderr):
-        what = PHASES[options.phase](options)
+        phase_summary = PHASES[options.phase](options)
     ready, imports_mb, children_mb = _marks[-1]
     workers_mb = peak_mb(resource.RUSAGE_CHILDREN)
-    found = {
-        "imports_s": ready - began,
+    phase_result = {
+        "imports_s": ready - started_at,
         "imports_mb": imports_mb,
-        "s": cpu_s() - ready - sum(_of_jobs),
+        "s": cpu_s() - ready - sum(_job_seconds),
         "peak_mb": peak_mb(),
-        "workers_mb": workers_mb if workers_mb > children_mb else 0.0,  # imports run programs too
-        "what": what,
+        "workers_mb": workers_mb if workers_mb > children_mb else 0.0,  # imports may have started child processes too
+        "what": phase_summary,
     }
-    print(json.dumps(found))
+    print(json.dumps(phase_result))
 
 
 def measured(options: argparse.Namespace, name: str, folder: str, members: int) -> dict[str, float]:
-    """One phase in a process of its own; its row is printed."""
+    """Run one phase in a new process, and print its row."""
     command = [sys.executable, __file__, "--phase", name, "--folder", folder, "--members", str(members)]
     command += ["--recipes", str(options.recipes), "--values", str(options.values), "--workers", str(options.workers)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr}")
     row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    before = _rows.get(name)
-    ratio = f"{row['s'] / before:7.1f}" if before else f"{'':7}"
+    smaller_study_s = _rows.get(name)
+    ratio = f"{row['s'] / smaller_study_s:7.1f}" if smaller_study_s else f"{'':7}"
     _rows[name] = row["s"]
     print(
         f"{name:15}{members:8}{row['s']:8.2f}{ratio}{row['peak_mb']:9.0f}{row['imports_s']:11.2f}"
@@ -373,18 +379,18 @@ _rows: dict[str, float] = {}
 
 
 def of_a_study(options: argparse.Namespace, members: int) -> dict[str, dict[str, float]]:
-    """All phases of one study, by name."""
-    found = {}
+    """Run all phases of one study; return their rows by name."""
+    rows_by_phase = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in (*OF_A_STUDY, *(["ranking"] if options.ranking else [])):
-            found[name] = measured(options, name, folder, members)
+            rows_by_phase[name] = measured(options, name, folder, members)
             if name == "planning":
                 write_journals(Path(folder), pickle.loads((Path(folder) / SPECS).read_bytes()))
-    return found
+    return rows_by_phase
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, nargs="+", default=[1000, 10_000])
     parser.add_argument("--recipes", type=int, default=9)

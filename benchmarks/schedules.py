@@ -1,6 +1,7 @@
-"""What does compute count for once the learning rate decays? Forecasts with the rate, without it, and the last value.
+"""Should compute count less once the learning rate decays? Compares forecasts with and without the rate.
 
-Every run of `experiment=schedules` is cut at 0.4, 0.55 and 0.7 of its compute; its last quarter's mean is foretold.
+Every run of `experiment=schedules` is cut at 0.4, 0.55 and 0.7 of its compute, and the mean of its last quarter is
+forecast. The last value is the baseline.
 
     scalerl train --multirun experiment=schedules
     python -m benchmarks.schedules --out docs/measured/schedules.md
@@ -36,29 +37,29 @@ SET_UP = wrapped(
 
 
 def cut(run: Curve, share: float) -> dict[str, tuple[float, bool]]:
-    """Error, and whether the interval held, by rule; the last value's has none."""
+    """Return (error, whether the interval contains the truth) by rule. The last value has no interval."""
     end = float(run.compute.max())
     late, early = run.compute > LATE * end, run.compute <= share * end
-    came = float(run.reward[late].mean())
-    found = {}
+    later_mean = float(run.reward[late].mean())
+    results_by_rule = {}
     for name, curve in (("with the rate", run), ("by compute alone", replace(run, at_peak=None))):
         value, low, high = predict_mean(fit_curve(curve.take(early)), run.compute[late])
-        found[name] = (value - came, low <= came <= high)
+        results_by_rule[name] = (value - later_mean, low <= later_mean <= high)
     last = run.reward[early][np.argsort(run.compute[early])][-1]
-    return {**found, "the last value": (float(last) - came, True)}
+    return {**results_by_rule, "the last value": (float(last) - later_mean, True)}
 
 
 def main() -> None:
-    """Write the page."""
+    """Print the table and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", nargs="+", default=["outputs/schedules"])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    found: dict[str, dict[str, list[tuple[float, bool]]]] = {}
+    by_recipe: dict[str, dict[str, list[tuple[float, bool]]]] = {}
     for curve in load(options.source).curves:
         if curve.at_peak is None:
             continue
-        rules = found.setdefault(curve.recipe, defaultdict(list))
+        rules = by_recipe.setdefault(curve.recipe, defaultdict(list))
         for seed in np.unique(curve.seed):
             for share in CUTS:
                 for name, each in cut(curve.take(curve.seed == seed), share).items():
@@ -69,14 +70,14 @@ def main() -> None:
         f"| recipe | {' | '.join(names)} | truth in the interval |",
         "|---|---|---|---|---|",
     ]
-    for recipe, rules in found.items():
+    for recipe, rules in by_recipe.items():
         errors = [f"{np.mean([abs(error) for error, _ in rules[name]]):.4f}" for name in names]
-        held = [inside for _, inside in rules[names[0]]]
+        hits = [inside for _, inside in rules[names[0]]]
         lines.append(
-            f"| {recipe.removeprefix('scalerl+precision=fp32+')} | {' | '.join(errors)} | {sum(held)} of {len(held)} |"
+            f"| {recipe.removeprefix('scalerl+precision=fp32+')} | {' | '.join(errors)} | {sum(hits)} of {len(hits)} |"
         )
-    every = {name: [abs(error) for rules in found.values() for error, _ in rules[name]] for name in names}
-    lines.append(f"| all | {' | '.join(f'{np.mean(every[name]):.4f}' for name in names)} | |")
+    all_errors = {name: [abs(error) for rules in by_recipe.values() for error, _ in rules[name]] for name in names}
+    lines.append(f"| all | {' | '.join(f'{np.mean(all_errors[name]):.4f}' for name in names)} | |")
     print("\n".join(lines))
     rewrite(options.out, "measured", lines)
 

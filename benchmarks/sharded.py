@@ -1,9 +1,9 @@
-"""Live runs under FSDP2 beside those of one process: three seeds each, compared at the steps that both have done.
+"""Compare live runs under FSDP2 with live runs in one process, three seeds each, at the steps that both have done.
 
     python benchmarks/sharded.py [--steps 150] [--ranks 2]
 
-Some ten minutes of two cores; outputs/sharded_one and outputs/sharded_two keep the runs. Generators are processes of
-their own, so no two runs are alike: what is asked is whether the interval of the difference holds 0.
+Takes about ten minutes on two cores. The runs are in outputs/sharded_one and outputs/sharded_two. Generators are
+separate processes, so runs are not reproducible: the question is whether the interval of the difference contains 0.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (0, 1, 2)
-# The demo's task and model at a third of its rate: live runs are further off-policy than virtual ones.
+# The demo's task and model at a third of its learning rate, because live runs are more off-policy than virtual ones.
 SETTINGS = ("experiment=demo", "optimizer.lr=1.0e-4", "driver=live")
 ONE, SHARDED = "sharded_one", "sharded_two"
 
 
 def train(study: str, seed: int, steps: int, ranks: int) -> None:
-    """Train one run, under torchrun where it has several ranks."""
+    """Train one run, with torchrun if it has several ranks."""
     start = [sys.executable, "-m"]
     strategy: list[str] = []
     if ranks > 1:
@@ -32,14 +32,14 @@ def train(study: str, seed: int, steps: int, ranks: int) -> None:
 
 
 def main() -> None:
-    """Train what is not done yet, and compare."""
+    """Train the runs that are not finished, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--ranks", type=int, default=2)
-    given = parser.parse_args()
+    options = parser.parse_args()
     for seed in SEEDS:
-        train(ONE, seed, given.steps, 1)
-        train(SHARDED, seed, given.steps, given.ranks)
+        train(ONE, seed, options.steps, 1)
+        train(SHARDED, seed, options.steps, options.ranks)
     scalerl = str(Path(sys.executable).with_name("scalerl"))
     studies = [f"outputs/{SHARDED}", f"outputs/{ONE}"]
     subprocess.run([scalerl, "compare", *studies, "--group", "study", "--x", "step"], check=True, cwd=ROOT)

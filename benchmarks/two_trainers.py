@@ -1,7 +1,7 @@
-"""The arithmetic task on two trainers: CISPO, GRPO and DAPO here and on TRL's `GRPOTrainer`, held against each other.
+"""Compare CISPO, GRPO and DAPO on the arithmetic task, trained here and with TRL's `GRPOTrainer`.
 
-Every member is a process of its own; what is measured goes into benchmarks/results/two_trainers.json as soon as a
-member is done, so that the command can be stopped and goes on. Without `--python` only the page is written again.
+Every member runs in a separate process. Its result is written to benchmarks/results/two_trainers.json as soon as it is
+done, so the command can be stopped and continued. Without `--python` only the page is written.
 
     python -m benchmarks.two_trainers --python /path/to/trl/bin/python
 """
@@ -33,15 +33,15 @@ FIGURE = ROOT / "docs" / "measured" / "two_trainers.png"
 RESULTS = ROOT / "benchmarks" / "results" / "two_trainers.json"
 OUTPUTS = ROOT / "outputs" / "two_trainers"
 TRAINERS = ("ours", "TRL")
-# With three of CISPO its interval was 0.104 wide: it has two more.
+# CISPO has two more seeds, because with three its interval was 0.104 wide, more than NARROW.
 SEEDS = {"CISPO": (0, 1, 2, 3, 4), "GRPO": (0, 1, 2), "DAPO": (0, 1, 2)}
 STEPS = 120
-# Two passes over a batch: in the first the ratio is 1, and the three losses are one.
+# Two passes over a batch: in the first one the ratio is 1, so the three losses are the same.
 COMMON = (
     *("recipe=scalerl_core", "async_mode=on_policy", "filter=none", "normalization=prompt", "normalization.eps=1e-4"),
     *("reward=zero_one", "epochs.count=2", "schedule.warmup_steps=0", "batch.micro_batch=128"),
     *("optimizer.weight_decay=0", "optimizer.lr=3e-4", "optimizer.clip_norm=1.0", "evaluation.every_n_steps=6"),
-    # Sums of one and of two digits, as the demo's (conf/sums_of_two_digits.yaml).
+    # Sums of one and two digits, like the demo's (conf/sums_of_two_digits.yaml).
     *("model.digits=2", "task.train=[50,2000,300]", "task.heldout=[40,80,30]", "context.max_new_tokens=16"),
     *("thinking.interrupt_from=9", "thinking.interrupt_to=11"),
 )
@@ -50,12 +50,12 @@ RECIPES = {
     "GRPO": ("loss=ppo", "aggregation=sample"),
     "DAPO": ("loss=dapo", "loss.clip_high=0.28", "aggregation=token"),
 }
-NARROW = 0.1  # what the interval of a comparison is to be narrower than
+NARROW = 0.1  # target for the width of a comparison's interval
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run: a recipe, a seed, and the trainer that takes it."""
+    """One run: a recipe, a trainer and a seed."""
 
     recipe: str
     trainer: str
@@ -67,14 +67,14 @@ class Member:
         return f"{self.recipe} {self.trainer} {self.seed}"
 
     def run(self, python: str, steps: int) -> list[dict[str, float]]:
-        """Train, and return its evaluations: step, compute, reward."""
+        """Train, and return the evaluations: step, compute, reward."""
         folder = OUTPUTS / self.name.replace(" ", "_")
         overrides = [*COMMON, *RECIPES[self.recipe], f"seed={self.seed}", f"budget.steps={steps}"]
         module = "lightning_scalerl.translate.trl_member" if self.trainer == "TRL" else "lightning_scalerl.train"
-        where = ["--python", python, "--folder", str(folder)] if self.trainer == "TRL" else []
+        trl_arguments = ["--python", python, "--folder", str(folder)] if self.trainer == "TRL" else []
         if self.trainer == "ours":
             overrides += [f"output_dir={folder}", "rollouts.groups=0"]
-        command = [sys.executable, "-m", module, *where, *overrides]
+        command = [sys.executable, "-m", module, *trl_arguments, *overrides]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{self.name}: {done.stderr[-2000:]}")
@@ -82,13 +82,13 @@ class Member:
 
 
 def of_trl(folder: Path) -> Iterator[dict[str, float]]:
-    """Yield the evaluations of a member of TRL's."""
+    """Yield the evaluations of a member trained with TRL."""
     for line in (folder / "evaluations.jsonl").read_text().splitlines():
         yield {name: json.loads(line)[name] for name in ("step", "compute", "reward")}
 
 
 def of_ours(folder: Path) -> Iterator[dict[str, float]]:
-    """Yield the evaluations of a member of our own."""
+    """Yield the evaluations of a member trained here."""
     (run,) = (folder / "runs").iterdir()
     for record in read_journal(run).of_kind("eval"):
         values = record.metrics
@@ -98,7 +98,7 @@ def of_ours(folder: Path) -> Iterator[dict[str, float]]:
 def measure(python: str, steps: int, parallel: int) -> None:
     """Run every member that has no result yet."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    # Seed by seed, so that whatever there is compares both trainers.
+    # Seed by seed, so that partial results have both trainers.
     members = [
         Member(recipe, trainer, seed)
         for seed in sorted({seed for seeds in SEEDS.values() for seed in seeds})
@@ -117,7 +117,7 @@ def measure(python: str, steps: int, parallel: int) -> None:
 
 
 def table() -> pd.DataFrame:
-    """Return all evaluations, one a row; a recipe is named with its trainer."""
+    """Return all evaluations, one per row; recipe names include the trainer."""
     rows = []
     for name, points in json.loads(RESULTS.read_text()).items():
         recipe, trainer, seed = name.split()
@@ -126,15 +126,15 @@ def table() -> pd.DataFrame:
 
 
 def compared(recipe: str, points: pd.DataFrame) -> dict[str, Any]:
-    """Return what `scalerl compare` says of a recipe on TRL against itself here."""
-    both = [f"{recipe}, TRL", f"{recipe}, ours"]
-    # All recipes together: their seeds pair, and their noise is one.
-    (found,) = api.compare(points, recipes=both).to_json()["comparisons"]
-    return dict(found)
+    """Compare a recipe trained with TRL with the same recipe trained here, like `scalerl compare`."""
+    pair = [f"{recipe}, TRL", f"{recipe}, ours"]
+    # Fit all recipes together, so that seeds are paired and the noise is pooled.
+    (comparison,) = api.compare(points, recipes=pair).to_json()["comparisons"]
+    return dict(comparison)
 
 
 def shown(interval: dict[str, Any] | None) -> str:
-    """An interval as text."""
+    """Format an interval."""
     if interval is None or interval["low"] is None or interval["high"] is None:
         return "open"
     return f"{interval['value']:+.3f} ({interval['low']:+.3f} to {interval['high']:+.3f})"
@@ -143,7 +143,7 @@ def shown(interval: dict[str, Any] | None) -> str:
 def lines(points: pd.DataFrame) -> list[str]:
     """Return the tables of the page."""
     late = points[points.step > points.step.max() - 30]
-    found = [
+    table_lines = [
         "| recipe | seeds | steps | ours, last 30 steps | TRL, last 30 steps | TRL minus ours at the end "
         "| A, TRL minus ours | the difference at the end: interval contains 0 | its width |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -160,37 +160,37 @@ def lines(points: pd.DataFrame) -> list[str]:
         cells = [recipe, str(len(seeds)), str(int(points.step.max())), f"{ours.reward.mean():.3f}"]
         cells += [f"{theirs.reward.mean():.3f}", shown(reward), shown(row["A"]), "yes" if holds else "no"]
         narrow = "" if width < NARROW else f", not below {NARROW:g}"
-        found.append(f"| {' | '.join([*cells, f'{width:.3f}{narrow}'])} |")
+        table_lines.append(f"| {' | '.join([*cells, f'{width:.3f}{narrow}'])} |")
     spread = points[points.step == 0].groupby("recipe").reward.mean()
-    found += [
+    table_lines += [
         "",
         f"Pass rates before the first step, with the same weights: {spread.min():.3f} to {spread.max():.3f} by recipe "
         "and trainer.",
     ]
     cost = points[points.step == points.step.max()].groupby("recipe").compute.mean()
-    return [*found, f"FLOPs of a run: {cost.min():.4g} to {cost.max():.4g}."]
+    return [*table_lines, f"FLOPs of a run: {cost.min():.4g} to {cost.max():.4g}."]
 
 
 def figure(points: pd.DataFrame) -> Figure:
-    """Draw a panel a recipe: every evaluation, and the mean over seeds, by trainer."""
+    """Draw one panel per recipe: every evaluation, and the mean over seeds, by trainer."""
     with rc_context(STYLE):
-        drawn = Figure(figsize=(9.5, 3.2), layout="constrained")
-        panels = drawn.subplots(1, len(RECIPES), sharey=True)
+        canvas = Figure(figsize=(9.5, 3.2), layout="constrained")
+        panels = canvas.subplots(1, len(RECIPES), sharey=True)
         for panel, recipe in zip(panels, RECIPES, strict=True):
             for trainer, colour in zip(TRAINERS, ("C0", "C1"), strict=True):
-                mine = points[points.recipe == f"{recipe}, {trainer}"]
-                panel.plot(mine.compute, mine.reward, ".", color=colour, alpha=0.35, markersize=4)
-                mean = mine.groupby("step")[["compute", "reward"]].mean()
+                trainer_points = points[points.recipe == f"{recipe}, {trainer}"]
+                panel.plot(trainer_points.compute, trainer_points.reward, ".", color=colour, alpha=0.35, markersize=4)
+                mean = trainer_points.groupby("step")[["compute", "reward"]].mean()
                 panel.plot(mean.compute, mean.reward, color=colour, label=trainer)
             panel.set_title(recipe)
             panel.set_xlabel("FLOPs")
         panels[0].set_ylabel("pass rate on 150 held-out prompts")
         panels[0].legend(loc="lower right")
-    return drawn
+    return canvas
 
 
 def write_page() -> None:
-    """Write the tables between the page's marks, and the figure beside it."""
+    """Write the tables between the page's marks, and the figure next to the page."""
     points = table()
     FIGURE.write_bytes(png(figure(points)))
     section = [*lines(points), "", f"![curves of both trainers]({FIGURE.name})"]

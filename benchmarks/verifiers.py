@@ -1,12 +1,12 @@
-"""Are the answers of real data sets graded right, and how fast? GSM8K and MATH as verl prepares them, 21,292 rows.
+"""Are answers of real data sets graded correctly, and how fast? GSM8K and MATH as prepared by verl, 21,292 rows.
 
-Every gold answer is written as a solution in ways that mean the same, which must score 1, and changed in ways that mean
-something else, which must score 0, in the very pool that grades a run's completions. A way applies to the rows that it
-fits. Then: how long it takes to load GSM8K, to put its prompts through a chat template and to measure them, the first
-time and from the cache.
+Every gold answer is written as a solution in ways with the same meaning, which must score 1, and changed in ways with
+another meaning, which must score 0. A way is used for the rows to which it applies. Grading uses the pool that also
+grades a run's completions. Then the script measures how long it takes to load GSM8K, apply a chat template to its
+prompts and compute their lengths, for the first time and from the cache.
 
-The rows are looked for in the folder that SCALERL_DATA names, else in `../shared/data`: gsm8k/train.parquet and
-test.parquet, math/train.parquet and test.parquet. Prints Markdown.
+The rows are read from the folder in SCALERL_DATA, or else from `../shared/data`: gsm8k/train.parquet and test.parquet,
+math/train.parquet and test.parquet. Prints Markdown.
 
     python benchmarks/verifiers.py
 """
@@ -58,47 +58,51 @@ _UNICODE = {
 
 
 def boxed(answer: str) -> str:
-    """A solution that ends with an answer."""
+    """Return a solution that ends with an answer."""
     return f"So the answer is $\\boxed{{{answer}}}$."
 
 
 def in_unicode(answer: str) -> str | None:
-    """Characters for commands, where each command has one and nothing else follows it at once."""
-    found = answer
+    """Replace commands by Unicode characters, if a letter or digit does not follow; None if nothing changes."""
+    rewritten = answer
     for command, character in _UNICODE.items():
-        found = re.sub(re.escape(command) + r"(?![A-Za-z0-9])", character, found)
-    found = re.sub(r"\\sqrt\{(\w+)\}", r"√(\1)", found).replace("-", "−")
-    return None if found == answer or "text" in answer else boxed(found)
+        rewritten = re.sub(re.escape(command) + r"(?![A-Za-z0-9])", character, rewritten)
+    rewritten = re.sub(r"\\sqrt\{(\w+)\}", r"√(\1)", rewritten).replace("-", "−")
+    return None if rewritten == answer or "text" in answer else boxed(rewritten)
 
 
 def thousands(answer: str) -> str | None:
-    """Digits in groups of three, as MATH sets them."""
+    """Separate digits in groups of three, as MATH does."""
     if not re.fullmatch(r"\d{4,}", answer):
         return None
     return boxed(f"{int(answer):,}".replace(",", ",\\! "))
 
 
 def other_unit(answer: str) -> str | None:
-    """The last word of an answer replaced by a word that means something else."""
-    found = _UNIT.search(answer)
-    return boxed(f"{answer[: found.start(1)]}furlongs{answer[found.end(1) :]}") if found else None
+    """Replace the last word of an answer by a word with another meaning."""
+    unit_match = _UNIT.search(answer)
+    return boxed(f"{answer[: unit_match.start(1)]}furlongs{answer[unit_match.end(1) :]}") if unit_match else None
 
 
 def other_power(answer: str) -> str | None:
-    """Square units for cubic ones."""
-    found = _POWER.search(answer)
-    return boxed(f"{answer[: found.start(2)]}{5 - int(found[2])}{answer[found.end(2) :]}") if found else None
+    """Swap square and cubic units."""
+    power_match = _POWER.search(answer)
+    return (
+        boxed(f"{answer[: power_match.start(2)]}{5 - int(power_match[2])}{answer[power_match.end(2) :]}")
+        if power_match
+        else None
+    )
 
 
 def other_sign(answer: str) -> str | None:
-    """A number with the other sign."""
+    """Change the sign of a number."""
     if not _INTEGER.fullmatch(answer) or int(answer) == 0:
         return None
     return boxed(answer[1:] if answer.startswith("-") else f"-{answer}")
 
 
 def other_bracket(answer: str) -> str | None:
-    """An interval that holds its end, for one that does not."""
+    """Swap a closed and an open end of an interval."""
     if (
         not re.fullmatch(r"[(\[][^(){}\[\]]*,[^(){}\[\]]*[)\]]", answer)
         or "infty" in answer
@@ -109,11 +113,11 @@ def other_bracket(answer: str) -> str | None:
 
 
 def other_word(answer: str) -> str | None:
-    """An answer that is a word, replaced by another word."""
+    """Replace an answer that is a word by another word."""
     return boxed("\\text{furlongs}") if re.fullmatch(r"\\text\{[A-Za-z]{3,}\}", answer) else None
 
 
-# By name: what becomes of a gold answer, None where the way does not fit it, and the reward.
+# By name: the function that rewrites a gold answer (None if the way does not apply), and the expected reward.
 WAYS: dict[str, tuple[Callable[[str], str | None], float]] = {
     "as it is": (boxed, 1.0),
     "`\\displaystyle`": (lambda answer: boxed(f"\\displaystyle {answer}"), 1.0),
@@ -141,7 +145,7 @@ SHOWN = 30
 
 @dataclass(frozen=True)
 class Case:
-    """A completion, and what it must score."""
+    """A completion and its expected reward."""
 
     file: str
     row: int
@@ -151,53 +155,53 @@ class Case:
 
 
 def solution(problem: Problem, way: str) -> str | None:
-    """A row's answer written as a solution; as it is, the data's own where it has one."""
+    """Return a row's answer written as a solution. For "as it is" the data's own solution is used if there is one."""
     written = WAYS[way][0](str(problem.answer))
     return problem.right or written if way == "as it is" else written
 
 
 def cases(folder: Path, file: str, rows: int | None) -> Iterator[Case]:
-    """Of a file, each row in all ways."""
+    """Yield each row of a file in all ways."""
     for number, row in enumerate(RowSource("rows", str(folder / f"{file}.parquet"), rows=rows).read()):
         problem = verl(row)
         if problem.answer == "":
-            continue  # the task leaves such rows out, and says so
+            continue  # the task also leaves out such rows, with a note
         prompt = Prompt(f"{file}/{number}", problem.text, problem.answer)
         for way in WAYS:
             if text := solution(problem, way):
                 yield Case(file, number, way, Sample(prompt, text, text), WAYS[way][1])
 
 
-def graded(pool: VerifierPool, those: Sequence[Case]) -> tuple[list[Outcome], float]:
-    """Outcomes in order, and seconds."""
-    began = time.perf_counter()
-    tickets = [pool.submit(case.sample) for case in those]
-    return [pool.wait(ticket) for ticket in tickets], time.perf_counter() - began
+def graded(pool: VerifierPool, completions: Sequence[Case]) -> tuple[list[Outcome], float]:
+    """Grade completions; return the outcomes in order, and the seconds."""
+    started_at = time.perf_counter()
+    tickets = [pool.submit(case.sample) for case in completions]
+    return [pool.wait(ticket) for ticket in tickets], time.perf_counter() - started_at
 
 
 def reason(case: Case, outcome: Outcome) -> str:
-    """Why a completion has not scored what it must, as far as a program can tell."""
+    """Describe why a completion did not get the expected score, as far as known."""
     if outcome.kind != "score":
         return outcome.why
     if "math_too_costly" in outcome.parts:
         return "takes more than its processor time"
     from lightning_scalerl.verify.mathematics import _normalise
 
-    gold, said = (
+    gold, read_answer = (
         _normalise(text) for text in (str(case.sample.prompt.answer), extract_answer(case.sample.answer).text)
     )
-    readings = [[str(found[0]) for _, found in each.readings] for each in (gold, said)]
-    return f"read as {readings[0]} {' '.join(gold.parts.words)} and {readings[1]} {' '.join(said.parts.words)}"
+    readings = [[str(found[0]) for _, found in each.readings] for each in (gold, read_answer)]
+    return f"read as {readings[0]} {' '.join(gold.parts.words)} and {readings[1]} {' '.join(read_answer.parts.words)}"
 
 
 def cell(text: str, limit: int = 90) -> str:
-    """For a table's row."""
+    """Shorten and escape text for a cell of a table."""
     short = " ".join(text.split())
     return (short if len(short) <= limit else short[: limit - 1] + "…").replace("|", "\\|")
 
 
 def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bool]:
-    """Lines on what was graded, and whether all of it was graded right."""
+    """Grade everything; return the lines of the page, and whether all grades were correct."""
     lines = [
         "| answer written | must score | " + " | ".join(FILES) + " | completions/s |",
         f"|---|---|{'---|' * len(FILES)}---|",
@@ -206,26 +210,26 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
     rates: dict[str, list[float]] = {way: [0.0, 0.0] for way in WAYS}
     failed: list[tuple[Case, Outcome]] = []
     pool = VerifierPool(reward_sum("rewards", "math"), workers, timeout_s=10.0, retries=1, memory_gib=4.0)
-    slowest, spent, count, without = 0.0, 0.0, 0, 0
+    slowest, spent, count, blank_rows = 0.0, 0.0, 0, 0
     try:
-        graded(pool, list(cases(folder, FILES[0], 1)))  # the workers start
+        graded(pool, list(cases(folder, FILES[0], 1)))  # starts the workers
         for file in FILES:
-            every = list(cases(folder, file, rows))
-            without += 1 + every[-1].row - sum(case.way == "as it is" for case in every)
+            all_cases = list(cases(folder, file, rows))
+            blank_rows += 1 + all_cases[-1].row - sum(case.way == "as it is" for case in all_cases)
             for way in WAYS:
-                those = [case for case in every if case.way == way]
-                outcomes, seconds = graded(pool, those)
+                selected = [case for case in all_cases if case.way == way]
+                outcomes, seconds = graded(pool, selected)
                 bad = [
                     (case, outcome)
-                    for case, outcome in zip(those, outcomes, strict=True)
+                    for case, outcome in zip(selected, outcomes, strict=True)
                     if (outcome.kind, outcome.reward) != ("score", case.reward)
                 ]
                 failed += bad
-                right = len(those) - len(bad)
+                right = len(selected) - len(bad)
                 slowest = max([slowest, *(outcome.seconds for outcome in outcomes)])
-                spent, count = spent + seconds, count + len(those)
-                cells[way].append(f"{right} of {len(those)}" if those else "-")
-                rates[way][0] += len(those)
+                spent, count = spent + seconds, count + len(selected)
+                cells[way].append(f"{right} of {len(selected)}" if selected else "-")
+                rates[way][0] += len(selected)
                 rates[way][1] += seconds
     finally:
         pool.close()
@@ -236,64 +240,64 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
         "",
         f"{count} completions in {spent:.0f} s with {workers} worker{'s' * (workers != 1)}: {count / spent:.0f} per "
         f"second; the slowest took {slowest:.2f} s. Rows without an answer are left out, as in training: "
-        f"{without}. {len(failed)} completions do not get the score that they should"
+        f"{blank_rows}. {len(failed)} completions do not get the score that they should"
         + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
         "",
         "| row | answer written | gold | answer | score | why |",
         "|---|---|---|---|---|---|",
     ]
     for case, outcome in failed[:SHOWN]:
-        said = extract_answer(case.sample.answer).text
-        got = f"{outcome.reward:g}" if outcome.kind == "score" else outcome.kind
+        graded_text = extract_answer(case.sample.answer).text
+        score = f"{outcome.reward:g}" if outcome.kind == "score" else outcome.kind
         lines.append(
-            f"| {case.file} {case.row} | {case.way} | {cell(str(case.sample.prompt.answer))} | {cell(said)} | {got} | "
-            f"{cell(reason(case, outcome), 160)} |"
+            f"| {case.file} {case.row} | {case.way} | {cell(str(case.sample.prompt.answer))} | {cell(graded_text)} | "
+            f"{score} | {cell(reason(case, outcome), 160)} |"
         )
     return lines, not failed
 
 
 def tokenizer_of(texts: Sequence[str], size: int) -> Any:
-    """A byte-level BPE learned from these texts, with a chat template."""
+    """Train a byte-level BPE on these texts, with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    bare = Tokenizer(models.BPE())
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     special = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    bare.train_from_iterator(texts, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<|begin|>", eos_token="<|end|>")
-    made.chat_template = TEMPLATE
-    return made
+    backend.train_from_iterator(texts, trainer)
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>")
+    fast_tokenizer.chat_template = TEMPLATE
+    return fast_tokenizer
 
 
 def prompts(folder: Path, size: int) -> list[str]:
-    """Lines on the time that GSM8K's prompts take."""
-    began = time.perf_counter()
+    """Measure the processing of GSM8K's prompts; return the lines of the page."""
+    started_at = time.perf_counter()
     task = DatasetTask(
         "verl",
         train=str(folder / "gsm8k/train.parquet"),
         heldout={"test": str(folder / "gsm8k/test.parquet")},
         rewards="math",
     )
-    loaded = time.perf_counter() - began
+    loaded = time.perf_counter() - started_at
     sets = {"train": task.train_prompts(), **task.eval_sets()}
     tokenizer = tokenizer_of([prompt.text for prompt in task.train_prompts()], size)
     seconds, lengths = [], []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SCALERL_CACHE"] = cache
         for _ in range(2):
-            # As two processes would: what a tokenizer or a rendering remembers must not count.
+            # A new rendering, as in another process: in-memory caches must not count.
             rendering = Rendering(tokenizer, Chat(), [tokenizer.eos_token_id])
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             tokens = rendering.encode_all(sets)
             lengths = [len(ids) for those in tokens.values() for ids in those]
-            seconds.append(time.perf_counter() - began)
-        kept = sum(file.stat().st_size for file in Path(cache).rglob("*.npz"))
+            seconds.append(time.perf_counter() - started_at)
+        cache_bytes = sum(file.stat().st_size for file in Path(cache).rglob("*.npz"))
     count = len(lengths)
     return [
         f"GSM8K, {count} prompts, a byte-level BPE of {len(tokenizer)} tokens with a chat template; "
@@ -305,12 +309,12 @@ def prompts(folder: Path, size: int) -> list[str]:
         "|---|---|",
         f"| read both files, check for duplicates and leaks | {loaded:.2f} |",
         f"| chat template, tokens and lengths, the first time | {seconds[0]:.2f} |",
-        f"| the same from the cache ({kept / 2**20:.1f} MiB) | {seconds[1]:.2f} |",
+        f"| the same from the cache ({cache_bytes / 2**20:.1f} MiB) | {seconds[1]:.2f} |",
     ]
 
 
 def main() -> int:
-    """Grade, measure, print."""
+    """Measure, grade and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=int, help="of each file at most so many, for a quick look")
@@ -322,7 +326,7 @@ def main() -> int:
         print(f"verifiers: no {missing[0]}.parquet; name the folder that holds it in SCALERL_DATA", file=sys.stderr)
         return 1
     measured = prompts(folder, options.vocabulary)
-    lines, good = grading(folder, options.workers, options.rows)
+    lines, all_correct = grading(folder, options.workers, options.rows)
     command = " ".join(["python benchmarks/verifiers.py", *sys.argv[1:]])
     print(
         "\n".join(
@@ -347,7 +351,7 @@ def main() -> int:
             ]
         )
     )
-    return 0 if good else 2
+    return 0 if all_correct else 2
 
 
 if __name__ == "__main__":

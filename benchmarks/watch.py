@@ -1,7 +1,7 @@
-"""How often does a watch ring for a run that follows the law, and how often for one that falls?
+"""How often does the watch warn about a run that follows the law, and how often about one whose reward falls?
 
-Simulated runs (sampling error, a policy that wanders with lag-1 correlation 0.6) are looked at after every evaluation;
-one that falls does so by 0.1 after half its compute, at once or over a seventh of it.
+Runs are simulated with sampling error and AR(1) noise of correlation 0.6, and checked after every evaluation. In runs
+that fall, the reward drops by 0.1 after half of the compute, at once or over a seventh of it.
 
     python -m benchmarks.watch [--good 150] [--falls 50] [--out docs/measured/watch.md]
 """
@@ -32,7 +32,7 @@ SET_UP = wrapped(
 
 @dataclass(frozen=True)
 class Run:
-    """How a recipe's runs are made: the law, its seeds and what they differ by, and the noise; sd in reward."""
+    """Parameters of simulated runs: the law, number and spread of seeds, and noise (standard deviations of reward)."""
 
     name: str
     a: float = 0.61
@@ -56,14 +56,14 @@ RUNS = (
 
 
 def evaluated(run: Run, number: int) -> Curve:
-    """One recipe's evaluations."""
+    """Simulate the evaluations of one recipe."""
     random = np.random.default_rng((3, RUNS.index(run), number))
     compute = np.linspace(0.0, run.end, run.points)
     rewards = []
     for _ in range(run.seeds):
         with np.errstate(divide="ignore"):
-            own = run.a + run.seed_sd * random.standard_normal()
-            mean = run.r0 + (own - run.r0) / (1 + (run.c_mid / compute) ** run.b)
+            seed_asymptote = run.a + run.seed_sd * random.standard_normal()
+            mean = run.r0 + (seed_asymptote - run.r0) / (1 + (run.c_mid / compute) ** run.b)
         wander = [0.0]
         for _ in compute[1:]:
             wander.append(RHO * wander[-1] + np.sqrt(1 - RHO**2) * run.wander * random.standard_normal())
@@ -73,29 +73,29 @@ def evaluated(run: Run, number: int) -> Curve:
 
 
 def fallen(curve: Curve, ramp: float, by: float = FALL) -> Curve:
-    """The same runs, falling after half their compute, at once or over a share `ramp` of it."""
+    """Make the runs of a curve fall after half of their compute, at once or over a share `ramp` of it."""
     share = np.clip((curve.compute / curve.compute.max() - 0.5) / max(ramp, 1e-9), 0, 1)
     return make_curve(curve.recipe, curve.compute, np.clip(curve.reward - by * share, 0, 1), curve.seed)
 
 
 def rings(curve: Curve, every: float = 1.0) -> bool:
-    """Whether a warning is given at any time, looked at whenever compute has grown by a factor `every`."""
+    """Whether there is a warning at any check, with a check whenever compute has grown by a factor `every`."""
     snapshots = history(curve, every=every)
     return any(departure(snapshots[:k]) is not None for k in range(1, len(snapshots) + 1))
 
 
 def good(which: tuple[int, int]) -> bool:
-    """Of a run that follows the law: its place in `RUNS`, and its number."""
+    """Whether a run that follows the law gets a warning; `which` is (index in RUNS, number)."""
     return rings(evaluated(RUNS[which[0]], which[1]))
 
 
 def falls(which: tuple[int, int], ramp: float) -> bool:
-    """Of one that falls."""
+    """Whether a run that falls gets a warning."""
     return rings(fallen(evaluated(RUNS[which[0]], which[1]), ramp))
 
 
 def main() -> None:
-    """Print the table, and write it if asked."""
+    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--good", type=int, default=150)
     parser.add_argument("--falls", type=int, default=50)

@@ -1,6 +1,6 @@
-"""A whole scaling study on one CPU: what `make demo` runs.
+"""The scaling study on one CPU that `make demo` runs.
 
-Nothing here is special: the same five commands make any study.
+The same five commands make any study:
 
     scalerl train --multirun experiment=demo
     scalerl report outputs/demo -o outputs/demo/report.html
@@ -8,7 +8,7 @@ Nothing here is special: the same five commands make any study.
     scalerl rank outputs/demo
     scalerl compare outputs/demo
 
-Interrupted at any point, it continues where it was. Arguments are passed on to `scalerl train`.
+If interrupted at any point, run it again to continue. Arguments are passed on to `scalerl train`.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ EXPECTED = "about 7 minutes on two cores; less on fast ones, or if parts are don
 
 
 def learned(rank: dict[str, Any], compare: dict[str, Any]) -> str:
-    """What the study found: which recipes share the highest ceiling, what lowers it, what only takes longer.
+    """Summarize the study: recipes that share the highest ceiling, that lower it, and that only take longer.
 
     Args:
-        rank, compare: what the commands print with `--json`.
+        rank, compare: output of the commands with `--json`.
     """
-    named = {each["recipe"]: each["A"]["value"] for each in rank["ranking"] if each["rank"] is not None}
+    asymptotes = {each["recipe"]: each["A"]["value"] for each in rank["ranking"] if each["rank"] is not None}
     top = [each["recipe"] for each in rank["ranking"] if each["tied_with_best"]]
     if not top:
         return "no asymptote can be named yet: run longer, with a larger budget.steps"
-    said = [f"{', '.join(top)}: the highest ceiling, {max(named[recipe] for recipe in top):.2f}"]
-    said += [f"{recipe} lowers it to {value:.2f}" for recipe, value in named.items() if recipe not in top]
+    findings = [f"{', '.join(top)}: the highest ceiling, {max(asymptotes[recipe] for recipe in top):.2f}"]
+    findings += [f"{recipe} lowers it to {value:.2f}" for recipe, value in asymptotes.items() if recipe not in top]
     for each in compare["comparisons"]:
         ratio = each["ratio"]
         if each["recipe"] in top and ratio and ratio["value"] is not None and (ratio["low"] or 0) > 1:
-            said.append(f"{each['recipe']} takes {ratio['value']:.1f} times the compute of {each['other']}")
-    return "; ".join(said)
+            findings.append(f"{each['recipe']} takes {ratio['value']:.1f} times the compute of {each['other']}")
+    return "; ".join(findings)
 
 
-def answer(*words: str) -> dict[str, Any]:
-    """What a command prints with `--json`."""
+def json_of(*words: str) -> dict[str, Any]:
+    """Return the output of a command with `--json`."""
     done = subprocess.run([SCALERL, *words, "--json"], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    parsed: dict[str, Any] = json.loads(done.stdout)
+    return parsed
 
 
-def shown(what: str, *command: str) -> int:
-    """Run a command that prints, and return its exit code."""
-    print(f"--- {what}: scalerl {' '.join(command)}", flush=True)
+def show(title: str, *command: str) -> int:
+    """Run a command with its output shown, and return its exit code."""
+    print(f"--- {title}: scalerl {' '.join(command)}", flush=True)
     code = subprocess.run([SCALERL, *command]).returncode
     if code:
-        print(f"stopped at: {what}; the same command continues", file=sys.stderr)
+        print(f"stopped at: {title}; the same command continues", file=sys.stderr)
     else:
         print(flush=True)
     return code
 
 
 def main() -> int:
-    """Run the study and show what came of it."""
+    """Run the study and show its results."""
     begin = time.monotonic()
     print(
         f"Six recipes that differ, two seeds each: train, fit, rank, report. Expected: {EXPECTED}.\n",
         flush=True,
     )
     study = str(OUTPUT)
-    if code := shown("train every recipe, two seeds each", "train", "--multirun", "experiment=demo", *sys.argv[1:]):
+    if code := show("train every recipe, two seeds each", "train", "--multirun", "experiment=demo", *sys.argv[1:]):
         return code
     commands = [
         ("report", ["report", study, "-o", str(OUTPUT / "report.html")]),
@@ -80,9 +80,9 @@ def main() -> int:
         ("compare", ["compare", study]),
     ]
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(answer, command, study) for command in ("rank", "compare")]
-        for what, command in commands:
-            if code := shown(what, *command):
+        answers = [pool.submit(json_of, command, study) for command in ("rank", "compare")]
+        for title, command in commands:
+            if code := show(title, *command):
                 return code
     print(f"Learned: {learned(*(each.result() for each in answers))}.")
     minutes = (time.monotonic() - begin) / 60

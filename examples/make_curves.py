@@ -1,7 +1,7 @@
-"""Simulates examples/curves.csv: what evaluations of four recipes could look like. Not measurements.
+"""Simulate examples/curves.csv: possible evaluations of four recipes. These are not measurements.
 
-The ScaleRL row uses the parameters of arXiv 2510.13786, Table 1; the others are invented around it. Each seed
-has its own asymptote (sd 0.004), a wandering policy (AR(1), sd 0.006) and sampling error (sd 0.006).
+The ScaleRL row uses the parameters of arXiv 2510.13786, Table 1; the other parameters are invented. Each seed has its
+own asymptote (standard deviation 0.004), AR(1) noise of the policy (0.006) and sampling error (0.006).
 
     python examples/make_curves.py > examples/curves.csv
 """
@@ -30,13 +30,13 @@ def main() -> None:
     out.writerow(["recipe", "baseline", "seed", "compute", "reward"])
     for recipe, (a, b, c_mid, end) in RECIPES.items():
         for seed in (0, 1):
-            own = a + 0.004 * rng.standard_normal()
-            wander = 0.0
+            seed_asymptote = a + 0.004 * rng.standard_normal()
+            policy_noise = 0.0
             for compute in np.linspace(0.0, end, 33):
                 share = 0.0 if compute == 0 else 1 / (1 + (c_mid / compute) ** b)
-                reward = R0 + (own - R0) * share + wander + 0.006 * rng.standard_normal()
+                reward = R0 + (seed_asymptote - R0) * share + policy_noise + 0.006 * rng.standard_normal()
                 out.writerow([recipe, "scalerl", seed, f"{compute:g}", f"{np.clip(reward, 0, 1):.4f}"])
-                wander = 0.6 * wander + 0.8 * 0.006 * rng.standard_normal()
+                policy_noise = 0.6 * policy_noise + 0.8 * 0.006 * rng.standard_normal()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Simulates examples/grid.csv: seven recipes of a grid of three axes at two levels. Not measurements.
+"""Simulate examples/grid.csv: seven recipes of a grid of three axes at two levels. These are not measurements.
 
 Each recipe follows a sigmoid with white noise. kl=fixed lowers the asymptote by 0.08, precision=fp32 raises it by 0.03,
 and aggregation=token takes 1.6 times the compute. The eighth recipe, with all three changes, is left out.
@@ -30,8 +30,8 @@ def main() -> None:
         )
         top, middle = TOP - 0.08 * kl + 0.03 * fp32, MIDDLE * (1.6 if token else 1.0)
         for seed in range(SEEDS):
-            behind = np.where(COMPUTE > 0, middle / np.maximum(COMPUTE, 1), np.inf)
-            reward = START + (top - START) / (1 + behind**EXPONENT) + NOISE * rng.standard_normal(len(COMPUTE))
+            compute_ratio = np.where(COMPUTE > 0, middle / np.maximum(COMPUTE, 1), np.inf)
+            reward = START + (top - START) / (1 + compute_ratio**EXPONENT) + NOISE * rng.standard_normal(len(COMPUTE))
             for c, r in zip(COMPUTE, reward, strict=True):
                 print(f"{label},{seed},{c},{r:.4f}")
 

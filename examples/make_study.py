@@ -1,4 +1,4 @@
-"""Simulates examples/study: what the journals of two recipes with two seeds could look like. Not measurements.
+"""Simulate examples/study: possible journals of two recipes with two seeds. These are not measurements.
 
 python examples/make_study.py
 """
@@ -19,7 +19,7 @@ R0, SAMPLES, END, EVALS = 0.15, 4000, 12.0, 17
 
 
 def main() -> None:
-    """Write one run directory a member."""
+    """Write one run directory per member."""
     shutil.rmtree(HERE, ignore_errors=True)
     rng = np.random.default_rng(2510)
     for recipe, (a, b, c_mid) in RECIPES.items():
@@ -30,10 +30,10 @@ def main() -> None:
             journal.header(
                 run=name, curve=recipe, recipe=recipe, seed=seed, baseline="scalerl", device="cpu", simulated=True
             )
-            own = a + 0.004 * rng.standard_normal()
+            seed_asymptote = a + 0.004 * rng.standard_normal()
             for step, hours in enumerate(np.linspace(0.0, END, EVALS)):
                 share = 0.0 if hours == 0 else 1 / (1 + (c_mid / hours) ** b)
-                rate = float(rng.binomial(SAMPLES, R0 + (own - R0) * share)) / SAMPLES
+                rate = float(rng.binomial(SAMPLES, R0 + (seed_asymptote - R0) * share)) / SAMPLES
                 error = float(np.sqrt(rate * (1 - rate) / SAMPLES))
                 metrics = {
                     "eval/heldout/pass_rate": rate,

@@ -1,9 +1,9 @@
-"""A run in a script of one's own: three loggers, Lightning's callbacks, and a task and a loss that are not ours.
+"""A run in a user's script, with three loggers, Lightning's callbacks, and the user's own task and loss.
 
 python examples/own_run.py [--steps 40] [--output outputs/own_run]
 
-Needs the package wandb (`pip install wandb`), which is offline here; `wandb sync` sends what it has kept. A second call
-goes on where the first one ended, if its `--steps` are more.
+Needs the package wandb (`pip install wandb`), which is used offline; `wandb sync` uploads its records. A second call
+with more `--steps` continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ RATE = "eval/heldout/pass_rate"
 
 
 class AnswerOnly(Task):
-    """Additions again, but only what stands behind `#` is checked: how it was thought out is the model's business."""
+    """Additions of which only the answer after `#` is checked, not the reasoning before it."""
 
     def __init__(self) -> None:
         self._problems = ArithmeticTask(train=[80, 400, 400], heldout=[10, 30, 30], seed=7)
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """The pool."""
+        """Return the pool of training prompts."""
         return self._problems.train_prompts()
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """One set, `heldout`."""
+        """Return one held-out set, `heldout`."""
         return self._problems.eval_sets()
 
     def reward(self, prompt: Prompt, completion: str) -> float:
-        """1 for the right answer, whatever goes before it."""
+        """Return 1 for the right answer, independent of the text before it."""
         return float(completion.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
 
 class PatientCISPO(Loss):
-    """CISPO that blames less than it praises: negative advantages count by `blame`."""
+    """CISPO with smaller penalties: negative advantages are multiplied by `blame`."""
 
     def __init__(self, max_ratio: float = 5.0, blame: float = 0.5) -> None:
         self.max_ratio = max_ratio
         self.blame = blame
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Shapes: all (R, T)."""
+        """Return the loss per token; all shapes are (R, T)."""
         weight = importance_ratio(trainer_logprobs, anchor_logprobs).detach().clamp(max=self.max_ratio)
         return -weight * advantages.where(advantages > 0, self.blame * advantages) * trainer_logprobs
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Where the ratio was bounded."""
+        """Return where the ratio was clipped."""
         return importance_ratio(trainer_logprobs, anchor_logprobs) > self.max_ratio
 
 
 def main(arguments: Sequence[str] | None = None) -> Trainer:
-    """Train, and say what came of it."""
+    """Train, and print the final and the best pass rate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("outputs/own_run"))

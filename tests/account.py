@@ -1,7 +1,7 @@
-"""A pytest plugin that tells, at the end of a run, where the CPU went, what was left out, and what was tried twice.
+"""A pytest plugin that prints, at the end of a run, CPU time per folder, skipped and deselected tests, and retries.
 
-CPU is a test's own with that of the children it waited for, set-up and tear-down included. Under xdist each worker
-measures its tests, and the process that prints has it from their reports.
+A test's CPU time includes set-up, tear-down and the child processes that it waited for. Under xdist each worker
+measures its own tests and sends the numbers to the printing process in its reports.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 CPU = "cpu_s"
-DEAREST = int(os.environ.get("DEAREST", "30"))  # how many of the tests that take the most CPU are listed
-# Why a test with this mark is not in every run, and what runs it.
+DEAREST = int(os.environ.get("DEAREST", "30"))  # number of the most CPU-intensive tests to list
+# Marks that `make test` deselects, with the command that runs them and their requirements.
 LEFT_OUT = {
     "full": "make test-full",
     "slow": "make test ALL=1",
@@ -26,9 +26,9 @@ LEFT_OUT = {
     "peers": "make test ALL=1: TRL, verl and rliable",
     "vllm": "make test ALL=1: vLLM",
 }
-# What runs real components: a second attempt tells a busy machine from a fault. Pure code gets none.
+# Marks of tests that run real components. They get one retry, because a busy machine can make them fail.
 REAL = ("slurm", "vllm", "browser", "live")
-# Files all of whose tests wait for processes that really run.
+# Files in which every test waits for real processes.
 LIVE = frozenset(
     {
         "tests/distributed/test_meeting.py",
@@ -62,7 +62,7 @@ def _cpu_s() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _room(nodeid: str) -> str:
+def _folder(nodeid: str) -> str:
     parts = PurePosixPath(nodeid.split("::")[0]).parts
     return "/".join(parts[1 : 3 if parts[1] == "sweeps" else 2])
 
@@ -72,7 +72,7 @@ def _room(nodeid: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give a second attempt to tests of real components, and sort: what takes long must not come last."""
+    """Give tests of real components one retry, and run long tests first so that none starts last."""
     for item in items:
         if item.nodeid.split("::")[0] in LIVE:
             item.add_marker(pytest.mark.live)
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count what the marks leave out, by the first mark that says why."""
+    """Count deselected tests by the first of their marks that is in LEFT_OUT."""
     for item in items:
         mark = next((name for name in LEFT_OUT if item.get_closest_marker(name)), None)
         if mark is not None:
@@ -91,7 +91,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Note the CPU clock before the first fixture of a test."""
+    """Record the CPU time before the first fixture of a test."""
     item.stash[_spent] = _cpu_s()
     yield
 
@@ -105,23 +105,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the count of what was left out to the process that prints."""
+    """Send the counts of deselected tests to the printing process."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = dict(_left_out)
 
 
-# --- in the process that prints ------------------------------------------------------------------------------
+# --- in the printing process ---------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Receive what an xdist worker counted. Each collects everything, so one of them is enough."""
+    """Take over the counts of an xdist worker. Every worker collects all tests, so the counts are not added up."""
     _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the CPU seconds by room with the dearest tests, every retry with its reason, and what was left out."""
+    """Print CPU seconds per folder, the most expensive tests, each retry with its reason, and the tests left out."""
     stats = terminalreporter.stats
     spent = {
         report.nodeid: seconds
@@ -132,12 +132,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if name == CPU
     }
     if os.environ.get("CI_ALL") == "1":
-        rooms: Counter[str] = Counter()
+        cpu_by_folder: Counter[str] = Counter()
         for nodeid, seconds in spent.items():
-            rooms[_room(nodeid)] += seconds  # type: ignore[assignment]
+            cpu_by_folder[_folder(nodeid)] += seconds  # type: ignore[assignment]
         terminalreporter.section(f"CPU seconds by room, {sum(spent.values()):.0f} in all")
-        for room, seconds in rooms.most_common():
-            terminalreporter.line(f"{seconds:8.1f}  {room}")
+        for folder, seconds in cpu_by_folder.most_common():
+            terminalreporter.line(f"{seconds:8.1f}  {folder}")
         terminalreporter.section(f"the {DEAREST} dearest tests, in CPU seconds")
         for nodeid, seconds in sorted(spent.items(), key=lambda each: -each[1])[:DEAREST]:
             terminalreporter.line(f"{seconds:8.1f}  {nodeid}")

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of what is seen in a browser.
+"""A headless Chromium for tests that look at a page in a browser.
 
 Debian: `apt-get install --no-install-recommends chromium chromium-driver`; selenium is a dev dependency.
 """
@@ -30,7 +30,7 @@ def need(present: object, what: str) -> None:
 
 
 def need_chromium() -> None:
-    """Skip the test where there is no Chromium to drive, unless CI_ALL=1."""
+    """Skip the test if selenium or Chromium is missing. With CI_ALL=1, fail instead."""
     try:
         import selenium
     except ImportError:
@@ -41,7 +41,7 @@ def need_chromium() -> None:
 
 @contextlib.contextmanager
 def chromium(profile: Path, *flags: str, logs: bool = False) -> Iterator[Any]:
-    """A headless Chromium with an empty profile; `logs` keeps those of its console and of its requests."""
+    """Start a headless Chromium with an empty profile; `logs` records its console and its network requests."""
     from selenium import webdriver
 
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -59,9 +59,9 @@ def chromium(profile: Path, *flags: str, logs: bool = False) -> Iterator[Any]:
         browser.quit()
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
-    """Ask until the answer is true; the last answer either way."""
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
+    """Poll until the result is true or the time is up. Returns the last result."""
     deadline = time.monotonic() + seconds
-    while not (answer := what()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    return answer
+    return result

@@ -1,6 +1,6 @@
 """Shared fixtures: tiny models with random weights, and a task whose rewards vary.
 
-Nothing here imports torch before a test asks for a model: tests of `sweeps` run without it.
+Nothing here imports torch until a test requests a model: tests of `sweeps` run without torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_on
 
 pytest_plugins = ["tests.account"]
 
-# Before any test imports Lightning, as our commands do: each process starts two seconds sooner.
+# Called before any test imports Lightning, as in our commands: it saves two seconds at each process start.
 torchmetrics_on_demand()
 hide_torchao()
 
-# A busy machine may keep any example waiting: by default hypothesis fails one that takes 0.2 seconds.
+# Hypothesis fails an example that takes 0.2 seconds, which any example can do on a busy machine.
 settings.register_profile("without a clock", deadline=None)
 settings.load_profile("without a clock")
 
-# Tests below these share what only one worker at a time may use (a cluster, with its ports and its clocks), or what one
-# worker makes once for all of them.
+# Tests under one of these paths run in the same worker. They share something that only one worker may use at a time (a
+# cluster with its ports and clocks), or something expensive that one worker builds for all of them.
 GROUPS = {
     "tests/slurm/test_lab.py": "lab",
     "tests/slurm/": "slurm",
@@ -49,7 +49,7 @@ TORCH_IMPORTED = pytest.StashKey[bool]()
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]
-    """One by one to whichever worker is free, but a group as a whole. By path: marks do not survive every pytest."""
+    """Send single tests to any free worker, but a group to one. Grouped by path: marks do not survive every pytest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), nodeid)
@@ -61,21 +61,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouped | No
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note for tests/sweeps/test_workers.py whether the modules of the study's tests, by themselves, imported torch."""
-    of_the_study = all(item.nodeid.startswith("tests/sweeps/") for item in session.items)
-    session.config.stash[TORCH_IMPORTED] = of_the_study and "torch" in sys.modules
+    """Record for tests/sweeps/test_workers.py whether collecting only tests/sweeps has imported torch."""
+    only_sweeps = all(item.nodeid.startswith("tests/sweeps/") for item in session.items)
+    session.config.stash[TORCH_IMPORTED] = only_sweeps and "torch" in sys.modules
 
 
 @pytest.fixture(scope="session", autouse=True)
 def json_follows_its_schema() -> Iterator[None]:
-    """Every command that a test calls prints the JSON that its schema describes."""
+    """Check the JSON output of every command that a test calls against the command's schema."""
     with schemas.checked():
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama of the arithmetic task, saved as a user's model would be."""
+    """A random Llama for the arithmetic task, saved as a user would save a model."""
     import torch
 
     from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
@@ -96,14 +96,14 @@ def tiny_model(tiny_model_path: str) -> Any:
 
 @pytest.fixture(scope="session")
 def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of all workers together."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    """A directory that all xdist workers share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
 def schema(shared_tmp: Path) -> Path:
-    """An MLflow database with its tables, made once: migrations take seconds of CPU."""
+    """An empty MLflow database with its tables, created once because migrations take seconds of CPU."""
     from sweeps.tracking import Tracker
 
     path = shared_tmp / "schema.db"
@@ -113,28 +113,28 @@ def schema(shared_tmp: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def studies(shared_tmp: Path) -> Place:
-    """Where real studies run; they share the model, and the journals that they are compared with."""
+    """The place where real studies run; they share the model and the reference journals."""
     root = shared_tmp / "studies"
-    made_once(root, lambda: _found(root))
+    made_once(root, lambda: _create_place(root))
     return Place(root)
 
 
 @pytest.fixture(scope="session")
 def light_studies(shared_tmp: Path) -> Place:
-    """Where studies run whose members do not train."""
+    """The place where studies of light members run, which do not train."""
     root = shared_tmp / "light"
-    made_once(root, lambda: _found(root))
+    made_once(root, lambda: _create_place(root))
     return Place(root, light=True)
 
 
-def _found(root: Path) -> None:
-    """Make a place that no other worker sees half made."""
+def _create_place(root: Path) -> None:
+    """Create the folder of a place with its task files."""
     root.mkdir()
     Place(root)
 
 
 def _undisturbed(place: Place) -> dict[str, Deterministic]:
-    """The journals, by run identity, of two variants that nobody killed, both at a time on this machine."""
+    """The journals, by run identity, of two variants that run in parallel and are never killed."""
     output = place.root / "undisturbed"
 
     def make() -> None:
@@ -148,11 +148,11 @@ def _undisturbed(place: Place) -> dict[str, Deterministic]:
 
 @pytest.fixture(scope="session")
 def undisturbed(studies: Place) -> dict[str, Deterministic]:
-    """What the two members of a study learn, by run identity."""
+    """Reference journals of a study's two members, by run identity."""
     return _undisturbed(studies)
 
 
 @pytest.fixture(scope="session")
 def light_undisturbed(light_studies: Place) -> dict[str, Deterministic]:
-    """The same of members that do not train."""
+    """Reference journals of two light members, by run identity."""
     return _undisturbed(light_studies)

@@ -1,6 +1,6 @@
-"""How many examples a property is tried on, and which cases of many are in every run.
+"""Number of examples that a property test draws, and selection of the parametrized cases that run every time.
 
-`make test` is run many times a day, `.ci/run` before anything lands, `make test-full` by hand.
+`make test` runs many times a day, `.ci/run` before each merge, `make test-full` by hand.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import pytest
 
 
 def examples(count: int) -> int:
-    """Return `count` in `make test-full`, and a quarter of it elsewhere."""
+    """Return `count` in `make test-full`, otherwise a quarter of it but at least 10."""
     return max(10, count // (1 if os.environ.get("TEST_FULL") == "1" else 4))
 
 
 def every(step: int, cases: Iterable[Any], mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
-    """Return parameters of which one in `step` is in every run; the others have the mark, and wait for what runs it.
+    """Mark all cases but every `step`-th, so that only the unmarked ones run every time.
 
     Args:
-        step: 1 keeps all.
-        cases: of `pytest.mark.parametrize`; a tuple is one case of several arguments, unless it is
-            in a `pytest.param`.
-        mark: `slow` leaves the others to .ci/run, `full` to `make test-full`.
+        step: 1 marks none.
+        cases: the cases of `pytest.mark.parametrize`; a tuple is one case with several arguments, unless it is
+            inside a `pytest.param`.
+        mark: `slow` for cases that run in .ci/run, `full` for cases that run in `make test-full`.
     """
     return [case if number % step == 0 else _marked(case, mark) for number, case in enumerate(cases)]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
-    """The case with one mark more."""
+    """Return the case with `mark` added."""
     if hasattr(case, "marks") and hasattr(case, "values"):  # a pytest.param
         return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
     return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)

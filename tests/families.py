@@ -1,8 +1,8 @@
-"""Models as users have them: a folder a family, tiny, random weights, a tokenizer and a chat template of its kind.
+"""Tiny models with random weights, one folder per model family, each with its kind of tokenizer and chat template.
 
-What real folders differ in is kept: who puts the first token (tokenizer, template, both, nobody), what ends a turn and
-where that is said, whether there is a token for padding, whether embeddings are tied, how large the table is, in which
-type weights are saved, and how much a template takes.
+They differ as real model folders do: whether the tokenizer, the template, both or neither adds the first token, which
+tokens end a turn and where that is configured, whether there is a padding token, whether embeddings are tied, how large
+the embedding table is, the dtype of the saved weights, and which messages a template accepts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-# Weights are drawn small, and small ones make attention look at everything alike.
+# Factor on the initial weights. Unscaled they are so small that attention is nearly uniform.
 LARGER = 8.0
 REWARD = '''"""A reward that random models already vary in."""
 
@@ -31,18 +31,20 @@ def vowels(completion: str, answer: str) -> float:
 
 
 def rows() -> list[dict[str, str]]:
-    """In the format of GSM8K; of unlike length, so that rollouts that decode together stand at unlike places."""
-    made = []
+    """Return rows in the format of GSM8K. Lengths differ, so that rollouts in one batch are at different positions."""
+    rows_made = []
     for number in range(20):
         a, b = 2 + number % 5, 3 + number // 5
         name = ("Tom", "Alexandra", "Mr. Featherstonehaugh")[number % 3]
         question = f"{name} has {a} apples and buys {b} more{' at the market' * (number % 2)}. How many are there?"
-        made.append({"question": question, "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}"})
-    return made
+        rows_made.append(
+            {"question": question, "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}"}
+        )
+    return rows_made
 
 
 def write_task(folder: Path) -> None:
-    """`train.jsonl`, `test.jsonl`, `reward.py`."""
+    """Write `train.jsonl`, `test.jsonl` and `reward.py`."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in rows()]
     (folder / "train.jsonl").write_text("".join(lines[:16]))
@@ -52,16 +54,16 @@ def write_task(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Style:
-    """A tokenizer and its template.
+    """A tokenizer and its chat template.
 
     Args:
-        special: tokens, in the order of their ids, behind those of the text.
-        eos: that of the tokenizer.
-        bos, pad: likewise; None where there is none.
-        ends: what `generation_config.json` says ends a completion; empty for the tokenizer's alone.
-        adds_bos: the tokenizer puts its first token before every text.
-        template: None for a base model, which has none.
-        spare: ids that the table has and the tokenizer does not.
+        special: special tokens in the order of their ids, which come after the ids of text tokens.
+        eos: EOS token of the tokenizer.
+        bos, pad: BOS and padding token; None if the tokenizer has none.
+        ends: tokens that end a completion according to `generation_config.json`; empty for the tokenizer's EOS only.
+        adds_bos: the tokenizer puts BOS before every text.
+        template: chat template; None for a base model, which has none.
+        spare: number of ids in the embedding table that the tokenizer does not use.
     """
 
     special: Sequence[str]
@@ -75,7 +77,7 @@ class Style:
 
 
 def _turns(begin: str, end: str, before: str = "", generation: str = "", assistant: str = "assistant") -> str:
-    """A template that writes every message between the same marks."""
+    """Return a template that writes every message between the same markers."""
     role = f"('{assistant}' if message['role'] == 'assistant' else message['role'])" if assistant else "message['role']"
     turn = begin.replace("ROLE", "' + role + '")
     return (
@@ -144,7 +146,7 @@ PHI = Style(
     ends=("<|endoftext|>", "<|end|>", "<|assistant|>"),
     template=_turns("<|ROLE|>\\n", "<|end|>\\n"),
 )
-# The names of turns are no tokens of their own.
+# Role markers such as <|user|> are ordinary text here, not special tokens.
 OLMO = Style(
     special=("<|endoftext|>", "<|pad|>"),
     bos="<|endoftext|>",
@@ -179,7 +181,7 @@ DEEPSEEK = Style(
     adds_bos=True,
     template="{{ bos_token }}{% for message in messages %}"
     "{{ ('<｜User｜>' if message['role'] == 'user' else '') + message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}",  # it opens the thinking itself
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}",  # the template opens the thinking
 )
 COHERE = Style(
     special=("<PAD>", "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER|>", "<|CHATBOT|>"),
@@ -212,15 +214,15 @@ EXPERTS: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size":
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model.
+    """A model family.
 
     Args:
-        config: its configuration's class, without "Config".
-        style: what its texts look like.
-        settings: of the configuration.
-        tied: head and embeddings are one.
+        config: name of the configuration class, without "Config".
+        style: its tokenizer and chat template.
+        settings: arguments of the configuration.
+        tied: head and embeddings share their weights.
         dtype: of the saved weights.
-        overrides: what a run of it needs beside what all do.
+        overrides: overrides that only runs of this family need.
     """
 
     config: str
@@ -289,7 +291,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Mistral": Family("Mistral", MISTRAL, {**LLAMA, "sliding_window": None, "head_dim": 16}),
 }  # fmt: skip
-# That generator=torch cannot do.
+# Families that generator=torch does not support.
 STRANGERS: Mapping[str, Family] = {
     "Bloom": Family("Bloom", PLAIN, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "Mamba": Family("Mamba", PLAIN, {"hidden_size": 32, "num_hidden_layers": 2}),
@@ -297,31 +299,31 @@ STRANGERS: Mapping[str, Family] = {
 
 
 @lru_cache
-def _letters() -> str:
-    """A byte-level BPE of the rows' words, without special tokens."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+def _text_tokenizer() -> str:
+    """Train a byte-level BPE on the text of the rows, without special tokens. Returns it as JSON."""
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     texts = [text for row in rows() for text in row.values()]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False))
-    return str(made.to_str())
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False))
+    return str(bpe.to_str())
 
 
 def tokenizer_of(style: Style) -> Any:
-    made = tokenizers.Tokenizer.from_str(_letters())
-    made.add_special_tokens([tokenizers.AddedToken(token, special="think" not in token) for token in style.special])
+    backend = tokenizers.Tokenizer.from_str(_text_tokenizer())
+    backend.add_special_tokens([tokenizers.AddedToken(token, special="think" not in token) for token in style.special])
     if style.adds_bos:
         bos = str(style.bos)
-        made.post_processor = processors.Sequence(
+        backend.post_processor = processors.Sequence(
             [
                 processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]),
+                processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]),
             ]
         )
-    named = {"bos_token": style.bos, "eos_token": style.eos, "pad_token": style.pad}
+    special_tokens_by_role = {"bos_token": style.bos, "eos_token": style.eos, "pad_token": style.pad}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, **{name: token for name, token in named.items() if token is not None}
+        tokenizer_object=backend, **{name: token for name, token in special_tokens_by_role.items() if token is not None}
     )
     if style.template is not None:
         tokenizer.chat_template = style.template
@@ -329,7 +331,7 @@ def tokenizer_of(style: Style) -> Any:
 
 
 def save(family: Family, folder: Path, **more: Any) -> Path:
-    """The folder, as `save_pretrained` writes it. `more`: settings of the configuration."""
+    """Write the model and its tokenizer with `save_pretrained`. `more`: further arguments of the configuration."""
     tokenizer = tokenizer_of(family.style)
     identity = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings = {"vocab_size": len(tokenizer) + family.style.spare, **identity, **family.settings, **more}
@@ -350,7 +352,7 @@ def save(family: Family, folder: Path, **more: Any) -> Path:
 
 @contextmanager
 def _silently() -> Iterator[None]:
-    """Without bars of files that are written in a moment."""
+    """Hide the progress bars of saving."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -1,8 +1,8 @@
-"""Commands in real processes that are forked from this one, instead of starting Python anew.
+"""Run commands in processes forked from this one, instead of starting a new Python interpreter.
 
-`python -m lightning_scalerl.train` imports Lightning, which costs 12 seconds of CPU; a process forked from one that has
-imported it costs milliseconds, and is as real: it has a pid, an exit code, signals, standard streams, a process group.
-Use `subprocess` where the interpreter's start is the truth of the test: what is imported, an installed wheel.
+`python -m lightning_scalerl.train` imports Lightning, which takes 12 seconds of CPU. A fork of a process that has
+imported it takes milliseconds, and is a real process too: pid, exit code, signals, standard streams, process group.
+Use `subprocess` where the test is about the interpreter's start: which modules are imported, or an installed wheel.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _POLL_S = 0.005
 
 
 class Forked:
-    """A child process that runs `[sys.executable, "-m", MODULE, ...]`, with the methods of `subprocess.Popen` in use.
+    """A child process that runs `[sys.executable, "-m", MODULE, ...]`, with those methods of `subprocess.Popen` we use.
 
     Args:
-        command: interpreter (which is this one), `-m` or a script's path, and arguments.
+        command: `sys.executable`, then `-m MODULE` or a script's path, then arguments.
         cwd: working directory of the child.
-        env: environment of the child; None for this process's.
-        stdout: an open binary file for its standard output.
-        stderr: the same for its standard error.
-        start_new_session: whether it leads a process group of its own.
+        env: environment of the child; None to inherit this process's.
+        stdout: open binary file for standard output.
+        stderr: open binary file for standard error.
+        start_new_session: whether the child leads its own process group.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Forked:
             _child(self.args[1:], cwd, env, stdout.fileno(), stderr.fileno(), start_new_session)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
+        """Return the exit code (negative for a signal), or None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -68,10 +68,10 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code.
+        """Wait for the process to end, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -81,7 +81,7 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -98,11 +98,11 @@ def run(
     timeout: float = 600.0,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as `subprocess.run(..., capture_output=True, text=True)` does.
+    """Run a command and wait for it, like `subprocess.run(..., capture_output=True, text=True)`.
 
     Raises:
-        subprocess.TimeoutExpired: it was killed after `timeout` seconds.
-        subprocess.CalledProcessError: it failed, and `check` asks for that.
+        subprocess.TimeoutExpired: the command ran longer than `timeout` seconds and was killed.
+        subprocess.CalledProcessError: the command failed and `check` is true.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = Forked(command, cwd=cwd, env=env, stdout=out, stderr=err)
@@ -124,7 +124,7 @@ def run(
 def _child(
     words: list[str], cwd: str | Path | None, env: Mapping[str, str] | None, out: int, err: int, lead: bool
 ) -> NoReturn:
-    """Become a process as a new interpreter would be, run, and never return into the test."""
+    """Reset the forked process to the state of a new interpreter, run the command, and exit without returning."""
     code = 1
     try:
         if lead:
@@ -141,7 +141,7 @@ def _child(
     except BaseException:
         traceback.print_exc()
     finally:
-        # Whatever goes wrong here, this process must not return into the test.
+        # Exit even if flushing fails: the child must not return into the test.
         try:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -150,7 +150,7 @@ def _child(
 
 
 def _forget_pytest(out: int, err: int) -> None:
-    """Take back what pytest has done to streams, logs, warnings, signals and exit handlers."""
+    """Undo pytest's changes to streams, logging, warnings, signals and exit handlers."""
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(out, 1)
@@ -164,7 +164,7 @@ def _forget_pytest(out: int, err: int) -> None:
         handler: Any = reference()
         stream = getattr(handler, "stream", None)
         if stream in standard or type(stream).__module__.startswith("_pytest"):
-            with suppress(AttributeError):  # one that looks sys.stderr up each time has no stream to set
+            with suppress(AttributeError):  # a handler that looks up sys.stderr at each call has no stream to set
                 handler.stream = sys.stderr  # not `setStream`: that flushes the old stream, which may be closed
     warnings.resetwarnings()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -174,9 +174,9 @@ def _forget_pytest(out: int, err: int) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     atexit._clear()
     if (torch := sys.modules.get("torch")) is not None:
-        # Its pool of threads is made anew at the first use after a fork: here, where no other thread sees it half made.
+        # torch rebuilds its thread pool at the first use after a fork. Do it now, while there is only one thread.
         torch.set_num_threads(1)
-    # The helpers of `multiprocessing` are children of the process before the fork, which this one cannot wait for.
+    # The helper processes of `multiprocessing` are children of our parent, so this process cannot wait for them.
     for helper, names in (
         (multiprocessing.forkserver._forkserver, ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid")),  # type: ignore[attr-defined]
         (multiprocessing.resource_tracker._resource_tracker, ("_fd", "_pid")),  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def _forget_pytest(out: int, err: int) -> None:
 
 
 def _forget_hydra() -> None:
-    """Let Hydra look for its plugins anew: it loads each module again, and its classes must not be two."""
+    """Make Hydra discover its plugins again. It reloads each module; an old copy would leave every class twice."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
@@ -199,7 +199,7 @@ def _forget_hydra() -> None:
 
 
 def _run(words: list[str]) -> int:
-    """Return the exit code of `python WORDS...`."""
+    """Run `python WORDS...` and return its exit code."""
     try:
         try:
             if words[0] == "-m":

@@ -43,7 +43,7 @@ from sweeps.run.journal import read_journal
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
-# A verifier that fails once ends the run.
+# One failure of a verifier ends the run.
 STRICT = ("verify.on_error=stop", "verify.retries=0")
 
 SMALL = (
@@ -58,12 +58,12 @@ SMALL = (
     "optimizer.lr=3e-3",
     "async_mode.k=3",
 )
-# Label of a run of recipe scalerl_core with these overrides: only the last is on an axis.
+# Label of a run of recipe scalerl_core with the overrides in SMALL: only the last one is on an axis.
 SMALL_CORE = "scalerl_core+async_mode.k=3"
 
 
-def row(*given: DesignChoice) -> Choices:
-    """A complete row: these, and elsewhere the neutral choice or the plainest there is."""
+def row(*chosen: DesignChoice) -> Choices:
+    """Complete the given choices to one per axis, with the neutral choice or else the simplest one."""
     plain: list[DesignChoice] = [
         UniformResampling(),
         FixedAllocation(),
@@ -78,8 +78,8 @@ def row(*given: DesignChoice) -> Choices:
         CISPO(max_ratio=5.0),
         PromptAggregation(),
     ]
-    claimed = {choice.axis for choice in given}
-    return Choices.of([*given, *(choice for choice in plain if choice.axis not in claimed)])
+    claimed = {choice.axis for choice in chosen}
+    return Choices.of([*chosen, *(choice for choice in plain if choice.axis not in claimed)])
 
 
 def make_group(
@@ -90,7 +90,7 @@ def make_group(
     prompt_length: int = 4,
     length: int | None = None,
 ) -> Group:
-    """A group of random lengths, unless one is given, and log-probabilities, with given rewards."""
+    """Make a group with these rewards and random log-probabilities. Lengths are random unless `length` is given."""
     source = random.Random(f"{seed} {admission}")
     rollouts = []
     for reward in rewards:
@@ -111,7 +111,7 @@ def make_group(
 
 
 class CountingTask(Task):
-    """Reward: the share of the digit 1 in the completion. Random models already vary in it."""
+    """A task whose reward is the share of the digit 1 in the completion. It varies even with random models."""
 
     trusted = True
 
@@ -135,7 +135,7 @@ class CountingTask(Task):
 
 
 def sampler(decode: Callable[[list[int]], str]) -> Callable[[Prompt, Rollout, int], Sample]:
-    """What a stream is given to make samples with."""
+    """Return the function with which a stream turns rollouts into samples."""
 
     def sample(prompt: Prompt, rollout: Rollout, step: int) -> Sample:
         text = decode(rollout.tokens)
@@ -145,19 +145,19 @@ def sampler(decode: Callable[[list[int]], str]) -> Callable[[Prompt, Rollout, in
 
 
 def inline(stream: RolloutStream) -> InlineVerifiers:
-    """That grade a stream's rollouts where they stand."""
+    """Verifiers that grade a stream's rollouts in this process."""
     return InlineVerifiers(stream.task.grader())
 
 
 def grade(stream: RolloutStream, finished: FinishedRollout) -> None:
-    """A rollout has ended: its outcome, at once."""
+    """Report a finished rollout to the stream and grade it immediately."""
     verifiers = inline(stream)
     for place, sample in stream.ended(finished):
         stream.graded(place, verifiers.wait(verifiers.submit(sample)))
 
 
 def quiet() -> dict[str, Any]:
-    """Of the Trainer's options: nothing shown, nothing logged, nothing saved."""
+    """Options of the Trainer that turn off progress output, logging and checkpoints."""
     return {
         "accelerator": "cpu",
         "logger": False,
@@ -180,27 +180,27 @@ def fit(
     recipe: str = "scalerl_core",
     **options: Any,
 ) -> ScaleRL:
-    """Train a tiny model for a few steps; with a run directory, journal and checkpoints are written there.
+    """Train a tiny model for a few steps. With a run directory, write a journal and checkpoints there.
 
-    `options` are more of the Trainer's.
+    `options` are passed to the Trainer.
     """
     module = ScaleRL(model_path, recipe, overrides=[*SMALL, *overrides])
-    extra: list[Any] = []
-    checkpoint = None
+    run_callbacks: list[Any] = []
+    resume_from = None
     if run_dir is not None:
-        extra = [
+        run_callbacks = [
             Evaluate(2, 2),
             RunLog(run_dir),
             ResumableCheckpoint(run_dir / "checkpoints", checkpoint_every),
         ]
-        checkpoint = newest_checkpoint(run_dir / "checkpoints").path if resume else None
+        resume_from = newest_checkpoint(run_dir / "checkpoints").path if resume else None
     trainer = Trainer(
         max_steps=steps,
-        callbacks=[*callbacks, *extra],
+        callbacks=[*callbacks, *run_callbacks],
         **{**quiet(), "enable_checkpointing": run_dir is not None, **options},
     )
     datamodule = RolloutDataModule(task or CountingTask(), seed=seed)
-    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=resume_from, weights_only=True)
     return module
 
 
@@ -212,10 +212,10 @@ def undisturbed(
     checkpoint_every: int = 1000,
     recipe: str = "scalerl_core",
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return the journal, without the wall clock, and the weights of a run that nothing happens to.
+    """Return the journal, without wall-clock times, and the final weights of an uninterrupted run.
 
-    Many tests compare with the same run: a process makes each once. `choice` must be a function that lives as long as
-    the module it stands in.
+    Many tests compare with the same run, so results are cached per process. `choice` is part of the cache's key: pass
+    a module-level function.
     """
     with tempfile.TemporaryDirectory() as folder:
         choices = [] if choice is None else [choice()]

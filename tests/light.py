@@ -1,10 +1,10 @@
-"""Members that need no torch: for tests of all that happens around training, not of training itself.
+"""Light members: members that do not train and need no torch, for tests of everything around training.
 
-Importing Lightning costs seconds of CPU in every process, and a test of the controller, the ledger or the scheduler
-starts many. Both the planner and what runs a member are keys of the launcher; `overrides` sets them. A light member
-does to its run's directory what a real one does: one writer, a journal line by line, checkpoints that it goes on from,
-a request to stop honoured after the step. Its numbers depend on all of its state, so that two runs agree bit for bit
-only if nothing was lost, doubled or restored wrongly.
+Importing Lightning takes seconds of CPU per process, and a test of the controller, the ledger or the scheduler starts
+many processes. The planner and the function that runs a member are settings of the launcher; `overrides` sets them. A
+light member treats its run directory as a real one does: it is the only writer, appends to a journal, resumes from
+checkpoints, and honours a request to stop at the end of the step. Its numbers depend on its whole state, so two runs
+agree bit for bit only if nothing was lost, repeated or restored wrongly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEEP = 2
 
 
 def overrides(cluster: str) -> list[str]:
-    """What makes a study on this machine (`local`) or on a cluster a light one."""
+    """Overrides that make the members of a study light, on this machine (`local`) or on a cluster."""
     preload = ["hydra.launcher.preload=[tests.light]"] if cluster == "local" else []
     return ["hydra.launcher.planner=tests.light:plan", "hydra.launcher.entry=tests.light:run", *preload]
 
@@ -43,20 +43,24 @@ def overrides(cluster: str) -> list[str]:
 
 
 def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
-    """Identify members, labelled as the real planner does; nothing is checked or made for them."""
-    everywhere = set.intersection(*map(set, override_lists))
+    """Plan members with the labels of the real planner, but without its checks and without building anything."""
+    common_overrides = set.intersection(*map(set, override_lists))
 
     @cache
     def resolved(words: tuple[str, ...]) -> dict[str, Any]:
         return dict(OmegaConf.to_container(compose(words), resolve=True))  # type: ignore[arg-type]
 
     specs = []
-    for given in override_lists:
-        config = resolved(tuple(given))
-        reference = resolved(tuple(word for word in given if not word.startswith("variant=")))
+    for override_list in override_lists:
+        config = resolved(tuple(override_list))
+        reference = resolved(tuple(word for word in override_list if not word.startswith("variant=")))
         variant = config["label"]
         axis, _, choice = (variant or "").partition("=")
-        settings = [word for word in given if word not in everywhere and not word.startswith(("variant=", "seed="))]
+        settings = [
+            word
+            for word in override_list
+            if word not in common_overrides and not word.startswith(("variant=", "seed="))
+        ]
         specs.append(
             make_spec(
                 config,
@@ -74,12 +78,12 @@ def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -
 
 
 class RewardError(RuntimeError):
-    """A verifier raised. The real one comes with torch."""
+    """A verifier raised. Replaces the real RewardError, whose module imports torch."""
 
 
 @dataclass
 class State:
-    """All that a member knows, and so all that its checkpoint must hold."""
+    """The whole state of a member, and so the content of its checkpoint."""
 
     step: int = 0
     weight: float = 0.0
@@ -89,7 +93,7 @@ class State:
 
 
 def run(run_dir: Path) -> None:
-    """Run the member frozen in `run_dir` to the end of its budget, from its newest checkpoint that can be read."""
+    """Run the member whose spec is in `run_dir` to the end of its budget, from its newest readable checkpoint."""
     spec = RunSpec.read(run_dir)
     with sole_writer(run_dir, spec) as lease:
         assert lease is not None
@@ -106,7 +110,7 @@ def run(run_dir: Path) -> None:
 
 
 class _Member:
-    """One process's work on a run."""
+    """A member in one process."""
 
     def __init__(self, run_dir: Path, spec: RunSpec, lease: Lease) -> None:
         self._run_dir = run_dir
@@ -124,7 +128,7 @@ class _Member:
         return self._open
 
     def run(self) -> None:
-        """To the end, or to the border at which it was asked to stop."""
+        """Run to the end of the budget, or stop after the step in which a stop is requested."""
         try:
             self._begin()
             self._train()
@@ -136,22 +140,25 @@ class _Member:
 
     def _train(self) -> None:
         config, state = self._spec.config, self._state
-        every, evaluated = config["checkpoint"]["every_n_steps"], config["evaluation"]["every_n_steps"]
+        checkpoint_interval, evaluation_interval = (
+            config["checkpoint"]["every_n_steps"],
+            config["evaluation"]["every_n_steps"],
+        )
         if state.step == 0:
             self._evaluate()
         self._stop_if_asked()
         while state.step < self._spec.steps:
             self._step()
             last = state.step >= self._spec.steps
-            if last or state.step % evaluated == 0:
+            if last or state.step % evaluation_interval == 0:
                 self._evaluate()
-            if last or interruption.requested or state.step % every == 0:
+            if last or interruption.requested or state.step % checkpoint_interval == 0:
                 self._save()
             if not last:
                 self._stop_if_asked()
 
     def _begin(self) -> None:
-        """Header, or the note that the run goes on and what the interruption threw away."""
+        """Write the journal's header. When resuming, write a resume record and count the FLOPs that were lost."""
         if not self._open.path.stat().st_size:
             self._journal.header(**self._spec.header(), parameters=1)
             return
@@ -167,8 +174,8 @@ class _Member:
     def _step(self) -> None:
         state, batch = self._state, self._spec.config["batch"]
         rewards = [self._score() for _ in range(batch["prompts"] * batch["completions"])]
-        # Of the title: no two members of a study learn the same, and each learns the same in whatever folder, which its
-        # identity knows. Of the weight, so that nothing may be forgotten.
+        # Seeded by the title, which differs between members and, unlike the run's identity, does not depend on the
+        # folder. The weight is in the seed so that a wrongly restored state changes all later numbers.
         pull = random.Random(f"{self._spec.title} {state.step} {state.weight!r} {rewards}").random()
         state.step += 1
         state.weight += 0.1 * pull * (1 - state.weight)
@@ -177,10 +184,10 @@ class _Member:
         self._journal.record("train", state.step, {**metrics, **self._compute()})
 
     def _evaluate(self) -> None:
-        # What was sampled for an evaluation is no part of the run's state.
-        before = self._state.completions
+        # Samples of an evaluation are not part of the run's state.
+        completions_before = self._state.completions
         rewards = [self._score() for _ in range(6)]
-        self._state.completions = before
+        self._state.completions = completions_before
         rate = 0.1 + 0.8 * self._state.weight + 0.001 * sum(rewards)
         metrics = {"eval/heldout/pass_rate": rate, "eval/heldout/pass_rate_se": 0.01, **self._compute()}
         self._journal.record("eval", self._state.step, metrics)
@@ -195,7 +202,7 @@ class _Member:
             raise RewardError(f"the verifier raised {type(error).__name__}: {error}") from error
 
     def _compute(self) -> dict[str, float]:
-        """The axes; a light member's hours are its FLOPs by another name."""
+        """The compute axes. A light member's hours are its FLOPs divided by 1e6."""
         flops = self._state.flops
         hours = {"compute/device_hours": flops / 1e6, "compute/virtual_device_hours": flops / 1e6}
         return {"compute/flops": flops, **hours, "compute/wasted_flops": self._state.wasted_flops}
@@ -217,7 +224,7 @@ class _Member:
             try:
                 saved = json.loads(path.read_text())
             except ValueError:
-                continue  # half of one
+                continue  # truncated
             if saved.pop("whole", False):
                 return State(**saved)
         return State()

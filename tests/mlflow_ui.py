@@ -1,4 +1,4 @@
-"""MLflow's own interface in a browser: the printed command started, a page opened, its charts and its list read."""
+"""Helpers for MLflow's web interface: start it with the printed command, open a page, read its charts and run list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Every chart: the title of its x axis, and of each line or band its group, metric, colours and points.
+# JavaScript that returns, per chart, the title of the x axis and each trace's group, metric, colours and points.
 CHARTS = """
 return JSON.stringify([...document.querySelectorAll('.js-plotly-plot')].map(plot => ({
   x: (plot.querySelector('.xtitle') || {}).textContent || '',
@@ -26,7 +26,7 @@ return JSON.stringify([...document.querySelectorAll('.js-plotly-plot')].map(plot
   })),
 })));
 """
-# The table of runs: heads and rows by column, in the order in which they are seen, with where a head ends.
+# JavaScript that returns the run table: column heads from left to right with their right edges, and the rows.
 TABLE = """
 const seen = node => node.getBoundingClientRect();
 const heads = [...document.querySelectorAll('.ag-header-cell')].sort((a, b) => seen(a).left - seen(b).left);
@@ -40,13 +40,13 @@ return JSON.stringify({
   rows: Object.keys(rows).sort((a, b) => a - b).map(index => rows[index]),
 });
 """
-# What MLflow 3.17 itself writes there: it asks whether it has logins, and resizes a chart within a resize.
+# Errors that MLflow 3.17 itself logs: it queries whether it has logins, and resizes a chart while resizing.
 ITS_OWN = ("ajax-api/2.0/mlflow/users/current", "ResizeObserver loop")
 
 
 @contextlib.contextmanager
 def interface(command: str, url: str, cwd: Path) -> Iterator[None]:
-    """Run the printed command until it answers; ended by its own process group."""
+    """Run the printed command, wait until it answers, and kill its process group at the end."""
     env = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     with (cwd / "ui.log").open("w") as log:
@@ -72,7 +72,7 @@ def interface(command: str, url: str, cwd: Path) -> Iterator[None]:
 
 
 def show(browser: Any, url: str, width: int = 1400, height: int = 1350, dark: bool = False) -> None:
-    """Open a page afresh, with the panel of MLflow's assistant closed, in one of its two themes."""
+    """Load a page in the light or dark theme, with the panel of MLflow's assistant closed."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     stored = {
@@ -81,23 +81,23 @@ def show(browser: Any, url: str, width: int = 1400, height: int = 1350, dark: bo
     }
     source = f"if (location.protocol === 'http:') Object.assign(localStorage, {json.dumps(stored)})"
     browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
-    browser.get("about:blank")  # a change of the fragment alone does not load a page again
+    browser.get("about:blank")  # a change of the fragment alone does not reload a page
     browser.get(url)
 
 
 def charts(browser: Any) -> list[dict[str, Any]]:
-    """The charts of the page, top to bottom."""
-    found: list[dict[str, Any]] = json.loads(browser.execute_script(CHARTS))
-    return found
+    """Return the charts of the page, top to bottom."""
+    parsed: list[dict[str, Any]] = json.loads(browser.execute_script(CHARTS))
+    return parsed
 
 
 def table(browser: Any) -> dict[str, Any]:
-    """The list of runs on the page."""
-    found: dict[str, Any] = json.loads(browser.execute_script(TABLE))
-    return found
+    """Return the table of runs on the page."""
+    parsed: dict[str, Any] = json.loads(browser.execute_script(TABLE))
+    return parsed
 
 
 def console_errors(browser: Any) -> list[str]:
-    """Errors since it was last asked, without those that MLflow's pages always write."""
+    """Return the console errors since the last call, without the errors that MLflow's pages always write."""
     entries = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     return [message for message in entries if not any(known in message for known in ITS_OWN)]

@@ -1,4 +1,4 @@
-"""Notebooks of examples/, run cell by cell in one process: `python -m tests.notebooks` writes their outputs anew."""
+"""Run the notebooks of examples/ in this process. `python -m tests.notebooks` updates the outputs stored in them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def run(path: Path) -> dict[str, Any]:
-    """Run all code cells of a notebook in its folder; return it with the outputs that its cells now have.
+    """Run all code cells of a notebook in its folder; return the notebook with the new outputs.
 
-    What a cell's last line is worth is kept as a notebook shows it: its HTML, or else its text.
+    The value of a cell's last line is stored as a notebook shows it: as HTML if it has any, otherwise as text.
     """
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     matplotlib.use("Agg")
     names: dict[str, Any] = {}
     with _in(path.parent):
-        for number, cell in enumerate(each for each in notebook["cells"] if each["cell_type"] == "code"):
+        for number, cell in enumerate(entry for entry in notebook["cells"] if entry["cell_type"] == "code"):
             cell["outputs"] = _outputs("".join(cell["source"]), names, f"{path.name}, cell {number}")
     return notebook
 
 
-def _outputs(source: str, names: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    tree, printed, value = ast.parse(source, where), io.StringIO(), None
+def _outputs(source: str, names: dict[str, Any], cell_name: str) -> list[dict[str, Any]]:
+    tree, printed, value = ast.parse(source, cell_name), io.StringIO(), None
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
-        exec(compile(tree, where, "exec"), names)
+        exec(compile(tree, cell_name, "exec"), names)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), where, "eval"), names)
+            value = eval(compile(ast.Expression(last.value), cell_name, "eval"), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         lines = printed.getvalue().splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": lines})
-    if value is not None and not hasattr(value, "get_xlabel"):  # a figure is drawn, not kept
+    if value is not None and not hasattr(value, "get_xlabel"):  # the axes of a figure: drawn, not stored
         data: dict[str, Any] = {"text/plain": repr(value)[:500].splitlines(keepends=True)}
         if hasattr(value, "_repr_html_"):
             data["text/html"] = value._repr_html_().splitlines(keepends=True)
@@ -54,12 +54,12 @@ def _outputs(source: str, names: dict[str, Any], where: str) -> list[dict[str, A
 
 @contextlib.contextmanager
 def _in(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
+    previous_folder = Path.cwd()
     os.chdir(folder)
     try:
         yield
     finally:
-        os.chdir(before)
+        os.chdir(previous_folder)
 
 
 def write(path: Path, notebook: dict[str, Any]) -> None:
@@ -67,5 +67,5 @@ def write(path: Path, notebook: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for each in NOTEBOOKS:
-        write(each, run(each))
+    for notebook_path in NOTEBOOKS:
+        write(notebook_path, run(notebook_path))

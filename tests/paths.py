@@ -1,4 +1,4 @@
-"""Where tests find what is not theirs."""
+"""Paths of the project and of recorded test data."""
 
 from __future__ import annotations
 

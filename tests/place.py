@@ -1,6 +1,6 @@
-"""A place where real studies run: a small task whose rewards vary, a tiny model, and the commands.
+"""A folder where studies run in tests: a small task whose rewards vary, a tiny model, and the commands to launch them.
 
-Journals are compared as read, bit for bit, without the wall clock.
+Journals are compared bit for bit, without wall-clock times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs, read_journa
 from tests import light
 from tests.forked import Forked
 
-# From where this module has its name, here and in the processes that look up the verifier.
+# The folder to import this module from. Child processes need it on PYTHONPATH to look up the verifier.
 IMPORT_ROOT = Path(__file__).parents[__name__.count(".")]
 
 
@@ -35,18 +35,18 @@ PATIENCE_S = 600.0
 Deterministic = list[tuple[str, int, dict[str, float]]]
 
 
-# A run behind a gate comes so far: into its third step.
+# Verifier calls before a run waits for VERIFIER_GATE: it stops in its third step.
 BEFORE_THE_GATE = 24
 
-# By process: one that was forked from a test begins anew.
+# Verifier calls by process id: a forked process starts at 0.
 _calls: Counter[int] = Counter()
 
 
 def odd_digits(completion: str, answer: str) -> float:
-    """The task's verifier: random text already varies in it.
+    """The task's verifier. Its rewards vary even with random text.
 
-    `VERIFIER_S` gives the tests time to aim. Where no time is long enough on a busy machine and all shorter ones are
-    too long, `VERIFIER_GATE` names a file without which the run does not go on.
+    `VERIFIER_S` slows each call down, so that a test can interrupt the run at a chosen moment. Where no fixed delay
+    works on a busy machine, `VERIFIER_GATE` names a file for which the run waits.
     """
     _calls[os.getpid()] += 1
     time.sleep(float(os.environ.get("VERIFIER_S", "0")))
@@ -58,11 +58,11 @@ def odd_digits(completion: str, answer: str) -> float:
 
 @dataclass
 class Place:
-    """A directory with the task's files and the model's cache, where commands are run.
+    """A folder with the task's files and the model cache, in which commands run.
 
     Args:
-        root: the directory; several places may share it, for the files are always the same.
-        light: whether members of its studies train or only do as if (`tests.light`).
+        root: the folder. Several places may share it, because their files are the same.
+        light: whether members of its studies are light (`tests.light`): they do not train.
     """
 
     root: Path
@@ -76,9 +76,9 @@ class Place:
                 path.write_text("\n".join(map(json.dumps, prompts)))
 
     def study(self, output: str, *more: str, cluster: str = "local") -> list[str]:
-        """Arguments of Python that launch a study."""
-        own = light.overrides(cluster) if self.light else []
-        return ["-m", "lightning_scalerl.train", "--multirun", *self.overrides(output, *more), *own]
+        """Return the arguments of Python that launch a study."""
+        light_overrides = light.overrides(cluster) if self.light else []
+        return ["-m", "lightning_scalerl.train", "--multirun", *self.overrides(output, *more), *light_overrides]
 
     def overrides(self, output: str, *more: str) -> list[str]:
         return [
@@ -112,14 +112,14 @@ class Place:
 
     @contextmanager
     def command(self, arguments: Sequence[str], verifier_s: float = 0.0) -> Iterator[Forked]:
-        """`python ARGUMENTS...`, in a process group of its own; none of it outlives us."""
-        with self._said.open("ab") as said:
+        """Run `python ARGUMENTS...` in its own process group, which is killed on exit."""
+        with self._log.open("ab") as log:
             process = Forked(
                 [sys.executable, *arguments],
                 cwd=self.root,
                 env=self.environment(verifier_s),
-                stdout=said,
-                stderr=said,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
         try:
@@ -128,23 +128,23 @@ class Place:
             kill_group(process)
 
     @property
-    def _said(self) -> Path:
-        # Of this worker: another one may be at work in the same place.
+    def _log(self) -> Path:
+        # One log per worker: another worker may run commands in the same place.
         return self.root / f"said.{os.getpid()}.txt"
 
     def said(self) -> str:
-        return self._said.read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
 
 def kill_group(process: Forked) -> None:
-    """Controller, members and their parent, all at once."""
+    """Kill the controller, the members and their parent process at once."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def wait_until(true: Callable[[], bool], process: Forked, patience_s: float = PATIENCE_S) -> bool:
-    """Whether it became true before the process ended."""
+    """Wait until `true()` holds or the process ends. Returns whether it holds."""
     deadline = time.monotonic() + patience_s
     while not true():
         if process.poll() is not None:
@@ -155,13 +155,13 @@ def wait_until(true: Callable[[], bool], process: Forked, patience_s: float = PA
 
 
 def lines(*run_dirs: Path) -> int:
-    """Of journal, written so far."""
+    """Return the number of journal lines written so far."""
     files = [run_dir / JOURNAL_FILE for run_dir in run_dirs]
     return sum(path.read_bytes().count(b"\n") for path in files if path.exists())
 
 
 def kinds(run_dir: Path) -> Counter[str]:
-    """Records by kind, superseded ones too."""
+    """Count journal records by kind, including superseded ones."""
     return Counter(json.loads(line)["kind"] for line in (run_dir / JOURNAL_FILE).read_bytes().splitlines())
 
 
@@ -174,9 +174,9 @@ def deterministic(output: Path) -> dict[str, Deterministic]:
 
 
 def made_once(folder: Path, make: Callable[[], None]) -> None:
-    """Whichever worker comes first makes it; the others wait, and find it made."""
+    """Call `make` in the first worker that gets here; the other workers wait until it is done."""
     with FileLock(folder.with_name(f"{folder.name}.lock")):
-        made = folder.with_name(f"{folder.name}.made")
-        if not made.exists():
+        marker = folder.with_name(f"{folder.name}.made")
+        if not marker.exists():
             make()
-            made.touch()
+            marker.touch()

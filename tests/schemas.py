@@ -1,4 +1,4 @@
-"""Checks what commands print with `--json` against the files in sweeps/schemas, in every test that calls `main`."""
+"""Check the `--json` output of commands against sweeps/schemas, in every test that calls `main`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path(sweeps.__file__).parent / "schemas"
 
 @cache
 def validator(command: str) -> Any:
-    """The validator of a command's `--json`."""
+    """Return the validator for a command's `--json` output."""
     import jsonschema
 
     schema = json.loads((FOLDER / f"{command}.json").read_text())
@@ -31,7 +31,7 @@ def validator(command: str) -> Any:
 
 
 def with_json() -> list[str]:
-    """The commands with the option `--json`, by the parser itself."""
+    """Return the commands that have the option `--json`, according to the parser."""
     (choices,) = [
         action.choices for action in commands.make_parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]
@@ -40,12 +40,12 @@ def with_json() -> list[str]:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Validate what each command prints as JSON; what is printed outside of `main` is not checked."""
+    """Validate JSON that a command prints while `main` runs; JSON printed outside of `main` is not checked."""
     running: list[str] = []
-    later = commands._lazy_handler
+    original = commands._lazy_handler
 
-    def noted(module: str, function: str) -> commands.Handler:
-        handler = later(module, function)
+    def recording_handler(module: str, function: str) -> commands.Handler:
+        handler = original(module, function)
 
         def run(options: argparse.Namespace) -> int | None:
             running.append(function.removesuffix("_command"))
@@ -56,13 +56,13 @@ def checked() -> Iterator[None]:
 
         return run
 
-    def dumps(value: Any, **how: Any) -> str:
-        text = json.dumps(value, **how)
+    def dumps(value: Any, **options_of_dumps: Any) -> str:
+        text = json.dumps(value, **options_of_dumps)
         if running:
             validator(running[-1]).validate(json.loads(text))
         return text
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commands, "_lazy_handler", noted)
+        patched.setattr(commands, "_lazy_handler", recording_handler)
         patched.setattr(output, "json", SimpleNamespace(dumps=dumps))
         yield

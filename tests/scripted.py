@@ -1,4 +1,4 @@
-"""Generator that follows a script instead of a model, to test drivers of the stream and to replay rollouts."""
+"""A generator that follows a script instead of a model, for tests of stream drivers and for replaying rollouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ScriptedGenerator:
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that no submitted rollout occupies or waits for."""
+        """Number of slots that are neither occupied nor needed by waiting rollouts."""
         return max(0, self._slots - self.in_flight)
 
     def submit(self, request: GroupRequest) -> None:
@@ -61,7 +61,7 @@ class ScriptedGenerator:
         self._waiting += [(request, index) for index in range(request.completions)]
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Label tokens with this version from now on; the weights are ignored."""
+        """Label all later tokens with this version; the weights are ignored."""
         self._version = version
 
     def step(self) -> StepReport:
@@ -69,12 +69,12 @@ class ScriptedGenerator:
         while self._waiting and len(self._active) < self._slots:
             request, index = self._waiting.pop(0)
             self._active.append((request, index, []))
-        finished, going_on = [], []
+        finished, still_active = [], []
         for request, index, versions in self._active:
             tokens = list(self._script(request, index))
             versions.append(self._version)
             if len(versions) < len(tokens):
-                going_on.append((request, index, versions))
+                still_active.append((request, index, versions))
                 continue
             # The script has no probabilities: -1 is an arbitrary log-probability.
             rollout = Rollout(
@@ -86,11 +86,11 @@ class ScriptedGenerator:
             )
             finished.append(FinishedRollout(request.key, index, rollout))
         decoded = len(self._active)
-        self._active = going_on
+        self._active = still_active
         return StepReport(finished, decoded_tokens=decoded, decoded_context=decoded)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the generator for other work: rollouts in flight wait."""
+        """Free the generator for other work; rollouts in flight wait."""
         return set_aside(self, self.clear)
 
     def clear(self) -> None:

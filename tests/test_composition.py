@@ -1,4 +1,4 @@
-"""Every file under conf/ composes, builds, and differs from its recipe in exactly one resolved choice."""
+"""Tests of conf/: every file composes and builds, and a variant changes exactly one choice of its recipe."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.variants import VARIANTS, recipe_text, variant_text
 CONF = conf_dir()
 ROOT = CONF.parent
 CHANGING = [variant for variant in VARIANTS if variant != "none"]
-# Of a setting, and no choice on an axis: the scale says whether they change anything.
+# Variants of optimizer settings, not of an axis. At some scales such a variant changes nothing.
 OPTIMIZER = [variant for variant in CHANGING if variant.startswith(("clip_", "optimizer_")) or variant == "lr_0"]
-# Those that sweep variants of the default recipe; all others are in tests/test_recipes.py.
-OF_VARIANTS = [
+# Experiments that sweep variants of the default recipe. The others are tested in tests/test_recipes.py.
+VARIANT_EXPERIMENTS = [
     path.stem
     for path in sorted((CONF / "experiment").glob("*.yaml"))
     if "recipe:" not in (text := path.read_text()) and ("variant:" in text or "- leave_one_out" in text)
 ]
-# A base model that is made in a moment; where only the configuration matters, not what it learns.
+# A tiny base model, for tests that only look at the configuration.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
 
 
@@ -42,31 +42,32 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def own_files(recipe: str) -> dict[str, str | None]:
-    """The file of each axis that a recipe takes."""
+def chosen_files(recipe: str) -> dict[str, str | None]:
+    """Return the file that a recipe chooses on each axis."""
     return {**NEUTRAL, **dict(re.findall(r"^  - override /(\w+): (\w+)", recipe_text(recipe), re.MULTILINE))}
 
 
 def is_own_choice(recipe: str, variant: str) -> bool:
-    """Whether the recipe makes this very choice already: it has the variant's file, and the variant adds no value."""
+    """Whether the recipe already makes the variant's choice: it names the same file, and the variant sets no value."""
     ((axis, name),) = re.findall(r"^  - override /(\w+): (\w+)", variant_text(variant), re.MULTILINE) or [("", "")]
-    return own_files(recipe).get(axis) == name and f"label: {axis}={name}\n" in variant_text(variant)
+    return chosen_files(recipe).get(axis) == name and f"label: {axis}={name}\n" in variant_text(variant)
 
 
 @cache
 def resolved(recipe: str) -> dict[str, Any]:
-    """A recipe's configuration in plain values; what it resolves to does not depend on who asks."""
+    """Return a recipe's resolved configuration in plain values."""
     return dict(OmegaConf.to_container(compose([f"recipe={recipe}"]), resolve=True))  # type: ignore[arg-type]
 
 
 @cache
 def meanings(recipe: str) -> dict[str, dict[str, Any]]:
-    """What each of a recipe's choices means, by axis."""
+    """Return the semantics of a recipe's choices by axis."""
     choices = load_recipe(recipe).choices
     return {axis: choices.on(axis).semantics() for axis in AXES}
 
 
-# PPO for what is neutral elsewhere; a recipe more would show nothing new of a variant.
+# Each variant is tested on the first two of these recipes that do not already make its choice. PPO is for variants that
+# both other recipes make.
 PAIRS = [
     pytest.param(recipe, variant, marks=pytest.mark.full if again else ())
     for variant in CHANGING
@@ -78,8 +79,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("recipe", "variant"), every(12, every(3, PAIRS, pytest.mark.full)))
-def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) -> None:
-    """Invariant 9."""
+def test_a_variant_changes_one_choice_and_its_label_names_it(recipe: str, variant: str) -> None:
     config = compose([f"recipe={recipe}", f"variant={variant}"])
     changed = OmegaConf.to_container(config, resolve=True)
     assert isinstance(changed, dict)
@@ -92,8 +92,8 @@ def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) 
 
 
 @pytest.mark.slow
-def test_a_variant_of_the_clip_changes_that_alone() -> None:
-    """Invariant 9, of a setting; at its scale's own value it changes nothing, and is refused."""
+def test_a_clip_variant_changes_only_clip_norm() -> None:
+    """A variant with the value that the scale already has changes nothing, and is refused."""
     paper = ["scale=paper", *QUICK, "scaled_for=null"]
     plain, none, low = plan_members([[*paper], [*paper, "variant=clip_none"], [*paper, "variant=clip_0.3"]])
     (toy,) = plan_members([[*QUICK, "variant=clip_1.0"]])
@@ -111,8 +111,8 @@ def test_a_variant_of_the_clip_changes_that_alone() -> None:
             plan_members([[f"scale={scale}", *QUICK, "scaled_for=null", f"variant=clip_{variant}"]])
 
 
-def test_the_control_differs_in_its_learning_rate_alone() -> None:
-    """And is labelled by what it is for (sweeps/decide/resolution.py)."""
+def test_the_null_recipe_differs_only_in_its_learning_rate() -> None:
+    """The recipe with learning rate 0 is labelled as the null recipe (see sweeps/decide/resolution.py)."""
     (null,) = plan_members([[*QUICK, "variant=lr_0"]])
     assert null.recipe == f"scalerl+{NULL_RECIPE}" and null.departures == {"optimizer": "null"}
     one, two = science(null.reference), science(null.config)
@@ -121,11 +121,11 @@ def test_the_control_differs_in_its_learning_rate_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", every(3, OF_VARIANTS, pytest.mark.full))
-def test_every_experiment_of_variants_plans(experiment: str) -> None:
-    own = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")
-    inherited = [name for name in own.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
-    files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), own]
+@pytest.mark.parametrize("experiment", every(3, VARIANT_EXPERIMENTS, pytest.mark.full))
+def test_every_experiment_of_variants_can_be_planned(experiment: str) -> None:
+    experiment_config = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")
+    inherited = [name for name in experiment_config.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
+    files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), experiment_config]
     variants = OmegaConf.merge(*files).hydra.sweeper.params.variant.split(",")  # type: ignore[union-attr]
     assert set(variants) <= set(VARIANTS)
     specs = plan_members(
@@ -173,7 +173,7 @@ def test_a_variant_that_changes_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def with_recipe(folder: Path, name: str, **choices: str) -> Path:
-    """A user's folder with a recipe that departs from ScaleRL."""
+    """Write a recipe that overrides choices of ScaleRL into a user's folder."""
     (folder / "recipe").mkdir()
     lines = [
         "# @package _global_",
@@ -186,7 +186,7 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
 
 
 def user_recipe(folder: Path, **choices: str) -> Path:
-    """A user's folder with a recipe `mine` that stands on no other."""
+    """Write a recipe `mine` that is not based on another one into a user's folder."""
     (folder / "recipe").mkdir()
     lines = [f"  - override /{axis}: {file}" for axis, file in choices.items()]
     (folder / "recipe" / "mine.yaml").write_text("\n".join(["# @package _global_", "defaults:", *lines]))
@@ -202,16 +202,16 @@ def test_an_axis_that_a_recipe_does_not_name_has_its_neutral_choice(tmp_path: Pa
     assert [axis for axis, choice in choices.items() if choice.neutral_choice() is None] == list(NEEDED)
 
 
-def test_a_recipe_that_names_every_axis_is_what_it_names(tmp_path: Path) -> None:
-    """As recipes did before an axis had its neutral choice where they leave it open."""
-    whole = {axis: file for axis, file in own_files("scalerl_32k").items() if file is not None}
+def test_a_recipe_that_names_every_axis_resolves_to_those_choices(tmp_path: Path) -> None:
+    """A recipe that names every axis does not depend on neutral choices. Old recipes were written this way."""
+    whole = {axis: file for axis, file in chosen_files("scalerl_32k").items() if file is not None}
     folder = user_recipe(tmp_path, **whole)
     assert [*whole] == [*AXES, "reward"]
     assert OmegaConf.to_container(compose(["recipe=mine"], [folder]), resolve=True) == resolved("scalerl_32k")
 
 
 def test_values_of_a_recipes_own_choice_do_not_reach_another_choice(tmp_path: Path) -> None:
-    """Or a study of losses on this recipe would compare losses with each other's bounds."""
+    """Otherwise a study of losses on this recipe would run one loss with another loss's clip bounds."""
     for override in ("loss=gspo", "variant=loss_gspo"):
         assert dict(compose(["recipe=dapo", override]).loss) == dict(compose(["loss=gspo"]).loss)
     assert compose(["recipe=dapo", "async_mode=on_policy"]).async_mode.keys() == {"_target_"}
@@ -277,19 +277,21 @@ def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> 
         ),
     ),
 )
-def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
+def test_error_messages_name_the_wrong_setting(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan_members([[*QUICK, *overrides]])
 
 
 def test_a_scale_for_another_model_is_refused_as_such() -> None:
-    """It names the model, where a setting of the other task would be refused without a remedy."""
+    """The message names the model. A message about a setting of the other task would suggest no remedy."""
     with pytest.raises(ConfigurationError, match=r"scale: .* were made for arithmetic_base_model"):
         plan_members([["experiment=agent", "scale=tiny"]])
 
 
-def test_what_is_shown_is_what_would_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hydra answers --cfg by itself: it would show DAPO under a label that says GSPO, which no run is made of."""
+def test_cfg_refuses_what_a_run_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra handles --cfg itself: without our check it would show DAPO under the label GSPO, which no run can have."""
     monkeypatch.setattr(sys, "argv", ["scalerl", "--cfg", "job", "variant=loss_gspo", "loss=dapo"])
     monkeypatch.setattr(train, "_hydra_main", lambda: print("label: loss=gspo"))
     with pytest.raises(SystemExit) as stop:
@@ -307,17 +309,19 @@ def test_a_task_without_its_files_says_what_to_give() -> None:
         RolloutDataModule("jsonl")
 
 
-def refused(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Path) -> str:
-    """What `scalerl train` says in its one line before it exits with 1, in a folder where it leaves nothing."""
-    monkeypatch.chdir(where)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it; it is put back
+def error_of_train(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder_of_run: Path
+) -> str:
+    """Return the one-line error of `scalerl train`. Checks that it exits with 1 and leaves no run in the folder."""
+    monkeypatch.chdir(folder_of_run)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it too; monkeypatch restores it
     monkeypatch.setattr(sys, "argv", ["scalerl train", *words])
     with pytest.raises(SystemExit) as exit:
         train.main()
-    told = capsys.readouterr().err
-    assert exit.value.code == 1 and len(told.strip().splitlines()) == 1, told
-    assert not list(where.glob("outputs/**/runs"))
-    return told
+    stderr = capsys.readouterr().err
+    assert exit.value.code == 1 and len(stderr.strip().splitlines()) == 1, stderr
+    assert not list(folder_of_run.glob("outputs/**/runs"))
+    return stderr
 
 
 MULTIRUN = ["--multirun", "cluster=debug", "seed=0,1"]
@@ -341,7 +345,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 ),
                 ([*MULTIRUN, "variant=none,loss_foo"], "loss_dapo"),
                 (["budget.steps=0"], "budget.steps: 0"),
-                # What Hydra answers with a traceback of its own.
+                # Hydra itself would print a traceback for these.
                 (["task=true"], "task=true: no such choice; valid: aime"),
                 (["scale=8"], "scale=8: no such choice; did you mean scale=8b?"),
                 (["~loss=1"], "loss=1: no such choice; valid: cispo"),
@@ -349,7 +353,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["model=[]"], "model=[]: no such choice; valid: arithmetic_base, calculator_base, path"),
                 (["model=[1]"], "model=[1]: no such choice"),
                 (["=3"], "=3: no key before the ="),
-                # A near name.
+                # Misspelt names.
                 (["recipe=scalrl"], "recipe=scalrl: no such choice; did you mean recipe=scalerl?"),
                 (["variant=loss_dapoo"], "did you mean variant=loss_dapo?"),
                 ([*MULTIRUN, "variant=none,loss_dapoo"], "did you mean variant=loss_dapo?"),
@@ -357,7 +361,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["race.freed=plan"], "race.freed: the key was removed; leave it out, and ask `scalerl plan`"),
                 (["command=trl"], "command: another trainer's command is a file of yours"),
                 (["command.line=x"], "give --config-dir FOLDER --config-name NAME"),
-                # No truth value is a number, and no text.
+                # A boolean is not accepted as a number, nor infinity as text.
                 (["optimizer.lr=true"], "optimizer.lr: true must be a number"),
                 ([*MULTIRUN, "mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
             ],
@@ -373,17 +377,19 @@ def test_bad_input_is_one_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = refused([*arguments, *QUICK], monkeypatch, capsys, tmp_path)
-    assert told.startswith("scalerl train: ") and message in told
+    error_line = error_of_train([*arguments, *QUICK], monkeypatch, capsys, tmp_path)
+    assert error_line.startswith("scalerl train: ") and message in error_line
 
 
 @pytest.mark.slow
-def test_options_may_stand_between_overrides(
+def test_options_and_overrides_can_be_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hydra's parser takes overrides in one place only, and called those behind an option unrecognized."""
-    told = refused(["seed=0,1", "--multirun", "cluster=debug", *QUICK, "budget.steps=0"], monkeypatch, capsys, tmp_path)
-    assert "budget.steps: 0" in told
+    """Hydra's parser accepts overrides in one place only, and rejects those after an option as unrecognized."""
+    last_error_line = error_of_train(
+        ["seed=0,1", "--multirun", "cluster=debug", *QUICK, "budget.steps=0"], monkeypatch, capsys, tmp_path
+    )
+    assert "budget.steps: 0" in last_error_line
     monkeypatch.setattr(sys, "argv", ["scalerl train", "seed=7", "--cfg", "job", "study=mine", "--resolve"])
     train.main()
     shown = capsys.readouterr().out
@@ -397,7 +403,7 @@ def test_settings_are_compared_with_annotations() -> None:
 
     good = {"_target_": "x.Own", "share": None, "weights": {"a": 1, "b": 0.5}, "steps": 2, "free": True}
     check_arguments("own", Own, good)
-    for bad, told in (
+    for bad, expected in (
         ({"share": False}, "own.share: false must be a number, or null"),
         ({"weights": {"a": 1, "b": True}}, "own.weights.b: true must be a number"),
         ({"steps": "2"}, "own.steps: '2' must be a whole number"),
@@ -405,17 +411,17 @@ def test_settings_are_compared_with_annotations() -> None:
     ):
         with pytest.raises(ConfigurationError) as error:
             check_arguments("own", Own, {**good, **bad})
-        assert str(error.value) == told
+        assert str(error.value) == expected
 
 
-def test_a_file_of_a_variant_says_more_than_its_name() -> None:
-    """One that only takes a file of an axis has no file of its own; a file of its name would win over it."""
-    own = {path.stem for path in (CONF / "variant").glob("*.yaml")}
-    assert not own & plain_variants().keys()
-    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "async_mode_pipeline_4" in own
+def test_variant_files_exist_only_where_the_name_is_not_enough() -> None:
+    """A variant that only selects an axis's file needs no file. If it had one, that file would take precedence."""
+    file_names = {path.stem for path in (CONF / "variant").glob("*.yaml")}
+    assert not file_names & plain_variants().keys()
+    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "async_mode_pipeline_4" in file_names
 
 
-def test_the_leave_one_out_is_the_papers() -> None:
+def test_leave_one_out_has_the_members_of_the_paper() -> None:
     """arXiv 2510.13786, section 5.1: eight members, each with one choice of ScaleRL reverted."""
     params = OmegaConf.load(CONF / "experiment" / "leave_one_out.yaml").hydra.sweeper.params
     assert set(params.variant.split(",")) == {
@@ -435,7 +441,7 @@ def test_the_leave_one_out_is_the_papers() -> None:
     assert (config.length_control.limit, config.length_control.buffer) == (14336, 2048)
 
 
-def test_a_refusal_names_the_choices_that_have_the_setting_and_the_users_own(tmp_path: Path) -> None:
+def test_error_messages_suggest_choices_with_the_setting_and_user_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"kl\.coefficient: the chosen kl has no such setting; .*fixed"):
         compose(["kl.coefficient=0.1"])
     with pytest.raises(ConfigurationError, match=r"beta: TRL's name; here kl=fixed kl\.coefficient="):
@@ -448,9 +454,9 @@ def test_a_refusal_names_the_choices_that_have_the_setting_and_the_users_own(tmp
         compose(["variant=loss_mine"], [str(tmp_path)])
 
 
-def test_the_place_of_each_field_of_trl_exists() -> None:
+def test_our_key_for_each_field_of_trl_exists() -> None:
     chosen = ["kl=fixed", "loss=dapo", "async_mode=ppo_off_policy", "task=dataset", "task.train=x", "task.heldout=y"]
     config = compose(chosen)
     for field, here in FROM_TRL.items():
-        for group, _, key in (found.rpartition(".") for found in re.findall(r"([\w.]+)=", here)):
+        for group, _, key in (option.rpartition(".") for option in re.findall(r"([\w.]+)=", here)):
             assert key in (OmegaConf.select(config, group) if group else config), field

@@ -1,4 +1,4 @@
-"""What a training step computes, counted: a guard of its speed that no clock and no machine moves."""
+"""Test of how much a training step computes. Counting guards its speed without depending on a clock or a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_scalerl.verify.pool import VerifierPool
 from tests.helpers import SMALL, CountingTask, quiet
 
 PROMPTS, COMPLETIONS = 3, 4
-# Everything of a step in one pass, every rollout trained on.
+# Settings under which one pass holds the whole batch, and every rollout is trained on.
 WHOLE = (
     "async_mode=on_policy",
     "batch.micro_batch=12",
@@ -32,7 +32,7 @@ WORDS = "1+1=1+1=1+1="
 
 
 class LongPrompts(CountingTask):
-    """Prompts of 12 tokens, so that computing them once pays."""
+    """Prompts of 12 tokens: long enough that a group's shared prompt is computed once."""
 
     trusted = False
 
@@ -42,7 +42,7 @@ class LongPrompts(CountingTask):
 
 
 class Counts(Callback):
-    """Sums over what was computed from the end of the first step on, and the batches that it was for."""
+    """Counts computations from the end of the first step on, and keeps the batches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[str, int] = {}
@@ -62,12 +62,12 @@ class Counts(Callback):
         ):
             monkeypatch.setattr(owner, name, self.counting(f"{owner.__name__}.{name}", getattr(owner, name)))
 
-    def add(self, what: str, number: int) -> None:
-        self.seen[what] = self.seen.get(what, 0) + number
+    def add(self, name_of_count: str, number: int) -> None:
+        self.seen[name_of_count] = self.seen.get(name_of_count, 0) + number
 
-    def counting(self, what: str, method: Any) -> Any:
+    def counting(self, name_of_count: str, method: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.add(what, 1)
+            self.add(name_of_count, 1)
             return method(*args, **kwargs)
 
         return called
@@ -80,7 +80,9 @@ class Counts(Callback):
 
 
 @pytest.mark.slow
-def test_a_step_computes_prompts_once_and_nothing_twice(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_computes_each_prompt_once_and_nothing_twice(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = Counts(monkeypatch)
     module = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL[:-1], *WHOLE])
     trainer = Trainer(max_steps=4, callbacks=[counts], **quiet())
@@ -92,9 +94,9 @@ def test_a_step_computes_prompts_once_and_nothing_twice(tiny_model_path: str, mo
     assert steps == 3 and prompt_tokens == len(WORDS)
     rollouts = PROMPTS * COMPLETIONS
     assert counts.seen == {
-        # Prompts once a group; of each completion what comes before its last token, in rows as long as the longest.
+        # Prompts once per group; completions without their last token, padded to the longest one.
         "trained": sum(PROMPTS * prompt_tokens + rollouts * (width - 1) for width in longest),
-        # Prompts once a group; each sampled token but the last of its rollout goes in again.
+        # Prompts once per group; each sampled token except a rollout's last one is fed back.
         "sampled": sum(PROMPTS * prompt_tokens + int((each - 1).sum()) for each in lengths),
         "Tensor.backward": steps,
         "AdamW.step": steps,

@@ -1,4 +1,4 @@
-"""The demo's script from end to end, with a study that is small enough for a test."""
+"""End-to-end test of the demo script with a small study."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = 'hydra.sweeper.rows=[[],["variant=loss_dapo"]]'
 
 
 @pytest.mark.slow
-def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
+def test_the_demo_writes_report_ranking_and_mlflow_runs(tmp_path: Path) -> None:
     small = [
         "model.batches=30",
         "model.width=32",
@@ -54,6 +54,6 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
         "scalerl",
         "scalerl+loss=dapo",
     }
-    # Nine evaluations a member, one of them at compute 0, where there is no logarithm to plot against.
+    # Nine evaluations per member. The one at compute 0 is not published: it has no place on a logarithmic axis.
     points = [client.get_metric_history(run.info.run_id, "eval/heldout/pass_rate") for run in members]
     assert [len(history) for history in points] == [8] * 4

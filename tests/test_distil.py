@@ -1,4 +1,4 @@
-"""Distillation: gradients by hand, what a teacher costs, what is refused, and runs that stop and go on."""
+"""Tests of distillation: gradients, the cost of a teacher, refused settings, and resumed runs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def gradients(model: torch.nn.Module) -> list[Tensor]:
 
 
 def exact_loop(student: Any, teacher: Any, batch: TrainBatch, temperature: float) -> Tensor:
-    """Reverse KL over the vocabulary at every sampled token: one row, one token after the other."""
+    """Reverse KL over the vocabulary at every sampled token, computed row by row and token by token."""
     total = torch.zeros(())
     for number in range(batch.rollouts):
         start, end = int(batch.completion_start[number]), int(batch.lengths[number])
@@ -92,7 +92,7 @@ def exact_loop(student: Any, teacher: Any, batch: TrainBatch, temperature: float
 
 
 @pytest.mark.parametrize("chunks", [False, True])
-def test_full_is_the_gradient_of_a_loop_by_hand(chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_has_the_gradient_of_an_explicit_loop(chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if chunks:
         monkeypatch.setattr(policies, "MAX_LOGITS", 100)
     student, teacher = new_model(32, 2, seed=1), new_model(64, 1, seed=2).requires_grad_(False)
@@ -100,19 +100,19 @@ def test_full_is_the_gradient_of_a_loop_by_hand(chunks: bool, monkeypatch: pytes
     logprobs, entropies, divergences = Policy(student, FP32, 0.7)(batch, teacher=Policy(teacher, FP32, 0.7))
     loss = kl_term(choices, Scored(batch, logprobs, entropies, divergences=divergences))
     loss.backward()  # type: ignore[no-untyped-call]
-    found = gradients(student)
+    gradients_of_full = gradients(student)
     student.zero_grad(set_to_none=True)
     expected = exact_loop(student, teacher, batch, 0.7)
     expected.backward()  # type: ignore[no-untyped-call]
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, gradients(student), strict=True))
-    assert max(float(each.abs().max()) for each in found) > 1e-3
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients_of_full, gradients(student), strict=True))
+    assert max(float(each.abs().max()) for each in gradients_of_full) > 1e-3
 
 
 @pytest.mark.parametrize("loss", [Reinforce(), CISPO(5.0)], ids=["reinforce", "cispo"])
 @pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
 def test_sampled_estimates_have_the_gradient_that_semantics_states(estimate: str, loss: Any) -> None:
-    """Exact expectation over one token of a small vocabulary: reverse KL of k1 and k2, forward KL of k3."""
+    """In expectation over one token, k1 and k2 have the gradient of the reverse KL, and k3 has the forward KL's."""
     source = torch.Generator().manual_seed(0)
     logits = torch.randn(7, generator=source, dtype=torch.float64).requires_grad_(True)
     reference = torch.randn(7, generator=source, dtype=torch.float64).log_softmax(0)
@@ -123,30 +123,32 @@ def test_sampled_estimates_have_the_gradient_that_semantics_states(estimate: str
     choices = row(FixedKL(1.0, estimate=estimate), loss, SumAggregation())
     (term,) = (each for each in terms(choices) if each.name == "kl")
     by_token = term.per_token(Scored(batch, logprobs.unsqueeze(1), torch.zeros(7, 1)))
-    # Each of the 7 rows samples one of the 7 tokens; weighed by how often it would.
-    (found,) = torch.autograd.grad((by_token * here.exp()).sum(), logits, retain_graph=True)
+    # Row i samples token i. Weighting rows by the token probabilities gives the exact expectation.
+    (gradient,) = torch.autograd.grad((by_token * here.exp()).sum(), logits, retain_graph=True)
     reverse, forward = (logprobs.exp() * (logprobs - reference)).sum(), -(reference.exp() * logprobs).sum()
     (of_reverse,), (of_forward,) = (torch.autograd.grad(each, logits, retain_graph=True) for each in (reverse, forward))
-    assert torch.allclose(found, of_forward if estimate == "k3" else of_reverse, atol=1e-6)
+    assert torch.allclose(gradient, of_forward if estimate == "k3" else of_reverse, atol=1e-6)
     assert not torch.allclose(of_forward, of_reverse, atol=1e-2)
     (plain,) = torch.autograd.grad(((logprobs - reference) * here[:, 0].exp()).sum(), logits)
-    assert torch.allclose(plain, torch.zeros_like(plain), atol=1e-12), "why k1 itself is no loss"
+    assert torch.allclose(plain, torch.zeros_like(plain), atol=1e-12), (
+        "the gradient of k1 itself vanishes, so it cannot be a loss"
+    )
     stated = choices.kl.semantics()["gradient"]
     assert stated == ESTIMATES[estimate] and ("forward" in stated) == (estimate == "k3")
 
 
-def test_k1_goes_through_the_ratio_of_the_loss() -> None:
-    """A token that older weights have sampled: the score function has the weight that the policy's loss has."""
+def test_k1_is_weighted_by_the_ratio_of_the_loss() -> None:
+    """For tokens sampled by older weights, k1's score function has the importance weight of the policy loss."""
     batch = batch_of()
     logprobs = (batch.generator_logprobs - 0.5).requires_grad_(True)
     batch = replace(batch, reference_logprobs=batch.generator_logprobs + 1.0)
-    (found,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         kl_term(row(FixedKL(2.0, estimate="k1"), CISPO(5.0), SumAggregation()), Scored(batch, logprobs, logprobs)),
         logprobs,
     )
-    # -d = 1.5 is the advantage; the ratio exp(-0.5) its weight.
+    # The distance d is -1.5, so the advantage -d is 1.5. The ratio exp(-0.5) is its weight.
     expected = -2.0 * 1.5 * torch.exp(torch.tensor(-0.5)) * batch.loss_mask
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(gradient, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("estimate", ESTIMATES)
@@ -156,7 +158,7 @@ def test_every_estimate_can_be_deducted_from_rewards(estimate: str) -> None:
     choices = row(kl, GAE(1.0, 0.0), ValueNetwork())
     batch = run_forward_passes(batch_of(), choices, student, teacher, None, PassSize(4), Ranks())
     batch = replace(batch, values=torch.zeros_like(batch.generator_logprobs))
-    found = token_credit(batch, choices, lambda numbers: numbers).advantages
+    credited = token_credit(batch, choices, lambda numbers: numbers).advantages
     with torch.no_grad():
         ours, _, exact = student(batch, teacher=teacher)
         gap = ours - teacher(batch)[0]
@@ -164,7 +166,7 @@ def test_every_estimate_can_be_deducted_from_rewards(estimate: str) -> None:
     inside = batch.loss_mask > 0
     last = inside & (inside.flip(1).cumsum(1).flip(1) == 1)
     expected = torch.where(last, batch.rewards.unsqueeze(1), torch.zeros(())) - 0.3 * by_hand
-    assert torch.allclose(found[inside], expected[inside], atol=1e-5)
+    assert torch.allclose(credited[inside], expected[inside], atol=1e-5)
 
 
 # --- runs ----------------------------------------------------------------------------------------------------
@@ -178,12 +180,12 @@ def overrides_for(teacher: str, *more: str) -> list[str]:
 def test_a_run_comes_closer_to_its_teacher_and_resumes_exactly(
     estimate: str, tiny_model_path: str, teacher_path: str, tmp_path: Path
 ) -> None:
-    """Without the verifier's reward; its pass rates are recorded all the same."""
+    """The verifier's reward is not used (reward=none), but pass rates are still recorded."""
 
     def run(place: str, steps: int, resume: bool = False) -> ScaleRL:
         options: dict[str, Any] = {"checkpoint_every": 3, "resume": resume}
-        given = overrides_for(teacher_path, f"kl.estimate={estimate}")
-        return fit(tiny_model_path, tmp_path / place, steps, overrides=given, **options)
+        run_overrides = overrides_for(teacher_path, f"kl.estimate={estimate}")
+        return fit(tiny_model_path, tmp_path / place, steps, overrides=run_overrides, **options)
 
     whole = run("whole", 6)
     run("parts", 3)
@@ -201,8 +203,8 @@ def test_a_run_comes_closer_to_its_teacher_and_resumes_exactly(
     assert semantics["teacher"]["parameters"] == sum(each.numel() for each in load_model(teacher_path).parameters())
 
 
-def test_a_teacher_counts_by_its_own_size(tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
-    """In FLOPs, in virtual time and in memory; the first step of each run trains on the same rollouts."""
+def test_costs_of_a_teacher_depend_on_its_own_size(tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
+    """FLOPs, virtual time and memory use the teacher's size. The first step of each run has the same rollouts."""
 
     def first(*overrides: str) -> tuple[Any, dict[str, float]]:
         place = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -211,20 +213,21 @@ def test_a_teacher_counts_by_its_own_size(tiny_model_path: str, teacher_path: st
         return module, record.metrics
 
     _, plain = first()
-    _, start = first("kl=fixed")
-    module, taught = first("kl=distil", f"kl.reference={teacher_path}")
+    _, with_initial_model = first("kl=fixed")
+    module, with_teacher = first("kl=distil", f"kl.reference={teacher_path}")
     _, exact = first("kl=distil", f"kl.reference={teacher_path}", "kl.estimate=full", "epochs.count=2")
-    own, teacher = FlopModel.of(load_model(tiny_model_path)), FlopModel.of(load_model(teacher_path))
+    policy_flops, teacher = FlopModel.of(load_model(tiny_model_path)), FlopModel.of(load_model(teacher_path))
     train = {
-        name: each["compute/flops_train"] for name, each in (("plain", plain), ("start", start), ("taught", taught))
+        name: each["compute/flops_train"]
+        for name, each in (("plain", plain), ("start", with_initial_model), ("taught", with_teacher))
     }
     # An update is three forward passes, and the initial model is as large as the policy.
     assert train["start"] == pytest.approx(train["plain"] * 4 / 3)
     ratio = (train["taught"] - train["plain"]) / (train["start"] - train["plain"])
-    assert ratio == pytest.approx(teacher.per_token / own.per_token, rel=0.05) and ratio > 2
-    assert module.choices.passes.relative == pytest.approx(1 + teacher.per_token / own.per_token / 3)
+    assert ratio == pytest.approx(teacher.per_token / policy_flops.per_token, rel=0.05) and ratio > 2
+    assert module.choices.passes.relative == pytest.approx(1 + teacher.per_token / policy_flops.per_token / 3)
     assert exact["compute/flops_train"] == pytest.approx(2 * train["taught"]), "it runs in each of the two updates"
-    assert taught["compute/virtual_device_hours"] > start["compute/virtual_device_hours"]
+    assert with_teacher["compute/virtual_device_hours"] > with_initial_model["compute/virtual_device_hours"]
     recipe = load_recipe("scalerl_core", [*SMALL, "kl=distil", f"kl.reference={teacher_path}", "filter=none"])
     memory = predict_memory(measure(lambda: new_model(32, 2, 3), recipe), recipe)
     assert memory.device["reference"] == 4 * sum(each.numel() for each in load_model(teacher_path).parameters())
@@ -232,7 +235,7 @@ def test_a_teacher_counts_by_its_own_size(tiny_model_path: str, teacher_path: st
 
 @pytest.mark.parametrize("estimate", ["k2", "full"])
 def test_the_mechanism_counter_of_kl_sees_a_teacher(estimate: str, tiny_model_path: str, teacher_path: str) -> None:
-    """Against a recipe without one, with the initial model, and with the same one of another size of no effect."""
+    """It counts a teacher against no KL, the initial model or another coefficient, and ignores a negligible change."""
     ours = FixedKL(0.5, reference=teacher_path, estimate=estimate)
     same = [f"kl.reference={teacher_path}", f"kl.estimate={estimate}"]
     for overrides, acted in (
@@ -259,7 +262,7 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_model_path: str, teacher_pa
     assert "\n" not in str(error.value)
 
 
-def test_another_teacher_does_not_go_on_from_a_checkpoint(
+def test_a_checkpoint_does_not_resume_with_another_teacher(
     tiny_model_path: str, teacher_path: str, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -285,7 +288,7 @@ ADDRESS = "http://127.0.0.1:9"
         ({"reference": ADDRESS, "served": "m", "timeout_s": 0}, r"kl\.timeout_s: 0"),
     ],
 )
-def test_settings_that_are_refused(given: dict[str, Any], match: str) -> None:
+def test_invalid_kl_settings_are_refused(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as error:
         FixedKL(**given)
     assert "\n" not in str(error.value)
@@ -301,7 +304,7 @@ def test_settings_that_are_refused(given: dict[str, Any], match: str) -> None:
         ([FixedKL(where="reward", reference="m")], r"kl\.where: 'reward' needs advantages per token"),
     ],
 )
-def test_choices_that_do_not_go_together(choices: Sequence[DesignChoice], match: str) -> None:
+def test_incompatible_choices_are_refused(choices: Sequence[DesignChoice], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         row(*choices)
 
@@ -314,12 +317,14 @@ def test_choices_that_do_not_go_together(choices: Sequence[DesignChoice], match:
         (["filter=none"], r"reward: none leaves nothing to learn from; choose kl=distil"),
     ],
 )
-def test_no_reward_where_nothing_would_be_learnt(overrides: list[str], match: str, tiny_model_path: str) -> None:
+def test_no_reward_is_refused_where_nothing_would_be_learnt(
+    overrides: list[str], match: str, tiny_model_path: str
+) -> None:
     with pytest.raises(ConfigurationError, match=match):
         fit(tiny_model_path, steps=1, recipe="scalerl", overrides=["reward=none", *overrides])
 
 
-def test_the_teachers_content_is_in_the_identity_and_its_place_is_not(teacher_path: str, tmp_path: Path) -> None:
+def test_identity_depends_on_the_teachers_content_but_not_its_path(teacher_path: str, tmp_path: Path) -> None:
     def identity(*overrides: str) -> Any:
         return identity_of(OmegaConf.to_container(compose(overrides), resolve=True))["kl"]  # type: ignore[arg-type]
 
@@ -327,25 +332,25 @@ def test_the_teachers_content_is_in_the_identity_and_its_place_is_not(teacher_pa
     shutil.copytree(teacher_path, moved)
     shutil.copytree(teacher_path, other)
     new_model(width=64, layers=2, seed=6).save_pretrained(other)
-    of = [identity("kl=distil", f"kl.reference={place}") for place in (teacher_path, moved, other)]
-    assert of[0] == of[1] != of[2] and "model.safetensors" in of[0]["reference"]
-    assert "served" not in of[0] and "timeout_s" not in of[0] and of[0]["estimate"] == "k1"
+    identities = [identity("kl=distil", f"kl.reference={place}") for place in (teacher_path, moved, other)]
+    assert identities[0] == identities[1] != identities[2] and "model.safetensors" in identities[0]["reference"]
+    assert "served" not in identities[0] and "timeout_s" not in identities[0] and identities[0]["estimate"] == "k1"
     served = [
         identity("kl=distil", f"kl.reference=http://{host}:8000", f"kl.served={place}", f"kl.timeout_s={limit}")
         for host, place, limit in (("a", teacher_path, 3), ("b", moved, 4), ("a", other, 3))
     ]
-    assert served[0] == served[1] != served[2] and served[0] != of[0]
+    assert served[0] == served[1] != served[2] and served[0] != identities[0]
     assert identity("kl=fixed") == {"choice": "FixedKL", "coefficient": 0.05, "where": "loss", "aggregation": None}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimate", ["k1", "full"])
-def test_two_ranks_distil_as_one(estimate: str, tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
+def test_two_ranks_distil_like_one(estimate: str, tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
     check_two_ranks(tiny_model_path, tmp_path, overrides_for(teacher_path, f"kl.estimate={estimate}"), steps=2)
 
 
 @pytest.mark.slow
-def test_distillation_from_a_teacher_is_sharded_and_the_whole_vocabulary_is_not(
+def test_a_sharded_teacher_works_except_with_full_estimates(
     tiny_model_path: str, teacher_path: str, tmp_path: Path
 ) -> None:
     def work(rank: int) -> str:
@@ -357,14 +362,14 @@ def test_distillation_from_a_teacher_is_sharded_and_the_whole_vocabulary_is_not(
             fit_on_ranks(tiny_model_path, tmp_path / "whole", 2, 1, overrides=whole, strategy="fsdp2")
         except ConfigurationError as error:
             return f"{is_sharded(module.reference)} {error}"
-        except Exception:  # the other rank was refused, and left before this one had reached it
+        except Exception:  # the other rank was refused and left before this rank reached the check
             return f"{is_sharded(module.reference)} alone"
         return "not refused"
 
-    said = on_ranks(2, work)
+    results = on_ranks(2, work)
     refused = "True kl.estimate: full compares whole vocabularies, and strategy=fsdp2"
-    assert all(each.startswith(refused) or each == "True alone" for each in said), said
-    assert any(each.startswith(refused) for each in said), said
+    assert all(each.startswith(refused) or each == "True alone" for each in results), results
+    assert any(each.startswith(refused) for each in results), results
 
 
 @pytest.mark.slow

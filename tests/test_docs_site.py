@@ -1,8 +1,8 @@
-"""The documentation site: what it is made of is complete and true, and it is built without a broken link.
+"""Tests of the documentation site: its pages are complete and correct, and it builds without broken links.
 
-Commands, keys, recipes and public names come from code when the site is built; here it is held that none is left out,
-and that pages written by hand (metrics, messages, commands in blocks of code) say what the code does. Only the build
-itself needs the extra `docs` (mark `docs`, run by .ci/run).
+Pages on commands, keys, recipes and public names are generated from code; the tests check that nothing is missing.
+Hand-written pages (metrics, messages, commands in code blocks) are checked against the code. Only tests of the build
+need the extra `docs` (mark `docs`, run by .ci/run).
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def keys_of(file: Path) -> set[str]:
     raw = yaml.safe_load(text) or {}
     raw.pop("defaults", None)
     prefix = f"{package}." if package else ""
-    found = {name for key, value in raw.items() for name in leaves(value, f"{prefix}{key}")}
-    return {name for name in found if not re.search(r"(^|\.)_\w+_$", name)}  # those tell Hydra how to make an object
+    key_names = {name for key, value in raw.items() for name in leaves(value, f"{prefix}{key}")}
+    return {name for name in key_names if not re.search(r"(^|\.)_\w+_$", name)}  # keys such as _target_ are Hydra's
 
 
-# --- what comes from code is complete ------------------------------------------------------------------------------
+# --- generated pages are complete ----------------------------------------------------------------------------------
 
 
 def test_every_command_has_a_page_with_each_of_its_options() -> None:
@@ -95,31 +95,33 @@ def test_every_command_has_a_page_with_each_of_its_options() -> None:
 
 
 def test_every_key_of_the_configuration_is_on_a_page() -> None:
-    where = {group: f"configuration/{group.replace('/', '_')}.md" for group in [*setting_groups(), OTHERS]}
-    where[""] = "configuration/run.md"
+    page_of_group = {group: f"configuration/{group.replace('/', '_')}.md" for group in [*setting_groups(), OTHERS]}
+    page_of_group[""] = "configuration/run.md"
     for file in sorted(CONF.rglob("*.yaml")):
         group = "" if file.parent == CONF else file.parent.relative_to(CONF).as_posix()
-        if group in ROWS or file.stem == "sums_of_two_digits":  # what experiments begin with
+        if group in ROWS or file.stem == "sums_of_two_digits":  # a base that experiments include
             continue
-        if group == OTHERS:  # whole: their keys are values of their own, and those of the base
+        if group == OTHERS:  # examples to copy, shown in full: each has its own keys, and those of the base
             assert file.read_text().strip() in site()[f"configuration/{OTHERS}.md"]
             continue
-        shared = file == CONF / "data_set_rows.yaml"  # a part of files of task/
-        page = site()[where["task" if shared else group.removesuffix("/base")]]
+        shared = file == CONF / "data_set_rows.yaml"  # included by files of task/
+        page = site()[page_of_group["task" if shared else group.removesuffix("/base")]]
         keys = {f"task.{key}" if shared else key for key in keys_of(file)}
-        # Hydra's own settings are no keys of a run; those of our launchers and sweepers are.
+        # Hydra's own settings are not keys of a run; settings of our launchers and sweepers are.
         missing = {
             key for key in keys if f"`{key}`" not in page and not re.match(r"hydra\.(?!launcher|sweeper)|hydra$", key)
         }
-        assert not missing, f"{file.relative_to(ROOT)}: {sorted(missing)} not on {where[group]}"
+        assert not missing, f"{file.relative_to(ROOT)}: {sorted(missing)} not on {page_of_group[group]}"
 
 
-def test_every_key_of_the_configuration_says_what_it_is() -> None:
+def test_every_key_of_the_configuration_has_a_description() -> None:
     for place, page in generated().items():
         if place.startswith("configuration/") and place != "configuration/index.md":
             rows = re.findall(r"^\| `([^`]+)` \| .*? \|(.*)\|$", page, flags=re.MULTILINE)
-            said = {key for key, text in rows if text.strip()}
-            assert {key for key, _ in rows} - said == set(), f"{place}: a comment in the file, or an entry of Args"
+            described = {key for key, text in rows if text.strip()}
+            assert {key for key, _ in rows} - described == set(), (
+                f"{place}: describe the key by a comment in the file or in Args"
+            )
 
 
 def test_every_choice_recipe_and_variant_is_on_a_page() -> None:
@@ -128,21 +130,22 @@ def test_every_choice_recipe_and_variant_is_on_a_page() -> None:
             if folder.name == "variant":
                 assert f"| `{file.stem}` |" in site()["recipes/variant.md"]
             elif folder.name in (*ROWS, OTHERS):
-                where = f"configuration/{OTHERS}.md" if folder.name == OTHERS else f"recipes/{folder.name}.md"
-                assert f"\n## {file.stem}\n" in site()[where]
+                page_name = f"configuration/{OTHERS}.md" if folder.name == OTHERS else f"recipes/{folder.name}.md"
+                assert f"\n## {file.stem}\n" in site()[page_name]
             else:
                 assert f"\n## {folder.name}={file.stem}\n" in site()[f"configuration/{folder.name}.md"]
 
 
-def test_recipes_and_variants_name_a_source_or_say_what_they_are() -> None:
+def test_variants_have_a_description_and_recipes_a_source() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|(.*)\|$", site()["recipes/variant.md"], flags=re.MULTILINE)
     assert len(rows) == len({path.stem for path in (CONF / "variant").glob("*.yaml")} | plain_variants().keys())
-    unsaid = {name for name, _, said in rows if not said.strip()}
-    # What they set is a number of the optimizer, and the recipe itself.
+    unsaid = {name for name, _, description in rows if not description.strip()}
+    # Allowed without a description: they set one number of the optimizer, or nothing.
     assert unsaid <= {"`clip_0.3`", "`clip_1.0`", "`lr_0`", "`none`"}
     parts = re.split(r"^## ", site()["recipes/recipe.md"], flags=re.MULTILINE)[1:]
     unsourced = {part.split()[0] for part in parts if not re.search(r"arXiv|\d{4}\.\d{5}|section|https?:", part)}
-    # Put together here, each row with what is assumed; scalerl_core is scalerl with less.
+    # Allowed without a source: the PPO recipes are our own, with our assumptions in each row, and scalerl_core is a
+    # subset of scalerl.
     assert unsourced <= {"ppo", "ppo_large", "scalerl_core"}
 
 
@@ -151,11 +154,11 @@ def test_every_public_name_has_its_docstring_on_a_page_of_the_python_interface()
     assert sorted(named) == sorted(f"{home}.{name}" for name, home in lightning_scalerl._HOME_OF.items())
 
 
-# --- what is written by hand is true -------------------------------------------------------------------------------
+# --- hand-written pages are correct --------------------------------------------------------------------------------
 
 
 def strings(folder: str) -> Iterator[str]:
-    """Yield every string of the code that is no docstring; a value within an f-string becomes `*`."""
+    """Yield every string of the code except docstrings. A value in an f-string becomes `*`."""
     for file in (ROOT / folder).rglob("*.py"):
         tree = ast.parse(file.read_text())
         skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -174,7 +177,7 @@ def metrics_on_the_page() -> set[str]:
     return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def test_every_metric_that_the_code_names_is_on_the_page_and_no_other() -> None:
+def test_the_metrics_page_lists_exactly_the_metrics_in_the_code() -> None:
     listed = metrics_on_the_page()
     written = {text for text in strings("lightning_scalerl") if METRIC.match(text) and re.fullmatch(r"[\w/*@]+", text)}
     written |= {text for text in strings("sweeps/tracking") if re.match(r"(fit|rank)/\w", text) and "*" not in text}
@@ -196,16 +199,16 @@ def test_every_metric_of_a_short_run_is_on_the_page(tiny_model_path: str) -> Non
 
 
 @pytest.mark.slow
-def test_messages_of_the_troubleshooting_page_are_the_codes_own() -> None:
-    said = [text for folder in ("lightning_scalerl", "sweeps") for text in strings(folder)]
+def test_messages_on_the_troubleshooting_page_exist_in_the_code() -> None:
+    code_strings = [text for folder in ("lightning_scalerl", "sweeps") for text in strings(folder)]
     quoted = re.findall(r"^\| `(.+?)` \|", MESSAGES.read_text(), flags=re.MULTILINE)
     assert quoted
     hydras = {"Could not override"}
-    assert [words for words in quoted if words not in hydras and not any(words in text for text in said)] == []
+    assert [words for words in quoted if words not in hydras and not any(words in text for text in code_strings)] == []
 
 
 def blocks() -> Iterator[tuple[str, str, str]]:
-    """Yield place, language and text of each block of code of the written pages."""
+    """Yield (page, language, text) of each code block in hand-written pages."""
     for place, text in site_pages().items():
         for language, code in re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
             if place != "changelog.md":
@@ -213,35 +216,35 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 
 
 def commands_shown() -> Iterator[tuple[str, list[str]]]:
-    """Yield place and words of each `scalerl` command in the blocks of code, without remarks and redirections."""
+    """Yield (page, words) of each `scalerl` command in a code block, without comments and redirections."""
     for place, language, code in blocks():
         if language not in ("", "sh", "bash", "console"):
             continue
         lines = re.sub(r"\\\n\s*", " ", code).splitlines()
-        # Where some lines begin with a prompt, the others are output: `scalerl is the only recipe` names a recipe.
+        # If some lines begin with a prompt, the others are output, which may start with the recipe name `scalerl`.
         for line in [line for line in lines if line.startswith("$ ")] or lines:
             line = re.sub(r"^(?:python|sbatch \S+) -m lightning_scalerl\.train", "scalerl train", line)
-            # What follows one blank and a word is a command; tables of output have recipes called `scalerl`.
+            # A command has one space and a word after `scalerl`. Tables in output start with the recipe `scalerl` too.
             if found := re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*scalerl ([a-z]+(?:\s.*)?)$", line):
                 yield place, shlex.split(re.split(r"\s#|\s{2,}\(|\s[|>]|\s&&|;", found[1])[0])
 
 
 def test_python_in_the_pages_compiles() -> None:
-    found = [(place, code) for place, language, code in blocks() if language == "python"]
-    assert found
-    for place, code in found:
+    python_blocks = [(place, code) for place, language, code in blocks() if language == "python"]
+    assert python_blocks
+    for place, code in python_blocks:
         compile(code, place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-def test_commands_in_the_pages_are_taken_by_the_real_parser(capsys: pytest.CaptureFixture[str]) -> None:
-    found = list(commands_shown())
-    assert found
+def test_commands_in_the_pages_are_accepted_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    shown_commands = list(commands_shown())
+    assert shown_commands
     parser, refused = make_parser(), []
-    for place, words in found:
+    for place, words in shown_commands:
         if words[0] == "train":
             continue
         try:
-            # A single capital stands for a number, SOURCE... for one or several.
+            # A single capital letter is a placeholder for a number; "..." means that words may repeat.
             parser.parse_args(["1" if re.fullmatch(r"[A-Z]", word) else word for word in words if word != "..."])
         except SystemExit as stop:
             if stop.code:
@@ -250,7 +253,7 @@ def test_commands_in_the_pages_are_taken_by_the_real_parser(capsys: pytest.Captu
 
 
 def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
-    """A group's choice is a file of conf/, a key stands in one; commands with a folder of one's own may name others."""
+    """Choices are files of conf/ and keys occur in them. Commands with --config-dir may use others and are skipped."""
     keys = {key for file in CONF.rglob("*.yaml") for key in keys_of(file)}
     roots = {key.split(".")[0] for key in keys} | {"hydra"}
     groups = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_dir()}
@@ -264,8 +267,8 @@ def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
                 continue
             if name in groups:
                 chosen = re.findall(r"[\w.]+", value) if re.fullmatch(r"[\w.,]+", value) else []
-                there = plain_variants().keys() if name == "variant" else ()
-                files = [each for each in chosen if each not in there]
+                plain = plain_variants().keys() if name == "variant" else ()
+                files = [each for each in chosen if each not in plain]
                 wrong += [f"{place}: {word}" for each in files if not (CONF / name / f"{each}.yaml").is_file()]
             elif name.split(".")[0] not in roots:
                 wrong.append(f"{place}: {word}")
@@ -273,24 +276,30 @@ def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
 
 
 def composed_in_the_pages() -> list[object]:
-    """Return what each training command of ours gives the first of its members: folder of configurations, overrides."""
-    found = {}
+    """Return (configuration folders, overrides) of the first member of each training command in the pages."""
+    commands_by_name = {}
     for place, words in commands_shown():
-        folders = [after for word, after in pairwise(words) if word == "--config-dir"]
-        told = [word for word in words[1:] if "=" in word and not word.startswith(("-", "hydra.searchpath"))]
+        folders = [argument for word, argument in pairwise(words) if word == "--config-dir"]
+        override_words = [word for word in words[1:] if "=" in word and not word.startswith(("-", "hydra.searchpath"))]
         if words[0] != "train" or "--config-name" in words or any("..." in word for word in words):
             continue
-        if all((ROOT / folder / "cluster").is_dir() for folder in folders):  # else one that the page has written
-            # Of a grid its first values; of a search, whose values are drawn, nothing.
-            told = [re.sub(r"=([\w.]+),.*", r"=\1", word) for word in told if not re.search(r"^trainer\b|\(", word)]
-            first = tuple(told)
-            found[f"{place}: {' '.join(first)}"] = (folders, first)
-    return [pytest.param(*command, id=name) for name, command in found.items()]
+        if all(
+            (ROOT / folder / "cluster").is_dir() for folder in folders
+        ):  # otherwise the folder exists only on the page
+            # Keep the first value of a grid. Drop the keys of a search, whose values are drawn at random.
+            override_words = [
+                re.sub(r"=([\w.]+),.*", r"=\1", word)
+                for word in override_words
+                if not re.search(r"^trainer\b|\(", word)
+            ]
+            first = tuple(override_words)
+            commands_by_name[f"{place}: {' '.join(first)}"] = (folders, first)
+    return [pytest.param(*command, id=name) for name, command in commands_by_name.items()]
 
 
 @pytest.mark.parametrize(("folders", "overrides"), every(12, composed_in_the_pages(), pytest.mark.full))
 def test_training_commands_in_the_pages_compose(folders: list[str], overrides: tuple[str, ...]) -> None:
-    """Their keys are looked up at every level, and their values checked, as when they are run."""
+    """Keys are looked up at every level and values are checked, as in a real run."""
     check_shown(overrides, [str(ROOT / folder) for folder in folders])
 
 
@@ -310,7 +319,7 @@ def test_the_navigation_has_every_page_once() -> None:
 
 
 class Page(HTMLParser):
-    """Links, anchors and what is fetched of a page."""
+    """Links, anchors and fetched resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -320,19 +329,19 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attributes}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        elif tag == "link" and given.get("rel") not in ("canonical", "prev", "next"):
-            self.fetched.append(given.get("href", ""))
-        elif "src" in given:
-            self.fetched.append(given["src"])
+        attribute_values = {name: value or "" for name, value in attributes}
+        self.anchors |= {attribute_values[name] for name in ("id", "name") if name in attribute_values}
+        if tag == "a" and "href" in attribute_values:
+            self.links.append(attribute_values["href"])
+        elif tag == "link" and attribute_values.get("rel") not in ("canonical", "prev", "next"):
+            self.fetched.append(attribute_values.get("href", ""))
+        elif "src" in attribute_values:
+            self.fetched.append(attribute_values["src"])
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built strictly: Zensical ends with an error for a link or an anchor in a page that leads nowhere."""
+    """The built site. With --strict, Zensical fails on a link or an anchor that does not exist."""
     try:
         import zensical  # noqa: F401
     except ImportError:
@@ -349,9 +358,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.docs
-def test_the_built_site_is_whole_and_stands_alone(built: Path) -> None:
+def test_the_built_site_has_no_broken_links_and_fetches_nothing(built: Path) -> None:
     parsed = {file: Page(file.read_text()) for file in built.rglob("*.html")}
-    assert len(parsed) > len(site())  # and the page for what is not there
+    assert len(parsed) > len(site())  # 404.html is in addition
     broken, foreign = [], []
     for file, page in parsed.items():
         foreign += [f"{file.name}: {url}" for url in page.fetched if re.match(r"(https?:)?//", url)]
@@ -361,10 +370,10 @@ def test_the_built_site_is_whole_and_stands_alone(built: Path) -> None:
             if re.match(r"[a-z]+:", url) or not url:
                 continue
             path, _, anchor = unquote(url).partition("#")
-            there = (file.parent / path.partition("?")[0]).resolve() if path else file
-            there = there / "index.html" if there.is_dir() else there
-            if not there.exists() or (
-                anchor and there in parsed and anchor not in parsed[there].anchors | {"__comments"}
+            link_target = (file.parent / path.partition("?")[0]).resolve() if path else file
+            link_target = link_target / "index.html" if link_target.is_dir() else link_target
+            if not link_target.exists() or (
+                anchor and link_target in parsed and anchor not in parsed[link_target].anchors | {"__comments"}
             ):
                 broken.append(f"{file.relative_to(built)}: {url}")
     assert foreign == [] and broken == []
@@ -373,15 +382,15 @@ def test_the_built_site_is_whole_and_stands_alone(built: Path) -> None:
 
 
 @pytest.mark.docs
-def test_the_search_of_the_built_site_knows_every_public_name_and_command(built: Path) -> None:
-    found = json.loads((built / "search.json").read_text())["items"]
-    text = " ".join(f"{item['title']} {item['text']}" for item in found)
+def test_search_finds_every_public_name_and_command(built: Path) -> None:
+    entries = json.loads((built / "search.json").read_text())["items"]
+    text = " ".join(f"{item['title']} {item['text']}" for item in entries)
     missing = [name for name in lightning_scalerl.public_names() if not re.search(rf"\b{name}\b", text)]
     missing += [command for command in COMMANDS if f"scalerl {command}" not in text]
     assert missing == []
 
 
-# Text of every kind, its colour and that of what lies under it, as [r, g, b, a]; the page and its own frames of search.
+# JavaScript that returns [selector, text colour, background colour] for each kind of text; colours are [r, g, b, a].
 COLOURS = """
 const parse = text => { const n = text.match(/[\\d.]+/g).map(Number); return n.length < 4 ? [...n, 1] : n };
 const under = e => { for (; e; e = e.parentElement) {
@@ -390,8 +399,9 @@ return ["h1", "h2", "p", ".md-content p a", ".md-content td", ".md-content code"
   const e = [...document.querySelectorAll(kind)].find(e => e.offsetParent !== null);
   return e ? [[kind, parse(getComputedStyle(e).color), under(e)]] : [] });
 """
-# The theme's names of them.
+# Names of the two colour schemes in the theme.
 SCHEMES = {"light": "default", "dark": "slate"}
+# JavaScript that returns the visible search field and the text of all shadow roots, in which the theme's search is.
 SEARCH = """
 const roots = [document, ...[...document.querySelectorAll("*")].filter(e => e.shadowRoot).map(e => e.shadowRoot)];
 return [roots.slice(1).flatMap(root => [...root.querySelectorAll("input")]).find(e => e.offsetParent !== null),
@@ -400,7 +410,7 @@ return [roots.slice(1).flatMap(root => [...root.querySelectorAll("input")]).find
 
 
 def contrast(text: list[float], under: list[float]) -> float:
-    """Return WCAG's contrast ratio of a colour, perhaps transparent, on an opaque one."""
+    """Return the WCAG contrast ratio of a possibly transparent colour on an opaque background."""
 
     def luminance(colour: list[float]) -> float:
         parts = [value / 255 for value in colour]
@@ -417,7 +427,7 @@ def contrast(text: list[float], under: list[float]) -> float:
 @pytest.mark.docs
 @pytest.mark.browser
 @pytest.mark.timeout(420)
-def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built: Path, tmp_path: Path) -> None:
+def test_the_site_opened_as_files_can_be_searched_and_fits_all_screens(built: Path, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     from tests.chromium import chromium, need
@@ -430,7 +440,7 @@ def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built
             media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
             browser.get((built / "index.html").as_uri())
-            browser.execute_script("localStorage.clear()")  # it keeps the scheme of the first page that was opened
+            browser.execute_script("localStorage.clear()")  # it stores the scheme of the first page opened
             for page in ("index.html", "commands/fit.html", "recipes/variant.html", "api/axis_loss.html"):
                 browser.get((built / page).as_uri())
                 reach, screen = browser.execute_script(
@@ -469,7 +479,7 @@ def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built
 
 @pytest.mark.docs
 @pytest.mark.browser
-def test_the_sites_own_picture_shows_a_screen_in_light_and_a_phone_in_the_dark(built: Path, tmp_path: Path) -> None:
+def test_the_screenshot_shows_a_light_screen_and_a_dark_phone(built: Path, tmp_path: Path) -> None:
     from PIL import Image
 
     from docs.site.screenshots import take_site
@@ -480,14 +490,14 @@ def test_the_sites_own_picture_shows_a_screen_in_light_and_a_phone_in_the_dark(b
         shown = picture.convert("L")
     assert shown.size == (1400 + 10 + 390, 844)
     screen, phone = (sorted(shown.crop(area).getdata()) for area in ((0, 100, 1380, 844), (1410, 100, 1800, 844)))
-    assert screen[len(screen) // 2] > 200 and phone[len(phone) // 2] < 60, "the middle pixel's lightness"
+    assert screen[len(screen) // 2] > 200 and phone[len(phone) // 2] < 60, "median lightness of the pixels"
 
 
 # --- metadata ------------------------------------------------------------------------------------------------------
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    """Both distributions take theirs from `sweeps`; the citation has it written down."""
+    """Both distributions read the version from `sweeps`; CITATION.cff contains a copy."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert sweeps.__version__ == lightning_scalerl.__version__ == cited["version"]
@@ -504,7 +514,7 @@ def test_issue_templates_ask_for_what_a_report_needs() -> None:
         assert all(field["type"] in ("input", "textarea") and field["attributes"]["label"] for field in fields)
 
 
-def test_hooks_before_a_commit_are_the_checks_of_ci() -> None:
+def test_pre_commit_hooks_are_checks_of_ci() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     called = {" ".join(word for word in hook["entry"].split() if word[0] != "-") for hook in hooks}
     script = (ROOT / ".ci" / "run").read_text()

@@ -1,4 +1,4 @@
-"""The examples run as they stand."""
+"""Tests that the examples run unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.paths import ROOT
 RATE = "eval/heldout/pass_rate"
 
 
-def own_run(folder: Path, steps: int) -> str:
+def run_own_run_script(folder: Path, steps: int) -> str:
     command = [sys.executable, str(ROOT / "examples" / "own_run.py"), "--batches", "200", "--steps", str(steps)]
     environment = {**os.environ, "SCALERL_CACHE": str(folder / "cache"), "WANDB_SILENT": "true"}
     done = forked.run(command, cwd=folder, env=environment)
@@ -28,8 +28,8 @@ def own_run(folder: Path, steps: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file in the guide is that of the example; its grid is planned, and one member of it run."""
+def test_one_file_makes_a_study_of_a_plain_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide shows the example's study file. Its grid can be planned, and one member is run."""
     source = ROOT / "examples" / "any_trainer"
     text = (source / "study.yaml").read_text()
     page = (ROOT / "docs" / "guide" / "any_trainer.md").read_text()
@@ -40,7 +40,7 @@ def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest
     assert command in text and "loss=reinforce,ppo seed=1,2,3" in command
     folder = Path(shutil.copytree(source, tmp_path / "mine"))
     monkeypatch.chdir(folder)
-    # As in an environment that is active: the command is `python`.
+    # The study's command is `python`, as in an activated environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     grid = [[f"loss={loss}", f"seed={seed}", "budget.steps=30"] for loss in ("reinforce", "ppo") for seed in (1, 2, 3)]
     specs = plan_commands(grid, [str(folder / "study.yaml")])
@@ -56,17 +56,17 @@ def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.full
-def test_a_run_of_ones_own(tmp_path: Path) -> None:
-    """Three loggers, Lightning's callbacks, a task and a loss that are not ours; a second call goes on."""
-    own_run(tmp_path, 10)
-    said = own_run(tmp_path, 15)
+def test_the_own_run_example_trains_and_resumes(tmp_path: Path) -> None:
+    """own_run.py uses three loggers, Lightning's callbacks and a user's task and loss; a second call resumes it."""
+    run_own_run_script(tmp_path, 10)
+    output_text = run_own_run_script(tmp_path, 15)
     output = tmp_path / "outputs" / "own_run"
     view = read_journal(output)
     assert [record.step for record in view.of_kind("eval")] == [0, 5, 10, 15] and view.status == "finished"
     rates = {record.step: record.metrics[RATE] for record in view.of_kind("eval")}
-    assert f"pass rate {rates[15]:.3f} after 15 steps" in said
+    assert f"pass rate {rates[15]:.3f} after 15 steps" in output_text
     best = max(rates, key=lambda step: (rates[step], -step) if step else (-1.0, 0))
-    assert f"best: {rates[best]:.3f} in {output}/best/step={best}.ckpt" in said
+    assert f"best: {rates[best]:.3f} in {output}/best/step={best}.ckpt" in output_text
     logged = {}
     for path in sorted(output.glob("csv/*/metrics.csv")):
         logged |= {int(line["step"]): float(line[RATE]) for line in csv.DictReader(path.open()) if line[RATE]}

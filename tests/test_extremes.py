@@ -1,4 +1,4 @@
-"""A policy that has gone to one end, stopping at once or never: each has a defined outcome, and the run says so."""
+"""Tests of degenerate policies that always stop at the first token or never stop: runs end in a defined way."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.test_update import WITH_CRITIC, all_weights, same_weights
 STEPS = 3
 
 
-def gone_to(model_path: str, text: str, path: Path) -> str:
-    """The tiny model, taught to say one token and nothing else, saved in `path`."""
+def degenerate_model(model_path: str, text: str, path: Path) -> str:
+    """Train the tiny model to emit only one token, and save it in `path`."""
     model, tokenizer = load_model(model_path), load_tokenizer(model_path)
     (token,) = tokenizer.encode(text, add_special_tokens=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -39,12 +39,12 @@ def gone_to(model_path: str, text: str, path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def never_stops(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return gone_to(tiny_model_path, "1", tmp_path_factory.mktemp("never"))
+    return degenerate_model(tiny_model_path, "1", tmp_path_factory.mktemp("never"))
 
 
 @pytest.fixture(scope="module")
 def always_stops(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return gone_to(tiny_model_path, ".", tmp_path_factory.mktemp("always"))
+    return degenerate_model(tiny_model_path, ".", tmp_path_factory.mktemp("always"))
 
 
 def finite_steps(keep: Path, steps: int = STEPS) -> list[dict[str, float]]:
@@ -63,10 +63,10 @@ NO_CREDIT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", NO_CREDIT.values(), ids=NO_CREDIT)
-def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
+def test_a_model_that_always_stops_finishes_its_run_without_learning(
     always_stops: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Empty completions, all of them worth nothing: the run goes on to its end, and says so."""
+    """All completions are empty and incorrect. The run finishes, and its metrics show it."""
     module = fit(always_stops, tmp_path, steps=STEPS, overrides=overrides, recipe="scalerl")
     if overrides == NO_CREDIT["scalerl"]:
         assert same_weights(all_weights(module), all_weights(ScaleRL(always_stops, overrides=["scaled_for=null"])))
@@ -84,7 +84,7 @@ def test_a_refilling_filter_gives_up_on_a_model_that_always_stops(always_stops: 
 
 
 @pytest.mark.slow
-def test_of_a_model_that_never_stops_all_is_truncated_and_nothing_credited(never_stops: str, tmp_path: Path) -> None:
+def test_a_model_that_never_stops_gets_no_credit(never_stops: str, tmp_path: Path) -> None:
     module = fit(
         never_stops, tmp_path, steps=17, overrides=["length_control=none", "resampling=uniform"], recipe="scalerl"
     )
@@ -95,13 +95,13 @@ def test_of_a_model_that_never_stops_all_is_truncated_and_nothing_credited(never
 
 
 @pytest.mark.slow
-def test_thinking_that_never_ends_is_ended(never_stops: str, tmp_path: Path) -> None:
+def test_thinking_that_never_ends_is_interrupted(never_stops: str, tmp_path: Path) -> None:
     fit(never_stops, tmp_path, steps=STEPS, recipe="scalerl")
     assert all(row["train/interrupted"] == 1 and row["train/forced_tokens"] > 0 for row in finite_steps(tmp_path))
 
 
 @pytest.mark.slow
-def test_a_critic_sees_a_model_that_never_stops(never_stops: str, tmp_path: Path) -> None:
-    """What is kept is credited: the limit ends an episode."""
+def test_a_critic_trains_on_truncated_completions(never_stops: str, tmp_path: Path) -> None:
+    """With truncated=keep, truncated completions are credited, because the limit ends an episode."""
     fit(never_stops, tmp_path, steps=STEPS, overrides=[*WITH_CRITIC, "truncated=keep", "length_control=none"])
     assert all(row["train/credited_rollouts"] == 12 and "train/loss_value" in row for row in finite_steps(tmp_path))

@@ -1,4 +1,7 @@
-"""Imports point one way, between rooms and inside them, and the heavy ones stay out of the light packages."""
+"""Tests of imports: rooms import only rooms of lower floors, there are no cycles, and heavy imports come late.
+
+A room is a module or subpackage of `sweeps` or `lightning_scalerl` (see CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 
 from tests.paths import ROOT
 
-# Floors of the house, from the ground up: a room may import rooms of lower floors, never of its own or a higher one.
+# Floors from the lowest up. A room may import rooms of lower floors, but not of its own or a higher floor.
 FLOORS = {
     "sweeps": [
         {"threads"},
@@ -50,38 +53,38 @@ def files(package: str) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module or package."""
+    """Return the dotted name of a module or package."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module of ours."""
+    """Whether a dotted name is one of our modules."""
     path = ROOT.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 @cache
 def imports_of(path: Path) -> frozenset[str]:
-    """Dotted names that a file imports anywhere: inside functions and for type checking only, too."""
-    found = set()
+    """Return dotted names that a file imports, including in functions and for type checking only."""
+    imported_names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported_names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # Of `from package.room import module` it is the module that is meant, not the room.
+            # `from package.room import module` imports the module, not only the room.
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if is_module(name) else node.module for name in names}
-    return frozenset(found)
+            imported_names |= {name if is_module(name) else node.module for name in names}
+    return frozenset(imported_names)
 
 
 @pytest.mark.parametrize("package", FLOORS)
-def test_imports_point_one_way(package: str) -> None:
+def test_rooms_import_only_lower_floors(package: str) -> None:
     floor = FLOOR[package]
     for path in files(package):
         room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
         if room == "__init__":
             continue
-        assert room in floor, f"{path} is in no room of the house: give it its floor in FLOORS"
+        assert room in floor, f"{path} is not on any floor: add its room to FLOORS"
         for name in imports_of(path):
             parts = name.split(".")
             if parts[0] == package and len(parts) > 1 and parts[1] in floor and parts[1] != room:
@@ -89,7 +92,7 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", FLOORS)
-def test_no_cycle_of_imports(package: str) -> None:
+def test_there_is_no_import_cycle(package: str) -> None:
     known = {name_of(path) for path in files(package)}
     graph = {name_of(path): imports_of(path) & known for path in files(package)}
     try:
@@ -105,11 +108,11 @@ def test_axes_never_import_each_other() -> None:
         for name in imports_of(path):
             parts = name.split(".")
             if parts[:2] == ["lightning_scalerl", "axes"] and len(parts) > 2:
-                assert parts[2] in (axis, "choice"), f"{path} imports {name}: axes know nothing of each other"
+                assert parts[2] in (axis, "choice"), f"{path} imports {name}: axes must not import each other"
 
 
-def test_the_sandbox_stands_on_the_ground_alone() -> None:
-    """What runs inside the jail imports the standard library and each other; the rest one module of ours besides."""
+def test_the_sandbox_imports_only_checks_of_ours() -> None:
+    """Modules that run inside the jail import only the standard library and each other; the others also `checks`."""
     from lightning_scalerl.sandbox.launch import _INSIDE
 
     room = "lightning_scalerl.sandbox"
@@ -123,13 +126,13 @@ def test_the_sandbox_stands_on_the_ground_alone() -> None:
             assert name in allowed or ground or name.split(".")[0] in sys.stdlib_module_names, (path, name)
 
 
-def test_sweeps_knows_nothing_of_training() -> None:
+def test_sweeps_does_not_import_training() -> None:
     for path in files("sweeps"):
         for name in imports_of(path):
             assert name.split(".")[0] not in {"lightning_scalerl", "torch", "lightning", "transformers"}, (path, name)
 
 
-def test_fitting_knows_arrays_only() -> None:
+def test_fitting_does_not_import_files_or_tracking() -> None:
     for path in files("sweeps/fit"):
         for name in imports_of(path):
             parts = name.split(".")
@@ -137,11 +140,11 @@ def test_fitting_knows_arrays_only() -> None:
             assert parts[0] != "sweeps" or parts[1] in {"fit", "curve", "errors", "parallel", "as_json"}, (path, name)
 
 
-def test_training_meets_the_study_in_a_runs_directory_only() -> None:
-    """But for a callback that looks at the study as its conductor would, members that do not train, and the version."""
-    besides = {ROOT / "lightning_scalerl" / name for name in ("callbacks/race.py", "member/command.py")}
+def test_training_imports_only_run_and_basics_of_sweeps() -> None:
+    """Exceptions: the race callback, which reads the study, members that run a command, and the version."""
+    exceptions = {ROOT / "lightning_scalerl" / name for name in ("callbacks/race.py", "member/command.py")}
     for path in files("lightning_scalerl"):
-        if path in besides:
+        if path in exceptions:
             continue
         for name in imports_of(path):
             parts = name.split(".")
@@ -179,7 +182,7 @@ print("fine")
 
 
 def private_names(path: Path) -> set[str]:
-    """Names with one leading underscore that a file reads from objects, asks for by `getattr`, or imports."""
+    """Return names with one leading underscore that a file reads as attributes, passes to `getattr`, or imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
@@ -191,18 +194,18 @@ def private_names(path: Path) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-def test_private_members_of_a_library_are_used_in_its_compat_module_only() -> None:
+def test_private_members_of_libraries_are_used_only_in_compat() -> None:
     room = ROOT / "lightning_scalerl/compat"
     wrapped = set().union(*(private_names(path) for path in files("lightning_scalerl/compat")))
     assert {"_init_weights", "_locate", "_logger_connector"} <= wrapped
     for path in [*files("lightning_scalerl"), *files("sweeps")]:
-        # argparse's parsers keep their list of actions under the same name.
+        # `_actions` is allowed: argparse's parsers have an attribute of the same name.
         used = private_names(path) & wrapped - {"_actions"}
         assert path.is_relative_to(room) or not used, f"{path} uses {used}: call the function of {room} instead"
 
 
-def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
-    """By the functions that start an engine, never when a module is imported: but one, which only vLLM imports."""
+def test_vllm_is_not_imported_at_module_level() -> None:
+    """vLLM is imported in functions that start an engine, not at module level. worker.py, which vLLM loads, may."""
     for path in files("lightning_scalerl"):
         if "vllm" not in path.read_text():
             continue
@@ -216,7 +219,7 @@ def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
 
 @pytest.mark.slow
 def test_importing_the_library_changes_no_other_library() -> None:
-    """Rooms that only our own commands import are left out."""
+    """Rooms that only our commands import are not checked."""
     commands = {"member", "translate", "train"}
     names = [name_of(path) for path in files("lightning_scalerl") if path.name != "worker.py"]
     names = [name for name in names if "sandbox" not in name and not commands & {*name.split(".")[1:2]}]
@@ -246,7 +249,7 @@ print(len(before) > 1000, [place for place, value in before.items() if after.get
 
 
 @pytest.mark.slow
-def test_commands_need_no_vllm_and_no_metrics_until_somebody_asks_for_one() -> None:
+def test_commands_import_neither_vllm_nor_metrics_before_use() -> None:
     code = """
 import sys
 sys.modules["vllm"] = None
@@ -265,8 +268,8 @@ except AttributeError as error:
     assert "has no attribute 'Acuracy'" in run_python(code)
 
 
-def test_one_module_reads_what_slurm_tells_a_job() -> None:
-    """What a cluster's scheduler sets in the environment is one module's to know; batch scripts are the executor's."""
+def test_only_slurm_job_reads_slurm_variables() -> None:
+    """Only slurm_job.py reads SLURM's environment variables. The executor may name them in batch scripts."""
     for package in ("sweeps", "lightning_scalerl"):
         for path in files(package):
             if path == ROOT / "sweeps/run/slurm_job.py" or path.is_relative_to(ROOT / "sweeps/executor/slurm"):
@@ -275,5 +278,7 @@ def test_one_module_reads_what_slurm_tells_a_job() -> None:
             if "SLURM" not in text:
                 continue
             words = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
-            named = [word for word in words if isinstance(word, str) and word.startswith(("SLURM_", "SLURMD_"))]
-            assert not named, (path, named)
+            slurm_variables = [
+                word for word in words if isinstance(word, str) and word.startswith(("SLURM_", "SLURMD_"))
+            ]
+            assert not slurm_variables, (path, slurm_variables)

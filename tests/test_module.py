@@ -1,4 +1,4 @@
-"""The training step under Lightning: gradients, precision, choices as callbacks, resume."""
+"""Tests of the training step under Lightning: gradients, precision, choices as callbacks, resuming."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.measure.test_compute_meter import check_hours
 
 
 class Keep(Recorder):
-    """Keeps every record."""
+    """Collects every record."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, int, dict[str, float]]] = []
@@ -61,7 +61,7 @@ def weights_of(module: ScaleRL) -> dict[str, torch.Tensor]:
 
 
 def test_on_policy_trainer_and_generator_agree(tiny_model_path: str) -> None:
-    """Invariant 3: below 1e-5 in FP32, so that the ratio is 1 before the first update of a batch."""
+    """In FP32 log-probabilities differ by less than 1e-5, so the ratio is 1 before the first update of a batch."""
     keep = Keep()
     fit(tiny_model_path, callbacks=[OnPolicy(), keep], steps=5)
     assert max(keep.of("train/logprob_gap")) < 1e-5
@@ -71,7 +71,7 @@ def test_on_policy_trainer_and_generator_agree(tiny_model_path: str) -> None:
 
 def test_a_generator_that_disagrees_stops_the_run(tiny_model_path: str) -> None:
     class Wrong(Keep):
-        """Shifts the generator's head after it has copied the weights."""
+        """Scales the generator's head, and stops the trainer from publishing weights to it."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             pl_module.generator.publish = lambda weights, version: None
@@ -81,7 +81,7 @@ def test_a_generator_that_disagrees_stops_the_run(tiny_model_path: str) -> None:
         fit(tiny_model_path, callbacks=[Wrong()])
 
 
-def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
+def test_off_policy_staleness_is_as_configured(tiny_model_path: str) -> None:
     keep = Keep()
     fit(tiny_model_path, callbacks=[keep], steps=7)
     assert keep.of("train/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
@@ -97,20 +97,22 @@ def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
     ],
 )
 @pytest.mark.parametrize("aggregation", [SampleAggregation, TokenAggregation, None])
-def test_micro_batches_change_nothing(tiny_model_path: str, size: str, aggregation: Any) -> None:
-    """Invariant 1 through the real model: one step, whatever the micro-batches' limits."""
+def test_micro_batches_do_not_change_the_weights(tiny_model_path: str, size: str, aggregation: Any) -> None:
+    """With the real model, one step gives the same weights for every limit of the micro-batches."""
 
     def one_step(override: str) -> dict[str, torch.Tensor]:
         callbacks = [aggregation()] if aggregation else []
         return weights_of(fit(tiny_model_path, steps=1, callbacks=callbacks, overrides=[f"batch.{override}"]))
 
-    # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
+    # Adam divides by the gradient's size, which amplifies rounding. The tolerance is small against a step of 3e-3.
     expected, actual = one_step("micro_batch=5"), one_step(size)
     assert all(torch.allclose(expected[name], actual[name], atol=2e-5) for name in expected)
 
 
-def test_recomputed_activations_change_nothing(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer runs twice a pass, to the same weights; a model without gradient checkpointing is refused."""
+def test_recomputing_activations_does_not_change_the_weights(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer runs twice per pass, and the weights are the same."""
     runs: list[int] = []
 
     class Counting(Callback):
@@ -119,43 +121,49 @@ def test_recomputed_activations_change_nothing(tiny_model_path: str, monkeypatch
             runs.append(0)
             layer.self_attn.register_forward_hook(lambda *_: runs.append(runs.pop() + torch.is_grad_enabled()))
 
-    monkeypatch.setattr(policy, "worthwhile", lambda batch: False)  # a shared prompt would be a run of its own
+    monkeypatch.setattr(policy, "worthwhile", lambda batch: False)  # a shared prompt would be one more forward pass
     overrides = ["batch.micro_batch=12", "precision=fp32"]
-    kept = weights_of(fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=overrides))
-    again = weights_of(
+    without_recomputing = weights_of(fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=overrides))
+    with_recomputing = weights_of(
         fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=[*overrides, "batch.recompute=true"])
     )
     assert runs == [1, 2]
-    assert all(torch.allclose(kept[name], again[name], atol=2e-5) for name in kept)
+    assert all(
+        torch.allclose(without_recomputing[name], with_recomputing[name], atol=2e-5) for name in without_recomputing
+    )
 
 
-def test_inputs_of_layers_on_the_host_change_nothing(
+def test_offloading_does_not_change_the_weights(
     tiny_model_path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bit for bit: nothing else is kept there than one state of each layer and pass, and it comes back as it was."""
-    kept: list[torch.Size] = []
+    """Weights are the same bit for bit. Only one hidden state per layer and pass is moved to the host."""
+    recorded_shapes: list[torch.Size] = []
 
     def copied() -> saved_tensors_hooks:
         def pack(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-            kept.append(tensor.shape)
+            recorded_shapes.append(tensor.shape)
             return tensor.detach().numpy().copy()
 
         return saved_tensors_hooks(pack, torch.from_numpy)
 
     overrides = ["batch.micro_batch=12", "precision=fp32"]
-    here = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.recompute=true"]))
+    without_offload = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.recompute=true"]))
     assert not [record for record in caplog.records if "batch.offload" in record.message]
     for hooks in (placement.on_host, copied):
         monkeypatch.setattr(placement, "on_host", hooks)
-        there = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.offload=true"]))
-        assert all(torch.equal(here[name], there[name]) for name in here)
+        with_offload = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.offload=true"]))
+        assert all(torch.equal(without_offload[name], with_offload[name]) for name in without_offload)
     layers, width = 2, load_model(tiny_model_path).config.hidden_size
-    assert kept and len(kept) % layers == 0 and {(len(shape), shape[-1]) for shape in kept} == {(3, width)}
-    told = [each for each in caplog.records if "batch.offload: this run already trains on the host" in each.message]
-    assert len(told) == 2, "once a run"
+    assert (
+        recorded_shapes
+        and len(recorded_shapes) % layers == 0
+        and {(len(shape), shape[-1]) for shape in recorded_shapes} == {(3, width)}
+    )
+    warnings = [each for each in caplog.records if "batch.offload: this run already trains on the host" in each.message]
+    assert len(warnings) == 2, "once per run"
 
 
-def test_activations_of_large_models_are_recomputed_unless_told_otherwise(tiny_model_path: str) -> None:
+def test_activations_of_large_models_are_recomputed_by_default(tiny_model_path: str) -> None:
     batch = load_recipe("scalerl").batch
     assert batch.recompute is None and not batch.recomputes(2**28 - 1) and batch.recomputes(2**28)
     assert not load_recipe("scalerl", ["batch.recompute=false"]).batch.recomputes(2**40)
@@ -170,12 +178,12 @@ def test_activations_of_large_models_are_recomputed_unless_told_otherwise(tiny_m
     model.__class__ = Without
     for setting in ("recompute", "offload"):
         with pytest.raises(ConfigurationError, match=rf"^batch\.{setting}: Without has no gradient checkpointing"):
-            given = [*SMALL, f"batch.{setting}=true"]
-            module = ScaleRL(model, overrides=given, tokenizer=load_tokenizer(tiny_model_path))
+            offload_overrides = [*SMALL, f"batch.{setting}=true"]
+            module = ScaleRL(model, overrides=offload_overrides, tokenizer=load_tokenizer(tiny_model_path))
             Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
 
 
-def test_a_model_and_a_tokenizer_that_could_not_train_are_refused_at_once(tiny_model_path: str) -> None:
+def test_untrainable_models_and_tokenizers_are_refused_at_once(tiny_model_path: str) -> None:
     model, tokenizer = load_model(tiny_model_path), load_tokenizer(tiny_model_path)
     tokenizer.eos_token = None
     with pytest.raises(ConfigurationError, match=r"^tokenizer: it has no eos_token"):
@@ -194,7 +202,7 @@ def test_a_seed_is_a_whole_number_of_0_or_more(seed: Any) -> None:
 
 
 def test_a_stop_text_within_the_forced_phrase_is_refused(tiny_model_path: str) -> None:
-    """Graders would see the completion only up to it."""
+    """Otherwise graders would see a completion only up to the forced phrase."""
     overrides = [
         *SMALL,
         "length_control=interruption",
@@ -209,7 +217,7 @@ def test_a_stop_text_within_the_forced_phrase_is_refused(tiny_model_path: str) -
 
 
 def test_choices_are_callbacks(tiny_model_path: str) -> None:
-    """A callback of the Trainer takes its axis; the recipe fills the others, with the same instances each time."""
+    """A callback of the Trainer sets the choice on its axis. The recipe sets the others, always the same instances."""
     dapo = DAPO(clip_low=0.2, clip_high=0.3)
     module = fit(tiny_model_path, steps=1, callbacks=[dapo])
     assert module.choices.loss is dapo
@@ -243,7 +251,7 @@ def test_a_choice_needs_our_module() -> None:
         ({"max_steps": -1, "max_epochs": 1}, "no end"),
     ],
 )
-def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:
+def test_trainer_settings_that_contradict_ours_are_refused(tiny_model_path: str, options: Any, match: str) -> None:
     module = ScaleRL(tiny_model_path, overrides=SMALL)
     trainer = Trainer(**{"max_steps": 1, **options}, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match=match):
@@ -268,13 +276,13 @@ def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: A
         ],
     ),
 )
-def test_a_bad_recipe_says_what_is_valid(tiny_model_path: str, overrides: list[str], match: str) -> None:
+def test_errors_of_a_bad_recipe_list_valid_values(tiny_model_path: str, overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as caught:
         ScaleRL(tiny_model_path, overrides=overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_model_and_task(tmp_path: Path) -> None:
+def test_missing_models_and_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"model\.path: .* holds no config\.json; give a folder",
@@ -286,7 +294,7 @@ def test_missing_model_and_task(tmp_path: Path) -> None:
         RolloutDataModule(object())  # type: ignore[arg-type]
 
 
-def test_groups_of_one_have_no_baseline(tiny_model_path: str) -> None:
+def test_groups_of_one_are_refused(tiny_model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"batch\.completions: 1"):
         fit(tiny_model_path, overrides=["batch.completions=1"])
 
@@ -298,7 +306,7 @@ def test_learning_rate_zero_learns_nothing(tiny_model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_learns(tiny_model_path: str) -> None:
+def test_the_reward_doubles_in_forty_steps(tiny_model_path: str) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=40, callbacks=[keep, OnPolicy()], overrides=["batch.completions=8"])
     rewards = keep.of("train/reward")
@@ -346,7 +354,8 @@ def test_mechanism_counter_sees_each_reverted_choice_of_scalerl_act(
     tiny_model_path: str, axis: str, choice: Any
 ) -> None:
     keep = Keep()
-    # A low bar, so that a small pool would have lost some prompts by its second epoch; a large one for the others.
+    # For `resampling`: a low pass rate and a small pool, so that the recipe drops prompts in the second epoch. For the
+    # other axes the pool is large.
     overrides = ["resampling.pass_rate=0.5"] if axis == "resampling" else []
     task = CountingTask(11 if axis == "resampling" else 60)
     fit(tiny_model_path, steps=8, callbacks=[choice, keep], recipe="scalerl", overrides=overrides, task=task)
@@ -355,7 +364,7 @@ def test_mechanism_counter_sees_each_reverted_choice_of_scalerl_act(
     assert sum(key.startswith("mechanism/") for key in keep.records[-1][2]) == 1
 
 
-def test_pipeline_swaps_weights_within_rollouts_and_stays_within_its_bound(tiny_model_path: str) -> None:
+def test_pipeline_updates_weights_during_rollouts_within_its_bound(tiny_model_path: str) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=12, callbacks=[keep], recipe="scalerl", overrides=["generator.slots=20"])
     assert max(keep.of("train/staleness_in_flight_max")) > 0
@@ -368,7 +377,7 @@ def test_pipeline_swaps_weights_within_rollouts_and_stays_within_its_bound(tiny_
 
 @pytest.mark.slow
 def test_virtual_time_decides_which_weights_sample(tiny_model_path: str) -> None:
-    """The cost model is science: another one, another curve. Draining modes only change their clock."""
+    """Another cost model changes the curve of a pipeline. In a mode that drains, it changes only the clock."""
     curves = {}
     for recipe in ("scalerl", "scalerl_core"):
         for trainers in (1, 4):
@@ -393,13 +402,13 @@ def test_virtual_time_decides_which_weights_sample(tiny_model_path: str) -> None
         (["cost_model.decode_s=-1"], r"cost_model\.decode_s: -1"),
     ],
 )
-def test_contradictions_stop_before_any_compute(tiny_model_path: str, overrides: list[str], match: str) -> None:
+def test_contradictory_settings_are_refused(tiny_model_path: str, overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         fit(tiny_model_path, recipe="scalerl", overrides=overrides)
 
 
 def test_mechanism_counter_of_a_filter(tiny_model_path: str) -> None:
-    """Acts where a group has no variance, and only there."""
+    """It counts NoFilter as acting when a group without variance is trained on."""
 
     class Sometimes(CountingTask):
         def reward(self, prompt: Any, completion: str) -> float:
@@ -430,8 +439,8 @@ def test_a_batch_without_variance_is_a_step_without_gradient(tiny_model_path: st
 
 
 @pytest.mark.slow
-def test_a_batch_that_keeps_nothing_moves_nothing(tiny_model_path: str, tmp_path: Path) -> None:
-    """No momentum and no weight decay, whether or not the run was resumed before it."""
+def test_a_batch_without_kept_groups_does_not_move_weights(tiny_model_path: str, tmp_path: Path) -> None:
+    """Neither momentum nor weight decay moves the weights, whether or not the run was resumed before that batch."""
 
     class NothingAtTheThird(CountingTask, Callback):
         run: Any = None
@@ -479,14 +488,14 @@ def run_in_mode(model_path: str, run_dir: Path, mode: str, steps: int, resume: b
 
 @pytest.fixture(scope="module")
 def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, ScaleRL]]:
-    """Six steps in a mode without a stop, made once for all that are compared with it."""
+    """Return a function that runs six uninterrupted steps in a mode, once for all tests."""
 
     @cache
-    def made(mode: str) -> tuple[Path, ScaleRL]:
+    def run_once(mode: str) -> tuple[Path, ScaleRL]:
         run_dir = tmp_path_factory.mktemp("whole") / mode
         return run_dir, run_in_mode(tiny_model_path, run_dir, mode, 6)
 
-    return made
+    return run_once
 
 
 @pytest.mark.parametrize("mode", every(4, reversed(RESUMED)))
@@ -497,19 +506,19 @@ def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) ->
 def test_resume_is_exact(
     tiny_model_path: str, tmp_path: Path, whole_run: Callable[[str], tuple[Path, ScaleRL]], mode: str, stop: int
 ) -> None:
-    """Invariant 5: stop after any step, go on in a new module, get the same journal and weights, bit for bit."""
+    """A run that stops after any step and resumes in a new module has the same journal and weights, bit for bit."""
     whole_dir, whole = whole_run(mode)
     run_in_mode(tiny_model_path, tmp_path / "parts", mode, stop)
     parts = run_in_mode(tiny_model_path, tmp_path / "parts", mode, 6, resume=True)
     one, two = read_journal(whole_dir), read_journal(tmp_path / "parts")
-    steps = {0, 2, 4, 6}  # the last step of the first part was evaluated too
+    steps = {0, 2, 4, 6}  # at an odd stop, the first part ends with an additional evaluation
     assert [r for r in one.deterministic() if r[0] == "train"] == [r for r in two.deterministic() if r[0] == "train"]
     assert without_cost(one, steps) == without_cost(two, steps)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(whole).values(), weights_of(parts).values(), strict=True))
 
 
 def without_cost(view: Any, steps: set[int]) -> list[Any]:
-    """Evaluations at `steps`; an extra evaluation in between has cost something, which is metered apart."""
+    """Return the evaluations at `steps` without their cost, which an additional evaluation in between increases."""
     return [
         (step, {key: value for key, value in metrics.items() if not key.startswith("eval_cost/")})
         for kind, step, metrics in view.deterministic()
@@ -526,7 +535,7 @@ def test_same_seed_same_curve_other_seed_other_curve(tiny_model_path: str, tmp_p
     assert views[0] != views[2]
 
 
-def test_truncated_checkpoint_is_passed_over(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_skipped(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, steps=3, checkpoint_every=1)
     newest, previous = checkpoints(tmp_path / "checkpoints")
     newest.write_bytes(newest.read_bytes()[:1000])
@@ -556,7 +565,7 @@ def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> 
     assert all(math.isfinite(value) for record in view.records for value in record.metrics.values())
 
 
-def test_nothing_recorded_is_written_over(tiny_model_path: str, tmp_path: Path) -> None:
+def test_recorded_runs_are_never_overwritten(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, steps=2)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigurationError, match="holds a finished run; choose another directory"):
@@ -569,32 +578,32 @@ def test_nothing_recorded_is_written_over(tiny_model_path: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_seeds_draw_their_evaluations_apart_and_recipes_alike(
+def test_evaluation_noise_differs_between_seeds_but_not_recipes(
     tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeds that shared their evaluations' noise would bend alike; recipes share it, so that differences are paired."""
+    """Seeds must not share evaluation noise, or their curves would bend alike. Recipes share it to pair differences."""
 
     def keys(seed: int, *callbacks: Callback) -> set[tuple[int, ...]]:
-        asked: set[tuple[int, ...]] = set()
+        random_keys: set[tuple[int, ...]] = set()
         submit = TorchGenerator.submit
 
-        def seen(generator: TorchGenerator, request: GroupRequest) -> None:
+        def recording_submit(generator: TorchGenerator, request: GroupRequest) -> None:
             if request.random_key[1] == EVALUATION_STREAM:
-                asked.add(request.random_key)
+                random_keys.add(request.random_key)
             submit(generator, request)
 
         with monkeypatch.context() as patch:
-            patch.setattr(TorchGenerator, "submit", seen)
+            patch.setattr(TorchGenerator, "submit", recording_submit)
             fit(tiny_model_path, steps=1, callbacks=[Evaluate(1, 2), *callbacks], seed=seed)
-        return asked
+        return random_keys
 
     first = keys(0)
     assert first and first.isdisjoint(keys(1)) and first == keys(0, DAPO())
 
 
 @pytest.mark.slow
-def test_evaluation_is_on_no_compute_axis(tiny_model_path: str, tmp_path: Path) -> None:
-    """Looking more often must not move the curve."""
+def test_evaluations_do_not_count_as_compute(tiny_model_path: str, tmp_path: Path) -> None:
+    """More frequent evaluation must not move the curve."""
     flops = []
     for steps in (1, 4):
         keep = Keep()
@@ -618,7 +627,7 @@ def test_a_broken_reward_stops_the_run_after_the_journal_is_flushed(tiny_model_p
     assert view.of_kind("train")
 
 
-def test_flops_are_those_torch_counts(tiny_model: Any) -> None:
+def test_flops_equal_those_that_torch_counts(tiny_model: Any) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     from lightning_scalerl.measure.flops import FlopModel
@@ -628,7 +637,7 @@ def test_flops_are_those_torch_counts(tiny_model: Any) -> None:
     tiny_model.set_attn_implementation("eager")  # the counter does not know the CPU's fused attention
     with FlopCounterMode(display=False) as counter:
         tiny_model(torch.ones(1, length, dtype=torch.long))
-    # Torch counts attention over all pairs; ours counts what a causal mask leaves.
+    # Torch counts attention over all pairs of tokens; our model counts only the pairs that a causal mask leaves.
     causal = model.per_context * length * (length + 1) / 2
     full = model.per_context * length * length
     assert model.decode(length, length * (length + 1) // 2) - causal + full == pytest.approx(

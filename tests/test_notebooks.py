@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from their first cell to their last."""
+"""Tests that the notebooks of examples/ run from the first to the last cell."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from tests.notebooks import NOTEBOOKS, run
 from tests.printed import check_printed
 
 
-def named(name: str) -> Path:
+def notebook_called(name: str) -> Path:
     (path,) = [path for path in NOTEBOOKS if path.stem == name]
     return path
 
 
-def test_notebooks_have_outputs_and_nothing_of_this_machine() -> None:
+def test_notebooks_have_outputs_without_paths_or_errors() -> None:
     assert NOTEBOOKS
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text())
         assert notebook["nbformat"] == 4
-        assert any(cell.get("outputs") for cell in notebook["cells"]), "as somebody sees it who only looks"
+        assert any(cell.get("outputs") for cell in notebook["cells"]), (
+            "outputs are stored, for readers who do not run it"
+        )
         assert "Traceback" not in path.read_text() and "/tmp" not in path.read_text()
 
 
-def test_fitting_logs() -> None:
-    """What it shows is what the cells compute: nothing random, nothing of this machine."""
-    path = named("fit_your_logs")
+def test_the_notebook_on_fitting_logs_computes_its_stored_outputs() -> None:
+    """Running the cells reproduces the stored outputs: nothing depends on chance or on the machine."""
+    path = notebook_called("fit_your_logs")
     computed, stored = run(path)["cells"], json.loads(path.read_text())["cells"]
     assert [cell["source"] for cell in computed] == [cell["source"] for cell in stored]
     check_printed(json.dumps(computed), json.dumps(stored))
@@ -35,8 +37,8 @@ def test_fitting_logs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["read_rollouts", pytest.param("study_to_decision", marks=pytest.mark.full)])
-def test_those_that_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebooks_that_train_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
-    cells = run(named(name))["cells"]
-    stored = json.loads(named(name).read_text())["cells"]
+    cells = run(notebook_called(name))["cells"]
+    stored = json.loads(notebook_called(name).read_text())["cells"]
     assert [len(cell.get("outputs", ())) for cell in cells] == [len(cell.get("outputs", ())) for cell in stored]

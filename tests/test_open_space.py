@@ -1,4 +1,7 @@
-"""docs/guide/extend.md, written out and run: a user's own loss, axis, task, generator, variants, recipe, experiment."""
+"""Tests that write the files of docs/guide/extend.md to disk and run them.
+
+They are a user's loss, normalization, axis, task, generator, variants, recipe and experiment.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory outside the checkout, with the page's files."""
+    """A folder outside the checkout with the page's files."""
     folder = tmp_path_factory.mktemp("place")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,13 +47,13 @@ def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return forked.run(command, cwd=place, env=environment)
 
 
-def test_the_page_has_one_of_each() -> None:
+def test_the_page_has_a_file_of_each_kind() -> None:
     kinds = {Path(name).parent.name for name in FILES}
     assert kinds == {"myconf", "loss", "normalization", "decay", "variant", "task", "generator", "recipe", "experiment"}
 
 
 @pytest.mark.slow
-def test_a_users_own_everything_trains_and_ranks_from_the_command_line(place: Path) -> None:
+def test_a_users_files_train_and_rank_from_the_command_line(place: Path) -> None:
     train = (sys.executable, "-m", "lightning_scalerl.train", "--config-dir", "myconf", "--multirun", "experiment=mine")
     done = run(place, *train, "seed=0", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -61,17 +64,17 @@ def test_a_users_own_everything_trains_and_ranks_from_the_command_line(place: Pa
     for label, axis in (("loss=root", "loss"), ("normalization=peak", "normalization"), ("decay=geometric", "decay")):
         (*_, last) = views[f"mine+{label}"].of_kind("train")
         assert last.metrics[f"mechanism/{axis}"] > 0, label
-    # Neutral is as good as absent: the same run, found done.
-    again = run(place, *train[:-2], "recipe=mine", "+decay=none", "study=mine", "seed=0", *SMALL)
-    assert "done already" in again.stdout, again.stderr
+    # The neutral choice on the user's axis does not change the run's identity, so the run is found to be done.
+    repeated = run(place, *train[:-2], "recipe=mine", "+decay=none", "study=mine", "seed=0", *SMALL)
+    assert "done already" in repeated.stdout, repeated.stderr
     ranked = run(place, sys.executable, "-m", "sweeps", "rank", "outputs/mine", "--json")
     assert ranked.returncode == 0, ranked.stderr
-    answer = json.loads(ranked.stdout)
-    assert answer["baseline"] == "mine" and len(answer["ranking"]) == 4
+    printed_ranking = json.loads(ranked.stdout)
+    assert printed_ranking["baseline"] == "mine" and len(printed_ranking["ranking"]) == 4
 
 
 @pytest.mark.slow
-def test_the_same_in_a_script(place: Path) -> None:
+def test_a_users_files_train_from_a_script(place: Path) -> None:
     done = run(place, sys.executable, "myconf/script.py")
     assert done.returncode == 0, done.stderr
     (run_dir,) = find_runs(place / "outputs" / "script")

@@ -1,4 +1,4 @@
-"""Optimizers: each step against one by hand, and what a run with each of them promises."""
+"""Tests of optimizers: steps against reference implementations, and resuming, ranks, shards and settings of runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 }
 OPTIMIZERS = names_in("optimizer")
 SLOW = pytest.mark.slow
-# 8-bit states depend on how a weight is cut into parts.
+# AdamW8bit is refused with shards: its 8-bit states depend on how a weight is split.
 SHARDED = [name for name in OPTIMIZERS if name != "adamw_8bit"]
 
 
@@ -48,7 +48,7 @@ def bf16(value: float) -> float:
 
 
 def trained(optimizer: AdamW, weight: Tensor, gradients: list[Tensor], hidden: bool = False) -> Tensor:
-    """A weight after one step on each gradient."""
+    """Return the weight after one step per gradient."""
     parameter = nn.Parameter(weight.clone())
     built = optimizer.build([parameter], {id(parameter)} if hidden else set())
     for gradient in gradients:
@@ -62,30 +62,30 @@ def gradients_like(weight: Tensor, count: int = 3) -> list[Tensor]:
     return [torch.randn(weight.shape, generator=source) for _ in range(count)]
 
 
-def by_hand(
-    weight: float, gradients: list[float], keep: Callable[[float], float] = float, kahan: bool = False
+def adamw_by_hand(
+    weight: float, gradients: list[float], rounded: Callable[[float], float] = float, kahan: bool = False
 ) -> float:
-    """AdamW on one number; `keep` is what storing a value does to it."""
+    """Reference AdamW on one number; `keep` rounds a value as storing it does."""
     lr, beta1, beta2, eps, decay, _ = SETTINGS.values()
-    weight, mean, square, lost = keep(weight), 0.0, 0.0, 0.0
+    weight, mean, square, lost = rounded(weight), 0.0, 0.0, 0.0
     for step, gradient in enumerate(gradients, start=1):
         mean = beta1 * mean + (1 - beta1) * gradient
         square = beta2 * square + (1 - beta2) * gradient**2
         size = math.sqrt(square / (1 - beta2**step)) + eps
         update = -lr * (decay * weight + mean / (1 - beta1**step) / size)
-        mean, square = keep(mean), keep(square)
+        mean, square = rounded(mean), rounded(square)
         if kahan:
-            lost = keep(lost + update)
-            moved = keep(weight + lost)
-            weight, lost = moved, keep(lost - (moved - weight))
+            lost = rounded(lost + update)
+            moved = rounded(weight + lost)
+            weight, lost = moved, rounded(lost - (moved - weight))
         else:
-            weight = keep(weight + update)
+            weight = rounded(weight + update)
     return weight
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 with Kahan summation"])
-def test_adamw_in_each_storage_makes_the_step_by_hand(kind: str) -> None:
-    keep, kahan = (float if kind == "fp32" else bf16), kind.endswith("summation")
+def test_adamw_matches_a_reference_in_each_storage(kind: str) -> None:
+    rounded, kahan = (float if kind == "fp32" else bf16), kind.endswith("summation")
     weight = torch.linspace(-2, 2, 40)
     gradients = gradients_like(weight, 20)
     optimizer = AdamW(**SETTINGS) if kind == "fp32" else AdamWBF16(**SETTINGS, kahan=kahan)
@@ -93,23 +93,23 @@ def test_adamw_in_each_storage_makes_the_step_by_hand(kind: str) -> None:
     ours = trained(optimizer, start, gradients)
     for place in range(len(weight)):
         column = [float(gradient[place]) for gradient in gradients]
-        expected = by_hand(float(start[place]), column, keep, kahan)
-        # BF16 values agree exactly, unless FP32 and FP64 round to two neighbours: the tolerance is below one step.
+        expected = adamw_by_hand(float(start[place]), column, rounded, kahan)
+        # BF16 values agree exactly, unless FP32 and FP64 round to two neighbouring values.
         assert float(ours[place]) == pytest.approx(expected, rel=1e-5, abs=1e-6), place
 
 
 def test_a_small_update_is_lost_in_bf16_and_kept_by_kahan_summation() -> None:
-    """At weight 1 the next BF16 number is 1/128 away: updates of 1e-4 are rounded away, or add up."""
+    """The BF16 number after 1 is 1 + 1/128. Updates of 1e-4 are rounded away unless Kahan summation adds them up."""
     small: dict[str, Any] = {**SETTINGS, "lr": 1e-4, "weight_decay": 0.0}
     weight, gradients = torch.ones(4), [torch.ones(4)] * 400
     exact = trained(AdamW(**small), weight, gradients)
     assert torch.allclose(exact, torch.full((4,), 0.96), atol=1e-3)
     assert torch.equal(trained(AdamWBF16(**small), weight, gradients), weight)
-    kept = trained(AdamWBF16(**small, kahan=True), weight, gradients)
-    assert float((kept - exact).abs().max()) < 1 / 256
+    quantized = trained(AdamWBF16(**small, kahan=True), weight, gradients)
+    assert float((quantized - exact).abs().max()) < 1 / 256
 
 
-def test_states_in_bf16_stay_so_after_a_checkpoint() -> None:
+def test_bf16_states_stay_bf16_after_a_checkpoint() -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
     first, second = (AdamWBF16(**SETTINGS, kahan=True).build([parameter]) for _ in range(2))
@@ -122,7 +122,7 @@ def test_states_in_bf16_stay_so_after_a_checkpoint() -> None:
 
 
 def test_a_checkpoint_of_8_bit_states_holds_plain_tensors() -> None:
-    """A process without torchao reads it, and it restores the same states."""
+    """Then a process without torchao can read the checkpoint. Loading it restores the same states."""
     parameters = [nn.Parameter(torch.linspace(-1, 1, size)) for size in (4096, 10)]
     first, second = (AdamW8bit(**SETTINGS).build(parameters) for _ in range(2))
     for parameter in parameters:
@@ -141,9 +141,9 @@ def test_a_checkpoint_of_8_bit_states_holds_plain_tensors() -> None:
             assert torch.equal(other.dequantize(), value.dequantize()) if name != "step" else other == value
 
 
-def test_adamw_in_8_bits_makes_the_step_by_hand() -> None:
-    """Moments are the nearest of 256 numbers, times the largest of their block; a small tensor's are FP32."""
-    show_torchao()  # an earlier import of this process may have hidden it
+def test_adamw_in_8_bits_matches_a_reference() -> None:
+    """Moments are rounded to 256 values times the largest of their block; small tensors keep FP32 moments."""
+    show_torchao()  # tests/conftest.py hides it
     from torchao.optim.quant_utils import create_dynamic_map
 
     weight = torch.linspace(-2, 2, 4096)
@@ -151,7 +151,7 @@ def test_adamw_in_8_bits_makes_the_step_by_hand() -> None:
     ours = trained(AdamW8bit(**SETTINGS), weight, gradients)
     lr, beta1, beta2, eps, decay, _ = SETTINGS.values()
 
-    def kept(values: Tensor, signed: bool) -> Tensor:
+    def quantized(values: Tensor, signed: bool) -> Tensor:
         blocks = values.view(-1, 256)
         largest = blocks.abs().amax(-1, keepdim=True)
         table = torch.tensor(create_dynamic_map(signed=signed))
@@ -164,8 +164,8 @@ def test_adamw_in_8_bits_makes_the_step_by_hand() -> None:
         square = beta2 * square + (1 - beta2) * gradient**2
         size = (square / (1 - beta2**step)).sqrt() + eps
         expected -= lr * decay * expected + lr * mean / (1 - beta1**step) / size
-        mean, square = kept(mean, signed=True), kept(square, signed=False)
-    # Two neighbours in the table may be equally near but for rounding, in a few places.
+        mean, square = quantized(mean, signed=True), quantized(square, signed=False)
+    # A few values lie midway between two entries of the table, and rounding decides.
     close = (ours - expected).abs() < 1e-6
     assert close.float().mean() > 0.99
     assert torch.equal(trained(AdamW8bit(**SETTINGS), weight[:100], []), weight[:100])
@@ -176,7 +176,7 @@ def test_adamw_in_8_bits_makes_the_step_by_hand() -> None:
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
-def test_muon_makes_the_step_of_torch_on_matrices(shape: tuple[int, int], adjust: str) -> None:
+def test_muon_matches_torch_on_matrices(shape: tuple[int, int], adjust: str) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     optimizer = Muon(**SETTINGS, momentum=0.9, ns_steps=4, adjust_lr_fn=adjust)
     ours = trained(optimizer, weight, gradients_like(weight), hidden=True)
@@ -189,15 +189,15 @@ def test_muon_makes_the_step_of_torch_on_matrices(shape: tuple[int, int], adjust
     assert not torch.equal(ours, trained(AdamW(**SETTINGS), weight, gradients_like(weight)))
 
 
-def test_muon_is_adamw_on_all_other_parameters_with_a_rate_of_their_own() -> None:
+def test_muon_is_adamw_with_its_own_rate_on_other_parameters() -> None:
     weight = torch.linspace(-1, 1, 6).view(2, 3)
     ours = trained(Muon(**SETTINGS, adamw_ratio=0.5), weight, gradients_like(weight))
     expected = trained(AdamW(**{**SETTINGS, "lr": 0.005}), weight, gradients_like(weight))
     assert torch.equal(ours, expected)
 
 
-def test_orthogonalized_by_hand() -> None:
-    """A diagonal matrix: the iteration acts on each singular value alone, in floating point of eight bits."""
+def test_orthogonalize_matches_a_reference() -> None:
+    """On a diagonal matrix the iteration acts on each singular value separately, in BF16."""
     values = torch.tensor([3.0, 2.0, 1.0])
     by_value = values / values.norm()
     for _ in range(5):
@@ -209,20 +209,20 @@ def test_orthogonalized_by_hand() -> None:
 
 def test_hidden_matrices_are_the_linear_layers_of_the_blocks(tiny_model: Any) -> None:
     names = {id(weight): name for name, weight in tiny_model.named_parameters()}
-    found = sorted(names[id(weight)] for weight in hidden_matrices(tiny_model))
+    hidden_names = sorted(names[id(weight)] for weight in hidden_matrices(tiny_model))
     layers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     layers += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    assert found == sorted(f"model.layers.{block}.{layer}.weight" for block in range(2) for layer in layers)
+    assert hidden_names == sorted(f"model.layers.{block}.{layer}.weight" for block in range(2) for layer in layers)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each in ("muon", "adamw_bf16_kahan") else SLOW) for each in OPTIMIZERS]
 )
-def test_a_run_goes_on_bit_for_bit(name: str, tiny_model_path: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"overrides": [f"optimizer={name}", "epochs.count=2"]}
-    whole = fit(tiny_model_path, tmp_path / "whole", 4, **given)
-    fit(tiny_model_path, tmp_path / "parts", 2, **given)
-    parts = fit(tiny_model_path, tmp_path / "parts", 4, resume=True, **given)
+def test_a_run_resumes_bit_for_bit(name: str, tiny_model_path: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"overrides": [f"optimizer={name}", "epochs.count=2"]}
+    whole = fit(tiny_model_path, tmp_path / "whole", 4, **options)
+    fit(tiny_model_path, tmp_path / "parts", 2, **options)
+    parts = fit(tiny_model_path, tmp_path / "parts", 4, resume=True, **options)
     assert read_journal(tmp_path / "whole").deterministic() == read_journal(tmp_path / "parts").deterministic()
     for key, value in whole.policy.state_dict().items():
         assert torch.equal(value, parts.policy.state_dict()[key]), key
@@ -234,61 +234,65 @@ def test_a_run_goes_on_bit_for_bit(name: str, tiny_model_path: str, tmp_path: Pa
 
 
 def test_the_reference_of_rounded_weights_is_rounded(tiny_model_path: str) -> None:
-    """Else the policy would begin at a distance from it; also where it is loaded again for a run that goes on."""
+    """Otherwise the policy would start at a distance from it. A resumed run must round the reloaded reference too."""
     module = fit(tiny_model_path, steps=1, overrides=["optimizer=adamw_bf16", "kl=fixed"])
     assert module.reference is not None
-    again = module.models.load().state_dict()
+    reloaded = module.models.load().state_dict()
     for name, value in module.reference.model.state_dict().items():
-        assert torch.equal(value, value.bfloat16().float()) and torch.equal(value, again[name]), name
+        assert torch.equal(value, value.bfloat16().float()) and torch.equal(value, reloaded[name]), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS[1:])
-def test_two_ranks_train_as_one(name: str, tiny_model_path: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"overrides": [f"optimizer={name}"], "steps": 3}
-    one = fit_on(tiny_model_path, tmp_path / "one", 1, **given)
-    said = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, tmp_path / "two", 2, **given)))
-    assert said[0] == said[1] and len(said[0]) == 64, said
+def test_two_ranks_train_like_one(name: str, tiny_model_path: str, tmp_path: Path) -> None:
+    rank_options: dict[str, Any] = {"overrides": [f"optimizer={name}"], "steps": 3}
+    one = fit_on(tiny_model_path, tmp_path / "one", 1, **rank_options)
+    digests = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, tmp_path / "two", 2, **rank_options)))
+    assert digests[0] == digests[1] and len(digests[0]) == 64, digests
     check_close(one, tmp_path, tiny_model_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED[1:])
-def test_two_shards_train_as_one_and_go_on_whole(name: str, tiny_model_path: str, tmp_path: Path) -> None:
-    """With a reference and a critic, which begin with the policy's stored values."""
-    given: dict[str, Any] = {
+def test_two_shards_train_like_one_process_and_resume_in_one(name: str, tiny_model_path: str, tmp_path: Path) -> None:
+    """Two shards train like one process, and their checkpoint resumes in one process. With reference and critic."""
+    shard_options: dict[str, Any] = {
         "overrides": [f"optimizer={name}", "kl=fixed", "advantage=gae", "critic=value_network", "filter=none"]
     }
-    one = fit_on(tiny_model_path, tmp_path / "one", 1, steps=4, **given)
+    one = fit_on(tiny_model_path, tmp_path / "one", 1, steps=4, **shard_options)
     run = tmp_path / "two"
-    said = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, run, 2, 2, strategy="fsdp2", **given)))
-    assert said[0] == said[1] and len(said[0]) == 64, said
-    fit_on(tiny_model_path, run, 1, 4, resume=True, **given)
+    shard_digests = on_ranks(
+        2, lambda rank: weights(fit_on(tiny_model_path, run, 2, 2, strategy="fsdp2", **shard_options))
+    )
+    assert shard_digests[0] == shard_digests[1] and len(shard_digests[0]) == 64, shard_digests
+    fit_on(tiny_model_path, run, 1, 4, resume=True, **shard_options)
     check_close(one, tmp_path, tiny_model_path)
 
 
 def check_close(one: Any, folder: Path, model_path: str) -> None:
-    """Check that two runs made the same steps: they differ by much less than what they have learned.
+    """Check that two runs made the same steps: their weights differ much less than they moved.
 
-    BF16 makes the last bit of a gradient, which depends on the order of a sum, a difference of up to 1/256.
+    The order of a sum changes the last bit of a gradient. Storing in BF16 can turn that into a difference of 1/256.
     """
     first, second = read_journal(folder / "one"), read_journal(folder / "two")
     assert first.status == second.status == "finished"
     for kind in ("train", "eval"):
         assert [record.step for record in first.of_kind(kind)] == [record.step for record in second.of_kind(kind)]
-    before, after, other = (
+    initial, trained_alone, trained_on_two = (
         load_model(model_path).state_dict(),
         one.policy.model.state_dict(),
         saved_weights(folder / "two"),
     )
-    apart = torch.stack([(other[f"policy.model.{name}"] - after[name]).norm() for name in after]).norm()
-    moved = torch.stack([(before[name] - after[name]).norm() for name in after]).norm()
-    assert float(apart) < 0.05 * float(moved)
+    difference = torch.stack(
+        [(trained_on_two[f"policy.model.{name}"] - trained_alone[name]).norm() for name in trained_alone]
+    ).norm()
+    moved = torch.stack([(initial[name] - trained_alone[name]).norm() for name in trained_alone]).norm()
+    assert float(difference) < 0.05 * float(moved)
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_step_on_two_shards_is_the_step_on_the_whole_bit_for_bit(name: str, tiny_model_path: str) -> None:
-    """With a weight that two ranks cannot share evenly among those that they can."""
+def test_a_step_on_two_shards_equals_an_unsharded_step(name: str, tiny_model_path: str) -> None:
+    """One weight has an odd number of rows, so the two ranks hold parts of different size."""
     optimizer = build(compose([f"optimizer={name}", "optimizer.lr=0.01"]), "optimizer")
 
     def step(rank: int | None) -> str:
@@ -305,7 +309,7 @@ def test_a_step_on_two_shards_is_the_step_on_the_whole_bit_for_bit(name: str, ti
                 parameter.grad = part_like(torch.randn(parameter.shape, generator=source), parameter)
             built.step()
         digest = hashlib.sha256()
-        for tensor in gathered(model.state_dict(), keep=True).values():
+        for tensor in gathered(model.state_dict(), rounded=True).values():
             digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
 
@@ -318,8 +322,8 @@ def test_a_step_on_two_shards_is_the_step_on_the_whole_bit_for_bit(name: str, ti
     assert on_ranks(2, on_rank) == [step(None)] * 2
 
 
-def test_muon_on_parts_of_tensor_parallel_ranks_is_muon_on_the_whole() -> None:
-    """A matrix that is split by rows and by columns."""
+def test_muon_on_tensor_parallel_ranks_equals_muon_on_the_whole() -> None:
+    """The matrix is split by rows and by columns."""
     weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
     expected = trained(Muon(**SETTINGS), weight, gradients_like(weight), hidden=True)
 
@@ -336,22 +340,22 @@ def test_muon_on_parts_of_tensor_parallel_ranks_is_muon_on_the_whole() -> None:
     assert on_ranks(4, on_rank) == ["True"] * 4
 
 
-def test_what_a_run_says_of_its_optimizer() -> None:
+def test_semantics_describe_the_optimizer() -> None:
     from lightning_scalerl.composition import load_recipe
 
-    said = {}
+    described = {}
     for name in OPTIMIZERS:
         recipe = load_recipe("scalerl", [f"optimizer={name}"])
-        said[name] = resolved_choices(recipe, recipe.choices)["optimizer"]
-    assert {name: (each["name"], each["storage"], each["eps"]) for name, each in said.items()} == {
+        described[name] = resolved_choices(recipe, recipe.choices)["optimizer"]
+    assert {name: (each["name"], each["storage"], each["eps"]) for name, each in described.items()} == {
         "adamw": ("AdamW", "fp32", 1e-15),
         "adamw_8bit": ("AdamW8bit", "fp32", 1e-15),
         "adamw_bf16": ("AdamWBF16", "bf16", 1e-15),
         "adamw_bf16_kahan": ("AdamWBF16", "bf16", 1e-15),
         "muon": ("Muon", "fp32", 1e-15),
     }
-    assert said["adamw_bf16_kahan"]["states"] == dict.fromkeys(("exp_avg", "exp_avg_sq", "compensation"), "bf16")
-    assert said["muon"]["states"]["momentum_buffer"] == "fp32"
+    assert described["adamw_bf16_kahan"]["states"] == dict.fromkeys(("exp_avg", "exp_avg_sq", "compensation"), "bf16")
+    assert described["muon"]["states"]["momentum_buffer"] == "fp32"
 
 
 def test_memory_counts_the_bytes_of_the_states() -> None:
@@ -366,7 +370,7 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["optimizer=muon", "optimizer.momentum=1"], r"optimizer.momentum: 1 must be in \[0, 1\)"),
         (["optimizer=muon", "optimizer.ns_steps=100"], "optimizer.ns_steps: 100 must be below 100"),
@@ -375,8 +379,8 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
         (["optimizer=adamw_bf16", "optimizer.kahan=1"], "optimizer.kahan: 1"),
     ],
 )
-def test_a_value_out_of_range_is_refused(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         build(compose(overrides), "optimizer")
 
 
@@ -400,17 +404,18 @@ def test_a_value_out_of_range_is_refused(overrides: list[str], said: str) -> Non
     ],
 )
 def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, name: str, said: str | None) -> None:
-    found = translate([f"optimizer={name}"], to, [])
-    missing = "".join(f"{entry.value}: {entry.why}" for entry in found.missing if entry.key == "optimizer")
+    translation = translate([f"optimizer={name}"], to, [])
+    missing = "".join(f"{entry.value}: {entry.why}" for entry in translation.missing if entry.key == "optimizer")
     assert missing == "" if said is None else said in missing
     eps = 1e-8 if to in ("skyrl", "prime-rl") else 1e-15
     states = "8 bits, blocks of 256" if (to, name) == ("trl", "adamw_8bit") else "fp32"
-    assert found.optimizer == {"storage": "fp32", "states": states, "eps": eps}
+    assert translation.optimizer == {"storage": "fp32", "states": states, "eps": eps}
     assert (
-        f"# optimizer under these settings: weights stored in fp32, states in {states}, eps {eps:g}\n" in found.text()
+        f"# optimizer under these settings: weights stored in fp32, states in {states}, eps {eps:g}\n"
+        in translation.text()
     )
     if to == "trl":
-        assert found.settings["optim"] == {"adamw_8bit": "adamw_torch_8bit"}.get(name, "adamw_torch")
+        assert translation.settings["optim"] == {"adamw_8bit": "adamw_torch_8bit"}.get(name, "adamw_torch")
 
 
 def test_without_torchao_8_bit_states_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +425,8 @@ def test_without_torchao_8_bit_states_are_refused_in_one_line(monkeypatch: pytes
 
 
 def test_8_bit_states_are_not_sharded(tiny_model_path: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"overrides": ["optimizer=adamw_8bit"], "strategy": "fsdp2"}
-    said = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, tmp_path, 2, **given)))
-    assert all(each.startswith("ConfigurationError: optimizer: AdamW8bit scales its states in blocks") for each in said)
+    sharded_options: dict[str, Any] = {"overrides": ["optimizer=adamw_8bit"], "strategy": "fsdp2"}
+    errors = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, tmp_path, 2, **sharded_options)))
+    assert all(
+        each.startswith("ConfigurationError: optimizer: AdamW8bit scales its states in blocks") for each in errors
+    )

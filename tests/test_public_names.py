@@ -1,4 +1,4 @@
-"""The registry of public names: complete, right, listed in the documentation, and nothing is imported for it."""
+"""Tests of the registry of public names: it is complete, correct and documented, and reading it imports nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.paths import ROOT
 
 
 def rows_of_the_page() -> dict[str, list[str]]:
-    """The names that the documentation lists, by what they belong to."""
+    """Return the names that the documentation lists, by the first column of its table."""
     page = (ROOT / "docs" / "reference" / "design_space.md").read_text()
     section = page.partition("## Public names")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
-    return {of: re.findall(r"`(\w+)`", names) for of, names in rows}
+    return {heading: re.findall(r"`(\w+)`", names) for heading, names in rows}
 
 
-def test_the_registry_is_what_the_page_lists() -> None:
+def test_the_page_lists_all_public_names() -> None:
     listed = rows_of_the_page()
     names = [name for row in listed.values() for name in row]
     assert sorted(names) == sorted(public_names())
-    assert {name for of, row in listed.items() if of.startswith("axis ") for name in row} == axis_names()
+    assert {name for heading, row in listed.items() if heading.startswith("axis ") for name in row} == axis_names()
 
 
 def test_a_star_imports_every_public_name() -> None:
@@ -43,7 +43,7 @@ def descendants(kind: type[Any]) -> set[type[Any]]:
     return {kind}.union(*(descendants(below) for below in kind.__subclasses__()))
 
 
-def test_no_choice_of_ours_is_missing() -> None:
+def test_every_design_choice_is_registered() -> None:
     for module in walk_packages(axes.__path__, f"{axes.__name__}."):
         import_module(module.name)
     ours = {
@@ -54,7 +54,7 @@ def test_no_choice_of_ours_is_missing() -> None:
     assert {name for name in ours if not name.startswith("_")} <= axis_names()
 
 
-def test_importing_the_package_imports_nothing_else_of_it() -> None:
+def test_importing_the_package_imports_no_submodule() -> None:
     code = """
 import sys, lightning_scalerl
 lightning_scalerl.public_names(), dir(lightning_scalerl)

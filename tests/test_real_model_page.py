@@ -1,4 +1,4 @@
-"""The page of the real model's study: its tables from journals, and finished runs alone are taken over."""
+"""Tests of the real model's page: its tables come from journals, and only finished runs are copied."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from benchmarks.gpu import real_model as on_gpu
 
 
 def run(folder: Path, name: str, seed: int, rates: tuple[float, ...], ended: bool = True) -> None:
-    """Write a run's journal and completions: an evaluation every tenth step, half as good in the other wording."""
+    """Write a run's journal and rollouts: an evaluation every ten steps, with half the pass rate on the second set."""
     place = folder / "runs" / name
     journal = Journal(place, clock=lambda: 60.0 * seed)
     journal.header(recipe="scalerl+length_control=none+truncated=keep+precision=fp32+loss=dapo", seed=seed, run=name)
     for number, rate in enumerate(rates):
         step, spent = 10 * number, 3600.0
         compute = {"compute/flops": 1e12 * number, "compute/device_hours_generate": 20 * number / spent}
-        more = {**compute, "compute/device_hours_train": 50 * number / spent, "time/evaluate_s": 30.0 * (number + 1)}
+        costs = {**compute, "compute/device_hours_train": 50 * number / spent, "time/evaluate_s": 30.0 * (number + 1)}
         if number:
-            journal.record("train", step, more)
-        journal.record("eval", step, {real_model.PASS: rate, real_model.CARRIED: rate / 2, **more})
+            journal.record("train", step, costs)
+        journal.record("eval", step, {real_model.PASS: rate, real_model.CARRIED: rate / 2, **costs})
     if ended:
         journal.end(step, "finished")
     journal.close()
@@ -57,7 +57,7 @@ def test_tables_come_from_finished_journals(tmp_path: Path) -> None:
     assert "held-out pass rate" in (tmp_path / "curves.svg").read_text()
 
 
-def test_the_page_has_the_marks_of_every_part() -> None:
+def test_the_page_has_the_markers_of_every_table() -> None:
     page = real_model.PAGE.read_text()
     for mark in ("results", "ranking", "completions", "times"):
         page = real_model.between(page, mark, [f"{mark} are here"])
@@ -66,7 +66,7 @@ def test_the_page_has_the_marks_of_every_part() -> None:
         real_model.between(page, "findings", [])
 
 
-def test_the_gpus_script_joins_halves_and_sums_a_run_up(tmp_path: Path) -> None:
+def test_the_gpu_script_joins_halves_and_summarizes_a_run(tmp_path: Path) -> None:
     for name, content in (("a", b"GGUF first"), ("b", b" second")):
         (tmp_path / name).write_bytes(content)
     folder = on_gpu.joined([tmp_path / "a", tmp_path / "b"], tmp_path / "model")
@@ -80,7 +80,7 @@ def test_the_gpus_script_joins_halves_and_sums_a_run_up(tmp_path: Path) -> None:
         journal.record("eval", step, {real_model.PASS: 0.25 * step})
     journal.end(2, "finished")
     journal.close()
-    found = on_gpu.summary(real_model.read_journal(tmp_path / "run"))
-    assert found["tokens_a_second"] == pytest.approx(100 * 6 / 2)
-    assert found["share_of_the_peak_in_training"] == pytest.approx(0.5)
-    assert (found["status"], found["pass_rate"]) == ("finished", [[1, 0.25], [2, 0.5]])
+    gpu_summary = on_gpu.summary(real_model.read_journal(tmp_path / "run"))
+    assert gpu_summary["tokens_a_second"] == pytest.approx(100 * 6 / 2)
+    assert gpu_summary["share_of_the_peak_in_training"] == pytest.approx(0.5)
+    assert (gpu_summary["status"], gpu_summary["pass_rate"]) == ("finished", [[1, 0.25], [2, 0.5]])

@@ -1,4 +1,4 @@
-"""Every recipe, variant and experiment of conf/ composes, and trains ten steps at `scale=tiny`: the one override."""
+"""Tests that every recipe, variant and experiment of conf/ composes and trains ten steps at `scale=tiny`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
-# Those on a model of the user's own. With rows of the user's own too they are planned with stand-ins for both.
-ON_A_MODEL = [
+# Experiments on a user's model.
+ON_USERS_MODEL = [
     name
     for name in names("experiment")
     if re.search(r"override /model: path|kl\.reference=", (ROOT / f"conf/experiment/{name}.yaml").read_text())
 ]
-# The rows of real_model are reasoning-gym's (tests/test_real_model.py), those of downstream are of several formats, and
-# distil_or_rl needs a teacher (tests/test_distil.py).
-REAL = [name for name in ON_A_MODEL if name not in ("real_model", "downstream", "distil_or_rl")]
-ON_ITS_OWN = [name for name in names("experiment") if name not in ON_A_MODEL]
-# The scales are made for the arithmetic task; an experiment with another task is made small key by key.
+# Those planned below with stand-ins for the user's data. The other three have tests of their own: real_model reads
+# reasoning-gym (tests/test_real_model.py), downstream has several data formats, and distil_or_rl needs a teacher
+# (tests/test_distil.py).
+WITH_STAND_IN_DATA = [name for name in ON_USERS_MODEL if name not in ("real_model", "downstream", "distil_or_rl")]
+SELF_CONTAINED = [name for name in names("experiment") if name not in ON_USERS_MODEL]
+# scale=tiny is for the arithmetic task. An experiment with another task needs its own small values.
 SIZES = {
     "agent": [
         *("task.train=80", "task.heldout=8", "batch.prompts=8", "batch.completions=8"),
@@ -54,7 +55,7 @@ SIZES = {
 
 
 def members(experiment: str) -> list[list[str]]:
-    """The override lists of an experiment's grid, as Hydra's sweeper would make them."""
+    """Return the override lists of an experiment's grid, as Hydra's sweeper would make them."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -63,20 +64,20 @@ def members(experiment: str) -> list[list[str]]:
     sweeper = composed.hydra.sweeper
     grid: list[list[str]] = []
     for row in sweeper.get("rows") or [[]]:
-        given = [*row, *(f"{key}={value}" for key, value in (sweeper.params or {}).items())]
-        grid += BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)[0]
+        swept = [*row, *(f"{key}={value}" for key, value in (sweeper.params or {}).items())]
+        grid += BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(swept), None)[0]
     return [[f"experiment={experiment}", *point] for point in grid]
 
 
 def small(experiment: str) -> list[str]:
-    """The overrides that make an experiment small."""
+    """Return overrides that make an experiment small."""
     return SIZES.get(experiment, ["scale=tiny"])
 
 
 def train(overrides: list[str], tmp_path: Path, moves: bool = True, size: Sequence[str] = ("scale=tiny",)) -> None:
-    """Ten steps, as `scalerl train` makes them; everything in the journal is finite, and the weights move."""
-    given = [*overrides, *size, f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
-    (spec,) = plan_members([given])
+    """Train ten steps like `scalerl train`. All metrics must be finite and, if `moves`, one gradient not 0."""
+    run_overrides = [*overrides, *size, f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
+    (spec,) = plan_members([run_overrides])
     run_dir = tmp_path / "runs" / spec.run
     spec.write(run_dir)
     with warnings.catch_warnings():
@@ -92,7 +93,7 @@ def train(overrides: list[str], tmp_path: Path, moves: bool = True, size: Sequen
     ]
 
 
-# In CI each recipe with one scale and each scale with some recipe; the whole product in test-full.
+# Pairs on diagonals run in CI, so that each recipe and each scale occurs. `make test-full` runs all pairs.
 PAIRS = [
     pytest.param(
         recipe, scale, marks=() if (i - j) % max(len(names("recipe")), len(names("scale"))) == 0 else pytest.mark.full
@@ -104,15 +105,15 @@ PAIRS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "scale"), PAIRS)
-def test_every_recipe_goes_with_every_scale(recipe: str, scale: str) -> None:
+def test_every_recipe_composes_with_every_scale(recipe: str, scale: str) -> None:
     built = build_recipe(compose([f"recipe={recipe}", f"scale={scale}"]), recipe)
     built.check(built.choices)
     assert {axis for axis, _ in built.choices.items()} == set(AXES)
 
 
 @pytest.mark.parametrize("recipe", names("recipe"))
-def test_a_recipe_names_what_departs_from_neutral_or_is_stated(recipe: str) -> None:
-    """And every axis without a neutral choice; a line at the neutral choice says what makes it a statement."""
+def test_recipes_explain_lines_with_neutral_choices(recipe: str) -> None:
+    """A recipe also names every axis without a neutral choice. A line that names a neutral choice has a comment why."""
     lines = re.findall(r"^  - override /(\w+): (\w+)(.*)$", recipe_text(recipe), re.MULTILINE)
     named = {axis: file for axis, file, _ in lines}
     assert {axis for axis in AXES if NEUTRAL[axis] is None} <= named.keys()
@@ -120,21 +121,21 @@ def test_a_recipe_names_what_departs_from_neutral_or_is_stated(recipe: str) -> N
     assert all((ROOT / "conf" / axis / f"{file}.yaml").is_file() for axis, file in named.items())
 
 
-def test_the_flagship_resolves_to_what_it_is() -> None:
-    """Byte for byte, choices and numbers; an axis that came later is neutral in it."""
+def test_scalerl_resolves_to_its_golden_file() -> None:
+    """Choices and numbers equal the golden file. Axes and settings added later have their neutral value."""
     config: Any = OmegaConf.to_container(compose(["recipe=scalerl", "scale=paper"]), resolve=True)
     frozen = (ROOT / "tests" / "golden" / "scalerl.yaml").read_text()
     parts = list(OmegaConf.create(frozen))
-    for later in set(AXES).difference(parts):
-        assert config[later] == OmegaConf.load(ROOT / "conf" / later / f"{NEUTRAL[later]}.yaml")
-    # A setting that came later has the value that changes nothing.
-    for later, neutral in ContextSettings.added.items():
-        if later not in OmegaConf.create(frozen).context:
-            assert config["context"].pop(later) == neutral
+    for added_later in set(AXES).difference(parts):
+        assert config[added_later] == OmegaConf.load(ROOT / "conf" / added_later / f"{NEUTRAL[added_later]}.yaml")
+    # Settings added later have the value that changes nothing.
+    for added_later, neutral in ContextSettings.added.items():
+        if added_later not in OmegaConf.create(frozen).context:
+            assert config["context"].pop(added_later) == neutral
     assert OmegaConf.to_yaml({key: config[key] for key in config if key in parts}) == frozen
 
 
-# What each recipe's file says of its source, at the scale that goes with it; `variant` and the like left out.
+# Choices and numbers of each recipe according to its source, with the scale that belongs to it.
 SCALERL = {
     "resampling": "no_positive",
     "curriculum": "none",
@@ -191,7 +192,7 @@ RESOLVED: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         },
         {"reward.incorrect": -1.0},
     ),
-    # 10,000 to 12,000 of 12,288 in proportion; what follows the last point holds the phrase and the solution.
+    # In proportion to 10,000 to 12,000 of 12,288 tokens. max_new_tokens leaves room for the phrase and the solution.
     "scalerl_32k": (
         "scalerl_32k",
         SCALERL,
@@ -272,14 +273,14 @@ def test_a_recipe_resolves_to_what_its_source_says(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_scales_of_the_paper_evaluate_as_the_paper_does() -> None:
-    """arXiv 2510.13786, A.3: every 100 steps, 16 completions a prompt; the same in all that stand for its runs."""
+    """arXiv 2510.13786, A.3: every 100 steps, 16 completions per prompt. All scales of the paper's runs do so."""
     for scale in ("paper", "8b", "dapo_qwen", "scalerl_32k"):
         config = compose([f"scale={scale}"])
         assert (config.evaluation.every_n_steps, config.evaluation.samples) == (100, 16), scale
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", every(6, ON_ITS_OWN, pytest.mark.full))
+@pytest.mark.parametrize("experiment", every(6, SELF_CONTAINED, pytest.mark.full))
 def test_members_of_an_experiment_differ(experiment: str) -> None:
     specs = plan_members([[*overrides, *small(experiment)] for overrides in members(experiment)])
     assert len({spec.run for spec in specs}) == len(specs) > 1
@@ -287,9 +288,9 @@ def test_members_of_an_experiment_differ(experiment: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", REAL)
-def test_an_experiment_on_real_models_plans(experiment: str, tmp_path: Path) -> None:
-    """Its models differ in size alone, and each asks for devices of its own; no hub is asked."""
+@pytest.mark.parametrize("experiment", WITH_STAND_IN_DATA)
+def test_experiments_on_real_models_can_be_planned(experiment: str, tmp_path: Path) -> None:
+    """The number of devices depends on the model, and batch settings are the same in all. No hub is accessed."""
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "so #### 2"}\n')
     (tmp_path / "held.jsonl").write_text('{"question": "2+2?", "answer": "so #### 4"}\n')
     data = [f"task.train={tmp_path}/rows.jsonl", f"task.heldout={{test: {tmp_path}/held.jsonl}}"]
@@ -302,7 +303,7 @@ def test_an_experiment_on_real_models_plans(experiment: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_sets_of_other_formats_stand_beside_the_task(tmp_path: Path) -> None:
+def test_evaluation_sets_can_have_other_formats_than_the_task(tmp_path: Path) -> None:
     """experiment=downstream: each set has its own format, settings and rows, and is part of the run's identity."""
     rows = {
         "polaris": [{"problem": f"{n}+1?", "answer": str(n + 1), "difficulty": "3/8"} for n in range(300)],
@@ -324,7 +325,7 @@ def test_sets_of_other_formats_stand_beside_the_task(tmp_path: Path) -> None:
     moved = tmp_path / "moved.jsonl"
     files["aime"].rename(moved)
     data[1] = f"evaluation.sets.aime24.task.heldout={{test: {moved}}}"
-    assert plan_members([[*members("downstream")[0], *data]])[0].run == specs[0].run, "data count by content"
+    assert plan_members([[*members("downstream")[0], *data]])[0].run == specs[0].run, "data are identified by content"
     assert plan_members([[*members("downstream")[0], *data, "evaluation.sets.aime24.samples=8"]])[0].run != specs[0].run
 
 
@@ -337,14 +338,14 @@ def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", every(100, ON_ITS_OWN, pytest.mark.full))
+@pytest.mark.parametrize("experiment", every(100, SELF_CONTAINED, pytest.mark.full))
 def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """Its first and its last member."""
     first, *_, last = members(experiment)
-    # Its pools hold what this small a model never solves.
+    # A model this small never solves the prompts of its pools, so it has no gradient.
     moves = experiment != "data_reuse"
     train(first, tmp_path, moves, small(experiment))
-    # The agent without its tool solves nothing either.
+    # Without its tool, the agent solves nothing either.
     train(last, tmp_path, moves and experiment != "agent", small(experiment))
 
 
@@ -352,7 +353,7 @@ SMALL = ["model.width=32", "model.layers=1", "model.batches=2", "batch.prompts=2
 
 
 def two_rewards(folder: Path) -> list[str]:
-    """Overrides of a task that passes what is of even length, and rewards at half weight what is short."""
+    """Return overrides of a task with two rewards: even length (decides a pass), and short length at half weight."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "held.jsonl").write_text('{"prompt": "6+1=", "answer": "7"}\n{"prompt": "1+6=", "answer": "7"}\n')
@@ -366,13 +367,13 @@ def two_rewards(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_path: Path) -> None:
-    """Begun at 0, 0.3 and 0.6 of ten steps; what counts as a pass is nothing to them."""
+    """Stages begin after 0, 0.3 and 0.6 of the ten steps. They change the rewards, but not the pass rate."""
     journals = {}
     for variant in ("curriculum_staged_rewards", "none"):
         place = tmp_path / variant
         place.mkdir()
-        given = [*two_rewards(place), "recipe=scalerl_core", "async_mode=on_policy", "optimizer.lr=0"]
-        train([*given, f"variant={variant}"], place, size=["scale=arithmetic"])
+        staged_overrides = [*two_rewards(place), "recipe=scalerl_core", "async_mode=on_policy", "optimizer.lr=0"]
+        train([*staged_overrides, f"variant={variant}"], place, size=["scale=arithmetic"])
         (run_dir,) = (place / "runs").iterdir()
         journals[variant] = read_journal(run_dir)
     staged, plain = (journals[name].of_kind("train") for name in ("curriculum_staged_rewards", "none"))
@@ -380,7 +381,7 @@ def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_pa
     assert any(shares[:6]) and not any(shares[6:])
     assert staged[-1].metrics["mechanism/curriculum"] == sum(map(bool, shares)) / STEPS
     assert "train/rewards_staged" not in plain[0].metrics
-    # At a rate of 0 both sample alike: the rewards differ by the first one's share alone.
+    # With learning rate 0 both runs sample the same rollouts, so rewards differ only by the weight of the first reward.
     for ours, theirs in zip(staged, plain, strict=True):
         factor = 0.0 if ours.step <= 3 else 0.5 if ours.step <= 6 else 1.0
         right = theirs.metrics["reward/even"]
@@ -392,17 +393,17 @@ def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", every(20, sorted(set(names("variant")) - {"none"}), pytest.mark.full))
-def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) -> None:
-    """On the first recipe that it changes."""
-    alone = {
+def test_every_variant_trains(variant: str, tmp_path: Path) -> None:
+    """The variant is tried on the first recipe that it changes."""
+    special = {
         "clip_none": [],
         "clip_0.3": [],
         "clip_1.0": two_rewards(tmp_path),
         "curriculum_staged_rewards": two_rewards(tmp_path),
     }
-    if variant in alone:  # it takes a scale with another clip than its own, or a task with several rewards
-        scale = "arithmetic" if alone[variant] else "tiny"
-        train([*alone[variant], f"variant={variant}"], tmp_path, size=[f"scale={scale}"])
+    if variant in special:  # it needs a scale with another clip norm, or a task with several rewards
+        scale = "arithmetic" if special[variant] else "tiny"
+        train([*special[variant], f"variant={variant}"], tmp_path, size=[f"scale={scale}"])
         return
     changed = compose([f"variant={variant}"])
     axis = str(changed.label).partition("=")[0]

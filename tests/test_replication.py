@@ -1,4 +1,4 @@
-"""The replication study's page says what its committed curves say."""
+"""Tests that the page of the replication study agrees with its committed curves."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ PAGE = ROOT / "docs" / "measured" / "replication.md"
 
 
 def verdicts(page: Path) -> dict[tuple[str, ...], str]:
-    """What the page says of each finding of the paper."""
+    """Return the page's verdict on each finding of the paper."""
     (section,) = [part.split("<!-- /findings -->")[0] for part in page.read_text().split("<!-- findings -->")[1:]]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
     return {(number, *row[:2]): row[2] for number, row in enumerate(rows)}  # type: ignore[misc]
 
 
 @pytest.mark.full
-def test_the_page_is_made_from_committed_curves(tmp_path: Path) -> None:
+def test_the_page_is_reproduced_from_committed_curves(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = [sys.executable, str(ROOT / "benchmarks" / "replication.py"), "--page", str(page)]
     done = forked.run(command, cwd=tmp_path, timeout=900)
     assert done.returncode == 0, done.stderr
-    made, committed = verdicts(page), verdicts(PAGE)
-    assert list(made) == list(committed)
-    # Another processor rounds otherwise: one that lies on a border may fall to its other side.
-    assert sum(made[key] != committed[key] for key in made) <= 2
-    assert sum(said != "undecided" for said in made.values()) >= 3
+    recomputed, committed = verdicts(page), verdicts(PAGE)
+    assert list(recomputed) == list(committed)
+    # Rounding differs between processors, so a finding at the border of two verdicts may change.
+    assert sum(recomputed[key] != committed[key] for key in recomputed) <= 2
+    assert sum(text != "undecided" for text in recomputed.values()) >= 3
     assert (tmp_path / "replication" / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
-    ("says", "low", "high", "said"),
+    ("claim", "low", "high", "expected"),
     [
         (HIGHER, 0.001, 0.4, "**replicates**"),
         (HIGHER, -0.4, -0.001, "**the other way round**"),
@@ -56,5 +56,5 @@ def test_the_page_is_made_from_committed_curves(tmp_path: Path) -> None:
         (FASTER, math.nan, math.nan, UNDECIDED),
     ],
 )
-def test_what_an_interval_says(says: str, low: float, high: float, said: str) -> None:
-    assert verdict(says, low, high) == said
+def test_verdicts_of_intervals(claim: str, low: float, high: float, expected: str) -> None:
+    assert verdict(claim, low, high) == expected

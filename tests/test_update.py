@@ -1,4 +1,4 @@
-"""Updates in whole tiny runs: newer choices train, stop and go on bit for bit; what is not finite; runs gone bad."""
+"""Tests of updates in tiny runs: choices train and resume bit for bit; non-finite updates, health, schedules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.test_module import Keep, weights_of
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra takes longer than a tiny run: what the same words come to is not looked up again."""
+    """Cache composed configurations: Hydra takes longer than a tiny run."""
     monkeypatch.setattr(composition, "compose", _composed)
 
 
@@ -61,7 +61,7 @@ WITH_CRITIC = ("advantage=gae", "critic=value_network", "filter=none")
 
 
 def all_weights(module: ScaleRL) -> dict[str, Tensor]:
-    """Of policy and critic."""
+    """Return copies of the weights of policy and critic."""
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -70,7 +70,7 @@ def same_weights(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 
 
 class Staged(CountingTask, Callback):
-    """A task that knows how many steps are done; also a callback, to be told."""
+    """A task whose rewards can depend on the step. It is also a callback, to read the step from the module."""
 
     run: Any = None
 
@@ -83,15 +83,15 @@ class Staged(CountingTask, Callback):
 
 
 class Sometimes(CountingTask):
-    """Every third prompt teaches nothing."""
+    """A task whose every third prompt always has reward 1, so its group has no variance."""
 
     def reward(self, prompt: Any, completion: str) -> float:
         return 1.0 if int(prompt.prompt_id[1:]) % 3 == 0 else super().reward(prompt, completion)
 
 
-# --- each trains ---------------------------------------------------------------------------------------------
+# --- choices train -------------------------------------------------------------------------------------------
 
-# With the terms of the loss beside the policy's.
+# Overrides, and the terms of the loss besides the policy's.
 TRAINED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "gae, one rollout a prompt": (
         (*WITH_CRITIC, "batch.completions=1", "normalization.centre=true", "critic.lr=1e-2"),
@@ -117,7 +117,7 @@ TRAINED: dict[str, tuple[tuple[str, ...], set[str]]] = {
 
 
 class BeforeTheStep(Callback):
-    """Keeps the norm of the gradient that the optimizer is given."""
+    """Records the norm of the gradient that the optimizer receives."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -138,7 +138,7 @@ def test_a_gradient_is_measured_whether_or_not_it_is_clipped(tiny_model_path: st
     assert keep.of("train/gradient_clipped") == [float(clipped)] * 2
 
 
-def test_a_clip_that_is_none_says_so() -> None:
+def test_no_clipping_is_reported_and_invalid_clips_are_refused() -> None:
     recipe = load_recipe("scalerl_core", ["optimizer.clip_norm=null"])
     assert resolved_choices(recipe, recipe.choices)["optimizer"]["clip"] == "none"
     assert resolved_choices(load_recipe("scalerl_core"), recipe.choices)["optimizer"]["clip"] == "global norm"
@@ -153,8 +153,10 @@ def test_a_clip_that_is_none_says_so() -> None:
 
 
 @pytest.mark.parametrize(("overrides", "others"), every(4, every(2, TRAINED.values(), pytest.mark.full)), ids=TRAINED)
-def test_it_trains(tiny_model_path: str, overrides: tuple[str, ...], others: set[str]) -> None:
-    """A few steps, all of whose numbers are finite; every term is there and counts."""
+def test_choices_train_with_all_terms_of_the_loss(
+    tiny_model_path: str, overrides: tuple[str, ...], others: set[str]
+) -> None:
+    """All metrics are finite, and every term of the loss is recorded and not 0."""
     keep = Keep()
     module = fit(tiny_model_path, steps=3, callbacks=[keep], overrides=overrides)
     assert len(keep.records) == 3
@@ -172,8 +174,8 @@ def test_it_trains(tiny_model_path: str, overrides: tuple[str, ...], others: set
 
 
 @pytest.mark.slow
-def test_what_a_step_costs_is_what_its_passes_cost(tiny_model_path: str) -> None:
-    """The first batch is the same whatever is done with it."""
+def test_flops_of_a_step_are_those_of_its_passes(tiny_model_path: str) -> None:
+    """FLOPs of a step follow from its forward and backward passes. The first batch of all runs is the same."""
 
     def flops(*overrides: str) -> float:
         keep = Keep()
@@ -186,8 +188,8 @@ def test_what_a_step_costs_is_what_its_passes_cost(tiny_model_path: str) -> None
 
 
 @pytest.mark.slow
-def test_a_bonus_on_entropy_raises_it(tiny_model_path: str) -> None:
-    """Against the same steps without."""
+def test_an_entropy_bonus_raises_entropy(tiny_model_path: str) -> None:
+    """Compared with the same run without the bonus."""
     entropy = {}
     for coefficient in (0.0, 3.0):
         keep = Keep()
@@ -198,8 +200,8 @@ def test_a_bonus_on_entropy_raises_it(tiny_model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_completions_are_as_long_as_the_stage_says(tiny_model_path: str) -> None:
-    """Limits of 3, 5 and 9 tokens, a step each; on-policy, so that no batch holds what an earlier stage has sampled."""
+def test_completions_are_limited_by_the_stage(tiny_model_path: str) -> None:
+    """Limits are 3, 5 and 9 tokens, one step each. On-policy, so that no batch has rollouts of an earlier stage."""
     keep = Keep()
     overrides = ["curriculum=staged_length", "curriculum.steps=1", "curriculum.shares=[0.25,0.5,1]"]
     fit(tiny_model_path, steps=4, callbacks=[OnPolicy(), keep], overrides=overrides)
@@ -208,7 +210,7 @@ def test_completions_are_as_long_as_the_stage_says(tiny_model_path: str) -> None
 
 
 @pytest.mark.slow
-def test_rewards_of_minus_one_to_one_are_the_same_under_a_normalization(tiny_model_path: str) -> None:
+def test_the_reward_scale_does_not_matter_under_normalization(tiny_model_path: str) -> None:
     weights, rewards = [], []
     for reward in ("zero_one", "plus_minus_one"):
         keep = Keep()
@@ -221,7 +223,7 @@ def test_rewards_of_minus_one_to_one_are_the_same_under_a_normalization(tiny_mod
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-4) for name in weights[0])
 
 
-def test_reward_scales_by_hand() -> None:
+def test_reward_scales() -> None:
     paper = RewardScale(correct=1.0, incorrect=-1.0)
     assert [paper.scale(reward) for reward in (0.0, 0.25, 1.0)] == [-1.0, -0.5, 1.0]
     assert RewardScale().scale(0.1) == 0.1
@@ -231,7 +233,7 @@ def test_reward_scales_by_hand() -> None:
             RewardScale(**bad)
 
 
-# --- it stops and goes on ------------------------------------------------------------------------------------
+# --- stopping and resuming -----------------------------------------------------------------------------------
 
 RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "gae": ("scalerl_core", WITH_CRITIC),
@@ -278,16 +280,16 @@ RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 SELECTING = {
     "clip_cov": ("loss=clip_cov", "loss.low=1e-3", "loss.share=0.1"),
-    # Exactly at a ratio of 1 in the first pass: elsewhere near it, rounding decides the sign of the gradient.
+    # With this correction the ratio is exactly 1 in the first pass. Near 1, rounding decides the gradient's sign.
     "kl_cov": ("loss=kl_cov", "loss.share=0.1", "correction=proximal"),
 }
 
 
 @pytest.mark.parametrize("name", SELECTING)
-def test_the_size_of_a_micro_batch_selects_no_other_tokens(tiny_model_path: str, name: str) -> None:
-    """Two passes over each batch, so that the penalty of kl_cov has a gradient."""
+def test_selected_tokens_do_not_depend_on_micro_batches(tiny_model_path: str, name: str) -> None:
+    """Each batch has two passes, because the penalty of kl_cov has no gradient in the first."""
     runs = {}
-    for size in (1, 3, 100, 0):  # 0: as 100, without an effect of the selection
+    for size in (1, 3, 100, 0):  # 0 stands for 100, with the selection switched off
         keep = Keep()
         overrides = [*SELECTING[name], f"batch.micro_batch={size or 100}", "epochs.count=2", "precision=fp32"]
         overrides += [] if size else ["loss.coefficient=0" if name == "kl_cov" else "loss.low=4.9"]
@@ -300,38 +302,38 @@ def test_the_size_of_a_micro_batch_selects_no_other_tokens(tiny_model_path: str,
     assert min(runs[100][1]) > 0.01 or name == "kl_cov"
 
 
-def test_a_counter_selects_for_the_recipes_loss(tiny_model_path: str) -> None:
+def test_the_mechanism_counter_applies_the_recipes_selection(tiny_model_path: str) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=2, callbacks=[CISPO(5.0), keep], overrides=SELECTING["clip_cov"])
-    assert keep.of("mechanism/loss")[-1] == 1.0, "tokens without a gradient in the recipe have one here"
+    assert keep.of("mechanism/loss")[-1] == 1.0, "tokens that the recipe's clip_cov excludes have a gradient with CISPO"
 
 
-def made(keep: Keep) -> list[bool]:
-    """For each step whether it has had an update that was finite, and of something."""
+def effective_updates(keep: Keep) -> list[bool]:
+    """Return for each step whether it made a finite update with a loss other than 0."""
     return [bool(metrics.get("train/loss")) for kind, _, metrics in keep.records if kind == "train"]
 
 
-# So large that FP16 overflows at first, and the factor is one that has been found on the way.
-FACTOR_AT_FIRST = 2.0**19
-# What each needs of its run to be able to show that it was lost.
-SEEN: dict[str, Callable[[Keep], bool]] = {
+# Initial loss scale, so large that FP16 overflows at first and the scale is lowered during the run.
+FIRST_LOSS_SCALE = 2.0**19
+# Conditions on the uninterrupted run, without which losing the state would not show.
+CONDITIONS: dict[str, Callable[[Keep], bool]] = {
     "dynamic_sampling": lambda keep: max(keep.of("train/groups_dropped")[:3]) > 0,
-    "fp16": lambda keep: keep.of("train/loss_scale")[2] < FACTOR_AT_FIRST and sum(made(keep)[3:]) > 1,
+    "fp16": lambda keep: keep.of("train/loss_scale")[2] < FIRST_LOSS_SCALE and sum(effective_updates(keep)[3:]) > 1,
     "kl": lambda keep: keep.of("train/kl")[-1] > 1e-4,
     "clip_cov": lambda keep: max(keep.of("train/clip_fraction")[3:]) > 0.01,
     "proximal": lambda keep: max(keep.of("train/staleness_max")) > 0,
     "together": lambda keep: (
         max(keep.of("train/groups_dropped")[:3]) > 0
-        and keep.of("train/loss_scale")[2] < FACTOR_AT_FIRST
-        and made(keep)[3:] == [True] * 3
+        and keep.of("train/loss_scale")[2] < FIRST_LOSS_SCALE
+        and effective_updates(keep)[3:] == [True] * 3
         and keep.of("train/kl")[-1] > 1e-4
     ),
 }
 
 
 FULL = pytest.mark.full
-# Each is in "together" as well.
-ALSO = (
+# Each of these is also part of "together".
+IN_TOGETHER = (
     "gae",
     "running",
     "running, gae",
@@ -345,10 +347,12 @@ ALSO = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FULL if n in ALSO else pytest.mark.slow) for n in RESUMED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=FULL if n in IN_TOGETHER else pytest.mark.slow) for n in RESUMED]
+)
 def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 5: three steps, then the others in a new module: journal and all weights, bit for bit."""
-    monkeypatch.setattr(loss_scale_module, "START", FACTOR_AT_FIRST)
+    """A run that stops after three steps and resumes in a new module has the same journal and weights, bit for bit."""
+    monkeypatch.setattr(loss_scale_module, "START", FIRST_LOSS_SCALE)
     recipe, overrides = RESUMED[name]
     keep = Keep()
 
@@ -367,12 +371,12 @@ def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkey
     assert [step for _, step, _ in two] == [1, 2, 3, 4, 5, 6]
     assert one == two
     assert same_weights(all_weights(whole), all_weights(parts))
-    assert name not in SEEN or SEEN[name](keep)
+    assert name not in CONDITIONS or CONDITIONS[name](keep)
 
 
 @pytest.mark.slow
-def test_counters_of_what_was_taken_away_go_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
-    """The recipe's own statistics, which the counters keep beside a run that has none, are a part of its state."""
+def test_mechanism_counters_keep_the_recipes_statistics_on_resume(tiny_model_path: str, tmp_path: Path) -> None:
+    """The mechanism counter keeps the recipe's running statistics, which the run does not use, in the checkpoint."""
     journals = []
     for place, stops in (("whole", [4]), ("parts", [2, 4])):
         for stop in stops:
@@ -392,8 +396,8 @@ def curve_of(keep: Keep) -> list[dict[str, float]]:
     ]
 
 
-def go_on(module: ScaleRL, steps: int, **options: Any) -> list[dict[str, float]]:
-    """Another fit of a module, and what it recorded."""
+def fit_again(module: ScaleRL, steps: int, **options: Any) -> list[dict[str, float]]:
+    """Fit a module once more and return the new curve."""
     keep = Keep()
     trainer = Trainer(max_steps=steps, callbacks=[keep], **quiet())
     trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), weights_only=True, **options)
@@ -401,20 +405,22 @@ def go_on(module: ScaleRL, steps: int, **options: Any) -> list[dict[str, float]]
 
 
 @pytest.mark.slow
-def test_the_same_module_goes_on(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a checkpoint from where it is, with one from there: the steps of a run that did not stop.
+def test_the_same_module_can_be_fitted_again(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second fit continues from the module's state, or from a checkpoint, like a run that never stopped.
 
-    Critic, reference, statistics and the factor of the loss are all that it must remember or put back.
+    The module must keep or restore critic, reference, running statistics and the loss scale.
     """
-    monkeypatch.setattr(loss_scale_module, "START", FACTOR_AT_FIRST)
+    monkeypatch.setattr(loss_scale_module, "START", FIRST_LOSS_SCALE)
     overrides, keep = [*WITH_CRITIC, "kl=fixed", "normalization=running", "precision=fp16", "epochs.count=2"], Keep()
     fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
     expected = curve_of(keep)
-    assert keep.of("train/loss_scale")[0] < FACTOR_AT_FIRST and made(keep)[1:] == [True] * 3
+    assert keep.of("train/loss_scale")[0] < FIRST_LOSS_SCALE and effective_updates(keep)[1:] == [True] * 3
     module = fit(tiny_model_path, tmp_path, steps=2, overrides=overrides, checkpoint_every=1)
-    assert go_on(module, 4) == expected[2:]
+    assert fit_again(module, 4) == expected[2:]
     (first,) = [path for path in checkpoints(tmp_path / "checkpoints") if path.stem == "step-00000001"]
-    assert go_on(module, 4, ckpt_path=first) == expected[1:]
+    assert fit_again(module, 4, ckpt_path=first) == expected[1:]
 
 
 @pytest.mark.slow
@@ -426,21 +432,21 @@ def test_the_same_module_goes_on(tiny_model_path: str, tmp_path: Path, monkeypat
     ],
     ids=["memory", "kl"],
 )
-def test_a_module_with_the_weights_of_a_checkpoint_goes_on_with_its_run(
+def test_a_module_loaded_from_a_checkpoint_resumes_its_run(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """load_from_checkpoint(path), then fit(ckpt_path=path): what is restored is the run, not a run of these weights."""
+    """load_from_checkpoint(path), then fit(ckpt_path=path) resumes the run. It does not start a new one."""
     keep = Keep()
     fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
     fit(tiny_model_path, tmp_path, steps=2, overrides=overrides)
     path = newest_checkpoint(tmp_path / "checkpoints").path
     assert path is not None
     loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
-    assert go_on(loaded, 4, ckpt_path=path) == curve_of(keep)[2:]
+    assert fit_again(loaded, 4, ckpt_path=path) == curve_of(keep)[2:]
 
 
 class Fails(Callback):
-    """Ends the fit with an error after some steps."""
+    """Raises an error after a given step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -452,10 +458,10 @@ class Fails(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(*WITH_CRITIC, "normalization=running"), ("kl=fixed",)], ids=["memory", "kl"])
-def test_a_module_that_failed_goes_on_from_its_checkpoint(
+def test_a_module_that_failed_resumes_from_its_checkpoint(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """What it has learnt beyond that is forgotten, and what it measures from is what it began with."""
+    """Steps after the checkpoint are discarded, and the KL reference is still the initial model."""
     keep = Keep()
     fit(tiny_model_path, steps=5, callbacks=[keep], overrides=overrides)
     module = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, *overrides])
@@ -463,16 +469,16 @@ def test_a_module_that_failed_goes_on_from_its_checkpoint(
     trainer = Trainer(max_steps=5, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
     with pytest.raises(RuntimeError, match="a disk"):
         trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
-    assert go_on(module, 5, ckpt_path=tmp_path / "step-00000002.ckpt") == curve_of(keep)[2:]
+    assert fit_again(module, 5, ckpt_path=tmp_path / "step-00000002.ckpt") == curve_of(keep)[2:]
 
 
 @pytest.mark.slow
-def test_a_run_that_began_with_a_checkpoints_weights_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
-    """KL is measured from what this run began with: neither its last weights nor what the module was made of."""
+def test_a_run_started_from_a_checkpoints_weights_resumes(tiny_model_path: str, tmp_path: Path) -> None:
+    """The KL reference is the weights this run started with: not its last weights, and not the original model."""
     fit(tiny_model_path, tmp_path / "first", steps=2, overrides=["kl=fixed"])
     path = newest_checkpoint(tmp_path / "first" / "checkpoints").path
     assert path is not None
-    expected = go_on(ScaleRL.load_from_checkpoint(path, weights_only=True), 4)
+    expected = fit_again(ScaleRL.load_from_checkpoint(path, weights_only=True), 4)
     loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
     trainer = Trainer(
         max_steps=2,
@@ -482,30 +488,34 @@ def test_a_run_that_began_with_a_checkpoints_weights_goes_on(tiny_model_path: st
     trainer.fit(loaded, datamodule=RolloutDataModule(CountingTask()))
     newest = newest_checkpoint(tmp_path / "second").path
     assert newest is not None
-    assert go_on(loaded, 4, ckpt_path=newest) == expected[2:]
-    anew = ScaleRL.load_from_checkpoint(path, weights_only=True)
-    assert go_on(anew, 4, ckpt_path=newest) == expected[2:], "another process begins with the same weights"
+    assert fit_again(loaded, 4, ckpt_path=newest) == expected[2:]
+    another_module = ScaleRL.load_from_checkpoint(path, weights_only=True)
+    assert fit_again(another_module, 4, ckpt_path=newest) == expected[2:], (
+        "another process can resume from the same initial weights"
+    )
     with pytest.raises(ConfigurationError, match=r"kl: the reference .* made with other weights"):
-        go_on(ScaleRL.load_from_checkpoint(newest, weights_only=True), 4, ckpt_path=newest)
+        fit_again(ScaleRL.load_from_checkpoint(newest, weights_only=True), 4, ckpt_path=newest)
 
 
-ANEW: dict[str, tuple[str, ...]] = {"gae": WITH_CRITIC, "kl": ("kl=fixed",), "running": ("normalization=running",)}
+NEW_RUNS: dict[str, tuple[str, ...]] = {"gae": WITH_CRITIC, "kl": ("kl=fixed",), "running": ("normalization=running",)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", ANEW.values(), ids=ANEW)
-def test_weights_alone_begin_another_run(tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """`Trainer.validate` of a checkpoint takes its weights, and a later fit begins with them: as a new module would."""
+@pytest.mark.parametrize("overrides", NEW_RUNS.values(), ids=NEW_RUNS)
+def test_a_checkpoints_weights_alone_start_a_new_run(
+    tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """`Trainer.validate` loads only a checkpoint's weights. A later fit starts a new run, like a new module."""
     module = fit(tiny_model_path, tmp_path, steps=2, overrides=overrides)
     path = newest_checkpoint(tmp_path / "checkpoints").path
     assert path is not None
     fresh = ScaleRL.load_from_checkpoint(path, weights_only=True)
     data = RolloutDataModule(CountingTask())
     Trainer(**quiet()).validate(module, datamodule=data, ckpt_path=path, verbose=False, weights_only=True)
-    assert go_on(module, 2) == go_on(fresh, 2)
+    assert fit_again(module, 2) == fit_again(fresh, 2)
 
 
-def test_one_choice_in_two_runs_remembers_nothing_of_the_first(tiny_model_path: str) -> None:
+def test_a_choice_reused_in_another_run_has_no_memory_of_the_first(tiny_model_path: str) -> None:
     choice, curves = RunningNormalization(), []
     for _ in range(2):
         keep = Keep()
@@ -515,8 +525,8 @@ def test_one_choice_in_two_runs_remembers_nothing_of_the_first(tiny_model_path: 
 
 
 @pytest.mark.slow
-def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, tmp_path: Path) -> None:
-    """Who evaluates, or begins anew, takes the policy's weights alone; in evaluation they are those that were saved."""
+def test_a_critic_is_in_the_checkpoint_but_not_needed_to_load_it(tiny_model_path: str, tmp_path: Path) -> None:
+    """Evaluating a checkpoint, or starting a new run from it, loads only the policy's weights."""
     overrides = [*WITH_CRITIC, "optimizer.lr=1e-2"]
     module = fit(tiny_model_path, tmp_path, steps=4, overrides=overrides)
     path = newest_checkpoint(tmp_path / "checkpoints").path
@@ -527,7 +537,7 @@ def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, 
     assert same_weights(saved, all_weights(module))
     groups = module.optimizers().param_groups  # type: ignore[union-attr]
     assert [len(group["params"]) for group in groups] == [21, 22]
-    # Lightning's metrics are of single precision, the journal's of double.
+    # Lightning's metrics are in single precision, the journal's in double precision.
     recorded = read_journal(tmp_path).of_kind("eval")[-1].metrics["eval/heldout/pass_rate"]
     expected = pytest.approx(recorded, rel=1e-6)
     evaluation = next(each for each in module.trainer.callbacks if type(each).__name__ == "Evaluate")  # type: ignore[attr-defined]
@@ -535,8 +545,8 @@ def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, 
 
     def validated(module: ScaleRL, **options: Any) -> float:
         trainer = Trainer(callbacks=[type(evaluation)(2, 2)], **quiet())
-        (found,) = trainer.validate(module, datamodule=data, verbose=False, **options)
-        return float(found["eval/heldout/pass_rate"])
+        (validation_metrics,) = trainer.validate(module, datamodule=data, verbose=False, **options)
+        return float(validation_metrics["eval/heldout/pass_rate"])
 
     loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
     assert loaded.critic is None
@@ -545,8 +555,8 @@ def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, 
     fresh = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, *overrides])
     assert validated(fresh, ckpt_path=path, weights_only=True) == expected
     assert same_weights(weights_of(fresh), weights_of(module))
-    # A run that is begun with them has a critic of its own, made of these weights.
-    go_on(loaded, 1)
+    # A run started with these weights builds its own critic from them.
+    fit_again(loaded, 1)
     assert {name.split(".")[0] for name in loaded.state_dict()} == {"policy", "critic"}
     assert loaded.completed_steps == 1
 
@@ -554,41 +564,41 @@ def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, 
 @pytest.mark.slow
 def test_a_critic_has_its_own_learning_rate_under_the_same_schedule(tiny_model_path: str) -> None:
     def rates(*overrides: str) -> list[float]:
-        given = [*WITH_CRITIC, "schedule.warmup_steps=3", *overrides]
-        module = fit(tiny_model_path, steps=2, overrides=given)
+        critic_overrides = [*WITH_CRITIC, "schedule.warmup_steps=3", *overrides]
+        module = fit(tiny_model_path, steps=2, overrides=critic_overrides)
         return [group["lr"] for group in module.optimizers().param_groups]  # type: ignore[union-attr]
 
     assert rates() == pytest.approx([0.5 * 3e-3, 0.5 * 3e-3])
     assert rates("critic.lr=0.02") == pytest.approx([0.5 * 3e-3, 0.5 * 0.02])
 
 
-# --- not finite ----------------------------------------------------------------------------------------------
+# --- updates that are not finite -----------------------------------------------------------------------------
 
 
 class Breaks(CISPO):
-    """A loss that is not finite on some passes, counted from 0 over the whole run; how is for `value`.
+    """A loss that is not finite on the given passes, counted from 0 over the whole run.
 
-    "gradient" is a finite loss without a finite gradient.
+    `value` is the factor on the loss, "nan" or "inf"; "gradient" makes only the gradient non-finite.
     """
 
     def __init__(self, passes: Sequence[int] = (), value: str = "nan") -> None:
         super().__init__(5.0)
         self.passes = list(passes)
         self.value = value
-        self.now = -1
+        self.pass_number = -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         backward = pl_module._backward
 
         def counted(*arguments: Any) -> Any:
-            self.now += 1
+            self.pass_number += 1
             return backward(*arguments)
 
         pl_module._backward = counted
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         loss = super().per_token(trainer_logprobs, anchor_logprobs, advantages, mask)
-        if self.now not in self.passes:
+        if self.pass_number not in self.passes:
             return loss
         if self.value == "gradient":
             return loss + (trainer_logprobs - trainer_logprobs.detach()).sqrt()
@@ -596,88 +606,88 @@ class Breaks(CISPO):
 
 
 class Weights(Callback):
-    """All weights after each step, beginning with those before the first; and the optimizer's memory."""
+    """Records all weights and the optimizer's state before the first step and after each step."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Tensor]] = []
+        self.stopping_step: list[dict[str, Tensor]] = []
         self.memory: list[list[Tensor]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen.append(all_weights(pl_module))
+        self.stopping_step.append(all_weights(pl_module))
         self.memory.append([])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        self.seen.append(all_weights(pl_module))
+        self.stopping_step.append(all_weights(pl_module))
         state = pl_module.optimizers().state
-        self.memory.append([value.clone() for of in state.values() for value in of.values()])
+        self.memory.append([value.clone() for parameter_state in state.values() for value in parameter_state.values()])
 
-    def stood_still(self) -> list[bool]:
-        """For each step."""
-        pairs = zip(self.seen, self.seen[1:], strict=False)
+    def unchanged(self) -> list[bool]:
+        """Return for each step whether no weight changed."""
+        pairs = zip(self.stopping_step, self.stopping_step[1:], strict=False)
         return [same_weights(before, after) for before, after in pairs]
 
 
-def written(run_dir: Path) -> list[dict[str, Any]]:
-    """Every line of a journal, each of whose numbers is a number."""
+def train_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the `train` lines of a journal. Check that no number in any line is NaN or infinite."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"the journal holds {constant}")
 
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert not any("not_finite" in line for line in found)
-    return [line for line in found if line["kind"] == "train"]
+    journal_lines = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert not any("not_finite" in line for line in journal_lines)
+    return [line for line in journal_lines if line["kind"] == "train"]
 
 
 @pytest.mark.parametrize(
     ("value", "overrides"), every(3, [("inf", WITH_CRITIC), ("nan", ()), ("gradient", WITH_CRITIC)])
 )
-def test_an_update_that_is_not_finite_is_left_out(
+def test_an_update_that_is_not_finite_is_skipped(
     tiny_model_path: str, tmp_path: Path, value: str, overrides: tuple[str, ...]
 ) -> None:
-    """No weight and no momentum moves; it is counted, and the run goes on."""
+    """No weight and no momentum changes, the skipped update is counted, and the run continues."""
     weights = Weights()
     fit(tiny_model_path, tmp_path, steps=4, callbacks=[Breaks([1], value), weights], overrides=overrides)
-    lines = written(tmp_path)
+    lines = train_lines(tmp_path)
     assert [line["metrics"]["train/skipped_updates"] for line in lines] == [0, 1, 1, 1]
     assert ["train/loss" in line["metrics"] for line in lines] == [True, False, True, True]
     assert ["train/gradient_norm" in line["metrics"] for line in lines] == [True, False, True, True]
-    assert weights.stood_still() == [False, True, False, False]
+    assert weights.unchanged() == [False, True, False, False]
     assert all(map(torch.equal, weights.memory[1], weights.memory[2])) and weights.memory[1]
     assert not all(map(torch.equal, weights.memory[2], weights.memory[3]))
     assert read_journal(tmp_path).status == "finished"
 
 
-def test_one_pass_of_several_is_left_out(tiny_model_path: str, tmp_path: Path) -> None:
-    """The other one is made, and its numbers are the step's: the first pass of one step, the second of the next."""
+def test_one_pass_of_several_can_be_skipped(tiny_model_path: str, tmp_path: Path) -> None:
+    """The other pass of the step is applied, and its numbers are recorded. Passes 0 and 3 of two per step fail."""
     weights = Weights()
     callbacks = [Breaks([0, 3]), weights]
     fit(tiny_model_path, tmp_path, steps=3, callbacks=callbacks, overrides=["epochs.count=2"])
-    metrics = [line["metrics"] for line in written(tmp_path)]
+    metrics = [line["metrics"] for line in train_lines(tmp_path)]
     assert [each["train/skipped_updates"] for each in metrics] == [1, 2, 2]
     assert all(each["train/gradient_norm"] > 0 and "train/loss" in each for each in metrics)
-    assert weights.stood_still() == [False] * 3
+    assert weights.unchanged() == [False] * 3
 
 
 @pytest.mark.slow
-def test_three_in_a_row_end_the_run(tiny_model_path: str, tmp_path: Path) -> None:
+def test_three_skipped_updates_in_a_row_end_the_run(tiny_model_path: str, tmp_path: Path) -> None:
     weights = Weights()
     with pytest.raises(CannotGoOnError, match=r"of 3 updates in a row was not finite.*Lower optimizer\.lr") as caught:
         fit(tiny_model_path, tmp_path, steps=9, callbacks=[Breaks([1, 3, 4, 6, 7, 8]), weights])
     assert "\n" not in str(caught.value) and "the last after step 8" in str(caught.value)
     view = read_journal(tmp_path)
     assert view.status == "failed" and str(view.reason).startswith("CannotGoOnError: train: loss or gradient of 3")
-    counts = [line["metrics"]["train/skipped_updates"] for line in written(tmp_path)]
-    assert counts == [0, 1, 1, 2, 3, 3, 4, 5], "the third is not a step any more"
-    assert weights.stood_still() == [False, True, False, True, True, False, True, True]
+    counts = [line["metrics"]["train/skipped_updates"] for line in train_lines(tmp_path)]
+    assert counts == [0, 1, 1, 2, 3, 3, 4, 5], "the third one ends the run before its step is recorded"
+    assert weights.unchanged() == [False, True, False, True, True, False, True, True]
 
 
 @pytest.mark.slow
-def test_a_count_goes_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
-    """Two before it, one after it: that is three in a row."""
+def test_skipped_updates_in_a_row_are_counted_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
+    """Two skipped updates before the stop and one after it are three in a row."""
     fit(tiny_model_path, tmp_path, steps=3, callbacks=[Breaks([1, 2, 3])])
     again = Breaks([1, 2, 3])
-    again.now = 2
+    again.pass_number = 2
     with pytest.raises(CannotGoOnError, match="of 3 updates in a row was not finite, the last after step 3"):
         fit(tiny_model_path, tmp_path, steps=6, callbacks=[again], resume=True)
 
@@ -690,10 +700,10 @@ EMPTIED: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", every(3, map(pytest.param, EMPTIED.values())), ids=EMPTIED)
-def test_batches_that_keep_nothing_several_times_in_a_row(
+def test_empty_batches_in_a_row_change_nothing(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Nothing moves and nothing is counted as skipped: an empty sum is a finite one."""
+    """No weight changes, and no update counts as skipped: the loss of an empty batch is 0, which is finite."""
 
     class Between(Staged):
         def reward(self, prompt: Any, completion: str) -> float:
@@ -701,15 +711,15 @@ def test_batches_that_keep_nothing_several_times_in_a_row(
 
     task, weights = Between(), Weights()
     fit(tiny_model_path, tmp_path, 6, callbacks=[OnPolicy(), task, weights], task=task, overrides=overrides)
-    assert weights.stood_still() == [False, True, True, True, False, False]
-    metrics = [line["metrics"] for line in written(tmp_path)]
+    assert weights.unchanged() == [False, True, True, True, False, False]
+    metrics = [line["metrics"] for line in train_lines(tmp_path)]
     assert [each["train/groups_kept"] > 0 for each in metrics] == [True, False, False, False, True, True]
     assert not any(each["train/skipped_updates"] for each in metrics)
     assert [each["train/loss"] for each in metrics[1:4]] == [0, 0, 0]
 
 
 class Overflows(Callback):
-    """Log-probabilities that are not numbers in the trainer's pass of one step: an activation beyond FP16's largest."""
+    """Makes log-probabilities NaN in the trainer's forward pass of one step, as an FP16 overflow would."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -733,39 +743,39 @@ class Overflows(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [OnPolicy, lambda: PPOOffPolicy(3)], ids=["fresh", "stale"])
-def test_a_forward_pass_that_is_not_finite_is_left_out_too(
+def test_a_forward_pass_that_is_not_finite_is_skipped(
     tiny_model_path: str, tmp_path: Path, mode: Callable[[], DesignChoice]
 ) -> None:
-    """It is the update that is bad, not the generator; and what was not a number is in no record."""
+    """NaN log-probabilities are blamed on the update, not on the generator, and are not recorded."""
     weights = Weights()
     fit(tiny_model_path, tmp_path, steps=3, callbacks=[mode(), Overflows(1), weights])
-    assert [line["metrics"]["train/skipped_updates"] for line in written(tmp_path)] == [0, 1, 1]
-    assert weights.stood_still() == [False, True, False]
+    assert [line["metrics"]["train/skipped_updates"] for line in train_lines(tmp_path)] == [0, 1, 1]
+    assert weights.unchanged() == [False, True, False]
 
 
 # --- FP16 ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_fp16_finds_its_factor_and_goes_on(
+def test_fp16_lowers_its_loss_scale_and_trains(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A factor far too large at first: every overflow halves it, however many in a row, and costs no weight a move."""
+    """The initial loss scale is far too large. Every overflow halves it and skips the update, any number in a row."""
     monkeypatch.setattr(loss_scale_module, "START", 2.0**32)
     weights = Weights()
     overrides = ["precision=fp16", "epochs.count=6"]
     fit(tiny_model_path, tmp_path, steps=4, callbacks=[weights], overrides=overrides)
-    metrics = [line["metrics"] for line in written(tmp_path)]
+    metrics = [line["metrics"] for line in train_lines(tmp_path)]
     skipped = [each["train/skipped_updates"] for each in metrics]
     assert skipped[0] == 6 < skipped[-1] < 24
     assert [each["train/loss_scale"] for each in metrics] == [2.0 ** (32 - count) for count in skipped]
-    assert skipped[-1] == skipped[-2], "it has been found"
-    assert weights.stood_still()[0] and not weights.stood_still()[-1]
+    assert skipped[-1] == skipped[-2], "the scale has settled"
+    assert weights.unchanged()[0] and not weights.unchanged()[-1]
 
 
 @pytest.mark.slow
-def test_fp16_scales_nothing_but_the_way_there(tiny_model_path: str) -> None:
-    """Whatever the factor, it trains as it would with another one; and nearly as FP32 does."""
+def test_the_fp16_loss_scale_does_not_change_results(tiny_model_path: str) -> None:
+    """Loss and gradient do not depend on the loss scale, and are close to FP32's."""
     curves = {}
     for start in (2.0**6, 2.0**12):
         with pytest.MonkeyPatch.context() as patch:
@@ -782,28 +792,28 @@ def test_fp16_scales_nothing_but_the_way_there(tiny_model_path: str) -> None:
 
 @settings(max_examples=examples(100))
 @given(finite=st.lists(st.booleans(), max_size=40))
-def test_the_factor_moves_as_torchs_own(finite: list[bool]) -> None:
-    """torch.amp.GradScaler as the oracle, with an interval of three so that growth is seen."""
+def test_the_loss_scale_follows_torchs_grad_scaler(finite: list[bool]) -> None:
+    """torch.amp.GradScaler is the reference, with a growth interval of three so that growth occurs."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     theirs = torch.amp.GradScaler("cpu", init_scale=loss_scale_module.START, growth_interval=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale_module, "INTERVAL", 3)
         ours = LossScale(acts=True)
-        for number, there in enumerate(finite):
+        for number, is_finite in enumerate(finite):
             optimizer.zero_grad()
-            theirs.scale(parameter.sum() * (1.0 if there else math.inf)).backward()  # type: ignore[no-untyped-call]
+            theirs.scale(parameter.sum() * (1.0 if is_finite else math.inf)).backward()  # type: ignore[no-untyped-call]
             theirs.step(optimizer)
             theirs.update()
-            ours.update(there)
+            ours.update(is_finite)
             assert ours.factor == theirs.get_scale()
-            if number % 5 == 4:  # a stop
+            if number % 5 == 4:  # the run stops and resumes
                 again = LossScale(acts=True)
                 again.load_state_dict(pickle.loads(pickle.dumps(ours.state_dict())))
                 ours = again
 
 
-def test_a_factor_by_hand() -> None:
+def test_scaling_and_unscaling_of_a_loss() -> None:
     scale = LossScale(acts=True)
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
     scale.scaled((parameters[0] * torch.tensor([1.0, 3.0])).sum()).backward()  # type: ignore[no-untyped-call]
@@ -820,27 +830,27 @@ def test_a_factor_by_hand() -> None:
     assert parameters[0].grad.tolist() == [1.0, 3.0]
 
 
-def observed(skipped: SkippedUpdates, scale: LossScale, *finite: bool) -> None:
+def observe_updates(skipped: SkippedUpdates, scale: LossScale, *finite: bool) -> None:
     for each in finite:
         skipped.observe(each, scale, 7)
 
 
-def test_what_counts_as_in_a_row() -> None:
+def test_which_skipped_updates_count_as_in_a_row() -> None:
     plain = LossScale(acts=False)
     skipped = SkippedUpdates()
-    observed(skipped, plain, False, False, True, False, False)
+    observe_updates(skipped, plain, False, False, True, False, False)
     assert skipped.metrics() == {"train/skipped_updates": 4}
     again = SkippedUpdates()
     again.load_state_dict(pickle.loads(pickle.dumps(skipped.state_dict())))
     with pytest.raises(CannotGoOnError, match="of 3 updates in a row was not finite, the last after step 7"):
-        observed(again, plain, False)
-    # Under FP16 an overflow is the factor's, until that is 1 and it must be the model's.
+        observe_updates(again, plain, False)
+    # Under FP16 an overflow is blamed on the loss scale, until the scale is 1. Then it must be the model.
     scale, skipped = LossScale(acts=True), SkippedUpdates()
-    observed(skipped, scale, *[False] * 16)
+    observe_updates(skipped, scale, *[False] * 16)
     assert scale.factor == 1.0
-    observed(skipped, scale, False, False)
+    observe_updates(skipped, scale, False, False)
     with pytest.raises(CannotGoOnError):
-        observed(skipped, scale, False)
+        observe_updates(skipped, scale, False)
     assert skipped.metrics() == {"train/skipped_updates": 19}
 
 
@@ -848,13 +858,13 @@ def test_what_counts_as_in_a_row() -> None:
 
 
 class Collapses(Staged):
-    """From the fourth step on nothing is worth much."""
+    """A task whose rewards drop to a tenth from the fourth step on."""
 
     def reward(self, prompt: Any, completion: str) -> float:
         return (1.0 if self.step < 3 else 0.1) * super().reward(prompt, completion)
 
 
-SICK: dict[str, tuple[tuple[str, ...], str]] = {
+PROBLEMS: dict[str, tuple[tuple[str, ...], str]] = {
     "reward": (
         ("health.truncated=1", "health.entropy=0"),
         r"health: reward collapsed at step \d: .*health\.reward_share",
@@ -867,10 +877,10 @@ SICK: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("sickness", every(3, SICK))
-def test_a_run_gone_bad_ends_itself(tiny_model_path: str, tmp_path: Path, sickness: str) -> None:
-    """With the reason in its status, after the step that showed it has been recorded."""
-    overrides, match = SICK[sickness]
+@pytest.mark.parametrize("problem", every(3, PROBLEMS))
+def test_an_unhealthy_run_stops(tiny_model_path: str, tmp_path: Path, problem: str) -> None:
+    """The run fails with the reason in its journal, after the step that showed the problem is recorded."""
+    overrides, match = PROBLEMS[problem]
     task = Collapses()
     options: dict[str, Any] = {"callbacks": [OnPolicy(), task], "task": task}
     stop = ("health=stop", "health.window_steps=2", *overrides)
@@ -881,13 +891,13 @@ def test_a_run_gone_bad_ends_itself(tiny_model_path: str, tmp_path: Path, sickne
     assert view.status == "failed" and view.reason == f"UnhealthyError: {caught.value}"
     last = view.of_kind("train")[-1].step
     assert f"at step {last}:" in str(caught.value) and last < 9
-    if sickness == "reward":
+    if problem == "reward":
         assert last >= 4
 
 
 @pytest.mark.slow
-def test_what_a_stage_cuts_off_is_no_sickness(tiny_model_path: str, tmp_path: Path) -> None:
-    """Completions of a stage are cut as they are meant to be; those at the context's limit count, from step 4 on."""
+def test_completions_cut_by_a_stage_do_not_count_as_truncated(tiny_model_path: str, tmp_path: Path) -> None:
+    """Completions cut by a stage's limit do not count as truncated. From step 4 on the context's limit cuts them."""
     overrides = ("health=stop", "health.window_steps=2", "health.reward_share=0", "curriculum=staged_length")
     overrides += ("curriculum.steps=3", "curriculum.shares=[0.5,1]")
     with pytest.raises(UnhealthyError, match=r"completions are cut off at step [45]:"):
@@ -898,7 +908,7 @@ def test_what_a_stage_cuts_off_is_no_sickness(tiny_model_path: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_is_only_watched_by_default(tiny_model_path: str) -> None:
+def test_unhealthy_runs_continue_by_default(tiny_model_path: str) -> None:
     task = Collapses()
     overrides = ["health=stop", "health.stop=false", "health.window_steps=1"]
     module = fit(tiny_model_path, steps=6, callbacks=[OnPolicy(), task], task=task, overrides=overrides)
@@ -906,8 +916,8 @@ def test_a_run_is_only_watched_by_default(tiny_model_path: str) -> None:
     assert not fit(tiny_model_path, steps=1).recipe.health.stop
 
 
-def seen(watch: HealthWatch, *records: dict[str, float]) -> int:
-    """Steps until it stops the run; -1 if it does not."""
+def stopping_step(watch: HealthWatch, *records: dict[str, float]) -> int:
+    """Return the step at which the watch stops the run, or -1."""
     for number, record in enumerate(records, start=1):
         try:
             watch.check(record, number)
@@ -916,52 +926,60 @@ def seen(watch: HealthWatch, *records: dict[str, float]) -> int:
     return -1
 
 
-def of_reward(*rewards: float) -> list[dict[str, float]]:
+def records_of_rewards(*rewards: float) -> list[dict[str, float]]:
     return [{"train/reward": reward, "train/entropy": 1.0, "train/truncated": 0.0} for reward in rewards]
 
 
-def test_a_collapse_by_hand() -> None:
-    """Means of two: 0.5, 0.75, 0.5, 0.35; the last is below half of the best."""
+def test_reward_collapse_is_detected() -> None:
+    """Means of two steps are 0.5, 0.75, 0.5, 0.35. The last is below half of the best."""
     health = Health(stop=True, window_steps=2)
-    assert seen(HealthWatch(health), *of_reward(0.4, 0.6, 0.9, 0.1, 0.6)) == 5
-    assert seen(HealthWatch(health), *of_reward(0.4, 0.6, 0.9, 0.1, 0.65)) == -1, "exactly half is not below it"
-    # Above what an incorrect completion gets: from 0 to -0.6 of -1 to 1 is a fall by more than half.
-    assert seen(HealthWatch(health, floor=-1.0), *of_reward(0.0, 0.0, -0.6, -0.6)) == 4
-    assert seen(HealthWatch(health), *of_reward(0.0, 0.0, 0.0)) == -1, "what has never risen cannot fall"
-    assert seen(HealthWatch(Health(stop=False, window_steps=1)), *of_reward(1.0, 0.0, 0.0)) == -1
+    assert stopping_step(HealthWatch(health), *records_of_rewards(0.4, 0.6, 0.9, 0.1, 0.6)) == 5
+    assert stopping_step(HealthWatch(health), *records_of_rewards(0.4, 0.6, 0.9, 0.1, 0.65)) == -1, (
+        "exactly half is not below it"
+    )
+    # Rewards count from `floor`, the reward of an incorrect completion: a fall from 0 to -0.6 is one from 1 to 0.4.
+    assert stopping_step(HealthWatch(health, floor=-1.0), *records_of_rewards(0.0, 0.0, -0.6, -0.6)) == 4
+    assert stopping_step(HealthWatch(health), *records_of_rewards(0.0, 0.0, 0.0)) == -1, (
+        "a reward that never rose cannot collapse"
+    )
+    assert stopping_step(HealthWatch(Health(stop=False, window_steps=1)), *records_of_rewards(1.0, 0.0, 0.0)) == -1
 
 
-def test_entropy_and_truncation_by_hand() -> None:
+def test_low_entropy_and_truncation_are_detected() -> None:
     def record(entropy: float, truncated: float, kept: float = 1.0) -> dict[str, float]:
         values = {"train/entropy": entropy, "train/truncated": truncated, "train/groups_kept": kept}
         return {"train/reward": 1.0, **values}
 
     health = Health(stop=True, window_steps=2, entropy=0.5, truncated=0.5)
-    assert seen(HealthWatch(health), record(0.4, 0.0), record(0.5, 0.0)) == 2
-    assert seen(HealthWatch(health), record(0.4, 0.0), record(0.6, 0.0)) == -1
-    assert seen(HealthWatch(health), record(0.6, 0.0), *[record(0.0, 0.0, kept=0.0)] * 9) == -1, "no entropy of nothing"
-    assert seen(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.1)) == 2, "the bound itself is too much"
-    assert seen(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.09), record(1.0, 0.9)) == -1
+    assert stopping_step(HealthWatch(health), record(0.4, 0.0), record(0.5, 0.0)) == 2
+    assert stopping_step(HealthWatch(health), record(0.4, 0.0), record(0.6, 0.0)) == -1
+    assert stopping_step(HealthWatch(health), record(0.6, 0.0), *[record(0.0, 0.0, kept=0.0)] * 9) == -1, (
+        "steps without groups have no entropy"
+    )
+    assert stopping_step(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.1)) == 2, (
+        "the bound itself counts as too much"
+    )
+    assert stopping_step(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.09), record(1.0, 0.9)) == -1
 
 
 @pytest.mark.parametrize("stop", range(7))
-def test_a_watch_goes_on_after_a_stop(stop: int) -> None:
-    health, records = Health(stop=True, window_steps=3), of_reward(0.1, 0.9, 0.9, 0.9, 0.3, 0.3, 0.3, 0.3)
-    whole = seen(HealthWatch(health), *records)
+def test_a_health_watch_resumes(stop: int) -> None:
+    health, records = Health(stop=True, window_steps=3), records_of_rewards(0.1, 0.9, 0.9, 0.9, 0.3, 0.3, 0.3, 0.3)
+    whole = stopping_step(HealthWatch(health), *records)
     first, second = HealthWatch(health), HealthWatch(health)
-    assert seen(first, *records[:stop]) == -1
+    assert stopping_step(first, *records[:stop]) == -1
     second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
     assert second.state_dict() == first.state_dict()
-    assert stop + seen(second, *records[stop:]) == whole == 7
+    assert stop + stopping_step(second, *records[stop:]) == whole == 7
 
 
-def test_a_watch_that_has_seen_other_steps_goes_back() -> None:
-    """A module that has failed goes on from a checkpoint of an earlier step."""
-    health, records = Health(stop=True, window_steps=4), of_reward(0.9, 0.8, 0.7)
+def test_a_health_watch_can_be_reset_to_an_earlier_state() -> None:
+    """A module that failed resumes from a checkpoint of an earlier step: loading replaces later observations."""
+    health, records = Health(stop=True, window_steps=4), records_of_rewards(0.9, 0.8, 0.7)
     watch = HealthWatch(health)
-    seen(watch, records[0])
+    stopping_step(watch, records[0])
     state = pickle.loads(pickle.dumps(watch.state_dict()))
-    seen(watch, *records[1:])
+    stopping_step(watch, *records[1:])
     watch.load_state_dict(state)
     assert watch.state_dict() == state
 
@@ -977,14 +995,14 @@ def test_a_watch_that_has_seen_other_steps_goes_back() -> None:
         ("entropy", float("nan")),
     ],
 )
-def test_bad_health(field: str, bad: Any) -> None:
+def test_invalid_health_settings_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"health\.{field}: "):
         Health(**{field: bad})
 
 
-# --- what does not go together -------------------------------------------------------------------------------
+# --- incompatible settings -----------------------------------------------------------------------------------
 
-ILLEGAL: dict[str, tuple[tuple[str, ...], str]] = {
+INCOMPATIBLE: dict[str, tuple[tuple[str, ...], str]] = {
     "maxrl of another scale": (
         ("normalization=maxrl", "normalization.incorrect=0.5"),
         r"normalization\.incorrect: 0\.5 must be reward\.incorrect, -1\.0: maxrl measures",
@@ -1023,10 +1041,8 @@ class Unlabelled(CountingTask):
         self.pool = [type(prompt)(prompt.prompt_id, prompt.text, prompt.answer, "hard") for prompt in self.pool]
 
 
-@pytest.mark.parametrize(("overrides", "match"), every(3, ILLEGAL.values(), pytest.mark.full), ids=ILLEGAL)
-def test_what_does_not_go_together_is_refused_before_any_compute(
-    tiny_model_path: str, overrides: tuple[str, ...], match: str
-) -> None:
+@pytest.mark.parametrize(("overrides", "match"), every(3, INCOMPATIBLE.values(), pytest.mark.full), ids=INCOMPATIBLE)
+def test_incompatible_settings_are_refused(tiny_model_path: str, overrides: tuple[str, ...], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, overrides=overrides, task=Unlabelled())
     assert "\n" not in str(caught.value)
@@ -1039,14 +1055,14 @@ CALLBACKS: dict[str, tuple[list[Callable[[], DesignChoice]], str]] = {
 
 
 @pytest.mark.parametrize(("given", "match"), CALLBACKS.values(), ids=CALLBACKS)
-def test_callbacks_that_do_not_go_together_are_refused_at_setup(
+def test_incompatible_callbacks_are_refused(
     tiny_model_path: str, given: list[Callable[[], DesignChoice]], match: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=match):
         fit(tiny_model_path, callbacks=[build() for build in given])
 
 
-def test_a_least_that_the_total_cannot_hold_is_refused(tiny_model_path: str) -> None:
+def test_an_allocation_minimum_above_the_total_is_refused(tiny_model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"allocation\.least: 5 .*batch\.completions, 4"):
         fit(tiny_model_path, steps=1, overrides=["allocation=by_difficulty", "allocation.least=5"])
 
@@ -1061,19 +1077,19 @@ def test_a_filter_by_variance_needs_groups_of_two(tiny_model_path: str, chosen: 
 # --- schedules -----------------------------------------------------------------------------------------------
 
 
-def test_a_cosine_by_hand() -> None:
+def test_the_cosine_schedule() -> None:
     schedule = CosineSchedule(warmup_steps=2, total_steps=10, final=0.1)
-    found = [schedule.factor(step) for step in range(12)]
-    assert found[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
-    assert found[6] == pytest.approx(0.1 + 0.9 * 0.5), "half way down"
-    assert found[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert found[10] == found[11] == pytest.approx(0.1), "and stays there"
-    assert found[2:11] == sorted(found[2:11], reverse=True)
+    factors = [schedule.factor(step) for step in range(12)]
+    assert factors[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert factors[6] == pytest.approx(0.1 + 0.9 * 0.5), "half way down"
+    assert factors[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert factors[10] == factors[11] == pytest.approx(0.1), "and stays there"
+    assert factors[2:11] == sorted(factors[2:11], reverse=True)
     assert CosineSchedule(0, 4, 0.0).factor(4) == pytest.approx(0.0, abs=1e-12)
     assert CosineSchedule(0, 4, 1.0).factor(3) == pytest.approx(1.0)
 
 
-def test_a_square_root_by_hand() -> None:
+def test_the_square_root_schedule() -> None:
     schedule = SqrtBatchSchedule(warmup_steps=3, prompts=8, completions=6, reference=12)
     assert [schedule.factor(step) for step in range(6)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
     plain = SqrtBatchSchedule(warmup_steps=3, prompts=4, completions=3, reference=12)
@@ -1092,7 +1108,7 @@ def test_a_square_root_by_hand() -> None:
         (lambda: SqrtBatchSchedule(0, 1, 1, 0), r"schedule\.reference: 0"),
     ],
 )
-def test_bad_schedules(build: Callable[[], Any], match: str) -> None:
+def test_invalid_schedules_are_refused(build: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         build()
 
@@ -1108,8 +1124,10 @@ def test_bad_schedules(build: Callable[[], Any], match: str) -> None:
         (("schedule=sqrt_batch", "schedule.warmup_steps=1", "schedule.reference=3"), [1, 2, 2]),
     ],
 )
-def test_rates_of_a_run(tiny_model_path: str, overrides: tuple[str, ...], expected: list[float]) -> None:
-    """Twelve rollouts a step, a rate of 3e-3."""
+def test_schedules_set_the_learning_rate_of_a_run(
+    tiny_model_path: str, overrides: tuple[str, ...], expected: list[float]
+) -> None:
+    """The run has twelve rollouts per step and a learning rate of 3e-3."""
     keep = Keep()
     fit(tiny_model_path, steps=3, callbacks=[keep], overrides=overrides)
     assert keep.of("train/learning_rate") == pytest.approx([3e-3 * factor for factor in expected], rel=1e-4)

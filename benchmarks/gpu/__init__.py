@@ -1,1 +1,1 @@
-"""What a GPU does: a CPU's curve, memory and speed of training steps at 0.6B, and vLLM's server beside them."""
+"""Measurements on a GPU: the same run as on a CPU, memory and speed of training steps at 0.6B, and vLLM's server."""

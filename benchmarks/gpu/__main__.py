@@ -1,7 +1,7 @@
-"""Measure what a GPU does and write docs/measured/gpu.md from benchmarks/results/gpu.json.
+"""Measure on a GPU and write docs/measured/gpu.md from benchmarks/results/gpu.json.
 
-python -m benchmarks.gpu           a quarter of an hour of one GPU of 80 GB; with vLLM installed, its server too
-python -m benchmarks.gpu --page    the page alone
+python -m benchmarks.gpu           needs a GPU of 80 GB for a quarter of an hour; with vLLM, measures its server too
+python -m benchmarks.gpu --page    only writes the page
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.curves import RUNS, STEPS, compared, train
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDS = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
-DENSE_BF16 = 989e12  # FLOPs a second of an H100 or H200 by its data sheet, without sparsity
+DENSE_BF16 = 989e12  # FLOPs per second of an H100 or H200 according to its data sheet, without sparsity
 HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu` from [benchmarks/results/gpu.json](../../benchmarks/results/gpu.json):
@@ -93,7 +93,7 @@ These runs found three faults that do not occur on a CPU:
 
 
 def records(module: str) -> list[dict[str, Any]]:
-    """Run a module in a process of its own and return what it has found."""
+    """Run a module in a new process and return its records. `module` may be followed by arguments, tab-separated."""
     print("measuring:", module, flush=True)
     done = subprocess.run([sys.executable, "-m", *module.split("\t")], capture_output=True, text=True, cwd=ROOT)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
@@ -103,26 +103,26 @@ def records(module: str) -> list[dict[str, Any]]:
 
 
 def products() -> list[dict[str, Any]]:
-    """Return the rate of a product of two matrices of 8,192 x 8,192, in FLOPs a second."""
+    """Return the FLOPs per second of a product of two 8,192 x 8,192 matrices, for each type."""
     import torch
 
-    found = []
+    measured = []
     for dtype in (torch.bfloat16, torch.float32):
         one, two = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
         for _ in range(3):
             one @ two
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         for _ in range(10):
             one @ two
         torch.cuda.synchronize()
-        rate = 10 * 2 * 8192**3 / (time.perf_counter() - began)
-        found.append({"type": str(dtype).removeprefix("torch."), "flops_a_second": rate})
-    return found
+        rate = 10 * 2 * 8192**3 / (time.perf_counter() - started_at)
+        measured.append({"type": str(dtype).removeprefix("torch."), "flops_a_second": rate})
+    return measured
 
 
 def measure() -> dict[str, Any]:
-    """Measure everything this machine can."""
+    """Measure everything that this machine supports."""
     import torch
     import transformers
 
@@ -130,17 +130,17 @@ def measure() -> dict[str, Any]:
 
     device = torch.cuda.get_device_properties(0)
     machine = f"one {device.name}, torch {torch.__version__}, transformers {transformers.__version__}"
-    found: dict[str, Any] = {"date": str(date.today()), "machine": machine, "products": products()}
+    measured: dict[str, Any] = {"date": str(date.today()), "machine": machine, "products": products()}
     with tempfile.TemporaryDirectory() as folder:
         for name in RUNS:
             train(Path(folder), name)
-        found["curves"] = compared(Path(folder))
-    found["training"] = [record for way in WAYS for record in records(f"benchmarks.gpu.training\t{way}")]
-    found["engine"] = []
+        measured["curves"] = compared(Path(folder))
+    measured["training"] = [record for way in WAYS for record in records(f"benchmarks.gpu.training\t{way}")]
+    measured["engine"] = []
     if find_spec("vllm"):
-        found["vllm"] = version("vllm")
-        found["engine"] = records("benchmarks.gpu.engine") + records("benchmarks.gpu.engine\t--\t--enforce-eager")
-    return found
+        measured["vllm"] = version("vllm")
+        measured["engine"] = records("benchmarks.gpu.engine") + records("benchmarks.gpu.engine\t--\t--enforce-eager")
+    return measured
 
 
 def table(head: str, rows: list[list[str]]) -> list[str]:
@@ -149,9 +149,9 @@ def table(head: str, rows: list[list[str]]) -> list[str]:
     return [f"| {head} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def page(found: dict[str, Any]) -> str:
+def page(measured: dict[str, Any]) -> str:
     """Return the page."""
-    rates = {each["type"]: each["flops_a_second"] / 1e12 for each in found["products"]}
+    rates = {each["type"]: each["flops_a_second"] / 1e12 for each in measured["products"]}
     curves = [
         [
             f"`{' '.join(each['overrides'])}`" if each["overrides"] else "FP32, as on the CPU",
@@ -159,7 +159,7 @@ def page(found: dict[str, Any]) -> str:
             f"{each['pass_rate']:.3f}",
             *(f"{each[key]:.0e}" if key in each else "-" for key in ("probe_gap_mean", "probe_gap_p99")),
         ]
-        for each in found["curves"]
+        for each in measured["curves"]
     ]
     steps = [
         [
@@ -170,9 +170,9 @@ def page(found: dict[str, Any]) -> str:
             f"{each['peak_gib']:.1f} GiB",
             f"{float(each['foretold'].split()[2]):.1f} GiB",
         ]
-        for each in found["training"]
+        for each in measured["training"]
     ]
-    engines = [  # `beside` was written into records by hand: what else ran on the GPU
+    engines = [  # the key `beside` was added to records by hand: it names other engines on the GPU
         [
             f"{each['way']}, {'eager' if '--enforce-eager' in each['flags'] else 'CUDA graphs'}"
             + (" *" if "beside" in each else ""),
@@ -184,11 +184,11 @@ def page(found: dict[str, Any]) -> str:
             "-" if "beside" in each else f"{each['awake_gib']:.1f} GiB, {each['asleep_gib']:.1f}",
             f"{each['sleep_s']:.1f} s, {each['wake_s']:.2f} s",
         ]
-        for each in found["engine"]
+        for each in measured["engine"]
         if "error" not in each
     ]
     lines = [
-        HEAD.format(**found),
+        HEAD.format(**measured),
         CURVES.format(steps=STEPS),
         *table("on the GPU | furthest from the CPU | held-out pass rate | probe, mean | probe, 99%", curves),
         AFTER_CURVES,
@@ -201,13 +201,13 @@ def page(found: dict[str, Any]) -> str:
             "weights sent by | publish | in the middle | gap | to the other weights | tokens per second | "
             "memory awake, asleep | sleep, wake"
         )
-        rollouts = found["engine"][0]["rollouts"]
-        lines += [ENGINE.format(vllm=found["vllm"], rollouts=rollouts), *table(head, engines), AFTER_ENGINE]
+        rollouts = measured["engine"][0]["rollouts"]
+        lines += [ENGINE.format(vllm=measured["vllm"], rollouts=rollouts), *table(head, engines), AFTER_ENGINE]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure, unless the page alone is asked for, and write the page."""
+    """Measure, unless --page is given, and write the page."""
     if "--page" not in sys.argv:
         RECORDS.write_text(json.dumps(measure(), indent=1) + "\n")
     PAGE.write_text(page(json.loads(RECORDS.read_text())).rstrip() + "\n")

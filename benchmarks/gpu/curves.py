@@ -1,4 +1,4 @@
-"""Ten steps of the demo's task on a GPU beside the same steps on the CPU: every metric that no clock is in."""
+"""Compare ten steps of the demo's task on a GPU with the same steps on the CPU, in every metric except times."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "live": ("driver=live",),
     **({"vllm": ("generator=vllm",), "vllm_live": ("driver=live", "generator=vllm")} if find_spec("vllm") else {}),
 }
-OF_THEIR_OWN = ("bf16", "live", "vllm", "vllm_live")  # curves that are not the CPU's
-# Of these no two runs are alike; and the probe's distances are nothing but rounding.
+NOT_COMPARABLE = ("bf16", "live", "vllm", "vllm_live")  # runs whose curves may differ from the CPU's
+# Metrics that are not compared: times differ between any two runs, and the probe's values are only rounding.
 LEFT_OUT = ("time/", "compute/device_hours", "compute/wasted_device_hours", "train/probe_")
 
 Metrics = dict[tuple[str, int], dict[str, float]]
 
 
 def train(folder: Path, name: str) -> None:
-    """Train one of the runs, its outputs under `folder`."""
+    """Train one of the runs, with outputs under `folder`."""
     start = [sys.executable, "-m"]
     if name == "fsdp2":
         start += ["torch.distributed.run", "--nproc_per_node", "1", "-m"]
@@ -47,25 +47,25 @@ def metrics_of(folder: Path, name: str) -> Metrics:
 
 
 def compared(folder: Path) -> list[dict[str, Any]]:
-    """Return of each run on the GPU how far it is from the CPU's, and what its probe found."""
-    ours = metrics_of(folder, ON_CPU)
-    found = []
+    """Return for each run on the GPU its largest difference from the CPU's, and its probe's values."""
+    on_cpu = metrics_of(folder, ON_CPU)
+    comparisons = []
     for name in RUNS:
-        theirs = metrics_of(folder, name)
+        on_gpu = metrics_of(folder, name)
         if name == ON_CPU:
             continue
         gaps = [
-            (abs(value - theirs[key][metric]) / max(1e-3, abs(value)), metric, key[1])
-            for key, metrics in ours.items()
+            (abs(value - on_gpu[key][metric]) / max(1e-3, abs(value)), metric, key[1])
+            for key, metrics in on_cpu.items()
             for metric, value in metrics.items()
-            if not metric.startswith(LEFT_OUT) and metric in theirs[key]
+            if not metric.startswith(LEFT_OUT) and metric in on_gpu[key]
         ]
-        last = theirs[("train", STEPS)]
+        last = on_gpu[("train", STEPS)]
         record: dict[str, Any] = {"run": name, "overrides": list(RUNS[name])}
-        record["pass_rate"] = theirs[("eval", STEPS)]["eval/heldout/pass_rate"]
-        if name not in OF_THEIR_OWN:
+        record["pass_rate"] = on_gpu[("eval", STEPS)]["eval/heldout/pass_rate"]
+        if name not in NOT_COMPARABLE:
             furthest, metric, step = max(gaps)
             record |= {"values": len(gaps), "furthest": furthest, "metric": metric, "step": step}
         record |= {key: last[f"train/{key}"] for key in ("probe_gap_mean", "probe_gap_p99") if f"train/{key}" in last}
-        found.append(record)
-    return found
+        comparisons.append(record)
+    return comparisons

@@ -1,8 +1,8 @@
-"""vLLM's server on the GPU of its trainer: weights by CUDA IPC and by file, a publish in the middle, sleep and wake.
+"""Measure vLLM's server on its trainer's GPU: weights by CUDA IPC and by file, a publish mid-rollout, sleep and wake.
 
     python -m benchmarks.gpu.engine [--tiny] [--no-sleep] [--bf16-head] [--only=WAY] [-- FLAGS of vLLM's server]
 
-A Qwen3-0.6B of random weights in BF16.
+The model is Qwen3-0.6B with random weights in BF16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT = tuple(range(5, 69))
 
 
 def new_model(device: str, seed: int, tiny: bool) -> nn.Module:
-    """Make a model of random weights, wide enough that its tokens differ in probability."""
+    """Make a model with random weights, wide enough that its tokens differ in probability."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_0_6B, **(TINY if tiny else {})}))
@@ -50,7 +50,7 @@ def trainers(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor
 
 
 def gap(model: nn.Module, finished: Sequence[FinishedRollout]) -> float:
-    """Return the mean distance of log-probabilities between engine and trainer."""
+    """Return the mean absolute difference of log-probabilities between engine and trainer."""
     gaps = [
         (torch.tensor(each.rollout.generator_logprobs) - trainers(model, PROMPT, each.rollout.tokens)).abs()
         for each in finished
@@ -60,25 +60,25 @@ def gap(model: nn.Module, finished: Sequence[FinishedRollout]) -> float:
 
 def drained(generator: Any) -> list[FinishedRollout]:
     """Step until nothing is in flight."""
-    found: list[FinishedRollout] = []
+    measured: list[FinishedRollout] = []
     while generator.in_flight:
-        found += generator.step().finished
-    return found
+        measured += generator.step().finished
+    return measured
 
 
 def used_gib() -> float | None:
-    """Return the GPU's memory that anybody uses."""
+    """Return the GPU memory that all processes use, in GiB."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
 
 
-def timed(call: Any, *given: Any) -> float:
-    """Return the seconds of a call."""
-    began = time.perf_counter()
-    call(*given)
-    return time.perf_counter() - began
+def timed(call: Any, *arguments: Any) -> float:
+    """Return the seconds that a call takes."""
+    started_at = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - started_at
 
 
 def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequence[str]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
     device = "cuda" if torch.cuda.is_available() else "cpu"
     slots, longest = (8, 32) if tiny else (256, 512)
     one, two = (new_model(device, seed, tiny) for seed in (1, 2))
-    found: dict[str, Any] = {"backend": backend, "fp32_head": fp32_head, "flags": flags, "trainers_gib": used_gib()}
+    measured: dict[str, Any] = {"backend": backend, "fp32_head": fp32_head, "flags": flags, "trainers_gib": used_gib()}
     token, log = secrets.token_hex(8), None
     precision = Precision("bf16", fp32_head_trainer=fp32_head, fp32_head_generator=fp32_head)
     server = prepare(
@@ -104,7 +104,7 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
     try:
         server.start()
         log = server.log.open(errors="replace")
-        found["start_s"] = timed(server.wait, 280)
+        measured["start_s"] = timed(server.wait, 280)
         generator = VLLMServerGenerator(
             one,
             precision,
@@ -113,58 +113,58 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
             token=token,
             slots=slots,
         )
-        found["way"], found["awake_gib"] = generator._sender.method, used_gib()
-        found["publish_s"], found["gaps"], found["other_gaps"] = [], [], []
+        measured["way"], measured["awake_gib"] = generator._sender.method, used_gib()
+        measured["publish_s"], measured["gaps"], measured["other_gaps"] = [], [], []
         for version, (model, other) in enumerate([(two, one), (one, two), (two, one)], 1):
-            found["publish_s"].append(timed(generator.publish, dict(model.state_dict()), version))
+            measured["publish_s"].append(timed(generator.publish, dict(model.state_dict()), version))
             generator.submit(GroupRequest(version, PROMPT, 4, (0, version), max_new_tokens=32))
-            got = drained(generator)
-            found["gaps"].append(gap(model, got))
-            found["other_gaps"].append(gap(other, got))
-        found["bytes"] = getattr(generator._sender, "bytes_sent", None)
-        # A publish while rollouts are under way: they go on, and their later tokens are the new weights'.
+            rollouts = drained(generator)
+            measured["gaps"].append(gap(model, rollouts))
+            measured["other_gaps"].append(gap(other, rollouts))
+        measured["bytes"] = getattr(generator._sender, "bytes_sent", None)
+        # Publish during rollouts: they continue, and their later tokens come from the new weights.
         generator.submit(GroupRequest(10, PROMPT, 8, (0, 10)))
         early: list[Any] = []
         while generator.sampled_in_flight < 8 * min(64, longest // 4):
             early += generator.step().finished
-        found["in_the_middle_s"] = timed(generator.publish, dict(one.state_dict()), 4)
+        measured["in_the_middle_s"] = timed(generator.publish, dict(one.state_dict()), 4)
         versions = [each.rollout.weight_versions for each in early + drained(generator)]
-        found["versions"] = sorted({tuple(sorted(set(each))) for each in versions})
-        began = time.perf_counter()
+        measured["versions"] = sorted({tuple(sorted(set(each))) for each in versions})
+        started_at = time.perf_counter()
         groups = max(1, slots // 8)
         for number in range(groups):
             generator.submit(GroupRequest(20 + number, PROMPT[: 16 + number % 32], 8, (0, 20 + number)))
         tokens = sum(len(each.rollout.tokens) for each in drained(generator))
-        found["tokens_a_second"], found["rollouts"] = tokens / (time.perf_counter() - began), 8 * groups
+        measured["tokens_a_second"], measured["rollouts"] = tokens / (time.perf_counter() - started_at), 8 * groups
         if sleeps:
-            found["sleep_s"], found["asleep_gib"] = timed(generator.sleep), used_gib()
-            found["wake_s"], found["woken_gib"] = timed(generator.wake), used_gib()
+            measured["sleep_s"], measured["asleep_gib"] = timed(generator.sleep), used_gib()
+            measured["wake_s"], measured["woken_gib"] = timed(generator.wake), used_gib()
             generator.submit(GroupRequest(90, PROMPT, 4, (0, 90), max_new_tokens=32))
-            found["gap_after_sleep"] = gap(one, drained(generator))
-            found["publish_after_sleep_s"] = timed(generator.publish, dict(two.state_dict()), 5)
+            measured["gap_after_sleep"] = gap(one, drained(generator))
+            measured["publish_after_sleep_s"] = timed(generator.publish, dict(two.state_dict()), 5)
             generator.submit(GroupRequest(91, PROMPT, 4, (0, 91), max_new_tokens=32))
-            found["gap_after_that"] = gap(two, drained(generator))
+            measured["gap_after_that"] = gap(two, drained(generator))
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"[:2000]
-        found["log"] = log.read()[-6000:] if log else ""
+        measured["error"] = f"{type(error).__name__}: {error}"[:2000]
+        measured["log"] = log.read()[-6000:] if log else ""
     finally:
         if generator is not None:
             generator.close()
         server.close()
-    return found
+    return measured
 
 
 def main() -> None:
-    """Measure the ways that this machine has, one after the other."""
+    """Measure the ways of sending weights that this machine supports, one after the other."""
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    ours, flags = sys.argv[1:place], sys.argv[place + 1 :]
+    our_flags, flags = sys.argv[1:place], sys.argv[place + 1 :]
     on_gpu = torch.cuda.is_available()
-    sleeps, fp32_head = on_gpu and "--no-sleep" not in ours, "--bf16-head" not in ours
-    only = [each.removeprefix("--only=") for each in ours if each.startswith("--only=")]
+    sleeps, fp32_head = on_gpu and "--no-sleep" not in our_flags, "--bf16-head" not in our_flags
+    only = [each.removeprefix("--only=") for each in our_flags if each.startswith("--only=")]
     for backend in only or (("ipc", "scalerl") if on_gpu else ("scalerl",)):
-        found = measure(backend, "--tiny" in ours, sleeps, fp32_head, flags)
-        print("RECORD " + json.dumps(found), flush=True)
-        if "start_s" not in found:  # nor will it start with another way for weights
+        measured = measure(backend, "--tiny" in our_flags, sleeps, fp32_head, flags)
+        print("RECORD " + json.dumps(measured), flush=True)
+        if "start_s" not in measured:  # a server that did not start will not start with another backend either
             break
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from sweeps.run.journal import JournalView, read_journal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DENSE_BF16 = 989e12  # FLOPs a second of an H100 or H200 by its data sheet, without sparsity
+DENSE_BF16 = 989e12  # FLOPs per second of an H100 or H200 by its data sheet, without sparsity
 # For the GPU: BF16, 64 prompts x 16 per step, and passes as large as its memory allows.
 SETTINGS = (
     *("experiment=real_model", "precision=bf16", "batch.prompts=64", "batch.completions=16"),
@@ -43,33 +43,33 @@ STOPS_IN_S = 60.0
 
 
 def joined(parts: Sequence[Path], folder: Path) -> Path:
-    """Return a folder with the model as one file, its parts in their order."""
+    """Join the parts of the model in this order into one file, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "model.gguf").open("wb") as whole:
+    with (folder / "model.gguf").open("wb") as joined_file:
         for part in parts:
             with part.open("rb") as handle:
-                shutil.copyfileobj(handle, whole)
+                shutil.copyfileobj(handle, joined_file)
     return folder
 
 
 def train(name: str, model: Path, folder: Path, steps: int, end: float, overrides: Sequence[str]) -> None:
-    """Train one of the runs until its steps are done or the time is over; a failed run is not retried."""
-    own = [f"model.path={model}", f"budget.steps={steps}", f"output_dir={folder / name}"]
-    command = [sys.executable, "-m", "lightning_scalerl.train", *SETTINGS, *RUNS[name], *own, *overrides]
+    """Train one of the runs until its steps are done or the time is up. A failed run is not retried."""
+    run_settings = [f"model.path={model}", f"budget.steps={steps}", f"output_dir={folder / name}"]
+    command = [sys.executable, "-m", "lightning_scalerl.train", *SETTINGS, *RUNS[name], *run_settings, *overrides]
     with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        for ask in (process.terminate, process.kill):
+        for stop_process in (process.terminate, process.kill):
             try:
                 process.wait(max(0.0, end - time.monotonic()))
                 return
             except subprocess.TimeoutExpired:
-                ask()
+                stop_process()
                 end = time.monotonic() + STOPS_IN_S
 
 
 def summary(journal: JournalView) -> dict[str, Any]:
     """Return a run's steps, tokens per second, share of the peak, and pass rates."""
     steps, evaluations = journal.of_kind("train"), journal.of_kind("eval")
-    found: dict[str, Any] = {
+    run_summary: dict[str, Any] = {
         "status": journal.status,
         "steps": len(steps),
         "pass_rate": [[each.step, each.metrics.get("eval/heldout/pass_rate")] for each in evaluations],
@@ -78,12 +78,12 @@ def summary(journal: JournalView) -> dict[str, Any]:
         last = steps[-1].metrics
         spent = {part: 3600 * last[f"compute/device_hours_{part}"] for part in ("generate", "train")}
         tokens = last["verify/scored"] * fmean(each.metrics["train/completion_tokens"] for each in steps)
-        found |= {
+        run_summary |= {
             "seconds": spent,
             "tokens_a_second": tokens / spent["generate"] if spent["generate"] else None,
             "share_of_the_peak_in_training": last["compute/flops_train"] / spent["train"] / DENSE_BF16,
         }
-    return found
+    return run_summary
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,11 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.runs.split(",")
     for number, name in enumerate(chosen):
         # Equal shares of the remaining time: a run that ends early leaves more to the others.
-        left = begin + 60 * options.minutes - STOPS_IN_S - time.monotonic()
-        if left <= 0:
+        remaining_s = begin + 60 * options.minutes - STOPS_IN_S - time.monotonic()
+        if remaining_s <= 0:
             break
         train(
-            name, model, options.out, options.steps, time.monotonic() + left / (len(chosen) - number), options.override
+            name,
+            model,
+            options.out,
+            options.steps,
+            time.monotonic() + remaining_s / (len(chosen) - number),
+            options.override,
         )
         for journal in options.out.glob(f"{name}/runs/*/metrics.jsonl"):
             results[name] = summary(read_journal(journal.parent))

@@ -1,4 +1,4 @@
-"""Rollouts of given lengths without sampling, so that a measurement is of training alone."""
+"""Rollouts of given lengths without sampling, for measurements of training only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QWEN3_0_6B = {
 
 
 def new_model(device: str, **changed: Any) -> Qwen3ForCausalLM:
-    """Make a Qwen3 of random weights whose every token has the same probability: its last norm is zero."""
+    """Make a Qwen3 with random weights. Its last norm is zero, so that all tokens have the same probability."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_0_6B, **changed}))
@@ -41,14 +41,14 @@ def new_model(device: str, **changed: Any) -> Qwen3ForCausalLM:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a word for each of the vocabulary's first thousand ids."""
+    """Return a tokenizer with one word for each of the first thousand ids of the vocabulary."""
     by_word = Tokenizer(models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0"))
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=by_word, pad_token="w0", eos_token="w999")
 
 
 class Words(Task):
-    """Prompts of one length; half of a group's completions, those that begin with an even word, are right."""
+    """A task with prompts of one length. Completions that begin with an even word, half of each group, are correct."""
 
     trusted = True
 
@@ -61,7 +61,7 @@ class Words(Task):
         return [Prompt(f"train-{number}", text) for number, text in enumerate(self._texts)]
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return a set that is never evaluated here, for a task has to have one."""
+        """Return a set that is never evaluated. A task needs one."""
         return {"heldout": [Prompt("heldout-0", "w1 w2 w3")]}
 
     def reward(self, prompt: Prompt, completion: str) -> float:
@@ -70,7 +70,7 @@ class Words(Task):
 
 
 class Replayed(ScriptedGenerator):
-    """A generator that has every rollout ready at once; `lengths(number)` are the tokens of the run's number-th."""
+    """A generator whose rollouts are finished at once. The run's n-th rollout has `lengths(n)` tokens."""
 
     def __init__(self, lengths: Callable[[int], int], slots: int) -> None:
         self._seen = 0
@@ -83,7 +83,7 @@ class Replayed(ScriptedGenerator):
         super().__init__(script, slots)
 
     def step(self) -> StepReport:
-        """Return all that was submitted; log-probabilities are those of a uniform distribution, as the model's are."""
+        """Return all submitted rollouts. Log-probabilities are uniform over the vocabulary, like the model's."""
         finished = []
         for request, index in self._waiting:
             tokens = list(self._script(request, index))

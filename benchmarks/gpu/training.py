@@ -1,4 +1,4 @@
-"""Memory and speed of training steps of a Qwen3-0.6B with random weights, one way a process."""
+"""Measure memory and speed of training steps of a Qwen3-0.6B with random weights, one configuration per process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.model import policy
 
 GIB = 2**30
-STEPS = 4  # of which the first is set-up
+STEPS = 4  # the first one is warm-up
 COMMON = (
     "scale=0.6b",
     "scaled_for=null",
@@ -38,7 +38,7 @@ SHORT = ("context.max_prompt_tokens=512", "context.max_new_tokens=1024", "batch.
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: overrides of the recipe, and whether the head makes all logits of a pass at once."""
+    """A way to train: overrides of the recipe, whether the head computes all logits of a pass at once, and TF32."""
 
     overrides: tuple[str, ...]
     whole_head: bool = False
@@ -61,7 +61,7 @@ TINY |= {"num_key_value_heads": 2}
 
 
 class Clock(Callback):
-    """Seconds of each training step, the device's work among them."""
+    """Measures the seconds of each training step, including the device's work."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -69,7 +69,7 @@ class Clock(Callback):
         self._began = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        """Begin a step, whose batch is there."""
+        """Start the clock. The batch is already there."""
         wait(module.device)
         if module.device.type == "cuda" and len(self.seconds) == 1:
             torch.cuda.reset_peak_memory_stats()
@@ -77,28 +77,28 @@ class Clock(Callback):
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        """End it."""
+        """Stop the clock."""
         wait(module.device)
         self.seconds.append(time.perf_counter() - self._began)
         self.flops = module.meter.metrics()["compute/flops_train"] - self.flops
 
 
 def wait(device: torch.device) -> None:
-    """Wait for what a GPU still computes."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def lengths_of(overrides: tuple[str, ...]) -> Callable[[int], int]:
-    """Return the tokens of the completions: all of one length, or from 64 to the most."""
-    most = int(next(each for each in overrides if "max_new_tokens" in each).partition("=")[2])
-    if most > 1024:
-        return lambda index: most
-    return lambda index: random.Random(index).randint(64, most)
+    """Return the function from a rollout's number to its tokens: always the maximum, or random from 64 to 1,024."""
+    max_tokens = int(next(each for each in overrides if "max_new_tokens" in each).partition("=")[2])
+    if max_tokens > 1024:
+        return lambda index: max_tokens
+    return lambda index: random.Random(index).randint(64, max_tokens)
 
 
 def measure(name: str, tiny: bool = False) -> dict[str, Any]:
-    """Take a few steps and return their seconds, tokens, FLOPs and memory, measured and foretold."""
+    """Train a few steps and return their seconds, tokens, FLOPs and memory, measured and predicted."""
     way = WAYS[name]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     overrides = list(COMMON + way.overrides)
@@ -109,7 +109,7 @@ def measure(name: str, tiny: bool = False) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = way.tf32
     recipe = load_recipe("scalerl", overrides)
     lengths = (lambda index: 24) if tiny else lengths_of(way.overrides)
-    recipe = replace(recipe, generator=lambda model, **given: Replayed(lengths, 4096))
+    recipe = replace(recipe, generator=lambda model, **options: Replayed(lengths, 4096))
     module = ScaleRL(new_model(device, **(TINY if tiny else {})), recipe, tokenizer=words())
     clock = Clock()
     trainer = Trainer(
@@ -123,9 +123,12 @@ def measure(name: str, tiny: bool = False) -> dict[str, Any]:
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=RolloutDataModule(Words(8 if tiny else 512)))
-    rows = recipe.batch.prompts * recipe.batch.completions
+    rollouts_per_step = recipe.batch.prompts * recipe.batch.completions
     prompt = 8 if tiny else 512
-    counts = [sum(prompt + lengths(step * rows + row) for row in range(rows)) for step in range(STEPS)]
+    counts = [
+        sum(prompt + lengths(step * rollouts_per_step + row) for row in range(rollouts_per_step))
+        for step in range(STEPS)
+    ]
     peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
     return {
         "way": name,
@@ -140,7 +143,7 @@ def measure(name: str, tiny: bool = False) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the way that is named and print what was found in one line."""
+    """Measure the way named on the command line, and print the record in one line."""
     print("RECORD " + json.dumps(measure(sys.argv[1], "--tiny" in sys.argv)), flush=True)
 
 

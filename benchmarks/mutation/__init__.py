@@ -1,1 +1,1 @@
-"""Mutants of our source, and whether the tests notice them; see `__main__.py`."""
+"""Mutation testing of our source; see `__main__.py`."""

@@ -1,4 +1,4 @@
-"""Which modules are mutated, and which test files are asked about them: adapt `tests` when test files move."""
+"""Groups of modules to mutate, with the test files that should kill their mutants. Adapt them when test files move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Group:
     """Modules that are mutated together.
 
     Args:
-        modules: files, from the root of the tree.
-        tests: the test files that a maintainer would name for them, the cheapest first.
-        torch: the tests import torch whatever `tests/conftest.py` does.
+        modules: files, relative to the root of the tree.
+        tests: the test files that a maintainer would choose for them, the cheapest first.
+        torch: the tests import torch even if `tests/conftest.py` does not.
     """
 
     modules: tuple[str, ...]

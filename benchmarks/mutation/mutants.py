@@ -1,4 +1,4 @@
-"""Mutants of Python source: one small change of one line each, at which a test should fail."""
+"""Mutants of Python source: small changes of one line each, which should make a test fail."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Mutant:
 
     Args:
         id: group and number.
-        group: of `groups.GROUPS`.
-        file: from the root of the tree.
-        line: its number when the list was made, for people.
-        occurrence: which of the file's lines with this text, from 0; that finds it again when others have moved.
-        function: what it stands in.
-        kind: of change.
-        before: the line as it is.
-        after: the line as it becomes.
+        group: name in `groups.GROUPS`.
+        file: path relative to the root of the tree.
+        line: line number when the list was made, for information.
+        occurrence: index among the file's lines with the same text, from 0. It finds the line even if lines moved.
+        function: the function that contains the line.
+        kind: kind of change.
+        before: the original line.
+        after: the changed line.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Mutant:
     after: str
 
     def applied(self, source: str) -> str | None:
-        """The source with the change; None if it has no such line."""
+        """Return the source with the change, or None if it does not contain the line."""
         lines = source.split("\n")
         places = [at for at, line in enumerate(lines) if line == self.before]
         if len(places) <= self.occurrence:
@@ -60,26 +60,26 @@ class Mutant:
 
 @dataclass
 class _Finder(ast.NodeVisitor):
-    """Every change of one line, as (line from 0, function, kind, the line as it becomes)."""
+    """Collects every change of one line as (line from 0, function, kind, changed line)."""
 
     lines: list[str]
     found: list[tuple[int, str, str, str]] = field(default_factory=list)
     scope: tuple[str, ...] = ()
 
     def put(self, kind: str, line: int, start: int, end: int, text: str) -> None:
-        """Replace bytes start to end of a line (from 1)."""
+        """Record a change that replaces bytes start to end of a line (counted from 1)."""
         raw = self.lines[line - 1].encode()
         after = (raw[:start] + text.encode() + raw[end:]).decode()
         self.found.append((line - 1, ".".join(self.scope), kind, after))
 
     def whole(self, kind: str, node: ast.expr | ast.stmt, text: str) -> None:
-        """Replace a node that stands on one line; {} is its own text."""
+        """Record a change that replaces a node on one line; {} in `text` is the node's source."""
         if node.lineno == node.end_lineno and node.end_col_offset is not None:
             raw = self.lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
             self.put(kind, node.lineno, node.col_offset, node.end_col_offset, text.replace("{}", raw))
 
     def between(self, kind: str, left: ast.expr, right: ast.expr) -> None:
-        """Swap the operator between two operands of one line."""
+        """Record a change that swaps the operator between two operands on one line."""
         if left.end_lineno == right.lineno and left.end_col_offset is not None:
             raw = self.lines[right.lineno - 1].encode()
             gap = raw[left.end_col_offset : right.col_offset].decode()
@@ -114,10 +114,10 @@ class _Finder(ast.NodeVisitor):
         self.whole("raise removed", node, "pass")
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """A message."""
+        """Skip f-strings: they are messages."""
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Nothing to change."""
+        """Skip imports."""
 
     visit_ImportFrom = visit_Import  # noqa: N815
 
@@ -216,7 +216,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _text(node: ast.expr) -> bool:
-    """Whether it is a text, or a type: neither is arithmetic."""
+    """Whether a node is text or a type, so that an operator on it is not arithmetic."""
     if isinstance(node, ast.BinOp):
         return _text(node.left) or _text(node.right)
     if isinstance(node, ast.Name):
@@ -225,39 +225,41 @@ def _text(node: ast.expr) -> bool:
 
 
 def changes(source: str) -> list[tuple[int, str, str, str]]:
-    """Every change of one line: (line from 0, function, kind, the line as it becomes)."""
+    """Return every change of one line: (line from 0, function, kind, changed line)."""
     finder = _Finder(source.split("\n"))
     finder.visit(ast.parse(source))
     return finder.found
 
 
-def differs(source: str, at: int, after: str) -> bool:
-    """Whether a change gives a program, and another one."""
+def differs(source: str, line_index: int, after: str) -> bool:
+    """Whether the changed source is valid and its syntax tree differs."""
     lines = source.split("\n")
     try:
-        return ast.dump(ast.parse("\n".join((*lines[:at], after, *lines[at + 1 :])))) != ast.dump(ast.parse(source))
+        return ast.dump(ast.parse("\n".join((*lines[:line_index], after, *lines[line_index + 1 :])))) != ast.dump(
+            ast.parse(source)
+        )
     except SyntaxError:
         return False
 
 
 def sample(tree: Path, group: str, files: tuple[str, ...], count: int, seed: int) -> list[Mutant]:
-    """So many mutants of a group, spread over its files, functions and kinds of change; the same for the same seed."""
+    """Draw `count` mutants of a group, spread over files, functions and kinds of change. Deterministic per seed."""
     sources = {file: (tree / file).read_text() for file in files}
-    every = [(file, *change) for file, source in sources.items() for change in changes(source)]
-    random.Random(f"{seed} {group}").shuffle(every)
+    candidates = [(file, *change) for file, source in sources.items() for change in changes(source)]
+    random.Random(f"{seed} {group}").shuffle(candidates)
     used: Counter[tuple[str, object]] = Counter()
     chosen: list[tuple[str, int, str, str, str]] = []
-    while every and len(chosen) < count:
-        # The first of those whose line, file, function and kind have been taken least.
-        best = min(every, key=lambda one: [used[part] for part in _parts(one)])
-        every.remove(best)
+    while candidates and len(chosen) < count:
+        # Prefer changes whose line, file, function and kind have been used least.
+        best = min(candidates, key=lambda candidate: [used[part] for part in _parts(candidate)])
+        candidates.remove(best)
         if not differs(sources[best[0]], best[1], best[4]):
             continue
         used.update(_parts(best))
         chosen.append(best)
-        if best[3] == CRUDE:  # any test sees that; once is enough
-            every = [one for one in every if one[3] != CRUDE]
-    chosen.sort(key=lambda one: (files.index(one[0]), one[1]))
+        if best[3] == CRUDE:  # any test notices it, so one per group is enough
+            candidates = [candidate for candidate in candidates if candidate[3] != CRUDE]
+    chosen.sort(key=lambda candidate: (files.index(candidate[0]), candidate[1]))
     return [
         Mutant(
             f"{group}-{number:02}", group, file, at + 1, lines[:at].count(lines[at]), function, kind, lines[at], after

@@ -1,10 +1,10 @@
-"""A process that has the third-party packages imported, nothing of ours, and forks one child for each run of pytest.
+"""A server that imports third-party packages, but no package of the project, and forks a child per run of pytest.
 
-Started with the tree as its working directory and in front of PYTHONPATH, and with the packages as arguments. A line on
-standard input is a request, `{"tests": [...], "markers": ..., "timeout": ..., "cpu": ..., ...}`; a line on standard
-output is its answer: pytest's exit code (None: timeout), the first test that failed, how many passed and were skipped,
-seconds by the clock and of the processor. Whatever else runs on the machine, a loop without end meets the limit of its
-own processor time (`cpu`). What a run leaves behind, its processes included, is gone before the answer.
+It is started in the tree, with the tree first on PYTHONPATH and the packages as arguments. A line on standard input is
+a request, `{"tests": [...], "markers": ..., "timeout": ..., "cpu": ..., ...}`. The answer is a line on standard output:
+pytest's exit code (None for a timeout), the first test that failed, numbers of passed and skipped tests, and seconds of
+wall-clock and CPU time. The limit on CPU time (`cpu`) ends an endless loop even on a busy machine. All processes that a
+run leaves behind are killed before the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SUBREAPER = 36  # prctl: orphaned descendants become children of this process
 
 
 class _Report:
-    """A plugin that keeps what the answer says."""
+    """A pytest plugin that collects the results for the answer."""
 
     def __init__(self) -> None:
         self.failed: str | None = None
@@ -65,23 +65,23 @@ def _child(request: dict[str, Any], answer: int) -> None:
         f"--basetemp={request['temporary']}",
     ]
     code = pytest.main([*options, "-m", request["markers"], *request["tests"]], plugins=[report])
-    said = {"code": int(code), "failed": report.failed, "passed": report.passed, "skipped": report.skipped}
-    os.write(answer, json.dumps(said).encode())
+    outcome = {"code": int(code), "failed": report.failed, "passed": report.passed, "skipped": report.skipped}
+    os.write(answer, json.dumps(outcome).encode())
 
 
 def _descendants(process: int) -> list[int]:
-    found = []
-    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+    descendants = []
+    for children_file in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for child in map(int, listed.read_text().split()):
-                found += [*_descendants(child), child]
-    return found
+            for child in map(int, children_file.read_text().split()):
+                descendants += [*_descendants(child), child]
+    return descendants
 
 
 def _end_all() -> None:
-    """End whatever a run has left; orphans have become children of this process."""
-    while left := _descendants(os.getpid()):
-        for process in left:
+    """Kill all processes that a run left behind. Orphans have become children of this process."""
+    while remaining := _descendants(os.getpid()):
+        for process in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -94,8 +94,8 @@ def _spent() -> float:
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Run pytest once, in a child."""
-    began, before = time.monotonic(), _spent()
+    """Run pytest once in a child process and return the answer."""
+    started_at, cpu_before = time.monotonic(), _spent()
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -106,26 +106,30 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
             os._exit(0)
     os.close(writing)
     answer: dict[str, Any] = {"code": None, "failed": None, "passed": 0, "skipped": 0}
-    deadline = began + request["timeout"]
+    deadline = started_at + request["timeout"]
     end = None
     while (end is None or end.si_pid != process) and time.monotonic() < deadline:
         if end is None:
             time.sleep(0.05)
         else:
-            os.waitpid(end.si_pid, 0)  # an orphan: tests look whether such a process is gone
+            os.waitpid(end.si_pid, 0)  # reap an orphan: some tests check that such a process is gone
         end = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     _end_all()
     ended = end is not None and end.si_pid == process and end.si_status != signal.SIGXCPU
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read() if ended else b""
+        outcome_text = pipe.read() if ended else b""
     if ended:
-        # A child that died without a word took pytest down with it.
-        answer = json.loads(said) if said else {**answer, "code": 3, "failed": "(the process of pytest died)"}
-    return {**answer, "seconds": round(time.monotonic() - began, 2), "cpu": round(_spent() - before, 2)}
+        # The child died without an answer, so pytest crashed.
+        answer = (
+            json.loads(outcome_text)
+            if outcome_text
+            else {**answer, "code": 3, "failed": "(the process of pytest died)"}
+        )
+    return {**answer, "seconds": round(time.monotonic() - started_at, 2), "cpu": round(_spent() - cpu_before, 2)}
 
 
 def main() -> None:
-    """Import what is asked for and serve until standard input ends."""
+    """Import the packages and serve requests until standard input ends."""
     sys.path.pop(0)  # the folder of this file
     sys.path.insert(0, str(Path.cwd()))
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)

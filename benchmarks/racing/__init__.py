@@ -1,1 +1,1 @@
-"""Racing held against its rivals on simulated studies; see `__main__`."""
+"""Comparison of racing with other stopping rules on simulated studies; see `__main__`."""

@@ -1,18 +1,24 @@
-"""Does racing beat what people do now, at the same compute? Simulated studies of which the truth is known.
+"""Does racing beat current stopping rules at the same compute? Simulated studies with known truth.
 
 A study has eight recipes, one run each, evaluated twenty times up to the budget on the same held-out prompts. Methods
-stop runs on their way; each is charged for all that it has seen. What counts is how far the recipe that a method names
-lies below the best at the budget (regret, of the recipes' true means), the compute spent, and false kills: stopped
-recipes whose true reward at the budget exceeds that of every recipe left by more than 0.02.
+stop runs early, and pay for all compute that they observed. They are compared by three numbers: regret (how far the
+true reward at the budget of the recipe that they name is below the best), compute, and false kills (stopped recipes
+whose true reward at the budget exceeds that of every remaining recipe by more than 0.02).
 
-Against racing stand: no stopping; successive halving (eta 2, 3, 4, from many grace periods; the later ones are halving
-with more money, arXiv 2508.14818), with all runs abreast and as Optuna's ASHA; Optuna's Hyperband; the median rule,
-Optuna's and one with all runs abreast; a signed-rank test over prompts, which is Optuna's WilcoxonPruner; Syne Tune's
-DyHPO and MOBSTER; and racing on the last value seen in place of the forecast.
+Racing is compared with:
 
-Studies are kept as they are done, in `--work`: a run goes on where another left off, and tells of all that are there,
-so that some settings may have more of them than others. Syne Tune's last version with
-these methods asks for an old NumPy, so it has an environment of its own:
+- no stopping;
+- successive halving with all runs in parallel, and Optuna's ASHA (eta 2, 3, 4 and many grace periods; later ones are
+  halving with more compute, arXiv 2508.14818);
+- Optuna's Hyperband;
+- the median rule, Optuna's and one with all runs in parallel;
+- a signed-rank test over prompts, as in Optuna's WilcoxonPruner;
+- Syne Tune's DyHPO and MOBSTER;
+- racing by the last value instead of the forecast.
+
+Finished studies are kept in `--work`. A later run continues there and reports all studies in the folder, so some
+settings may have more of them than others. The last version of Syne Tune with these methods requires an old NumPy, so
+it needs a separate environment:
 
     python -m venv syne && syne/bin/pip install "syne-tune[gpsearchers]==0.13.0" "numpy<2"
     python -m benchmarks.racing [--studies 2000] [--settings NAME ...] [--syne syne/bin/python]
@@ -48,7 +54,7 @@ NO_STOPPING = "all runs to the budget"
 
 
 def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Methods that no other beats in both regret and compute, the cheapest first."""
+    """Return the methods that no other beats in both regret and compute, the cheapest first."""
     return sorted(
         (
             name
@@ -67,25 +73,28 @@ def _row(name: str, rows: Array) -> str:
     )
 
 
-def table(found: Mapping[str, Array]) -> Iterator[str]:
-    """Of one setting: the frontier, every racing and Hyperband that is not on it, with what beats it."""
-    points = {name: (float(rows[:, 0].mean()), float(rows[:, 1].mean())) for name, rows in found.items()}
+def table(rows_by_method: Mapping[str, Array]) -> Iterator[str]:
+    """Yield the table of a setting: the frontier, and all other races and Hyperband variants with what beats them."""
+    points = {name: (float(rows[:, 0].mean()), float(rows[:, 1].mean())) for name, rows in rows_by_method.items()}
     best = frontier(points)
-    rest = [name for name in points if name.startswith(("racing", "Optuna's Hyperband"))]
+    always_listed = [name for name in points if name.startswith(("racing", "Optuna's Hyperband"))]
     yield "| method | compute | regret | stopped per study | false kills | on the frontier |"
     yield "|---|---|---|---|---|---|"
-    for name in sorted({*best, *rest, NO_STOPPING}, key=lambda name: points[name][1]):
+    for name in sorted({*best, *always_listed, NO_STOPPING}, key=lambda name: points[name][1]):
         regret, compute = points[name]
         beaten = [other for other, (r, c) in points.items() if r < regret and c < compute]
-        said = "yes" if not beaten else f"no: {min(beaten, key=lambda other: points[other][0])}"
-        yield f"{_row(name, found[name])} {said} |"
+        on_frontier = "yes" if not beaten else f"no: {min(beaten, key=lambda other: points[other][0])}"
+        yield f"{_row(name, rows_by_method[name])} {on_frontier} |"
 
 
-def beside(found: Mapping[str, Array], names: Sequence[str]) -> Iterator[str]:
-    """Some methods on the same few studies."""
+def comparison_table(rows_of_methods: Mapping[str, Array], names: Sequence[str]) -> Iterator[str]:
+    """Yield the table of some methods on the same few studies."""
     yield "| method | compute | regret | stopped per study | false kills |"
     yield "|---|---|---|---|---|"
-    yield from (_row(name, found[name]) for name in sorted(names, key=lambda name: float(found[name][:, 1].mean())))
+    yield from (
+        _row(name, rows_of_methods[name])
+        for name in sorted(names, key=lambda name: float(rows_of_methods[name][:, 1].mean()))
+    )
 
 
 SET_UP = wrapped(
@@ -113,14 +122,21 @@ SET_UP = wrapped(
 
 
 def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None) -> dict[str, list[str]]:
-    """Simulate what is missing. Returns the page's sections: all methods, and Syne Tune's if they are asked for."""
+    """Simulate missing studies; return the page's sections: all methods, and Syne Tune's if `syne` is given."""
     lines: list[str] = list(SET_UP)
     few_lines: list[str] = []
     for setting in settings:
         others = simulate("rivals", rivals.outcomes, setting, studies, work)
         racing = simulate("ours", ours.outcomes, setting, studies, work)
-        found = together(others, racing)
-        lines += ["", f"## {setting.name}", "", f"{len(found[NO_STOPPING])} studies.", "", *table(found)]
+        outcomes_by_method = together(others, racing)
+        lines += [
+            "",
+            f"## {setting.name}",
+            "",
+            f"{len(outcomes_by_method[NO_STOPPING])} studies.",
+            "",
+            *table(outcomes_by_method),
+        ]
         if syne is not None:
             few = simulate("syne", partial(of_syne_tune, syne), setting, min(studies, SYNE_STUDIES), work)
             same = together(others, racing, few)
@@ -129,22 +145,22 @@ def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None
 
 
 def syne_section(name: str, same: Mapping[str, Array], names: Sequence[str]) -> list[str]:
-    """Syne Tune's methods and others on the first studies of a setting."""
-    few = len(same[NO_STOPPING])
+    """Return the table of Syne Tune's methods and others on the first studies of a setting."""
+    few_studies = len(same[NO_STOPPING])
     return [
         *(
             "",
             f"### {name}",
             "",
-            f"Syne Tune's methods on the first {few} studies, and other methods on the same studies:",
+            f"Syne Tune's methods on the first {few_studies} studies, and other methods on the same studies:",
             "",
         ),
-        *beside(same, names),
+        *comparison_table(same, names),
     ]
 
 
 def main() -> None:
-    """Simulate and print, or write the page."""
+    """Simulate, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", type=int, default=2000)
     parser.add_argument("--settings", nargs="+", choices=[each.name for each in SETTINGS], metavar="NAME")

@@ -1,10 +1,10 @@
-"""Races on studies that were really run, each to several budgets: what was spared, and what was lost by it.
+"""Race real studies to several budgets: how much compute is saved, and how much reward is lost?
 
-What is true at a budget is the mean reward over the last tenth before it, over seeds, of the recipes that got there.
-Regret: how far that of the recipe that is named at the end lies below the best one's; false: recipes that were stopped
-although it lies above all that were left by more than 0.02. Beside it, at the same evaluations: successive halving
-(half are kept at a quarter and at half of the budget), and the best so far at a fifth of the budget, which a race's
-first look has.
+The true reward of a recipe at a budget is the mean over the last tenth of compute before it, averaged over seeds. Only
+recipes that reached the budget count. Regret is how far the true reward of the recipe named at the end is below the
+best. False stops are recipes that were stopped although their true reward is more than 0.02 above all remaining ones.
+Two other rules see the same evaluations: successive halving (half are kept at a quarter and at half of the budget), and
+taking the best at a fifth of the budget, where a race has its first look.
 
     python -m benchmarks.racing.real [--also FILE:BUDGET ...] [--out docs/measured/real_races.md]
 """
@@ -26,14 +26,14 @@ from sweeps.parallel import cores, mapped
 from sweeps.source.load import load
 
 STUDIES: tuple[tuple[str, tuple[float, ...]], ...] = (
-    # `experiment=replication` as it was once: at a hotter rate, in BF16, where recipes cross and runs are lost.
+    # An old version of `experiment=replication` with a higher learning rate in BF16: recipes cross and runs collapse.
     ("benchmarks/racing/replication_hot.csv", (2e11, 3e11, 4.5e11, 6.07e11, 8e11, 1e12)),
     ("benchmarks/real/train_rasbt.csv", (250.0, 500.0)),
     ("benchmarks/real/eval_rasbt_ch07_math500.csv", (250.0, 500.0)),
     ("benchmarks/real/train_marinfold_exp237.csv", (80.0, 180.0)),
     ("benchmarks/real/train_nhockid_openrs.csv", (50.0,)),
 )
-# Nothing was set on this one: `experiment=replication` as it is.
+# The current `experiment=replication`. It was not used for setting the rules.
 HELD_OUT = (("docs/measured/replication/curves.csv", (1.5e11, 2e11, 3e11, 4.5e11, 5.9e11, 8e11)),)
 LATE, MARGIN = 0.9, 0.02
 RULES: dict[str, dict[str, Any]] = {
@@ -45,68 +45,70 @@ LOOK, RUNGS = 0.2, (0.25, 0.5)
 
 
 def reward_near(curve: Curve, compute: float) -> float:
-    """Mean reward over the last tenth before a compute, the last evaluation at least; over seeds."""
+    """Return the mean over seeds of the reward in the last tenth before a compute, at least of the last evaluation."""
     means = []
     for seed in np.unique(curve.seed):
-        own = (curve.seed == seed) & (curve.compute <= compute)
-        if own.any():
-            late = own & (curve.compute >= min(LATE * compute, float(curve.compute[own].max())))
+        seed_points = (curve.seed == seed) & (curve.compute <= compute)
+        if seed_points.any():
+            late = seed_points & (curve.compute >= min(LATE * compute, float(curve.compute[seed_points].max())))
             means.append(float(curve.reward[late].mean()))
     return float(np.mean(means))
 
 
 def halving(curves: Mapping[str, Curve], budget: float) -> tuple[str, float, list[str]]:
-    """The winner, the share of compute spent, and who was stopped."""
-    left, spent, stopped = list(curves), 0.0, []
-    before = 0.0
+    """Return the winner of successive halving, its share of compute, and the stopped recipes."""
+    remaining, spent, stopped = list(curves), 0.0, []
+    previous_rung = 0.0
     for rung in (*RUNGS, 1.0):
-        spent += len(left) * (rung - before)
-        before = rung
-        by = sorted(left, key=lambda name: -reward_near(curves[name], rung * budget))
-        keep = 1 if rung == 1.0 else -(-len(left) // 2)
+        spent += len(remaining) * (rung - previous_rung)
+        previous_rung = rung
+        by = sorted(remaining, key=lambda name: -reward_near(curves[name], rung * budget))
+        keep = 1 if rung == 1.0 else -(-len(remaining) // 2)
         stopped += [] if rung == 1.0 else by[keep:]
-        left = by[:keep]
-    return left[0], spent / len(curves), stopped
+        remaining = by[:keep]
+    return remaining[0], spent / len(curves), stopped
 
 
 def rows(study: tuple[str, float]) -> list[str]:
-    """Of one study and budget: the race, halving, and the best at a fifth of the budget."""
+    """Return the table's rows of a study and budget: races, halving, and the best at a fifth of the budget."""
     source, budget = study
-    every = [curve.take(curve.compute <= budget) for curve in load([source]).curves]
-    curves = {curve.recipe: curve for curve in every if curve.compute.max() >= LATE * budget}
+    cut_curves = [curve.take(curve.compute <= budget) for curve in load([source]).curves]
+    curves = {curve.recipe: curve for curve in cut_curves if curve.compute.max() >= LATE * budget}
     truth = {name: reward_near(curve, budget) for name, curve in curves.items()}
     early = max(curves, key=lambda name: reward_near(curves[name], LOOK * budget))
-    winner, share, out = halving(curves, budget)
-    found = []
-    for method, given in RULES.items():
-        race = run_race(list(curves.values()), Rules(budget, **given), ended=list(curves))
+    winner, share, stopped_by_halving = halving(curves, budget)
+    results = []
+    for method, rule_settings in RULES.items():
+        race = run_race(list(curves.values()), Rules(budget, **rule_settings), ended=list(curves))
         stopped = [runner.recipe for runner in race.runners if runner.stopped_at is not None]
         named = max((name for name in curves if name not in stopped), key=lambda name: truth[name])
-        found.append((method, named, 1 - race.saved / race.full, stopped))
-    found += [
-        ("halving", winner, share, out),
+        results.append((method, named, 1 - race.saved / race.full, stopped))
+    results += [
+        ("halving", winner, share, stopped_by_halving),
         ("the best at a fifth", early, LOOK + (1 - LOOK) / len(curves), [name for name in curves if name != early]),
     ]
     lines = []
-    for method, name, spent, gone in found:
-        best = max(truth[each] for each in curves if each not in gone)
-        false = [each for each in gone if truth[each] > best + MARGIN]
+    for method, name, spent, stopped_recipes in results:
+        best = max(truth[each] for each in curves if each not in stopped_recipes)
+        false = [each for each in stopped_recipes if truth[each] > best + MARGIN]
         regret = max(truth.values()) - truth[name]
         lines.append(
             f"| {Path(source).parent.name}/{Path(source).stem} | {len(curves)} | {budget:g} | {method} | {spent:.2f} "
-            f"| {regret:.4f} | {len(gone)} | {len(false)} |"
+            f"| {regret:.4f} | {len(stopped_recipes)} | {len(false)} |"
         )
     return lines
 
 
 def means_of(lines: Sequence[str], title: str) -> list[str]:
-    """A table of the means of each method's rows."""
+    """Return a table of the means of each method's rows."""
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     table = ["", f"| {title} | compute | regret | stopped in total | false |", "|---|---|---|---|---|"]
     for method in dict.fromkeys(row[3] for row in cells):
-        own = [[float(cell) for cell in row[4:]] for row in cells if row[3] == method]
-        spent, regret, gone, false = np.array(own).T
-        table.append(f"| {method} | {spent.mean():.2f} | {regret.mean():.4f} | {gone.sum():.0f} | {false.sum():.0f} |")
+        method_rows = [[float(cell) for cell in row[4:]] for row in cells if row[3] == method]
+        spent, regret, stopped_recipes, false = np.array(method_rows).T
+        table.append(
+            f"| {method} | {spent.mean():.2f} | {regret.mean():.4f} | {stopped_recipes.sum():.0f} | {false.sum():.0f} |"
+        )
     return table
 
 
@@ -128,16 +130,16 @@ SET_UP = wrapped(
 
 
 def page(studies: Sequence[tuple[str, float]], held_out: Sequence[tuple[str, float]]) -> list[str]:
-    """Set-up, and the tables of all studies and budgets."""
+    """Return the page: explanation, and tables of all studies and budgets."""
     head = [
         *SET_UP,
         "| study | recipes | budget | method | compute | regret | stopped | false |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    found = [[line for lines in mapped(rows, part, cores()) for line in lines] for part in (studies, held_out)]
-    told = zip(found, (studies, held_out), ("set on", "held out"), strict=True)
-    means = [line for lines, part, which in told for line in means_of(lines, f"mean of {len(part)}, {which}")]
-    return [*head, *found[0], *found[1], *means]
+    rows_by_part = [[line for lines in mapped(rows, part, cores()) for line in lines] for part in (studies, held_out)]
+    parts = zip(rows_by_part, (studies, held_out), ("set on", "held out"), strict=True)
+    means = [line for lines, part, which in parts for line in means_of(lines, f"mean of {len(part)}, {which}")]
+    return [*head, *rows_by_part[0], *rows_by_part[1], *means]
 
 
 def main() -> None:
@@ -152,8 +154,8 @@ def main() -> None:
     held_out += [(text.rpartition(":")[0], float(text.rpartition(":")[2])) for text in options.also]
     lines = page(studies, held_out)
     print("\n".join(lines))
-    if options.out is not None:
-        rewrite(options.out, "measured", lines)
+    if options.stopped_by_halving is not None:
+        rewrite(options.stopped_by_halving, "measured", lines)
 
 
 if __name__ == "__main__":

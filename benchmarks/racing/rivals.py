@@ -1,4 +1,4 @@
-"""What people do now: stopping by the last value, from Optuna's own pruners where it has one."""
+"""Stopping rules in common use, which stop by the last value. Optuna's pruners are used where they exist."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ GRACE = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 
 def halving(study: Study, eta: int, grace: float, among: Sequence[int] = tuple(range(RECIPES))) -> Array:
-    """Successive halving by the last value: compute spent on each, (R,)."""
-    left, spent, level = list(among), np.zeros(RECIPES), grace
+    """Apply successive halving by the last value; return the compute spent on each recipe, (R,)."""
+    remaining, spent, level = list(among), np.zeros(RECIPES), grace
     while True:
         at = min(round(level * EVALUATIONS), EVALUATIONS)
-        spent[left] = COMPUTE[at]
+        spent[remaining] = COMPUTE[at]
         if at == EVALUATIONS:
             return spent
-        left = sorted(left, key=lambda i: -study.rate[i, at])[: max(1, len(left) // eta)]
+        remaining = sorted(remaining, key=lambda i: -study.rate[i, at])[: max(1, len(remaining) // eta)]
         level *= eta
 
 
 def median_rule(study: Study, grace: float) -> Array:
-    """Stopped where the best so far lies below the median of the running means of the others still running."""
-    left, spent = list(range(RECIPES)), np.ones(RECIPES)
+    """Stop a recipe whose best value so far is below the median of the other recipes' running means."""
+    remaining, spent = list(range(RECIPES)), np.ones(RECIPES)
     running = np.cumsum(study.rate[:, 1:], axis=1) / np.arange(1, EVALUATIONS + 1)
     for at in range(round(grace * EVALUATIONS), EVALUATIONS):
-        for i in list(left):
+        for i in list(remaining):
             others = [running[j, at - 1] for j in range(RECIPES) if j != i and spent[j] >= COMPUTE[at]]
-            if len(left) > 1 and others and study.rate[i, 1 : at + 1].max() < np.median(others) - 1e-9:
-                left.remove(i)
+            if len(remaining) > 1 and others and study.rate[i, 1 : at + 1].max() < np.median(others) - 1e-9:
+                remaining.remove(i)
                 spent[i] = COMPUTE[at]
     return spent
 
 
 def signed_rank(study: Study, p: float, grace: float) -> Array:
-    """Stopped where the favourite passes more of the same prompts, by Wilcoxon's test (one-sided, ties split)."""
-    left, spent = list(range(RECIPES)), np.ones(RECIPES)
+    """Stop a recipe if the favourite passes more of the same prompts, by Wilcoxon's test (one-sided, ties split)."""
+    remaining, spent = list(range(RECIPES)), np.ones(RECIPES)
     for at in range(round(grace * EVALUATIONS), EVALUATIONS):
-        best = max(left, key=lambda i: study.rate[i, at])
-        for i in [each for each in left if each != best]:
-            apart = study.passed[i, at] - study.passed[best, at]
-            if apart.any() and wilcoxon(apart, alternative="less", zero_method="zsplit").pvalue < p:
-                left.remove(i)
+        best = max(remaining, key=lambda i: study.rate[i, at])
+        for i in [each for each in remaining if each != best]:
+            differences = study.passed[i, at] - study.passed[best, at]
+            if differences.any() and wilcoxon(differences, alternative="less", zero_method="zsplit").pvalue < p:
+                remaining.remove(i)
                 spent[i] = COMPUTE[at]
     return spent
 
 
 def pruned(study: Study, pruner: BasePruner) -> Array:
-    """By one of Optuna's pruners: all recipes at once, each reporting an evaluation in turn; (R,) compute spent."""
-    searched = optuna.create_study(direction="maximize", pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0))
-    trials = {recipe: searched.ask() for recipe in range(RECIPES)}
+    """Apply one of Optuna's pruners, with recipes reporting in turn; return the compute spent on each, (R,)."""
+    optuna_study = optuna.create_study(
+        direction="maximize", pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0)
+    )
+    trials = {recipe: optuna_study.ask() for recipe in range(RECIPES)}
     spent = np.ones(RECIPES)
     for at in range(1, EVALUATIONS):
         for recipe, trial in list(trials.items()):
@@ -64,18 +66,18 @@ def pruned(study: Study, pruner: BasePruner) -> Array:
             if len(trials) > 1 and trial.should_prune():
                 del trials[recipe]
                 spent[recipe] = COMPUTE[at]
-                searched.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                optuna_study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     return spent
 
 
 def outcomes(study: Study) -> dict[str, Outcome]:
-    """Of every rival, by name."""
+    """Return the outcomes of every rival, by name."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    whole = np.ones(RECIPES)
-    found = {"all runs to the budget": judge(study, by_last(study, whole), whole)}
+    full_compute = np.ones(RECIPES)
+    outcomes_by_name = {"all runs to the budget": judge(study, by_last(study, full_compute), full_compute)}
 
     def add(name: str, spent: Array) -> None:
-        found[name] = judge(study, by_last(study, spent), spent)
+        outcomes_by_name[name] = judge(study, by_last(study, spent), spent)
 
     for eta in (2, 3, 4):
         for grace in GRACE:
@@ -92,4 +94,4 @@ def outcomes(study: Study) -> dict[str, Outcome]:
     for p in (0.001, 0.01, 0.05, 0.1):
         for grace in (0.1, 0.2, 0.3, 0.5):
             add(f"signed rank, p {p:g}, grace {grace:g}", signed_rank(study, p, grace))
-    return found
+    return outcomes_by_name

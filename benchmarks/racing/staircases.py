@@ -1,9 +1,9 @@
-"""Does a race keep a winner that is last at first? Simulated studies whose best recipe is last at a quarter.
+"""Does a race keep a winner that starts last? Simulated studies whose best recipe is the worst at a quarter.
 
     python -m benchmarks.racing.staircases [--studies 200] [--settings NAME ...] [--out docs/measured/staircases.md]
 
-Studies are drawn one by one, and those are raced in which the recipe of the highest true reward at the budget has the
-lowest at a quarter of it. It survives if the race does not stop it.
+Studies are drawn one by one. A study is raced if the recipe with the highest true reward at the budget has the lowest
+at a quarter of it. That recipe survives if the race does not stop it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAIRS = Setting("stairs", 0.06, stairs=True)
 
 
 def race(study: Study) -> Array:
-    """Compute spent on each recipe, (R,), by the default rules."""
+    """Race by the default rules; return the compute spent on each recipe, (R,)."""
     curves = [make_curve(str(i), COMPUTE, rate, sd=study.sd[i]) for i, rate in enumerate(study.rate)]
     stopped = run_race(curves, Rules(1.0), ended=[each.recipe for each in curves]).stopped
     return np.array([stopped.get(each.recipe, 1.0) for each in curves])
@@ -42,7 +42,7 @@ METHODS: dict[str, Callable[[Study], Array]] = {
 
 
 def late_winners(setting: Setting) -> Iterator[int]:
-    """Numbers of the setting's studies whose best recipe at the budget is the last at a quarter of it."""
+    """Yield the numbers of studies whose best recipe at the budget is the worst at a quarter of it."""
     for number in count():
         study = make_study(setting, number)
         if study.truth.argmax() == study.early.argmin():
@@ -50,25 +50,25 @@ def late_winners(setting: Setting) -> Iterator[int]:
 
 
 def outcomes(setting: Setting, number: int) -> list[list[float]]:
-    """Of each method: whether the winner survives, or one within the margin of it; reward lost; compute."""
+    """Return for each method [best survives, one within the margin survives, reward lost, compute]."""
     study = make_study(setting, number)
-    found = []
+    outcomes_by_method = []
     for method in METHODS.values():
         spent = method(study)
         lost = study.truth.max() - study.truth[spent == 1].max()
-        found.append([float(lost == 0), float(lost <= MARGIN), float(lost), float(spent.mean())])
-    return found
+        outcomes_by_method.append([float(lost == 0), float(lost <= MARGIN), float(lost), float(spent.mean())])
+    return outcomes_by_method
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """95% interval of a share of n."""
+    """Return the 95% interval of a share of n."""
     z = 1.96
     middle, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
     return float((middle - half) / (1 + z**2 / n)), float((middle + half) / (1 + z**2 / n))
 
 
 def set_up(studies: int) -> list[str]:
-    """What the table shows."""
+    """Return the text that explains the table."""
     return wrapped(
         f"{studies} simulated studies per setting, in which the recipe with the highest true reward at the budget has "
         "the lowest at a quarter of it. Evaluations are as in [racing.md](racing.md).",
@@ -82,7 +82,7 @@ def set_up(studies: int) -> list[str]:
 
 
 def page(settings: list[Setting], studies: int) -> list[str]:
-    """Race so many studies of each setting."""
+    """Race `studies` studies of each setting; return the page's lines."""
     lines = [
         *set_up(studies),
         f"| studies | method | best recipe survives | it or one within {MARGIN:g} of it survives | mean loss "
@@ -91,11 +91,11 @@ def page(settings: list[Setting], studies: int) -> list[str]:
     ]
     for setting in settings:
         numbers = list(islice(late_winners(setting), studies))
-        found = np.array(mapped(partial(outcomes, setting), numbers, cores()))
-        for name, (kept, near, lost, compute) in zip(METHODS, found.mean(axis=0), strict=True):
+        outcome_array = np.array(mapped(partial(outcomes, setting), numbers, cores()))
+        for name, (best_share, near_share, lost, compute) in zip(METHODS, outcome_array.mean(axis=0), strict=True):
             shares = " | ".join(
                 f"{share:.3f} [{low:.3f}, {high:.3f}]"
-                for share in (kept, near)
+                for share in (best_share, near_share)
                 for low, high in [wilson(share, studies)]
             )
             lines.append(f"| {setting.name} | {name} | {shares} | {lost:.4f} | {compute:.2f} |")

@@ -1,4 +1,4 @@
-"""Simulated studies of which the truth is known: eight recipes, one run each, evaluated on the same prompts."""
+"""Simulated studies with known truth: eight recipes, one run each, evaluated on the same prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sweeps.curve import Array
 
 RECIPES, EVALUATIONS, PROMPTS, SAMPLES = 8, 20, 128, 8
 SEED_SD, WANDER, MEMORY = 0.015, 0.008, 0.1
-# A false kill is a stopped recipe that would have been better than all that are left by more than this.
+# A false kill is a stopped recipe that would have been better than all remaining ones by more than this margin.
 MARGIN = 0.02
 COMPUTE: Array = np.concatenate([[0.0], np.arange(1, EVALUATIONS + 1) / EVALUATIONS])
 MU: Array = np.linspace(-12, 12, 2401)
@@ -23,9 +23,13 @@ MU: Array = np.linspace(-12, 12, 2401)
 class Setting:
     """A kind of studies.
 
-    spread: sd of the recipes' asymptotes. middle: of C_mid, as a share of the budget. outside: laws that are not the
-    fitted one. crossing: the higher the asymptote the later the rise. collapses: share of runs that fall on their way.
-    stairs: every curve rises twice: a part of the way early, the rest in a steep step between 0.25 and 0.9.
+    Attributes:
+        spread: standard deviation of the recipes' asymptotes.
+        middle: typical C_mid, as a share of the budget.
+        outside: curves follow other laws than the fitted one.
+        crossing: recipes with a higher asymptote rise later.
+        collapses: share of runs that collapse before the budget.
+        stairs: every curve rises twice: part of the way early, the rest in a steep step between 0.25 and 0.9.
     """
 
     name: str
@@ -50,8 +54,13 @@ SETTINGS = (
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """truth, early (R,): true mean reward at the budget and at a quarter of it. rate (R, E + 1): evaluations, sd their
-    standard errors, passed (R, E + 1, P): the share of samples that passed, by prompt."""
+    """A simulated study of R recipes, E evaluations after the initial one, and P prompts.
+
+    Attributes:
+        truth, early: true mean reward at the budget and at a quarter of it, (R,).
+        rate, sd: evaluated pass rates and their standard errors, (R, E + 1).
+        passed: share of samples that passed, by prompt, (R, E + 1, P).
+    """
 
     truth: Array
     early: Array
@@ -61,16 +70,16 @@ class Study:
 
 
 def make_study(setting: Setting, number: int) -> Study:
-    """Drawn by the setting and the number alone."""
+    """Draw a study, which depends only on the setting and the number."""
     source = np.random.default_rng((sum(map(ord, setting.name)), number))
-    standing = source.standard_normal(RECIPES)
-    top = np.clip(0.6 + setting.spread * standing, 0.25, 0.95)
-    late = source.normal(0, 0.4, RECIPES) + (0.5 * standing if setting.crossing else 0.0)
+    ability = source.standard_normal(RECIPES)
+    top = np.clip(0.6 + setting.spread * ability, 0.25, 0.95)
+    late = source.normal(0, 0.4, RECIPES) + (0.5 * ability if setting.crossing else 0.0)
     middle, steep = setting.middle * np.exp(late), 1.5 * np.exp(source.normal(0, 0.25, RECIPES))
     kind = source.integers(4, size=RECIPES) if setting.outside else np.full(RECIPES, -1)
-    falls = np.where(source.random(RECIPES) < setting.collapses, source.uniform(0.2, 1.0, RECIPES), np.inf)
-    own = np.clip(top + SEED_SD * source.standard_normal(RECIPES), 0.21, 0.97)
-    # Drawn for stairs alone, so that the studies of the other settings stay as they are.
+    collapse_at = np.where(source.random(RECIPES) < setting.collapses, source.uniform(0.2, 1.0, RECIPES), np.inf)
+    seed_tops = np.clip(top + SEED_SD * source.standard_normal(RECIPES), 0.21, 0.97)
+    # Drawn only for stairs, so that studies of other settings do not change.
     share, step = source.uniform([0.2, 0.25], [0.8, 0.9], (RECIPES, 2)).T if setting.stairs else (None, None)
 
     def curves(tops: Array, compute: Array) -> Array:
@@ -78,16 +87,16 @@ def make_study(setting: Setting, number: int) -> Study:
         if share is not None and step is not None:
             late = np.stack([_law(-1, tops[i], step[i], 12.0)(compute) for i in range(RECIPES)])
             rises = share[:, None] * rises + (1 - share)[:, None] * late
-        return np.asarray(rises - 0.3 * expit((compute[None, :] - falls[:, None]) / 0.01))
+        return np.asarray(rises - 0.3 * expit((compute[None, :] - collapse_at[:, None]) / 0.01))
 
-    mean = curves(own, COMPUTE)
+    mean = curves(seed_tops, COMPUTE)
     early, truth = curves(top, np.array([0.25, 1.0])).T
-    kept = np.exp(-1 / EVALUATIONS / MEMORY)
+    decay = np.exp(-1 / EVALUATIONS / MEMORY)
     state = np.zeros((RECIPES, len(COMPUTE)))
     for at in range(1, len(COMPUTE)):
-        state[:, at] = kept * state[:, at - 1] + np.sqrt(1 - kept**2) * source.standard_normal(RECIPES)
+        state[:, at] = decay * state[:, at - 1] + np.sqrt(1 - decay**2) * source.standard_normal(RECIPES)
     policy = np.clip(mean + WANDER * state, 0.01, 0.99)
-    # The same prompts for all: each has its own difficulty, and their mean passes as the policy does.
+    # All recipes have the same prompts. Each prompt has its own difficulty; on average they pass at the policy's rate.
     hard = source.normal(0, 1.5, PROMPTS)
     mu = np.interp(policy, expit(MU[:, None] + hard).mean(axis=1), MU)
     p = expit(mu[..., None] + hard)
@@ -117,7 +126,7 @@ def _law(kind: int, top: float, middle: float, steep: float) -> Callable[[Array]
 
 @dataclass(frozen=True)
 class Outcome:
-    """regret; compute, as a share of all runs to the budget; kills and how many of them were false."""
+    """Result of a method: regret, compute (share of running all to the budget), kills, and false kills."""
 
     regret: float
     compute: float
@@ -126,17 +135,17 @@ class Outcome:
 
 
 def judge(study: Study, winner: int, spent: Array) -> Outcome:
-    """What a method comes to that names a winner and has spent so much on each recipe, (R,), as a share of a run.
+    """Return the outcome of a method that names a winner and has spent `spent` (R,) on the recipes, as shares of a run.
 
-    Where no run was taken to the budget, those taken farthest are the ones that are left.
+    The remaining recipes are the ones that ran to the budget, or farthest if none did.
     """
-    left = spent >= spent.max() - 1e-9
-    false = int((study.truth[~left] > study.truth[left].max() + MARGIN).sum())
-    return Outcome(float(study.truth.max() - study.truth[winner]), float(spent.mean()), int((~left).sum()), false)
+    remaining = spent >= spent.max() - 1e-9
+    false = int((study.truth[~remaining] > study.truth[remaining].max() + MARGIN).sum())
+    return Outcome(float(study.truth.max() - study.truth[winner]), float(spent.mean()), int((~remaining).sum()), false)
 
 
 def by_last(study: Study, spent: Array) -> int:
-    """Of the runs taken farthest, the one with the highest mean of its last two evaluations."""
+    """Return the recipe with the highest mean of its last two evaluations, among the runs that went farthest."""
     end = round(float(spent.max()) * EVALUATIONS)
     last = np.where(spent >= spent.max() - 1e-9, study.rate[:, max(end - 1, 0) : end + 1].mean(axis=1), -np.inf)
     return int(np.argmax(last))

@@ -1,8 +1,8 @@
-"""Syne Tune's DyHPO and MOBSTER on a study's curves, in an environment of its own: run by its Python, not by ours.
+"""Run Syne Tune's DyHPO and MOBSTER on a study's curves, with the Python of an environment that has Syne Tune.
 
-Reads studies' evaluations from stdin, a JSON list (R, E) a line, and writes for each line what became of it: by
-method, at each total compute, how far each recipe was taken. Its schedulers are asked what to run next and told each
-evaluation, one worker after the other, as in its own tuner; a pause keeps what was done.
+Reads studies' evaluations from standard input, one JSON list (R, E) per line. For each line, writes how far each recipe
+was taken, by method and total compute. As in Syne Tune's tuner, a scheduler suggests what to run next and receives
+each evaluation; there is one worker, and a paused trial keeps its progress.
 """
 
 import json
@@ -14,12 +14,12 @@ from syne_tune.config_space import choice
 from syne_tune.optimizer.baselines import MOBSTER, DyHPO
 from syne_tune.optimizer.scheduler import SchedulerDecision
 
-# Total compute at which each is asked who leads, as a share of all runs to the budget.
+# Total compute at which results are recorded, as a share of running all recipes to the budget.
 TOTALS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 def run(make, rates: list[list[float]]) -> list[list[int]]:
-    """Evaluations done of each recipe when each of the totals was reached, (T, R)."""
+    """Return the number of evaluations of each recipe when each total was reached, (T, R)."""
     recipes, steps = len(rates), len(rates[0])
     space = {"recipe": choice([str(i) for i in range(recipes)]), "steps": steps}
     scheduler = make(
@@ -33,52 +33,57 @@ def run(make, rates: list[list[float]]) -> list[list[int]]:
     )
     trials: dict[int, Trial] = {}
     done = [0] * recipes
-    found: list[list[int]] = []
-    new = 0
-    while len(found) < len(TOTALS):
-        suggested = scheduler.suggest(new)
+    evaluations_at_totals: list[list[int]] = []
+    next_trial_id = 0
+    while len(evaluations_at_totals) < len(TOTALS):
+        suggested = scheduler.suggest(next_trial_id)
         if suggested is None:
             break
         if suggested.spawn_new_trial_id:
             from datetime import datetime
 
-            trial = Trial(new, suggested.config, datetime.now())
-            trials[new] = trial
+            trial = Trial(next_trial_id, suggested.config, datetime.now())
+            trials[next_trial_id] = trial
             scheduler.on_trial_add(trial)
-            new += 1
+            next_trial_id += 1
         else:
             trial = trials[suggested.checkpoint_trial_id]
             if suggested.config is not None:
                 trial.config = suggested.config
         recipe = int(trial.config["recipe"])
-        while done[recipe] < steps and len(found) < len(TOTALS):
+        while done[recipe] < steps and len(evaluations_at_totals) < len(TOTALS):
             done[recipe] += 1
             result = {"rate": rates[recipe][done[recipe] - 1], "step": done[recipe]}
-            while len(found) < len(TOTALS) and sum(done) >= TOTALS[len(found)] * recipes * steps - 1e-9:
-                found.append(list(done))
+            while (
+                len(evaluations_at_totals) < len(TOTALS)
+                and sum(done) >= TOTALS[len(evaluations_at_totals)] * recipes * steps - 1e-9
+            ):
+                evaluations_at_totals.append(list(done))
             if done[recipe] == steps:
                 scheduler.on_trial_complete(trial, result)
                 break
             if scheduler.on_trial_result(trial, result) != SchedulerDecision.CONTINUE:
                 break
-    return found + [list(done)] * (len(TOTALS) - len(found))
+    return evaluations_at_totals + [list(done)] * (len(TOTALS) - len(evaluations_at_totals))
 
 
 def main() -> None:
-    """Line by line."""
+    """Process standard input line by line."""
     logging.disable(logging.WARNING)
-    made = {
-        "DyHPO": lambda space, **given: DyHPO(space, grace_period=1, rung_increment=1, **given),
-        "MOBSTER": lambda space, **given: MOBSTER(space, type="promotion", grace_period=1, reduction_factor=3, **given),
+    schedulers = {
+        "DyHPO": lambda space, **options: DyHPO(space, grace_period=1, rung_increment=1, **options),
+        "MOBSTER": lambda space, **options: MOBSTER(
+            space, type="promotion", grace_period=1, reduction_factor=3, **options
+        ),
     }
     for line in sys.stdin:
         rates = json.loads(line)
-        told = {
+        results = {
             f"Syne Tune's {name}, {total:g} of the compute": done
-            for name, make in made.items()
+            for name, make in schedulers.items()
             for total, done in zip(TOTALS, run(make, rates), strict=True)
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

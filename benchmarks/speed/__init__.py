@@ -1,6 +1,6 @@
-"""How fast training, generation and fits are beside others: `make bench`.
+"""Compare the speed of training, generation and fits with other programs: `make bench`.
 
-Every comparison is a module with a function `measure`, which returns its record, and can be run alone. Both sides of a
-pair run one after the other, in turns, on one thread: what else a machine does touches both, and the ratio of a pair
-is kept. Records go to benchmarks/results/, the one table made from them to docs/measured/speed.md.
+Every comparison is a module with a function `measure` that returns its records, and can be run alone. Both sides of a
+pair run in turns on one thread, so that other load on the machine affects both, and the ratio is recorded. Records go
+to benchmarks/results/, and the tables made from them to docs/measured/speed.md.
 """

@@ -1,9 +1,9 @@
-"""Measure what is named, or all of it, and write the tables of docs/measured/speed.md from benchmarks/results/.
+"""Run the named comparisons, or all, and write the tables of docs/measured/speed.md from benchmarks/results/.
 
-    make bench                                          all of it, about twenty minutes on two idle cores
+    make bench                                          all comparisons, about twenty minutes on two idle cores
     python -m benchmarks.speed generation --rounds 3    one comparison
 
-TRL takes part where PEERS_PYTHON names an interpreter with the packages of tests/parity/peers.txt.
+TRL is included if PEERS_PYTHON names an interpreter with the packages of tests/parity/peers.txt.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMPARISONS: dict[str, Callable[[int], list[Record]]] = {
     "packing": packing.measure,
     "fits": fits.measure,
 }
-# What has a table of its own.
-APART: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
+# Comparisons with a different kind of table.
+SEPARATE: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
     "head": (head.measure, head.section),
     "sweeps": (lambda rounds: sweeps.measure(), sweeps.section),
     "profile": (lambda rounds: breakdown.measure(), breakdown.section),
@@ -39,7 +39,7 @@ APART: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
 
 
 def rows(records: list[Record]) -> list[str]:
-    """Markdown, one line a comparison."""
+    """Return a Markdown table with one line per comparison."""
     lines = ["| what | ours | compared with | its time | times ours |", "|---|---|---|---|---|"]
     for each in records:
         low, high = min(each["ratios"]), max(each["ratios"])
@@ -50,19 +50,19 @@ def rows(records: list[Record]) -> list[str]:
 
 
 def page() -> list[str]:
-    """The sections of the page, from all records there are."""
+    """Return the sections of the page from all recorded results."""
     parts: list[str] = []
     for name in COMPARISONS:
         path = RESULTS / f"{name}.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            stored = json.loads(path.read_text())
             parts += [
                 f"## {name.capitalize()}\n",
-                f"{found['date']}, {found['machine']}; {found['rounds']} rounds.\n",
-                *rows(found["records"]),
+                f"{stored['date']}, {stored['machine']}; {stored['rounds']} rounds.\n",
+                *rows(stored["records"]),
                 "",
             ]
-    for name, (_, section) in APART.items():
+    for name, (_, section) in SEPARATE.items():
         path = RESULTS / f"{name}.json"
         if path.exists():
             parts += section(json.loads(path.read_text()))
@@ -70,22 +70,22 @@ def page() -> list[str]:
 
 
 def main() -> int:
-    """Measure, keep, write."""
+    """Run the comparisons, store their records, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*COMPARISONS, *APART)
+    names = (*COMPARISONS, *SEPARATE)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(names)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page-only", action="store_true", help="write the tables from what was measured before")
-    given = parser.parse_args()
-    unknown = set(given.what) - set(names)
+    options = parser.parse_args()
+    unknown = set(options.what) - set(names)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(names)}")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in [] if given.page_only else given.what or names:
+    for name in [] if options.page_only else options.what or names:
         print(f"{name} ...", flush=True)
-        records = COMPARISONS[name](given.rounds) if name in COMPARISONS else APART[name][0](given.rounds)
-        kept = {"date": str(date.today()), "machine": machine(), "rounds": given.rounds, "records": records}
-        (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        records = COMPARISONS[name](options.rounds) if name in COMPARISONS else SEPARATE[name][0](options.rounds)
+        results = {"date": str(date.today()), "machine": machine(), "rounds": options.rounds, "records": records}
+        (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
         if name in COMPARISONS:
             print("\n".join(rows(records)), flush=True)
     PAGE.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, what this machine multiplies matrices with, and what a start costs."""
+"""Measure where a training step's time goes, the machine's rate of matrix products, and the cost of a start."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ SIZE, PROMPT_TOKENS, BATCHES = "0.5M", 8, 20
 
 
 def peak_gflops(size: int = 1024, repeats: int = 10) -> float:
-    """Billions of operations a second of a product of two FP32 matrices on one thread; the best of some."""
+    """Return the GFLOP/s of a product of two FP32 matrices on one thread, the best of several."""
     torch.set_num_threads(1)
     first, second = torch.randn(size, size), torch.randn(size, size)
     best = float("inf")
     for _ in range(repeats):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         first @ second
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - started_at)
     return 2 * size**3 / best / 1e9
 
 
 def command_s(cache: str, *words: str) -> tuple[float, float]:
-    """Seconds of `scalerl train ...` from start to end, by the clock and of the CPU, children included.
+    """Return wall-clock and CPU seconds of `scalerl train ...` from start to end, children included.
 
     Args:
-        cache: folder of base models, so that only the first of several commands makes one.
+        cache: folder of base models, so that only the first of several commands makes the model.
         words: further overrides.
     """
     command = [str(Path(sys.executable).with_name("scalerl")), "train", "budget.steps=1", "model.batches=30"]
     command += ["evaluation.every_n_steps=1000", *words]
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    usage_before, started_at = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "SCALERL_CACHE": cache}
         subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - began, spent
+    usage_after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = usage_after.ru_utime + usage_after.ru_stime - usage_before.ru_utime - usage_before.ru_stime
+    return time.perf_counter() - started_at, spent
 
 
 def study_s(cache: str, seeds: int) -> float:
-    """Seconds by the clock of a study of so many runs of one step each, one at a time."""
+    """Return wall-clock seconds of a study with this many runs of one step each, one at a time."""
     return command_s(cache, "--multirun", f"seed=range({seeds})", "launch.max_parallel=1", "mlflow.uri=null")[0]
 
 
 def measure() -> list[Record]:
-    """One record: seconds of a batch by what is done, in a process of its own; and CPU seconds of starts."""
+    """Return one record: seconds of a batch by part, measured in a new process, and the cost of starts."""
     with tempfile.TemporaryDirectory() as cache:
         command_s(cache)  # makes the base model
-        one = min(command_s(cache)[1] for _ in range(3))
+        one_member_cpu_s = min(command_s(cache)[1] for _ in range(3))
         first, fifth = (min(study_s(cache, seeds) for _ in range(3)) for seeds in (1, 5))
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), SIZE)
@@ -77,13 +77,13 @@ def measure() -> list[Record]:
     record: dict[str, Any] = {name.removeprefix("part "): float(value) for name, value in parts.items()}
     flops = dict(line.split(" ") for line in run.stdout.splitlines() if line.startswith("compute/"))
     operations = {name.removeprefix("compute/flops_"): float(value) for name, value in flops.items()}
-    starts = {"one_member_cpu_s": one, "further_member_s": (fifth - first) / 4}
+    starts = {"one_member_cpu_s": one_member_cpu_s, "further_member_s": (fifth - first) / 4}
     return [{"peak_gflops": peak_gflops(), "parts": record, "flops": operations, **starts}]
 
 
-def section(found: Record) -> list[str]:
-    """Markdown."""
-    (record,) = found["records"]
+def section(stored: Record) -> list[str]:
+    """Return the section of the page."""
+    (record,) = stored["records"]
     parts = {name: value for name, value in record["parts"].items() if name != "whole batch"}
     whole = record["parts"]["whole batch"]
     gradient_s = parts["the trainer's forward pass"] + parts["the backward pass"]
@@ -94,7 +94,7 @@ def section(found: Record) -> list[str]:
     }
     lines = [
         "## Where a batch's time goes\n",
-        f"{found['date']}, {found['machine']}; {record['peak_gflops']:.0f} GFLOP/s in a product of two FP32 matrices "
+        f"{stored['date']}, {stored['machine']}; {record['peak_gflops']:.0f} GFLOP/s in a product of two FP32 matrices "
         f'of 1,024 on one thread. A batch of the setting "training, {SIZE} parameters, prompts of {PROMPT_TOKENS} '
         f'tokens" took {seconds(whole)} here.\n',
         "| part | seconds | share |",
@@ -102,8 +102,8 @@ def section(found: Record) -> list[str]:
     ]
     lines += [f"| {name} | {seconds(value)} | {value / whole:.0%} |" for name, value in parts.items()]
     lines += [
-        f"| the rest: assembly, records, Lightning | {seconds(rest := whole - sum(parts.values()))} "
-        f"| {rest / whole:.0%} |",
+        f"| the rest: assembly, records, Lightning | {seconds(remaining_s := whole - sum(parts.values()))} "
+        f"| {remaining_s / whole:.0%} |",
         "",
     ]
     shares = ", ".join(f"{name} {rate / 1e9 / record['peak_gflops']:.0%}" for name, rate in reached.items())

@@ -1,4 +1,4 @@
-"""A recipe's fit with its interval, beside SciPy's `curve_fit` of the same sigmoid and the published procedure."""
+"""Compare a recipe's fit with its interval to SciPy's `curve_fit` of the same sigmoid and the published procedure."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ def sigmoid(compute: np.ndarray, low: float, high: float, middle: float, steepne
 
 
 def timed_curve_fit(curve: Curve) -> float:
-    """Seconds of one `curve_fit` from a usual start, whose standard errors come with it."""
+    """Return the seconds of one `curve_fit` from a usual start. It includes standard errors."""
     seen = curve.compute > 0
     compute, reward = curve.compute[seen], curve.reward[seen]
     start = (float(reward.min()), float(reward.max()), float(np.median(compute)), 1.0)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     curve_fit(sigmoid, compute, reward, p0=start, bounds=([0, 0, 0, 0.1], [1, 1, np.inf, 20]), maxfev=10_000)
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def timed(fit: object, curve: Curve) -> float:
-    """Seconds of one call."""
-    began = time.perf_counter()
+    """Return the seconds of one call."""
+    started_at = time.perf_counter()
     fit(curve)  # type: ignore[operator]
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def measure(rounds: int) -> list[Record]:
-    """One record for each other side: a round on each of five simulated curves of 40 evaluations, or more.
+    """Return one record per other side, with one round on each of at least five simulated curves of 40 evaluations.
 
     Args:
-        rounds: curves, five at least: they differ, and a fit's time with them.
+        rounds: number of curves, at least five, because a fit's time depends on the curve.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curves.csv"
         simulate(path, max(rounds, CURVES), 40, 2510)
         curves = load([str(path)]).curves
-    fit_curve(curves[0])  # imports, once
+    fit_curve(curves[0])  # warm-up: imports
     seconds: dict[str, list[float]] = {}
     for curve in curves:
         sides = {

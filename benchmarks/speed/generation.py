@@ -1,6 +1,6 @@
-"""Sampling: ours in this process beside transformers' `generate` and `generate_batch`, and vLLM where it is installed.
+"""Compare our sampling in this process with transformers' `generate` and `generate_batch`, and vLLM if installed.
 
-With one rollout a prompt, and with groups.
+Measured with one rollout per prompt, and with groups.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 
-# Prompts, rollouts of each, tokens of a prompt, new tokens.
+# Prompts, rollouts per prompt, prompt tokens, new tokens.
 SETTINGS = ((64, 1, 16, 64), (16, 8, 8, 16), (8, 16, 64, 32), (8, 16, 256, 32))
-# More prompt tokens than this take `generate_batch` minutes a turn on a CPU, so it is left out there.
+# With more prompt tokens than this, `generate_batch` takes minutes per turn on a CPU, so it is left out.
 PAGED_TOKENS = 10_000
 _keys = count()
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def ours(generator: TorchGenerator, prompts: torch.Tensor, rollouts: int) -> float:
-    """Seconds until all rollouts of all prompts are there."""
-    began = time.perf_counter()
+    """Return the seconds until all rollouts of all prompts are finished."""
+    started_at = time.perf_counter()
     for prompt in prompts.tolist():
         key = next(_keys)
         generator.submit(GroupRequest(key, tuple(prompt), rollouts, (key,)))
     while generator.in_flight:
         generator.step()
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def theirs(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) -> float:
-    """The same by `generate`, one row a rollout."""
-    began = time.perf_counter()
+    """Return the seconds of the same with `generate`, one row per rollout."""
+    started_at = time.perf_counter()
     rows = prompts.repeat_interleave(rollouts, 0)
     with torch.no_grad():
         model.generate(
@@ -60,28 +60,28 @@ def theirs(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) ->
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
         )
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def theirs_in_pages(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) -> float:
-    """The same by `generate_batch`, which keeps keys and values in pages; as many as the rollouts need."""
+    """Return the seconds of the same with `generate_batch`, which keeps keys and values in as many pages as needed."""
     rows = prompts.repeat_interleave(rollouts, 0)
-    # A page holds 256 tokens; by default pages fill the machine's memory, and making them takes half a minute. A mask
-    # has the size of a pass times the cache, 16 GB with all prompts at once: 1,024 tokens a pass were the fastest.
+    # A page holds 256 tokens. By default pages fill the machine's memory, and allocating them takes half a minute. The
+    # mask has the size of a pass times the cache: 16 GB with all prompts in one pass. 1,024 tokens are the fastest.
     pages = len(rows) * -(-(rows.shape[1] + new_tokens) // 256)
     sampling = copy.deepcopy(model.generation_config)
     sampling.update(do_sample=True, top_k=0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     paged = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=min(rows.numel(), 1024))
     done = model.generate_batch(rows.tolist(), sampling, paged)
-    passed = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - started_at
     assert all(len(each.generated_tokens) == new_tokens for each in done.values())
-    return passed
+    return elapsed_s
 
 
 @contextmanager
 def vllm(folder: str) -> Iterator[Callable[[tuple[int, int, int, int]], float] | None]:
-    """An engine of vLLM on one thread, asked for the seconds of a setting; None where it is not installed."""
+    """Start vLLM on one thread; yield a function that returns the seconds of a setting, or None if not installed."""
     if importlib.util.find_spec("vllm") is None:
         yield None
         return
@@ -91,22 +91,22 @@ def vllm(folder: str) -> Iterator[Callable[[tuple[int, int, int, int]], float] |
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as engine:
         assert engine.stdin is not None and engine.stdout is not None
-        said = engine.stdout
-        # It prints lines of its own while it starts.
-        while (line := said.readline()).strip() != "ready":
+        output = engine.stdout
+        # It prints other lines while it starts.
+        while (line := output.readline()).strip() != "ready":
             if not line:
                 raise RuntimeError("vllm did not start; run the command of benchmarks.speed.sample_vllm by hand")
 
         def seconds(setting: tuple[int, int, int, int]) -> float:
             engine.stdin.write(" ".join(map(str, setting)) + "\n")  # type: ignore[union-attr]
-            return float(said.readline())
+            return float(output.readline())
 
         yield seconds
         engine.stdin.close()
 
 
 def measure(rounds: int) -> list[Record]:
-    """One record a size, a setting and another side."""
+    """Return one record per model size, setting and other side."""
     torch.set_num_threads(1)
     records = []
     for size in SIZES:
@@ -129,7 +129,7 @@ def _setting(
     engine: Callable[[tuple[int, int, int, int]], float] | None,
     rounds: int,
 ) -> list[Record]:
-    """Records of one setting, each side in turn."""
+    """Return the records of one setting, with sides measured in turns."""
     number, rollouts, prompt_tokens, new_tokens = setting
     prompts = torch.randint(1, VOCABULARY - 1, (number, prompt_tokens))
     generator = TorchGenerator(
@@ -146,6 +146,6 @@ def _setting(
     if prompts.numel() * rollouts <= PAGED_TOKENS:
         sides["transformers' `generate_batch`"] = partial(theirs_in_pages, paged, prompts, rollouts, new_tokens)
     for side in sides.values():
-        side()  # warms up
-    what = f"sampling, {size} parameters, {number} prompts of {prompt_tokens} tokens x {rollouts}"
-    return compared(in_turns(sides, rounds), "ours", f"{what}, {new_tokens} new tokens")
+        side()  # warm-up
+    label = f"sampling, {size} parameters, {number} prompts of {prompt_tokens} tokens x {rollouts}"
+    return compared(in_turns(sides, rounds), "ours", f"{label}, {new_tokens} new tokens")

@@ -1,7 +1,7 @@
-"""Log-probabilities from hidden states at a real vocabulary: memory and time of the head, whole and in chunks.
+"""Measure memory and time of the head, which computes log-probabilities at a real vocabulary, whole and in chunks.
 
-Bytes are counted on tensors without data at 8k tokens x 152k x 1,024; seconds are a thread's own, at a size that a CPU
-can compute.
+Bytes are counted on fake tensors at 8k tokens x 152k x 1,024. Seconds are CPU time of one thread, at a size that a CPU
+can handle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_scalerl.measure.memory import LiveBytes
 from lightning_scalerl.model.chunked_head import Scaling, chunked_scores
 from lightning_scalerl.model.policy import MAX_LOGITS
 
-# Tokens, vocabulary, width: what is counted, and what is timed, in as many chunks.
+# Tokens, vocabulary and width for counting bytes and for timing, both in the same number of chunks.
 COUNTED, TIMED = (8192, 151_936, 1024), (1024, 19_000, 128)
 GIB = 2**30
 
@@ -30,20 +30,22 @@ Way = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Chunks whose gradient is written over their logits."""
+    """Compute in chunks whose gradient overwrites their logits."""
     return chunked_scores(hidden, weight, None, targets, Scaling(), torch.float32, chunk, False)[0]
 
 
 def whole(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
-    """All logits at once."""
+    """Compute all logits at once."""
     logits = F.linear(hidden, weight)
     return logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def recomputed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Chunks that torch recomputes, each with a gradient of the weights of its own."""
+    """Compute in chunks that torch recomputes, each with its own gradient of the weights."""
     parts = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
-    return torch.cat([checkpoint(whole, part, weight, wanted, 0, use_reentrant=False) for part, wanted in parts])
+    return torch.cat(
+        [checkpoint(whole, part, weight, chunk_targets, 0, use_reentrant=False) for part, chunk_targets in parts]
+    )
 
 
 WAYS: Mapping[str, Way] = {
@@ -54,20 +56,20 @@ WAYS: Mapping[str, Way] = {
 
 
 def chunk_of(sizes: tuple[int, int, int]) -> int:
-    """As many chunks as the policy makes of what is counted."""
+    """Return the chunk size that gives as many chunks as the policy makes for COUNTED."""
     tokens, _, _ = sizes
     return max(1, MAX_LOGITS // COUNTED[1] * tokens // COUNTED[0])
 
 
 def tensors(sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weights and targets."""
+    """Make hidden states, weights and targets."""
     tokens, vocabulary, width = sizes
     hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) / width**0.5
     return hidden.requires_grad_(), weight.requires_grad_(), torch.arange(tokens) % vocabulary
 
 
 def peak(way: Way) -> int:
-    """Most bytes alive in a forward and backward pass, inputs and weights among them."""
+    """Return the peak of live bytes in a forward and backward pass, including inputs and weights."""
     with FakeTensorMode():
         hidden, weight, targets = tensors(COUNTED)
         live = LiveBytes()
@@ -79,37 +81,37 @@ def peak(way: Way) -> int:
 
 
 def step_s(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
-    """Seconds of a forward and a backward pass."""
+    """Return the CPU seconds of a forward and a backward pass."""
     hidden.grad = weight.grad = None
-    began = time.process_time()
+    started_at = time.process_time()
     way(hidden, weight, targets, chunk_of(TIMED)).sum().backward()  # type: ignore[no-untyped-call]
-    return time.process_time() - began
+    return time.process_time() - started_at
 
 
 def measure(rounds: int) -> list[Record]:
-    """One record for each way."""
+    """Return one record per way."""
     torch.set_num_threads(1)
     tokens, vocabulary, width = COUNTED
     needed = 4 * (2 * tokens * width + 2 * vocabulary * width + chunk_of(COUNTED) * vocabulary)
-    given = tensors(TIMED)
-    sides = {name: partial(step_s, way, *given) for name, way in WAYS.items()}
+    inputs = tensors(TIMED)
+    sides = {name: partial(step_s, way, *inputs) for name, way in WAYS.items()}
     times = in_turns(sides, rounds)
     first = next(iter(WAYS))
-    beside = {each["other"]: each for each in compared(times, first, "head")}
+    comparisons = {each["other"]: each for each in compared(times, first, "head")}
     return [
         {
             "way": name,
             "gib": round(peak(way) / GIB, 2),
             "of_needed": round(peak(way) / needed, 2),
             "seconds": sorted(times[name])[rounds // 2],
-            "ratios": beside[name]["ratios"] if name in beside else [],
+            "ratios": comparisons[name]["ratios"] if name in comparisons else [],
         }
         for name, way in WAYS.items()
     ]
 
 
 def section(kept: Mapping[str, Any]) -> list[str]:
-    """Part of the page."""
+    """Return the section of the page."""
     tokens, vocabulary, width = (f"{size:,}" for size in COUNTED)
     timed = " x ".join(f"{size:,}" for size in TIMED)
     lines = [

@@ -1,4 +1,4 @@
-"""Ratios of two sides that are measured in turns."""
+"""Measure several sides in turns, and their ratios."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every side in each round; sides alternate, and every other round goes backwards."""
+    """Return the seconds of every side in each round. Sides alternate, and every other round runs in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
@@ -23,14 +23,16 @@ def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def compared(seconds: Mapping[str, list[float]], ours: str, setting: str) -> list[Record]:
-    """One record for each other side: how many times our seconds it takes, round by round."""
+    """Return one record per other side, with its seconds as multiples of ours in each round."""
     return [
         {
             "setting": setting,
             "other": name,
             "ours_s": float(np.median(seconds[ours])),
             "other_s": float(np.median(values)),
-            "ratios": [round(theirs / own, 3) for own, theirs in zip(seconds[ours], values, strict=True)],
+            "ratios": [
+                round(other_seconds / our_s, 3) for our_s, other_seconds in zip(seconds[ours], values, strict=True)
+            ],
         }
         for name, values in seconds.items()
         if name != ours
@@ -38,12 +40,12 @@ def compared(seconds: Mapping[str, list[float]], ours: str, setting: str) -> lis
 
 
 def seconds(value: float) -> str:
-    """Three significant digits, in milliseconds below a tenth of a second."""
+    """Format seconds with three significant digits, in milliseconds below 0.1 s."""
     return f"{1000 * value:.3g} ms" if value < 0.1 else f"{value:.3g} s"
 
 
 def machine() -> str:
-    """Name of the processor, its number of cores, and the versions that matter."""
+    """Return the processor's name, its number of cores, and the versions of Python, torch and transformers."""
     import torch
     import transformers
 

@@ -1,7 +1,7 @@
-"""vLLM's engine in a process of its own: FOLDER, then a line of numbers a measurement on standard input.
+"""Run vLLM's engine in a separate process: argument FOLDER, then one line per measurement on standard input.
 
-A line is `PROMPTS ROLLOUTS PROMPT_TOKENS NEW_TOKENS`; the answer is the seconds until all rollouts are there, with
-log-probabilities, as RL needs them. The prefix cache stays on, as vLLM has it, but no prompt comes twice.
+A line is `PROMPTS ROLLOUTS PROMPT_TOKENS NEW_TOKENS`. The answer is the seconds until all rollouts are finished, with
+log-probabilities, which RL needs. vLLM's prefix cache stays on, but no prompt is repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer measurements until standard input ends."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -34,10 +34,10 @@ def main() -> None:
     for line in sys.stdin:
         number, rollouts, prompt_tokens, new_tokens = map(int, line.split())
         prompts = [[source.randrange(1, VOCABULARY - 1) for _ in range(prompt_tokens)] for _ in range(number)]
-        wanted = SamplingParams(n=rollouts, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-        began = time.perf_counter()
-        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
-        print(time.perf_counter() - began, flush=True)
+        sampling = SamplingParams(n=rollouts, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        started_at = time.perf_counter()
+        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        print(time.perf_counter() - started_at, flush=True)
 
 
 if __name__ == "__main__":

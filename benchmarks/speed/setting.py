@@ -1,4 +1,4 @@
-"""The model and the prompts that all trainers of a comparison load: a Llama of random weights, words of 511 tokens."""
+"""Model and prompts for all trainers in a comparison: a Llama with random weights, and prompts of random words."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 from pathlib import Path
 
 ANSWER_TOKENS = 5
-PROMPTS, COMPLETIONS = 32, 8  # of a batch: 256 completions, on which two optimizer steps are taken
+PROMPTS, COMPLETIONS = 32, 8  # per batch: 256 completions, used for two optimizer steps
 VOCABULARY = 512
-# Width, layers, heads: about so many million parameters.
+# Width, layers and heads by approximate number of parameters.
 SIZES = {"0.5M": (128, 2, 4), "10M": (320, 8, 5)}
 
 
 def words(seed: int, prompt_tokens: int) -> list[str]:
-    """Prompts of exactly so many tokens."""
+    """Make prompts of exactly `prompt_tokens` tokens."""
     source = random.Random(seed)
     return [
         " ".join(f"w{source.randrange(1, VOCABULARY - 1)}" for _ in range(prompt_tokens)) for _ in range(8 * PROMPTS)
@@ -21,13 +21,13 @@ def words(seed: int, prompt_tokens: int) -> list[str]:
 
 
 def reward(completion: str) -> float:
-    """Whether the answer has more words with an even number than with an odd one: cheap, and learnable."""
+    """Return 1 if the answer has more words with an even number than with an odd one: cheap, and learnable."""
     numbers = [int(word[1:]) for word in completion.split() if word[1:].isdigit()]
     return float(2 * sum(number % 2 == 0 for number in numbers) > len(numbers))
 
 
 def save_model(folder: Path, size: str) -> None:
-    """Write model and tokenizer as `from_pretrained` reads them."""
+    """Write model and tokenizer for `from_pretrained`."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""What a study costs its controller: CPU seconds of each phase by the number of members, and the exponent of growth."""
+"""Measure the controller's CPU seconds per phase by the number of members, and the exponent of growth."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks import scale
 from benchmarks.speed.pairs import Record
 
 MEMBERS = (10, 100, 1000, 10_000)
-# Below this many members what a phase takes is mostly the same for every study.
+# With fewer members, the time of a phase is mostly a constant.
 FITTED_FROM = 100
 
 
 def measure() -> list[Record]:
-    """One record a phase: its seconds and peak memory at each number of members."""
+    """Return one record per phase: its seconds and peak memory at each number of members."""
     options = argparse.Namespace(recipes=9, values=4, ranking=True, workers=2)
     studies = [scale.of_a_study(options, members) for members in MEMBERS]
     return [
@@ -31,25 +31,25 @@ def measure() -> list[Record]:
 
 def exponent(members: list[int], seconds: list[float]) -> float:
     """Return the slope of log seconds on log members, from `FITTED_FROM` on."""
-    pairs = [(size, took) for size, took in zip(members, seconds, strict=True) if size >= FITTED_FROM]
-    slope, _ = np.polyfit(np.log([size for size, _ in pairs]), np.log([took for _, took in pairs]), 1)
+    pairs = [(size, elapsed_s) for size, elapsed_s in zip(members, seconds, strict=True) if size >= FITTED_FROM]
+    slope, _ = np.polyfit(np.log([size for size, _ in pairs]), np.log([elapsed_s for _, elapsed_s in pairs]), 1)
     return float(slope)
 
 
-def section(found: Record) -> list[str]:
-    """Markdown."""
-    records = found["records"]
+def section(stored: Record) -> list[str]:
+    """Return the section of the page."""
+    records = stored["records"]
     head = " | ".join(f"{size:,} members" for size in records[0]["members"])
     lines = [
         "## Sweeps\n",
-        f"{found['date']}, {found['machine']}. CPU seconds of the controller in each phase of a study whose "
+        f"{stored['date']}, {stored['machine']}. CPU seconds of the controller in each phase of a study whose "
         "members' jobs end immediately (`benchmarks/scale.py`; nine recipes at four learning rates, with as many seeds "
         f"as needed). The exponent of the growth with members is fitted from {FITTED_FROM} members on; 1 is linear.\n",
         f"| phase | {head} | exponent | peak memory |",
         f"|---|{'---|' * len(records[0]['members'])}---|---|",
     ]
     for each in records:
-        cells = " | ".join(f"{took:.2f} s" for took in each["s"])
-        grown = exponent(each["members"], each["s"])
-        lines.append(f"| {each['phase']} | {cells} | {grown:.2f} | {max(each['peak_mb']):.0f} MB |")
+        cells = " | ".join(f"{elapsed_s:.2f} s" for elapsed_s in each["s"])
+        growth_exponent = exponent(each["members"], each["s"])
+        lines.append(f"| {each['phase']} | {cells} | {growth_exponent:.2f} | {max(each['peak_mb']):.0f} MB |")
     return [*lines, ""]

@@ -1,7 +1,7 @@
-"""Seconds a batch of a loop written by hand, without a trainer: FOLDER PROMPT_TOKENS BATCHES.
+"""Measure seconds per batch of a hand-written training loop: arguments FOLDER PROMPT_TOKENS BATCHES.
 
-transformers' `generate` with its log-probabilities, the reward, advantages by group and batch, CISPO's loss on whole
-sequences, AdamW.
+The loop uses transformers' `generate` with its log-probabilities, the reward, advantages by group and batch, CISPO's
+loss, and AdamW.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.speed.setting import ANSWER_TOKENS, COMPLETIONS, PROMPTS, reward
 
 
 def main() -> None:
-    """Print the seconds."""
+    """Train, and print the seconds per batch."""
     folder, prompt_tokens, batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -40,7 +40,9 @@ def main() -> None:
             )
         sequences = sampled.sequences
         answers = sequences[:, prompt_tokens:]
-        old = torch.log_softmax(torch.stack(sampled.logits, 1), -1).gather(2, answers.unsqueeze(2)).squeeze(2)
+        sampled_logprobs = (
+            torch.log_softmax(torch.stack(sampled.logits, 1), -1).gather(2, answers.unsqueeze(2)).squeeze(2)
+        )
         ended = (answers == tokenizer.eos_token_id).cumsum(1)
         mask = ((ended == 0) | ((ended == 1) & (answers == tokenizer.eos_token_id))).float()
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -50,9 +52,9 @@ def main() -> None:
         for half in torch.arange(len(sequences)).chunk(2):
             logits = model(sequences[half], use_cache=False).logits[:, prompt_tokens - 1 : -1]
             logprobs = torch.log_softmax(logits, -1).gather(2, answers[half].unsqueeze(2)).squeeze(2)
-            weight = torch.exp(logprobs.detach() - old[half]).clamp(max=5.0)
-            each = -(weight * advantages[half].unsqueeze(1) * logprobs * mask[half])
-            loss = each.sum() / mask[half].sum()
+            weight = torch.exp(logprobs.detach() - sampled_logprobs[half]).clamp(max=5.0)
+            token_losses = -(weight * advantages[half].unsqueeze(1) * logprobs * mask[half])
+            loss = token_losses.sum() / mask[half].sum()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,6 +1,7 @@
-"""Seconds a batch of this project's trainer, as a user's script has it: FOLDER PROMPT_TOKENS BATCHES [--parts].
+"""Measure seconds per batch of this project's trainer: arguments FOLDER PROMPT_TOKENS BATCHES [--parts].
 
-With `--parts` also what a batch's seconds are spent on, by timing the calls that do it; and a batch's counted FLOPs.
+It is used as in a user's script. With `--parts` also prints the seconds by part, measured by timing calls, and the
+counted FLOPs per batch.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ OVERRIDES = [
 
 
 class Words(Task):
-    """Prompts of words, rewarded by a function of the answer."""
+    """A task with prompts of words, and a reward computed from the answer."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._texts = words(0, prompt_tokens)
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """The pool of 256 prompts."""
+        """Return the pool of 256 prompts."""
         return [Prompt(f"train-{number}", text) for number, text in enumerate(self._texts)]
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """One set that is never evaluated here, for a task has to have one."""
+        """Return a set that is never evaluated. A task needs one."""
         return {"heldout": [Prompt("heldout-0", "w1 w2 w3")]}
 
     def reward(self, prompt: Prompt, completion: str) -> float:
-        """The reward that all sides share."""
+        """Return the reward that all sides share."""
         return reward(completion)
 
 
 class Clock(Callback):
-    """Time at the end of every optimizer step; what is spent before the second one is set-up."""
+    """Records the time after every optimizer step. Everything before the end of the second step is set-up."""
 
     def __init__(self, spent: dict[str, float]) -> None:
         self.ends: list[float] = []
@@ -65,7 +66,7 @@ class Clock(Callback):
         self._spent = spent
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """One more."""
+        """Record a step; after the second one, reset the counters."""
         self.ends.append(time.perf_counter())
         if len(self.ends) == 2:
             self._spent.update(dict.fromkeys(self._spent, 0.0))
@@ -73,23 +74,23 @@ class Clock(Callback):
 
 
 def timed(owner: Any, name: str, part: str, spent: dict[str, float]) -> None:
-    """Have a method add its seconds to `spent[part]`."""
+    """Make a method add its seconds to `spent[part]`."""
     original = getattr(owner, name)
     spent[part] = 0.0
 
     @wraps(original)
     def measured(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
-            spent[part] += time.perf_counter() - began
+            spent[part] += time.perf_counter() - started_at
 
     setattr(owner, name, measured)
 
 
 def parts() -> dict[str, float]:
-    """Seconds by part from now on."""
+    """Start measuring; return the dictionary of seconds by part, which keeps growing."""
     spent: dict[str, float] = {}
     timed(TorchGenerator, "step", "sampling", spent)
     timed(VerifierPool, "wait", "waiting for rewards", spent)
@@ -100,7 +101,7 @@ def parts() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the seconds."""
+    """Train, and print the seconds per batch."""
     spent = parts() if "--parts" in sys.argv else {}
     folder, prompt_tokens, batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Seconds a batch of TRL's `GRPOTrainer`, under its own interpreter: FOLDER PROMPT_TOKENS BATCHES.
+"""Measure seconds per batch of TRL's `GRPOTrainer` in its own environment: arguments FOLDER PROMPT_TOKENS BATCHES.
 
-Started with the environment of tests/parity/peers.txt; it imports nothing of this project but the setting's two
-functions, which need the standard library alone.
+The environment is that of tests/parity/peers.txt. From this project it imports only setting.py, whose two functions
+need nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Time at the end of every optimizer step."""
+    """Records the time after every optimizer step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """One more."""
+        """Record a step."""
         self.ends.append(time.perf_counter())
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
-    """The reward that all sides share."""
+    """Return the reward that all sides share."""
     return [reward(text) for text in completions]
 
 
 def main() -> None:
-    """Print the seconds."""
+    """Train, and print the seconds per batch."""
     folder, prompt_tokens, batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     clock = Clock()

@@ -1,4 +1,4 @@
-"""A training batch end to end: ours, a loop written by hand, and TRL where PEERS_PYTHON names an interpreter."""
+"""Compare a training batch end to end: ours, a hand-written loop, and TRL if PEERS_PYTHON names its interpreter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.speed.setting import save_model
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# Model, tokens of a prompt, batches that are timed.
+# Model size, prompt tokens, number of timed batches.
 SETTINGS = (("0.5M", 8, 6), ("0.5M", 64, 4), ("0.5M", 256, 2), ("10M", 8, 2), ("10M", 64, 1))
 
 
 def seconds(command: list[str], folder: Path, prompt_tokens: int, batches: int) -> float:
-    """Seconds a batch, as a process of one thread prints them last."""
+    """Return the seconds per batch, which a single-threaded process prints last."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     run = subprocess.run(
         [*command, str(folder), str(prompt_tokens), str(batches)],
@@ -35,7 +35,7 @@ def seconds(command: list[str], folder: Path, prompt_tokens: int, batches: int) 
 
 
 def measure(rounds: int) -> list[Record]:
-    """One record a setting and other side."""
+    """Return one record per setting and other side."""
     peer = os.environ.get("PEERS_PYTHON")
     commands = {
         "ours": [sys.executable, "-m", "benchmarks.speed.train_ours"],
@@ -50,6 +50,6 @@ def measure(rounds: int) -> list[Record]:
                 name: partial(seconds, command, Path(folder), prompt_tokens, batches)
                 for name, command in commands.items()
             }
-            found = in_turns(sides, rounds)
-        records += compared(found, "ours", f"training, {size} parameters, prompts of {prompt_tokens} tokens")
+            seconds_by_side = in_turns(sides, rounds)
+        records += compared(seconds_by_side, "ours", f"training, {size} parameters, prompts of {prompt_tokens} tokens")
     return records

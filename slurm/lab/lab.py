@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A real SLURM cluster on one machine (Debian or Ubuntu, root), with nodes that can be powered off.
 
-Several slurmd, each in namespaces of its own with fake GPUs, under one munged and one slurmctld and, for a
-`sacct` that works, slurmdbd with a private MariaDB. Nothing is written under /etc and no init system takes
-part: every process is recorded with its start time, and only recorded processes are ever signalled.
-README.md says what each setting is for and what the lab cannot do.
+It runs several slurmd, each in its own namespaces with fake GPUs, one munged, one slurmctld and, for a working `sacct`,
+slurmdbd with a private MariaDB. It writes nothing under /etc and needs no init system: every process is recorded with
+its start time, and only recorded processes are signalled. README.md describes the purpose of each setting and the
+limits of the lab.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ NODE_INIT = 'hostname "$1" && mount --bind "$3" /etc/hosts && : >"$2" && while :
 
 
 class LabError(Exception):
-    """What went wrong, in one line for the user."""
+    """A failure, described in one line for the user."""
 
 
 @dataclass
 class Knobs:
-    """What the first `up` was given; later ones keep it."""
+    """Options of the first `up`. Later calls keep them."""
 
     nodes: int = 4
     cpus: int = 4
@@ -68,26 +68,26 @@ class Knobs:
     namespaces: bool = True
 
     def ports(self) -> dict[str, int]:
-        """The TCP ports of the daemons that listen on one."""
+        """Return the TCP ports of the daemons that listen on one."""
         ports = {"slurmctld": self.port}
         if self.accounting == "dbd":
             ports |= {"slurmdbd": self.port + 1, "mariadbd": self.port + 2}
         return ports | {f"slurmd:{node}": self.port + 10 + i for i, node in enumerate(self.node_names(), 1)}
 
     def node_names(self) -> list[str]:
-        """n1, n2 and so on."""
+        """Return n1, n2 and so on."""
         return [f"n{i}" for i in range(1, self.nodes + 1)]
 
 
 def slurm_conf(knobs: Knobs, root: Path) -> str:
-    """The text of slurm.conf."""
+    """Return the text of slurm.conf."""
     host = socket.gethostname().split(".")[0]
     munge = root / "munge/munge.socket"
     lines = {
         "ClusterName": "lab",
         "SlurmctldHost": f"{host}(127.0.0.1)",
         "SlurmctldPort": f"{knobs.port}",
-        # Listen on 127.0.0.1 alone. slurmd can do so only where its host name resolves, which takes namespaces.
+        # Listen only on 127.0.0.1. slurmd can do so only if its host name resolves, which needs namespaces.
         "CommunicationParameters": "NoCtldInAddrAny" + ",NoInAddrAny" * knobs.namespaces,
         "SlurmUser": "root",
         "AuthType": "auth/munge",
@@ -141,9 +141,9 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
     if knobs.gpus:
         lines["GresTypes"] = "gpu"
         gres = f" Gres=gpu:{knobs.gpus}"
-    own = {key.lower(): key for key in lines}
+    original_keys = {key.lower(): key for key in lines}
     for key, value in knobs.settings.items():
-        lines[own.get(key.lower(), key)] = value
+        lines[original_keys.get(key.lower(), key)] = value
     ports = knobs.ports()
     nodes = [
         f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={ports[f'slurmd:{node}']} "
@@ -160,7 +160,7 @@ def slurm_conf(knobs: Knobs, root: Path) -> str:
 
 
 def slurmdbd_conf(knobs: Knobs, root: Path, password: str) -> str:
-    """The text of slurmdbd.conf."""
+    """Return the text of slurmdbd.conf."""
     ports = knobs.ports()
     lines = {
         "AuthType": "auth/munge",
@@ -182,7 +182,7 @@ def slurmdbd_conf(knobs: Knobs, root: Path, password: str) -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process was started, in ticks since boot; with the pid it names one process. None: not running."""
+    """Return a process's start in ticks since boot (None if it does not run). With the pid it identifies a process."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,19 +191,19 @@ def start_time(pid: int) -> str | None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that `pid` started and that are its children still."""
+    """Return the child processes of `pid`."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
 
-def wait_for(seconds: float, what: str, done: Callable[[], object]) -> None:
+def wait_for(seconds: float, failure: str, done: Callable[[], object]) -> None:
     """Return once `done()` is true; LabError after `seconds`."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
-            raise LabError(f"{what} after {seconds:g} s")
+            raise LabError(f"{failure} after {seconds:g} s")
         time.sleep(0.05)
 
 
@@ -214,7 +214,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def port_is_free(port: int) -> bool:
-    """Nothing listens on this port of 127.0.0.1."""
+    """Whether no process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -225,22 +225,22 @@ def port_is_free(port: int) -> bool:
 
 
 def port_answers(port: int) -> bool:
-    """Something listens on this port of 127.0.0.1."""
+    """Whether a process listens on this port of 127.0.0.1."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that only its owner ever could read."""
+    """Write a file that only its owner can read, from its creation on."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
 
 
 def install_packages(accounting: str) -> None:
-    """Install what the lab needs and the machine lacks, without letting packages start services.
+    """Install missing packages without letting them start services.
 
-    One lab at a time: another would find commands whose package is only half there.
+    A lock allows one lab at a time: another lab would find commands of a package that is only partly installed.
     """
     with (Path(tempfile.gettempdir()) / f"slurm-lab-install-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -248,8 +248,8 @@ def install_packages(accounting: str) -> None:
 
 
 def _install_packages(accounting: str) -> None:
-    wanted = [command for command in PACKAGES if accounting == "dbd" or command not in ACCOUNTING_ONLY]
-    missing = [PACKAGES[command] for command in wanted if not shutil.which(command)]
+    needed_commands = [command for command in PACKAGES if accounting == "dbd" or command not in ACCOUNTING_ONLY]
+    missing = [PACKAGES[command] for command in needed_commands if not shutil.which(command)]
     if not missing:
         return
     if not shutil.which("apt-get"):
@@ -274,7 +274,7 @@ def _install_packages(accounting: str) -> None:
 
 
 def can_unshare() -> bool:
-    """This machine lets us make the namespaces of a node."""
+    """Whether this machine allows the namespaces of a node."""
     try:
         probe = subprocess.run([*UNSHARE, "sh", "-c", "hostname slurm-lab-probe"], capture_output=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -299,7 +299,7 @@ class Lab:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One command at a time changes the lab."""
+        """Lock the lab, so that only one command at a time changes it."""
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -308,7 +308,7 @@ class Lab:
     # ---------------------------------------------------------------- processes
 
     def pid(self, name: str) -> int | None:
-        """The process recorded under `name`, if it is still that one."""
+        """Return the pid recorded under `name`, if that process still runs."""
         try:
             pid, started = (self.root / "pids" / name).read_text().split()
         except (OSError, ValueError):
@@ -316,11 +316,11 @@ class Lab:
         return int(pid) if start_time(int(pid)) == started else None
 
     def recorded(self, prefix: str) -> list[str]:
-        """The names that begin like this, of processes that run."""
+        """Return the recorded names of running processes that begin with `prefix`."""
         return sorted(path.name for path in (self.root / "pids").glob(f"{prefix}*") if self.pid(path.name))
 
     def launch(self, name: str, command: Sequence[str], *, wrapped: bool = False) -> None:
-        """Start a process in a session of its own and record it; `wrapped`: record the command's only child."""
+        """Start a process in a new session and record it; with `wrapped`, record the command's only child instead."""
         with (self.root / "log" / f"{name}.out").open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -338,7 +338,7 @@ class Lab:
         (self.root / "pids" / name).write_text(f"{pid} {start_time(pid)}\n")
 
     def end(self, name: str, seconds: float) -> None:
-        """Ask a recorded process to end; kill it when it has not after `seconds`."""
+        """Send SIGTERM to a recorded process; kill it if it still runs after `seconds`."""
         if pid := self.pid(name):
             send(pid, signal.SIGTERM)
             with contextlib.suppress(LabError):
@@ -346,7 +346,7 @@ class Lab:
         self.kill(name)
 
     def kill(self, name: str) -> bool:
-        """Kill a recorded process at once; False where it does not run."""
+        """Kill a recorded process at once; return whether it was running."""
         pid = self.pid(name)
         if pid:
             send(pid, signal.SIGKILL)
@@ -355,7 +355,7 @@ class Lab:
         return pid is not None
 
     def call(self, *command: str, timeout: float = 30) -> str | None:
-        """What a SLURM command prints; None where it fails."""
+        """Return the output of a SLURM command, or None if it fails."""
         try:
             done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -363,16 +363,16 @@ class Lab:
         return done.stdout if done.returncode == 0 else None
 
     def steps(self) -> list[int]:
-        """The slurmstepd processes of this cluster, known by their sockets, each after what it started."""
+        """Return the slurmstepd processes of this cluster, identified by their sockets, each after its descendants."""
         spool = f"{self.root}/spool/"
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         sockets = {f"socket:[{row[6]}]" for row in rows if len(row) > 7 and row[7].startswith(spool)}
-        found: list[int] = []
+        process_ids: list[int] = []
 
         def add(pid: int) -> None:
             for child in children(pid):
                 add(child)
-            found.append(pid)
+            process_ids.append(pid)
 
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -380,17 +380,17 @@ class Lab:
                     continue
                 if sockets & {str(handle.readlink()) for handle in (process / "fd").iterdir()}:
                     add(int(process.name))
-        return found
+        return process_ids
 
     # ---------------------------------------------------------------- up
 
     def configure(self, given: dict[str, object], settings: dict[str, str]) -> None:
-        """Merge what this `up` was given into the knobs, and write the files that SLURM reads."""
-        fixed = {key: value for key, value in given.items() if value not in (None, getattr(self.knobs, key))}
-        if self.exists and fixed.keys() - {"node_down_s", "requeue_wait_s"}:
-            what = ", ".join(f"{key.replace('_', '-')} {getattr(self.knobs, key)}" for key in fixed)
-            raise LabError(f"{self.root} was made with {what}: `down --wipe` first, or take another --dir")
-        self.knobs = Knobs(**asdict(self.knobs) | fixed)
+        """Merge the options of this `up` into the knobs, and write the files that SLURM reads."""
+        new_options = {key: value for key, value in given.items() if value not in (None, getattr(self.knobs, key))}
+        if self.exists and new_options.keys() - {"node_down_s", "requeue_wait_s"}:
+            old_options = ", ".join(f"{key.replace('_', '-')} {getattr(self.knobs, key)}" for key in new_options)
+            raise LabError(f"{self.root} was made with {old_options}: `down --wipe` first, or take another --dir")
+        self.knobs = Knobs(**asdict(self.knobs) | new_options)
         self.knobs.settings |= settings
         if not self.exists:
             self.check_ports()
@@ -430,18 +430,20 @@ class Lab:
         for node in self.knobs.node_names() if self.knobs.gpus else []:
             folder = self.root / "gpu" / node
             folder.mkdir(exist_ok=True)
-            what = f"Count={self.knobs.gpus}"
+            gres_options = f"Count={self.knobs.gpus}"
             # slurmd accepts only character devices as files, and sets CUDA_VISIBLE_DEVICES only if it is given files.
             with contextlib.suppress(PermissionError):
                 for gpu in range(self.knobs.gpus):
                     if not (folder / f"nvidia{gpu}").exists():
                         os.mknod(folder / f"nvidia{gpu}", 0o020666, os.makedev(1, 3))
-                what = "Flags=nvidia_gpu_env File=" + ",".join(f"{folder}/nvidia{i}" for i in range(self.knobs.gpus))
-            lines.append(f"NodeName={node} Name=gpu {what}")
+                gres_options = "Flags=nvidia_gpu_env File=" + ",".join(
+                    f"{folder}/nvidia{i}" for i in range(self.knobs.gpus)
+                )
+            lines.append(f"NodeName={node} Name=gpu {gres_options}")
         (self.root / "gres.conf").write_text("\n".join([*lines, ""]))
 
     def exports(self) -> str:
-        """Shell lines with which the SLURM commands find this cluster."""
+        """Return shell lines that make SLURM commands use this cluster."""
         return (
             f"export SLURM_LAB={shlex.quote(str(self.root))}\n"
             f"export SLURM_CONF={shlex.quote(str(self.root / 'slurm.conf'))}\n"
@@ -449,7 +451,7 @@ class Lab:
         )
 
     def up(self) -> None:
-        """Start whatever does not run."""
+        """Start all daemons and nodes that are not running."""
         self.check_ports()
         self.start_munged()
         if self.knobs.accounting == "dbd":
@@ -474,13 +476,13 @@ class Lab:
             wait_for(60, "nodes are missing", lambda: not self.missing_nodes())
         except LabError as error:
             reasons = (self.call("sinfo", "-h", "-R", "-o", "%n: %E") or "").split("\n")
-            said = "; ".join(
+            problems = "; ".join(
                 [*(f"{node} is {state}" for node, state in self.missing_nodes().items()), *filter(None, reasons)]
             )
-            raise LabError(f"not all nodes are up after 60 s: {said} (see {self.root}/log)") from error
+            raise LabError(f"not all nodes are up after 60 s: {problems} (see {self.root}/log)") from error
 
     def await_daemon(self, name: str, answers: Callable[[], object], seconds: float = 60) -> None:
-        """Return once a daemon answers; LabError where it dies first."""
+        """Return once a daemon answers; LabError if it dies before."""
 
         def done() -> object:
             if not self.pid(name):
@@ -492,22 +494,22 @@ class Lab:
     def start_munged(self) -> None:
         """Start the authentication daemon."""
         munge, run, log = self.root / "munge", self.root / "run", self.root / "log"
-        where = munge / "munge.socket"
+        socket_path = munge / "munge.socket"
         if not self.pid("munged"):
-            where.unlink(missing_ok=True)
-            files = {"socket": where, "key-file": munge / "munge.key", "seed-file": munge / "munge.seed"}
+            socket_path.unlink(missing_ok=True)
+            files = {"socket": socket_path, "key-file": munge / "munge.key", "seed-file": munge / "munge.seed"}
             files |= {"pid-file": run / "munged.pid", "log-file": log / "munged.log"}
             options = [f"--{option}={path}" for option, path in files.items()]
             self.launch("munged", ["munged", "--foreground", "--force", *options])
-        self.await_daemon("munged", lambda: self.call("munge", "-S", str(where), "-n"))
+        self.await_daemon("munged", lambda: self.call("munge", "-S", str(socket_path), "-n"))
 
     def start_mariadbd(self) -> None:
-        """Start the data base of the accounting."""
+        """Start the accounting database."""
         port = self.knobs.ports()["mariadbd"]
         sql, password = self.root / "sql", (self.root / "munge/sql.password").read_text()
         if not self.pid("mariadbd"):
-            # Give each server its own folder for temporary tables: a starting server removes all that it finds there,
-            # including another lab's.
+            # Give each server its own folder for temporary tables. A starting server removes all tables that it finds
+            # there, even another lab's.
             temporary = sql / "tmp"
             if not (sql / "data/mysql").is_dir():
                 shutil.rmtree(sql, ignore_errors=True)
@@ -521,8 +523,8 @@ class Lab:
                 log.write_bytes(made.stdout + made.stderr)
                 if made.returncode:
                     shutil.rmtree(sql / "data")  # the next `up` would take a partial database for a complete one
-                    said = b" / ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
-                    raise LabError(f"cannot make the data base: {said.decode(errors='replace')} (more in {log})")
+                    last_lines = b" / ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
+                    raise LabError(f"cannot make the data base: {last_lines.decode(errors='replace')} (more in {log})")
             user = "'slurm'@'127.0.0.1'"
             statements = [
                 "CREATE DATABASE IF NOT EXISTS slurm_acct_db;",
@@ -578,15 +580,15 @@ class Lab:
             self.await_daemon(f"slurmd:{node}", lambda: port_answers(self.knobs.ports()[f"slurmd:{node}"]))
 
     def node_states(self) -> dict[str, str]:
-        """What slurmctld says of each node."""
+        """Return the state of each node according to slurmctld."""
         lines = (self.call("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T") or "").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
     def missing_nodes(self) -> dict[str, str]:
-        """The nodes that cannot take jobs, and what slurmctld says of each."""
+        """Return the nodes that cannot take jobs, with their states."""
         states, usable = self.node_states(), {"idle", "mixed", "allocated", "completing"}
-        said = {node: states.get(node, "unknown") for node in self.knobs.node_names()}
-        return {node: state for node, state in said.items() if state not in usable}
+        states_by_node = {node: states.get(node, "unknown") for node in self.knobs.node_names()}
+        return {node: state for node, state in states_by_node.items() if state not in usable}
 
     # ---------------------------------------------------------------- faults and the end
 
@@ -611,7 +613,7 @@ class Lab:
         return f"{name} killed" if self.kill(name) else f"{name} is not running"
 
     def down(self, wipe: bool) -> str:
-        """Stop everything that was recorded; with `wipe`, remove the state, too."""
+        """Stop all recorded processes; with `wipe`, also remove the state."""
         # With `wipe` no accounting is kept, so do not wait for jobs: they end when their nodes are switched off.
         if self.pid("slurmctld") and not (wipe and self.knobs.namespaces):
             if jobs := (self.call("squeue", "-h", "-a", "-o", "%A", timeout=10) or "").split():
@@ -631,7 +633,7 @@ class Lab:
         return f"stopped {self.root}"
 
     def status(self) -> str:
-        """A line for each daemon and node."""
+        """Return one line per daemon and node."""
         names = [name for name in DAEMONS if self.knobs.accounting == "dbd" or name not in ACCOUNTING_ONLY]
         names += [f"{kind}:{node}" for node in self.knobs.node_names() for kind in ("node", "slurmd")]
         if not self.knobs.namespaces:
@@ -640,18 +642,18 @@ class Lab:
         rows = []
         for name in names:
             pid = self.pid(name)
-            said = states.get(name.removeprefix("slurmd:"), "")
-            rows.append(f"{name:10} {f'up    pid {pid:<8}' if pid else 'down':18} {said}".rstrip())
+            node_state = states.get(name.removeprefix("slurmd:"), "")
+            rows.append(f"{name:10} {f'up    pid {pid:<8}' if pid else 'down':18} {node_state}".rstrip())
         return "\n".join(rows)
 
 
 def mount_point(path: Path) -> str:
-    """The mount that holds a path."""
+    """Return the mount point of a path's file system."""
     return str(next(folder for folder in [path, *path.parents] if folder.is_mount()))
 
 
 def lab_directory(given: str | None) -> Path:
-    """The state directory: as given, $SLURM_LAB, or below the directory for temporary files."""
+    """Return the state directory: `given`, $SLURM_LAB, or a folder in the directory for temporary files."""
     root = Path(given or os.environ.get("SLURM_LAB") or Path(tempfile.gettempdir()) / "slurm_lab").resolve()
     if len(str(root)) > MAX_DIR_LENGTH:
         raise LabError(f"--dir may have {MAX_DIR_LENGTH} characters (unix sockets go below it), not: {root}")
@@ -663,30 +665,32 @@ def lab_directory(given: str | None) -> Path:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="A real SLURM cluster on this machine, for tests. Needs root.")
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--dir", help="state directory (default: $SLURM_LAB, or slurm_lab in the temporary folder)")
+    common_options = argparse.ArgumentParser(add_help=False)
+    common_options.add_argument(
+        "--dir", help="state directory (default: $SLURM_LAB, or slurm_lab in the temporary folder)"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", parents=[where], help="start everything that is not running")
+    up = commands.add_parser("up", parents=[common_options], help="start everything that is not running")
     default = Knobs()
     for name in ("nodes", "cpus", "memory_mb", "gpus", "port", "node_down_s", "requeue_wait_s"):
         up.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {getattr(default, name)}")
     up.add_argument("--accounting", choices=("dbd", "none"), help="dbd (default): sacct works")
     up.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a line of slurm.conf; repeatable")
-    down = commands.add_parser("down", parents=[where], help="stop everything that `up` started")
+    down = commands.add_parser("down", parents=[common_options], help="stop everything that `up` started")
     down.add_argument("--wipe", action="store_true", help="also remove the state directory")
-    off = commands.add_parser("node-off", parents=[where], help="power a node off")
+    off = commands.add_parser("node-off", parents=[common_options], help="power a node off")
     off.add_argument("number", type=int)
-    kill = commands.add_parser("kill", parents=[where], help="kill -9 one daemon")
+    kill = commands.add_parser("kill", parents=[common_options], help="kill -9 one daemon")
     kill.add_argument("name", help="slurmd:n1 (its tasks keep running), slurmctld, slurmdbd, mariadbd or munged")
-    commands.add_parser("env", parents=[where], help="print the exports")
-    commands.add_parser("status", parents=[where], help="show which daemons run, and the state of the nodes")
+    commands.add_parser("env", parents=[common_options], help="print the exports")
+    commands.add_parser("status", parents=[common_options], help="show which daemons run, and the state of the nodes")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> str:
-    """Do what the command line says; returns what to print."""
+    """Run the command, and return the text to print."""
     root = lab_directory(options.dir)
     if options.command not in ("up", "down") and not (root / "knobs.json").is_file():
         raise LabError(f"there is no lab in {root}")
@@ -697,13 +701,13 @@ def run(options: argparse.Namespace) -> str:
     os.environ["PATH"] += ":/usr/local/sbin:/usr/sbin:/sbin"
     if options.command == "down" and not root.is_dir():
         return f"there is no lab in {root}"
-    made = not root.exists()
+    is_new = not root.exists()
     with contextlib.ExitStack() as stack:
         lab = Lab(root)
         stack.enter_context(lab.locked())
         lab = Lab(root)
         if options.command == "up":
-            return bring_up(lab, options, made)
+            return bring_up(lab, options, is_new)
         if options.command == "down":
             return lab.down(options.wipe)
         if options.command == "node-off":
@@ -713,9 +717,9 @@ def run(options: argparse.Namespace) -> str:
         return lab.status()
 
 
-def bring_up(lab: Lab, options: argparse.Namespace, made: bool) -> str:
-    """`up`: configure, start, and say how to use it."""
-    began = time.monotonic()
+def bring_up(lab: Lab, options: argparse.Namespace, is_new_lab: bool) -> str:
+    """Configure and start the lab; return the text on how to use it."""
+    started_at = time.monotonic()
     names = ("nodes", "cpus", "memory_mb", "gpus", "accounting", "port", "node_down_s", "requeue_wait_s")
     settings = dict(text.split("=", 1) for text in options.set if "=" in text)
     if len(settings) < len(options.set):
@@ -723,17 +727,17 @@ def bring_up(lab: Lab, options: argparse.Namespace, made: bool) -> str:
     try:
         lab.configure({name: getattr(options, name) for name in names}, settings)
     except LabError:
-        if made:
+        if is_new_lab:
             shutil.rmtree(lab.root)
         raise
     lab.up()
     namespaces = "" if lab.knobs.namespaces else ", without namespaces: `node-off` does not work"
-    said = f"{lab.knobs.nodes} nodes up, accounting {lab.knobs.accounting}{namespaces}"
-    return f"{said} ({time.monotonic() - began:.1f} s)\nuse it with: . {lab.root}/env.sh"
+    summary = f"{lab.knobs.nodes} nodes up, accounting {lab.knobs.accounting}{namespaces}"
+    return f"{summary} ({time.monotonic() - started_at:.1f} s)\nuse it with: . {lab.root}/env.sh"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a failure is one line and status 1."""
+    """Run one command; a failure prints one line and returns 1."""
     try:
         print(run(parse_arguments(arguments)).rstrip())
     except LabError as error:

@@ -1,4 +1,4 @@
-"""Axis `allocation`: more rollouts for what is hard, the same total for everybody."""
+"""Axis `allocation`: harder prompts get more rollouts, and the total stays the same."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.examples import examples
 from tests.helpers import CountingTask, grade, row, sampler
 
 
-def given_out(choice: Allocation, average: int, histories: Sequence[Sequence[float]]) -> list[int]:
-    """Rollouts of one prompt after the other, what was too much handed on as the stream does."""
+def allocate(choice: Allocation, average: int, histories: Sequence[Sequence[float]]) -> list[int]:
+    """Completions of one prompt after another. The surplus is passed on as in the stream."""
     surplus, counts = 0, []
     for history in histories:
         counts.append(choice.completions(average, history, surplus))
@@ -45,9 +45,9 @@ HISTORIES = st.lists(st.lists(st.floats(0, 1), max_size=3), max_size=40)
 def test_the_total_stays_within_one_average(
     average: int, hard: float, easy: float, least: int, histories: list[list[float]]
 ) -> None:
-    """For any history and any factors, after every single prompt; and every prompt gets the least that it was told."""
+    """Holds after every prompt, for any history and any factors. Every prompt gets at least `least`."""
     least = min(least, average)
-    counts = given_out(AllocationByDifficulty(hard, easy, least), average, histories)
+    counts = allocate(AllocationByDifficulty(hard, easy, least), average, histories)
     for number in range(1, len(counts) + 1):
         assert abs(sum(counts[:number]) - number * average) <= average
     assert all(count >= least for count in counts)
@@ -56,33 +56,33 @@ def test_the_total_stays_within_one_average(
 @settings(max_examples=examples(50))
 @given(average=st.integers(1, 16), histories=HISTORIES)
 def test_fixed_is_the_average(average: int, histories: list[list[float]]) -> None:
-    assert given_out(FixedAllocation(), average, histories) == [average] * len(histories)
+    assert allocate(FixedAllocation(), average, histories) == [average] * len(histories)
 
 
 @pytest.mark.parametrize(
     ("history", "expected"),
     [((), 8), ((0.0,), 12), ((1.0,), 4), ((0.5,), 8), ((0.25,), 10), ((1.0, 1.0, 0.0), 12), ((0.0, 0.0, 1.0), 4)],
 )
-def test_by_hand(history: tuple[float, ...], expected: int) -> None:
-    """8 on average; the last group decides, and who is new gets the average."""
+def test_completions_by_hand(history: tuple[float, ...], expected: int) -> None:
+    """8 on average. The last group decides; a new prompt gets the average."""
     assert AllocationByDifficulty(hard=1.5, easy=0.5).completions(8, history) == expected
 
 
-def test_turned_round_it_favours_what_is_easy() -> None:
+def test_swapped_factors_favour_easy_prompts() -> None:
     choice = AllocationByDifficulty(hard=0.5, easy=1.5)
     assert [choice.completions(8, [rate]) for rate in (0.0, 0.5, 1.0)] == [4, 8, 12]
 
 
-def test_what_was_given_is_paid_back() -> None:
-    """Nothing but hard prompts: beyond one average nobody gets more than it; then easy ones give it back."""
+def test_the_surplus_is_paid_back() -> None:
+    """Once the surplus is one average, hard prompts get only the average until easy prompts have paid back."""
     choice = AllocationByDifficulty(hard=1.5, easy=0.5)
-    assert given_out(choice, 8, [[0.0]] * 5) == [12, 12, 8, 8, 8]
-    assert given_out(choice, 8, [[1.0]] * 5) == [4, 4, 8, 8, 8]
-    assert given_out(choice, 8, [[0.0], [0.0], [1.0], [0.0]]) == [12, 12, 4, 12]
-    assert given_out(choice, 8, [[]] * 3) == [8] * 3
+    assert allocate(choice, 8, [[0.0]] * 5) == [12, 12, 8, 8, 8]
+    assert allocate(choice, 8, [[1.0]] * 5) == [4, 4, 8, 8, 8]
+    assert allocate(choice, 8, [[0.0], [0.0], [1.0], [0.0]]) == [12, 12, 4, 12]
+    assert allocate(choice, 8, [[]] * 3) == [8] * 3
 
 
-def test_the_least_holds_where_the_factor_would_give_fewer() -> None:
+def test_least_is_a_lower_bound() -> None:
     assert AllocationByDifficulty(easy=0.01, least=3).completions(8, [1.0]) == 3
     assert AllocationByDifficulty(easy=0.01, least=1).completions(8, [1.0]) == 1
 
@@ -104,7 +104,7 @@ def test_a_bad_least(bad: Any) -> None:
 
 
 class Known(CountingTask):
-    """Two prompts of three are solved always, the third never."""
+    """Two of three prompts are always solved, the third never."""
 
     def reward(self, prompt: Any, completion: str) -> float:
         return float(int(prompt.prompt_id[1:]) % 3 != 0)
@@ -126,7 +126,7 @@ def stream_of(choice: Allocation) -> RolloutStream:
 
 
 def admit_and_finish(stream: RolloutStream, groups: int) -> list[tuple[str, int]]:
-    """Prompts and sizes of so many groups, one complete before the next is admitted."""
+    """Admit and finish one group after another. Returns the prompt and the size of each."""
     seen = []
     for _ in range(groups):
         request = stream.admit(0)
@@ -138,14 +138,14 @@ def admit_and_finish(stream: RolloutStream, groups: int) -> list[tuple[str, int]
     return seen
 
 
-def test_groups_are_as_large_as_their_prompts_history_says() -> None:
+def test_group_sizes_follow_the_prompts_histories() -> None:
     stream = stream_of(AllocationByDifficulty(hard=1.5, easy=0.5))
     first, *later = [admit_and_finish(stream, 9) for _ in range(6)]
-    assert [size for _, size in first] == [4] * 9, "nothing is known of any prompt yet"
+    assert [size for _, size in first] == [4] * 9, "no prompt has a history yet"
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for prompt_id, size in [pair for epoch in later for pair in epoch]:
         sizes[int(prompt_id[1:]) % 3 == 0].append(size)
-    # In the long run what the easy ones do not get is what the hard ones get beyond the average.
+    # In the long run the hard prompts get the completions that the easy ones do not.
     assert max(sizes[False]) <= 4 < max(sizes[True]) and sum(sizes[True]) > 4 * len(sizes[True])
     assert abs(stream.surplus) <= 4
     assert sum(size for epoch in [first, *later] for _, size in epoch) == 4 * 54 + stream.surplus
@@ -153,11 +153,11 @@ def test_groups_are_as_large_as_their_prompts_history_says() -> None:
     assert batch.denominators.sampled == sum(len(group.rollouts) for group in batch.groups)
 
 
-def test_the_account_survives_a_stop() -> None:
+def test_the_surplus_survives_a_resume() -> None:
     def fresh() -> RolloutStream:
         return stream_of(AllocationByDifficulty(hard=1.9, easy=0.5))
 
-    # A stop where the account is not even, or nothing is shown.
+    # Stop while the surplus is not zero. A resume that loses a surplus of zero would not show.
     whole = fresh()
     admit_and_finish(whole, 9)
     for _ in range(9):
@@ -166,8 +166,8 @@ def test_the_account_survives_a_stop() -> None:
     assert whole.surplus
     state = pickle.dumps([whole.prompts.state_dict(), whole.state_dict()])
     resumed = fresh()
-    of_prompts, of_stream = pickle.loads(state)
-    resumed.prompts.load_state_dict(of_prompts)
-    resumed.load_state_dict(of_stream)
+    prompts_state, stream_state = pickle.loads(state)
+    resumed.prompts.load_state_dict(prompts_state)
+    resumed.load_state_dict(stream_state)
     assert resumed.surplus == whole.surplus
     assert admit_and_finish(resumed, 20) == admit_and_finish(whole, 20)

@@ -1,4 +1,4 @@
-"""What every axis promises, and every choice on it: those in `conf/` are found by themselves."""
+"""The contract of every axis and of every choice in `conf/`. A new choice is tested without a change here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import row
 
 IN_CONF = [(axis, path.stem) for axis in AXES for path in sorted((conf_dir() / axis).glob("*.yaml"))]
 
-# Neither goes without the other, and a teacher has to be named.
+# Overrides that a choice needs: GAE and the value network need each other, distillation needs a teacher.
 PARTNER = {
     "gae": ["critic=value_network"],
     "value_network": ["advantage=gae"],
@@ -26,7 +26,7 @@ PARTNER = {
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
+def test_every_axis_has_a_class_a_module_and_a_conf_folder(axis: str) -> None:
     kind = axis_class(axis)
     assert kind.axis == axis and issubclass(kind, DesignChoice)
     assert kind.__module__.startswith(f"lightning_scalerl.axes.{axis}")
@@ -42,8 +42,8 @@ def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", every(10, every(2, AXES, pytest.mark.full)))
-def test_every_choice_in_conf_builds_and_means_what_its_class_does(axis: str) -> None:
-    """In a whole recipe; and a default of a class and that of its file, with the paper's settings, are one."""
+def test_every_choice_in_conf_builds_and_has_the_defaults_of_its_class(axis: str) -> None:
+    """Each file builds within a whole recipe. Each class's defaults equal one of its files (with `scale=paper`)."""
     built = []
     for name in (name for where, name in IN_CONF if where == axis):
         config = compose([f"{axis}={name}", "scale=paper", *PARTNER.get(name, [])])
@@ -57,10 +57,10 @@ def test_every_choice_in_conf_builds_and_means_what_its_class_does(axis: str) ->
         assert any(choice.same_as(kind()) for choice in built), f"{kind.__name__}() is in no file of conf/{axis}/"
 
 
-def test_an_axis_that_is_left_open_has_its_neutral_choice() -> None:
+def test_a_missing_axis_gets_its_neutral_choice() -> None:
     whole = row()
-    left = Choices.of(choice for choice in whole if choice.axis not in ("filter", "truncated"))
-    assert [type(choice) for choice in left] == [type(choice) for choice in whole]
+    completed = Choices.of(choice for choice in whole if choice.axis not in ("filter", "truncated"))
+    assert [type(choice) for choice in completed] == [type(choice) for choice in whole]
     with pytest.raises(ConfigurationError, match="axes: nothing chosen for loss"):
         Choices.of(choice for choice in whole if choice.axis != "loss")
 
@@ -76,7 +76,7 @@ def test_a_choice_that_lacks_a_method_of_its_axis_is_refused_before_compute() ->
         Choices.of([*(choice for choice in row() if choice.axis != "loss"), NoClip()])
 
 
-def test_an_axis_of_ones_own_needs_a_neutral_choice() -> None:
+def test_a_user_axis_needs_a_neutral_choice() -> None:
     class Typo(DesignChoice):
         axis = "los"
 
@@ -85,18 +85,18 @@ def test_an_axis_of_ones_own_needs_a_neutral_choice() -> None:
 
 
 class Shift(DesignChoice):
-    """Axis `shift`: what is added to every reward, advantage and loss."""
+    """Axis `shift`: a constant that is added to every reward, advantage and loss."""
 
     axis = "shift"
     neutral = {"choice": "NoShift"}  # noqa: RUF012
 
 
 class NoShift(Shift):
-    """Nothing."""
+    """Add nothing."""
 
 
 class By(Shift):
-    """So much."""
+    """Add `much`."""
 
     def __init__(self, much: float) -> None:
         self.much = much
@@ -105,7 +105,7 @@ class By(Shift):
         return per_token_loss + self.much
 
 
-def test_an_axis_of_ones_own_joins_the_row() -> None:
+def test_a_user_axis_joins_the_choices() -> None:
     ours = Choices.of([*row(), By(2.0)])
     assert ours.on("shift") is ours.user_axes["shift"] and row().on("shift") is None
     assert type(By(1.0).neutral_choice()) is NoShift
@@ -136,9 +136,9 @@ def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero_variance", "dynamic_sampling"])
 def test_a_filter_that_would_drop_every_group_is_refused(name: str) -> None:
-    """A critic may have groups of one; nothing in them can differ."""
+    """With a critic a group may have one completion. Its rewards cannot differ, so these filters drop it."""
     ppo = ["recipe=ppo", "batch.completions=1"]
-    fine, dropped = (build_recipe(compose([*ppo, *more]), "ppo") for more in ([], [f"filter={name}"]))
-    fine.check(fine.choices)
+    valid, dropped = (build_recipe(compose([*ppo, *more]), "ppo") for more in ([], [f"filter={name}"]))
+    valid.check(valid.choices)
     with pytest.raises(ConfigurationError, match=f"batch.completions: 1 .*filter={name} drops every one"):
         dropped.check(dropped.choices)

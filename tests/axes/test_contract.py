@@ -1,4 +1,4 @@
-"""What every loss and aggregation promises. A new one adds a line to LOSSES or AGGREGATIONS."""
+"""The contract of every loss and every aggregation. To test a new one, add a line to LOSSES or AGGREGATIONS."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AGGREGATIONS = [
     ConstantAggregation(),
 ]
 
-# What a model, or an engine, may say of a token that is masked: 0 times some of it is not 0.
+# Values that a model or an engine may return for a masked token. 0 times infinity or NaN is not 0.
 JUNK = (-7.0, 1e3, math.inf, -math.inf, math.nan)
 
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
@@ -82,7 +82,7 @@ def test_at_ratio_one_the_gradient_is_reinforce(loss: Any) -> None:
 @each_aggregation
 def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) -> None:
     batch = batch_of()
-    # Some tokens were forced: they leave the loss mask, and the counts are those without them.
+    # Forced tokens leave the loss mask. The denominators stay: all losses below use the same ones.
     forced = torch.zeros_like(batch.forced_mask)
     forced[:, 1] = batch.loss_mask[:, 1] > 0
     forced[batch.sample_tokens < 3] = False
@@ -94,13 +94,13 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) ->
     assert gradient[batch.loss_mask == 0].abs().max() == 0
     inside = batch.loss_mask > 0
     for junk in JUNK:
-        said = torch.where(inside, logprobs.detach(), junk).requires_grad_(True)
+        junk_logprobs = torch.where(inside, logprobs.detach(), junk).requires_grad_(True)
         tables = {
             name: torch.where(inside, getattr(batch, name), junk) for name in ("generator_logprobs", "advantages")
         }
-        disturbed = total_loss(replace(batch, **tables), said, loss, aggregation, batch.denominators)
+        disturbed = total_loss(replace(batch, **tables), junk_logprobs, loss, aggregation, batch.denominators)
         assert torch.equal(disturbed.detach(), value.detach())
-        assert torch.equal(torch.autograd.grad(disturbed, said)[0], gradient)
+        assert torch.equal(torch.autograd.grad(disturbed, junk_logprobs)[0], gradient)
 
 
 @each_loss
@@ -108,7 +108,7 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) ->
 @settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any, data: st.DataObject) -> None:
-    """Invariant 1: ranks, accumulation steps, micro-batches and padding are all splits of one batch."""
+    """Invariant 1: ranks, accumulation steps, micro-batches and padding are all ways to split one batch."""
     batch = batch_of(seed=data.draw(st.integers(0, 5)))
     order = torch.tensor(data.draw(st.permutations(range(batch.rollouts))))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=6)))
@@ -132,7 +132,7 @@ def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any,
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_aggregations_weigh_as_they_say() -> None:
+def test_weights_of_each_aggregation() -> None:
     batch = batch_of()
     counts = batch.denominators
     assert (counts.prompts, counts.samples, counts.tokens) == (4, 16, float(batch.loss_mask.sum()))
@@ -209,7 +209,7 @@ def test_dapo_clips_on_the_pessimistic_side_only() -> None:
 def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
     aggregation: Any, clip: tuple[float, float]
 ) -> None:
-    """Written out sequence by sequence, gradient by hand; some tokens are forced."""
+    """Loss and gradient equal a loop over sequences with a gradient derived by hand. Some tokens are forced."""
     low, high = clip
     batch = batch_of()
     batch.loss_mask[batch.sample_tokens > 2, 1] = 0.0
@@ -247,8 +247,8 @@ def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
 
 
 def test_gspo_clips_whole_sequences_on_the_pessimistic_side_only() -> None:
-    """Single tokens are far outside the clip in every row; what counts is their geometric mean."""
-    ratios = torch.tensor([1.1, 1.1, 0.9, 0.9, 1.02, 0.98])  # of the sequence
+    """Single tokens are far outside the clip range in every row, but only their geometric mean counts."""
+    ratios = torch.tensor([1.1, 1.1, 0.9, 0.9, 1.02, 0.98])  # per sequence
     spread = torch.tensor([[2.0, 0.5, 1.0]])
     logprobs = torch.log(ratios.unsqueeze(1) * spread).requires_grad_(True)
     anchor, ones = torch.zeros(6, 3), torch.ones(6, 3)
@@ -258,14 +258,14 @@ def test_gspo_clips_whole_sequences_on_the_pessimistic_side_only() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert loss.shape == (6, 3)
     assert torch.allclose(loss, torch.tensor([-1.05, 1.1, -0.9, 0.96, -1.02, 0.98]).unsqueeze(1))
-    # One gradient for all tokens of a sequence, and none where it is clipped.
+    # All tokens of a sequence share one gradient, which is zero where the sequence is clipped.
     assert torch.allclose(gradient, torch.tensor([0.0, 1.1, -0.9, 0.0, -1.02, 0.98]).unsqueeze(1), atol=1e-6)
     clipped = choice.clipped(logprobs.detach(), anchor, advantages, ones)
     assert torch.equal(clipped, torch.tensor([True, False, False, True, False, False]).unsqueeze(1).expand(6, 3))
 
 
 def test_gspo_reads_nothing_outside_the_mask() -> None:
-    """A forced token, whatever its log-probability, is as good as absent; a row without tokens has no loss."""
+    """A forced token counts as absent, whatever its log-probability. A row without tokens has no loss."""
     choice = GSPO(clip_low=0.2, clip_high=0.3)
     short = torch.tensor([[0.1, -0.05], [0.4, 0.3]])
     advantages = torch.tensor([[1.0, 1.0], [1.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Axis `credit`: outcomes of rollouts, or of turns, are compared in a group."""
+"""Axis `credit`: advantages from the rewards of whole rollouts or of single turns, compared within a group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_scalerl.update.terms import terms
 from tests.helpers import make_group, row
 
 OUTCOME, TURN = row(OutcomeCredit()), row(TurnCredit(discount=0.5))
-# By rollout: turn lengths, and the environment's reward of each turn. Observations have two tokens.
+# Per rollout: the length and the reward of each turn. Observations between turns have two tokens.
 TURNS = [([3, 2], [0.0, 1.0]), ([2], [0.25]), ([1, 4, 2], [0.5, 0.0, 2.0])]
 
 
@@ -44,16 +44,16 @@ def conversation_group(turns: list[tuple[list[int], list[float]]], rewarded: boo
 
 
 def by_hand(turns: list[tuple[list[int], list[float]]], discount: float) -> list[list[float]]:
-    """The advantage of every turn, in the plainest way."""
+    """The advantage of every turn: its discounted return minus the group's mean return of that turn."""
     returns = [
         [sum(discount ** (u - t) * rewards[u] for u in range(t, len(rewards))) for t in range(len(rewards))]
         for _, rewards in turns
     ]
     means = {
-        t: sum(some[t] for some in returns if len(some) > t) / sum(len(some) > t for some in returns)
+        t: sum(values[t] for values in returns if len(values) > t) / sum(len(values) > t for values in returns)
         for t in range(max(map(len, returns)))
     }
-    return [[value - means[t] for t, value in enumerate(some)] for some in returns]
+    return [[value - means[t] for t, value in enumerate(values)] for values in returns]
 
 
 turns_of_groups = st.lists(
@@ -64,7 +64,7 @@ turns_of_groups = st.lists(
 
 
 @given(turns_of_groups)
-def test_each_turn_is_compared_with_the_groups_turn_of_that_number(turns: list[tuple[list[int], list[float]]]) -> None:
+def test_a_turn_is_compared_with_the_same_turn_of_the_group(turns: list[tuple[list[int], list[float]]]) -> None:
     batch = assemble([conversation_group(turns)], TURN, max_new_tokens=64)
     expected = by_hand(turns, 0.5)
     for index, (lengths, _) in enumerate(turns):
@@ -87,13 +87,13 @@ def test_outcome_gives_all_turns_of_a_rollout_one_advantage() -> None:
     assert (batch.advantages == batch.advantages[:, :1]).all()
 
 
-def test_completions_of_one_turn_have_the_same_credit_under_both() -> None:
+def test_single_turn_completions_get_the_same_credit_from_both_choices() -> None:
     groups = [make_group([1.0, 0.0, 0.5, 0.0], admission=number) for number in range(3)]
     outcome, turn = (assemble(groups, choices, max_new_tokens=8) for choices in (OUTCOME, TURN))
     assert torch.equal(outcome.advantages * outcome.loss_mask, turn.advantages * turn.loss_mask)
 
 
-def test_normalization_and_turns_that_only_one_rollout_has() -> None:
+def test_a_turn_that_only_one_rollout_has_gets_no_advantage() -> None:
     choices = row(TurnCredit(), PromptNormalization(eps=0.0))
     batch = assemble([conversation_group(TURNS)], choices, max_new_tokens=64)
     returns = torch.tensor([1.0, 0.25, 2.5], dtype=torch.float64)
@@ -103,19 +103,19 @@ def test_normalization_and_turns_that_only_one_rollout_has() -> None:
     assert batch.advantages.isfinite().all()
 
 
-def test_whatever_is_added_to_the_reward_counts_in_the_last_turn() -> None:
+def test_penalties_and_verifier_rewards_count_in_the_last_turn() -> None:
     group = conversation_group(TURNS)
     rollout = group.rollouts[2]
-    rollout.reward -= 0.5  # a penalty, say
+    rollout.reward -= 0.5  # as a length penalty would
     assert turn_rewards(rollout) == [0.5, 0.0, 1.5]
     assert sum(turn_rewards(rollout)) == rollout.reward
     unrewarded = conversation_group([([2, 2], [0.0, 0.0])] * 2, rewarded=False).rollouts[0]
-    unrewarded.reward = 1.0  # by the task's verifier
+    unrewarded.reward = 1.0  # from the task's verifier
     assert turn_rewards(unrewarded) == [0.0, 1.0] and turn_returns([0.0, 1.0], 0.5) == [0.5, 1.0]
 
 
-def test_a_scale_of_rewards_scales_each_turn() -> None:
-    """A reward of the first turn does not reach the second one, whatever the scale; only the constant does."""
+def test_a_reward_scale_applies_to_each_turn() -> None:
+    """The scale multiplies each turn's reward. Only its constant goes to the last turn."""
     group = conversation_group([([2, 2], [1.0, 0.0]), ([2, 2], [0.0, 0.0])])
     for rollout in group.rollouts:
         rollout.reward = 2 * rollout.reward - 1
@@ -127,7 +127,7 @@ def test_a_scale_of_rewards_scales_each_turn() -> None:
 
 @pytest.mark.parametrize("filter", [ZeroVariance(), DynamicSampling()])
 def test_a_filter_by_variance_keeps_a_group_whose_turns_differ(filter: Filter) -> None:
-    """All got the same, in different turns: their advantages of turns are not zero."""
+    """The rollouts' rewards are equal but earned in different turns, so advantages per turn are not zero."""
     group = conversation_group([([2, 2], [1.0, 0.0]), ([2, 2], [0.0, 1.0])])
     kept = assemble([group], row(TurnCredit(), filter), max_new_tokens=64)
     assert kept.rollouts == 2 and kept.advantages.abs().sum() > 0
@@ -140,7 +140,7 @@ def test_an_observation_belongs_to_the_turn_before_it() -> None:
     assert turn_of_tokens(conversation_group(TURNS).rollouts[2]) == [0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
-def test_what_cannot_be_combined_is_refused() -> None:
+def test_bad_discounts_and_gae_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"credit\.discount: 2 must be in"):
         TurnCredit(2)
     others = [choice for choice in row() if choice.axis not in ("advantage", "critic", "credit")]
@@ -149,8 +149,8 @@ def test_what_cannot_be_combined_is_refused() -> None:
 
 
 @pytest.mark.parametrize("choices", [OUTCOME, TURN], ids=["outcome", "turn"])
-def test_the_gradient_is_that_of_a_loop_by_hand_in_float64(choices: Choices) -> None:
-    """Observations are read by the model and never trained on."""
+def test_the_gradient_equals_a_float64_loop_over_tokens(choices: Choices) -> None:
+    """The model reads observations but is not trained on them."""
     model = new_model(width=32, layers=1, seed=0).double()
     group = conversation_group(TURNS)
     for rollout in group.rollouts:
@@ -168,23 +168,24 @@ def test_the_gradient_is_that_of_a_loop_by_hand_in_float64(choices: Choices) -> 
     (term,) = terms(choices.having(SampleAggregation()).having(Reinforce()))
     ours = torch.autograd.grad(term.reduce(Scored(batch, aligned, torch.zeros_like(aligned))), parameters)
 
+    # The same loss by a loop over tokens.
     loss = torch.zeros((), dtype=torch.float64)
     mean = sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
     advantages = by_hand(TURNS, 0.5)
     for number, rollout in enumerate(group.rollouts):
         tokens = group.prompt_tokens + rollout.tokens
         scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        turn, before, sampled, of_rollout = -1, Source.ENVIRONMENT, 0, torch.zeros((), dtype=torch.float64)
+        turn, previous_source, sampled, rollout_loss = -1, Source.ENVIRONMENT, 0, torch.zeros((), dtype=torch.float64)
         for place, source in enumerate(rollout.sources):
-            turn += source == Source.SAMPLED and before == Source.ENVIRONMENT
-            before = Source(source)
+            turn += source == Source.SAMPLED and previous_source == Source.ENVIRONMENT
+            previous_source = Source(source)
             if source != Source.SAMPLED:
                 continue
             advantage = advantages[number][turn] if choices is TURN else rollout.reward - mean
             position = len(group.prompt_tokens) + place
-            of_rollout = of_rollout - advantage * scores[position - 1, tokens[position]]
+            rollout_loss = rollout_loss - advantage * scores[position - 1, tokens[position]]
             sampled += 1
-        loss = loss + of_rollout / sampled / len(group.rollouts)
-    for got, expected in zip(ours, torch.autograd.grad(loss, parameters), strict=True):
-        # Advantages are rounded to FP32 once.
-        torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-6)
+        loss = loss + rollout_loss / sampled / len(group.rollouts)
+    for gradient, expected in zip(ours, torch.autograd.grad(loss, parameters), strict=True):
+        # The batch stores advantages in FP32, hence the tolerance.
+        torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-6)

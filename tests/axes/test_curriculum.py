@@ -1,4 +1,4 @@
-"""Axis `curriculum`: which prompts may be drawn when, how long completions may be, and that a stop changes neither."""
+"""Axis `curriculum`: which prompts may be drawn, how long completions may be, staged rewards, and resume."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def source_of(levels: Sequence[float], curriculum: Curriculum, resampling: Resam
     return PromptSource(pool_of(levels), KEY, resampling or UniformResampling(), curriculum)
 
 
-def drawn(source: PromptSource, count: int, step: int = 0) -> list[int]:
-    """Numbers of the next prompts."""
+def draw(source: PromptSource, count: int, step: int = 0) -> list[int]:
+    """Draw the next prompts and return their numbers."""
     return [int(source.next(step).prompt_id[1:]) for _ in range(count)]
 
 
-# --- what a step allows --------------------------------------------------------------------------------------
+# --- shares and lengths per step -----------------------------------------------------------------------------
 
 
 def test_shares_by_hand() -> None:
@@ -68,7 +68,7 @@ def test_shares_by_hand() -> None:
 def test_lengths_by_hand() -> None:
     staged = StagedLength(shares=[0.25, 0.5, 1.0], steps=2)
     assert [staged.max_new_tokens(9, step) for step in range(7)] == [3, 3, 5, 5, 9, 9, 9]
-    assert staged.max_new_tokens(1, 0) == 1, "never none at all"
+    assert staged.max_new_tokens(1, 0) == 1, "at least one token"
     assert [LinearCurriculum().max_new_tokens(9, step) for step in (0, 999)] == [9, 9]
 
 
@@ -119,15 +119,15 @@ def test_factors_by_hand(progress: float, sums: Any, factors: dict[str, float]) 
     assert StagedRewards(total_steps=1000).reward_factors(sums, round(1000 * progress)) == factors
 
 
-def test_a_name_goes_before_what_it_is_the_first_of() -> None:
+def test_a_factor_by_name_overrides_first() -> None:
     staged = StagedRewards([{"first": 0.0, "math": 0.25, "format": 2.0}, {}], [0.0, 0.5], 10)
     assert [staged.reward_factors(TWO, step) for step in (4, 5)] == [{"math": 0.25, "format": 2.0}, {}]
 
 
-def test_a_sum_is_weighed_by_hand_and_left_alone_where_nothing_changes() -> None:
+def test_a_weighted_sum_by_hand_and_unchanged_without_factors() -> None:
     terms = {"math": 1.0, "format": 0.2}
     assert weighted_sum(1.2, terms, {"math": 0.5}) == pytest.approx(0.7)
-    assert weighted_sum(1.2, {"format": 0.2}, {"math": 0.0}) == 1.2, "it has abstained: what is there is as it was"
+    assert weighted_sum(1.2, {"format": 0.2}, {"math": 0.0}) == 1.2, "math has abstained, so the sum is unchanged"
     assert weighted_sum(0.1 + 0.2, {"a": 0.1, "b": 0.2}, {"a": 1.0}) == 0.1 + 0.2
     for choice in (NoCurriculum(), LinearCurriculum(), StagedLength()):
         assert choice.reward_factors(TWO, 0) == {} and choice.check_rewards([]) is None
@@ -156,7 +156,7 @@ def test_bad_stages_of_rewards(given: dict[str, Any], message: str) -> None:
 
 
 class TwoRewards(CountingTask):
-    """Graded by the share of the digit 1, which decides a pass, and at half weight by that of 2."""
+    """Reward the share of the digit 1 plus half the share of the digit 2. The digit 1 alone decides a pass."""
 
     def grader(self) -> Grader:
         return RewardSum((Weighted("ones", ShareOf("1")), Weighted("twos", ShareOf("2"), 0.5)))
@@ -166,7 +166,7 @@ class TwoRewards(CountingTask):
 
 
 class ShareOf:
-    """The share of a digit in the completion; of 3 in it, an abstention."""
+    """Grade the share of a digit in the completion. The grader of 2 abstains if the completion has a 3."""
 
     def __init__(self, digit: str) -> None:
         self.digit = digit
@@ -186,7 +186,7 @@ class ShareOf:
         (TwoRewards(), StagedRewards([{"first": 0.0, "twos": 0.0}, {}], [0.0, 0.5]), r"stage 0 leaves nothing of ones"),
     ],
 )
-def test_a_task_without_the_rewards_is_refused(task: Task, choice: Curriculum, message: str) -> None:
+def test_a_task_whose_rewards_do_not_fit_the_stages_is_refused(task: Task, choice: Curriculum, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as error:
         check_curriculum(task, choice)
     assert "\n" not in str(error.value)
@@ -197,19 +197,19 @@ def test_a_task_without_the_rewards_is_refused(task: Task, choice: Curriculum, m
 # --- difficulty ----------------------------------------------------------------------------------------------
 
 
-def test_difficulty_is_the_first_number() -> None:
+def test_difficulty_is_the_first_number_of_the_label() -> None:
     for label, expected in (("Level 3", 3.0), ("10", 10.0), ("2.5 digits of 4", 2.5), ("grade-07", 7.0)):
         assert difficulty(Prompt("p", "", "", label)) == expected
 
 
-def test_numbers_are_compared_as_numbers_and_ties_keep_the_order_of_the_pool() -> None:
+def test_difficulties_sort_as_numbers_and_ties_keep_pool_order() -> None:
     places = LinearCurriculum().places(pool_of([10, 9, 2, 9, 2.5]))
     assert places == [4, 2, 0, 3, 1]
 
 
 @pytest.mark.parametrize("kind", [LinearCurriculum, ExponentialCurriculum])
 @pytest.mark.parametrize("label", ["", "hard"])
-def test_a_pool_without_numbers_is_refused_by_name(kind: Any, label: str) -> None:
+def test_a_prompt_without_a_number_is_refused_by_name(kind: Any, label: str) -> None:
     pool = [*pool_of([1, 2]), Prompt("unlabelled", "1+1=", "2", label)]
     with pytest.raises(ConfigurationError, match=r"'unlabelled' has no number in its difficulty") as caught:
         PromptSource(pool, KEY, UniformResampling(), kind())
@@ -229,70 +229,70 @@ def easiest(count: int) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", [LinearCurriculum, ExponentialCurriculum])
-def test_the_easy_end_opens_step_by_step(kind: Any) -> None:
+def test_harder_prompts_are_admitted_step_by_step(kind: Any) -> None:
     choice = kind(start=0.2, over_steps=5)
     source = source_of(LEVELS, choice)
     allowed = [math.ceil(round(10 * choice.share(step), 9)) for step in range(8)]
     assert allowed[0] == 2 and allowed[5:] == [10, 10, 10] and allowed == sorted(allowed)
     for step, count in enumerate(allowed):
-        # Two whole epochs at least: everything that is allowed comes, and nothing else.
-        assert set(drawn(source, 3 * count, step)) == easiest(count)
+        # 3 * count draws span at least two whole epochs, so every allowed prompt is drawn, and no other.
+        assert set(draw(source, 3 * count, step)) == easiest(count)
 
 
-def test_an_epoch_is_a_pass_over_what_is_allowed() -> None:
+def test_an_epoch_draws_each_allowed_prompt_once() -> None:
     source = source_of(LEVELS, LinearCurriculum(0.3, 100))
     for epoch in range(4):
-        assert sorted(drawn(source, 3)) == sorted(easiest(3))
+        assert sorted(draw(source, 3)) == sorted(easiest(3))
         assert epoch < source.epoch <= epoch + 1
 
 
-def test_who_is_let_in_takes_its_turn_in_the_epoch_under_way() -> None:
-    """With none drawn twice before all that are allowed by then have been drawn."""
+def test_newly_allowed_prompts_join_the_current_epoch() -> None:
+    """No prompt is drawn twice before every prompt allowed by then has been drawn."""
     source = source_of(LEVELS, LinearCurriculum(0.3, 2))  # 3, then 7, then all
-    seen = drawn(source, 2, 0)
+    seen = draw(source, 2, 0)
     assert set(seen) < easiest(3)
-    seen += drawn(source, 5, 1)
-    assert sorted(seen) == sorted(easiest(7)), "the third of the first three, and the four that were let in"
-    seen += drawn(source, 3, 2)
+    seen += draw(source, 5, 1)
+    assert sorted(seen) == sorted(easiest(7)), "the last of the first three, and the four new ones"
+    seen += draw(source, 3, 2)
     assert sorted(seen) == list(range(10)) and source.epoch == 1
-    assert sorted(drawn(source, 10, 2)) == list(range(10)) and source.epoch == 2
+    assert sorted(draw(source, 10, 2)) == list(range(10)) and source.epoch == 2
 
 
-def test_without_a_curriculum_nothing_is_another() -> None:
-    """Orders, epochs and state as they have always been."""
+def test_without_a_curriculum_draws_are_unchanged() -> None:
+    """Order, epoch and state equal those of a source without a curriculum."""
     plain = PromptSource(pool_of(LEVELS), KEY, UniformResampling())
     for choice in (NoCurriculum(), LinearCurriculum(1.0, 5), StagedLength()):
         source = source_of(LEVELS, choice)
-        assert drawn(source, 25) == drawn(PromptSource(pool_of(LEVELS), KEY, UniformResampling()), 25)
-    drawn(plain, 13)
+        assert draw(source, 25) == draw(PromptSource(pool_of(LEVELS), KEY, UniformResampling()), 25)
+    draw(plain, 13)
     assert (plain.epoch, plain.state_dict()["epoch"], plain.state_dict()["position"]) == (1.3, 1, 3)
     old = {key: value for key, value in plain.state_dict().items() if key != "taken"}
     resumed = PromptSource(pool_of(LEVELS), KEY, UniformResampling())
-    resumed.load_state_dict(old)  # of a checkpoint that was written before there were curricula
-    assert drawn(resumed, 9) == drawn(plain, 9)
+    resumed.load_state_dict(old)  # a checkpoint written before curricula existed
+    assert draw(resumed, 9) == draw(plain, 9)
 
 
-def test_retired_prompts_never_come_and_the_next_easiest_is_let_in_before_its_time() -> None:
+def test_if_all_allowed_prompts_are_retired_the_next_easiest_is_drawn() -> None:
     source = source_of(LEVELS, LinearCurriculum(0.2, 100), NoPositiveResampling(0.9))
     one, two = sorted(easiest(2), key=lambda number: LEVELS[number])
     source.resolved(f"p{one}", 1.0)
-    assert drawn(source, 4) == [two] * 4
+    assert draw(source, 4) == [two] * 4
     source.resolved(f"p{two}", 1.0)
     (third,) = easiest(3) - easiest(2)
-    assert drawn(source, 4) == [third] * 4
+    assert draw(source, 4) == [third] * 4
     for number in easiest(9):
         source.resolved(f"p{number}", 1.0)
-    assert drawn(source, 2) == [LEVELS.index(10)] * 2
+    assert draw(source, 2) == [LEVELS.index(10)] * 2
     source.resolved(f"p{LEVELS.index(10)}", 1.0)
     with pytest.raises(PoolExhaustedError, match="all 10 prompts of the pool are retired"):
         source.next(0)
 
 
-# --- against a model that is slow and plain ------------------------------------------------------------------
+# --- against a slow reference --------------------------------------------------------------------------------
 
 
-class Plain:
-    """The same in sets: an epoch's order, what of it has been drawn, and what may be."""
+class Reference:
+    """The prompt source written with plain sets: the order of an epoch, the prompts drawn, the prompts allowed."""
 
     def __init__(self, levels: Sequence[float], choice: Curriculum) -> None:
         self.levels, self.choice = levels, choice
@@ -300,9 +300,9 @@ class Plain:
         self.retired: set[int] = set()
         self.epoch = 0
         self.seen: set[int] = set()
-        # An epoch without a curriculum draws everything in its order.
+        # The order of each epoch, taken from a source without a curriculum.
         everything = source_of(levels, NoCurriculum())
-        self.orders = [drawn(everything, len(levels)) for _ in range(60)]
+        self.orders = [draw(everything, len(levels)) for _ in range(60)]
 
     def next(self, step: int) -> int:
         count = math.ceil(self.choice.share(step) * len(self.levels))
@@ -316,7 +316,7 @@ class Plain:
         return number
 
 
-# What happens: a prompt is drawn (None), a step goes by, or a group of a prompt is complete and solved or not.
+# An event: draw a prompt (None), complete a step, or complete a group (its prompt's number, solved or not).
 EVENTS = st.lists(st.one_of(st.none(), st.just("step"), st.tuples(st.integers(0, 9), st.booleans())), max_size=40)
 CURRICULA = st.one_of(
     st.builds(LinearCurriculum, st.sampled_from([0.1, 0.34, 0.5, 1.0]), st.integers(1, 6)),
@@ -328,31 +328,29 @@ SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=9)
 
 @settings(max_examples=examples(150))
 @given(levels=SIZES, choice=CURRICULA, events=EVENTS)
-def test_prompts_come_as_in_the_plain_model(levels: list[int], choice: Curriculum, events: list[Any]) -> None:
-    source, plain = source_of(levels, choice, NoPositiveResampling(0.9)), Plain(levels, choice)
-    step, before = 0, 0.0
+def test_prompts_are_drawn_as_by_the_reference(levels: list[int], choice: Curriculum, events: list[Any]) -> None:
+    source, reference = source_of(levels, choice, NoPositiveResampling(0.9)), Reference(levels, choice)
+    step, previous_epoch = 0, 0.0
     for event in [*events, *[None] * 5]:
         if event == "step":
             step += 1
         elif isinstance(event, tuple):
             number = event[0] % len(levels)
             source.resolved(f"p{number}", float(event[1]))
-            plain.retired |= {number} if event[1] else set()
-        elif len(plain.retired) == len(levels):
+            reference.retired |= {number} if event[1] else set()
+        elif len(reference.retired) == len(levels):
             with pytest.raises(PoolExhaustedError):
                 source.next(step)
         else:
-            assert drawn(source, 1, step) == [plain.next(step)]
-            assert plain.epoch < source.epoch <= plain.epoch + 1
-            assert source.epoch >= before
-            before = source.epoch
+            assert draw(source, 1, step) == [reference.next(step)]
+            assert reference.epoch < source.epoch <= reference.epoch + 1
+            assert source.epoch >= previous_epoch
+            previous_epoch = source.epoch
 
 
 @settings(max_examples=examples(100))
 @given(levels=SIZES, choice=CURRICULA, events=EVENTS, stop=st.integers(0, 30))
-def test_a_stop_in_the_middle_changes_no_draw(
-    levels: list[int], choice: Curriculum, events: list[Any], stop: int
-) -> None:
+def test_a_resume_changes_no_draw(levels: list[int], choice: Curriculum, events: list[Any], stop: int) -> None:
     def follow(source: PromptSource, events: Sequence[Any], step: int) -> tuple[list[Any], int]:
         seen: list[Any] = []
         for event in events:
@@ -368,13 +366,13 @@ def test_a_stop_in_the_middle_changes_no_draw(
     whole = source_of(levels, choice, NoPositiveResampling(0.9))
     _, step = follow(whole, events[:stop], 0)
     state = whole.state_dict()
-    kept = copy.deepcopy(state)
+    snapshot = copy.deepcopy(state)
     resumed = source_of(levels, choice, NoPositiveResampling(0.9))
-    drawn(resumed, 1)
+    draw(resumed, 1)
     resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert resumed.state_dict() == kept
+    assert resumed.state_dict() == snapshot
     assert follow(resumed, events[stop:], step) == follow(whole, events[stop:], step)
-    assert state == kept, "a checkpoint is not a window on what goes on running"
+    assert state == snapshot, "the running source must not change a checkpoint"
 
 
 # --- in the stream -------------------------------------------------------------------------------------------
@@ -396,7 +394,7 @@ def stream_of(choice: Curriculum, *more: DesignChoice, task: Task | None = None)
     )
 
 
-def test_requests_of_a_step_are_as_long_as_it_allows() -> None:
+def test_the_stage_limits_the_length_of_requests() -> None:
     stream = stream_of(StagedLength(shares=[0.25, 0.5, 1.0], steps=2))
     limits = []
     for stream.completed_steps in range(6):
@@ -407,7 +405,7 @@ def test_requests_of_a_step_are_as_long_as_it_allows() -> None:
 
 
 def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
-    """Points of 5 of 9 tokens are points of 3 of 6, or thinking would be cut off where it is to be ended."""
+    """Points of 5 of 9 tokens become 3 of 6. Otherwise the shorter limit would cut thinking off before they apply."""
     stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", "#"))
     stream.phrase_tokens = 1
     assert stream.admit(0).interrupt_at == (3, 3)
@@ -416,25 +414,25 @@ def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
 
 
 @pytest.mark.parametrize(("phrase", "point"), [("#", 3), ("12#", 2), ("12345678#", 1)])
-def test_after_the_phrase_of_a_stage_an_answer_fits(phrase: str, point: int) -> None:
-    """Of a limit of 6, as far as it goes: 4 of 8 tokens would be 3, and a phrase of 3 leaves 2."""
+def test_a_stage_leaves_room_for_an_answer_after_the_phrase(phrase: str, point: int) -> None:
+    """A point of 5 of 9 becomes 3 of 6. A phrase of 3 and one token of answer leave only 2. The minimum is 1."""
     stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", phrase))
     stream.phrase_tokens = len(phrase)
     assert stream.admit(0).interrupt_at == (point, point)
 
 
-def test_shares_in_decimals_mean_whole_numbers() -> None:
-    """0.07 * 100 is 7.000000000000001 in binary: that is 7 of 100."""
+def test_decimal_shares_are_not_rounded_up() -> None:
+    """0.07 * 100 is 7.000000000000001 in floating point, but must give 7 tokens, not 8."""
     assert StagedLength(shares=[0.07, 1.0], steps=2).max_new_tokens(100, 0) == 7
 
 
-def test_a_difficulty_may_be_negative_and_a_hyphen_is_no_minus() -> None:
+def test_a_difficulty_may_be_negative_and_a_hyphen_is_not_a_minus() -> None:
     labels = {"-2": -2.0, "level -1.5": -1.5, "Level-3": 3.0, "grade 4": 4.0}
     assert {label: difficulty(Prompt("p", "", "", label)) for label in labels} == labels
 
 
-def test_a_group_is_of_a_prompt_that_the_step_allows() -> None:
-    """Difficulties 0 and 1 by turns: half of the pool is easy."""
+def test_groups_use_only_prompts_that_the_step_allows() -> None:
+    """Difficulties alternate between 0 and 1, so half of the pool is easy."""
     stream = stream_of(LinearCurriculum(0.5, 3))
     for _ in range(20):
         stream.admit(0)
@@ -448,7 +446,7 @@ def test_a_group_is_of_a_prompt_that_the_step_allows() -> None:
 SAMPLED = {"1122": (0.5, 0.25), "1111": (1.0, 0.0), "2222": (0.0, 0.5), "1123": (0.5, None)}
 
 
-def ended(key: int, index: int, digits: str) -> FinishedRollout:
+def finished(key: int, index: int, digits: str) -> FinishedRollout:
     count = len(digits)
     return FinishedRollout(
         key, index, Rollout([*map(int, digits)], [0.0] * count, [0] * count, [False] * count, "stop")
@@ -456,21 +454,21 @@ def ended(key: int, index: int, digits: str) -> FinishedRollout:
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
-def test_a_group_is_rewarded_by_the_stage_that_it_was_begun_in_also_across_a_stop(step: int) -> None:
-    """Of the terms that there are, before their scale and the length penalty; and a pass is a pass in every stage."""
+def test_a_group_keeps_the_reward_stage_of_its_admission_across_a_resume(step: int) -> None:
+    """Factors apply to terms that did not abstain, before reward scale and length penalty, and not to passes."""
     factor = {0: 0.0, 3: 0.5, 6: 1.0}[step]
-    stream, again = (stream_of(StagedRewards(total_steps=10), Penalty(9, 5), task=TwoRewards()) for _ in range(2))
-    for each in (stream, again):
-        each.reward, each.completions = RewardScale(1.0, -1.0), len(SAMPLED)
+    stream, resumed = (stream_of(StagedRewards(total_steps=10), Penalty(9, 5), task=TwoRewards()) for _ in range(2))
+    for either in (stream, resumed):
+        either.reward, either.completions = RewardScale(1.0, -1.0), len(SAMPLED)
     stream.completed_steps = step
     key = stream.admit(0).key
     texts = list(SAMPLED)
-    grade(stream, ended(key, 0, texts[0]))
-    again.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
-    again.completed_steps = 9  # of the last stage, which is nothing to a group that was begun before
+    grade(stream, finished(key, 0, texts[0]))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
+    resumed.completed_steps = 9  # in the last stage, which does not apply to a group that was admitted earlier
     for index, text in enumerate(texts[1:], 1):
-        grade(again, ended(key, index, text))
-    (group,) = again._ready
+        grade(resumed, finished(key, index, text))
+    (group,) = resumed._ready
     for rollout, (ones, twos) in zip(group.rollouts, SAMPLED.values(), strict=True):
         assert rollout.reward == pytest.approx(-1 + 2 * (factor * ones + (twos or 0.0)))
         assert rollout.grade == ones + (twos or 0.0) and rollout.correct is (ones >= 0.5)
@@ -479,14 +477,14 @@ def test_a_group_is_rewarded_by_the_stage_that_it_was_begun_in_also_across_a_sto
     assert unpacked(packed(group.rollouts)) == group.rollouts
 
 
-def test_a_checkpoint_of_before_goes_on_as_if_nothing_were_staged() -> None:
-    stream, again = (stream_of(StagedRewards(total_steps=10), task=TwoRewards()) for _ in range(2))
-    grade(stream, ended(stream.admit(0).key, 0, "1122"))
+def test_a_checkpoint_of_an_earlier_version_resumes_without_stages() -> None:
+    stream, resumed = (stream_of(StagedRewards(total_steps=10), task=TwoRewards()) for _ in range(2))
+    grade(stream, finished(stream.admit(0).key, 0, "1122"))
     state = stream.state_dict()
     for name in ("terms", "staged"):
         del state["rollouts"][name], state["ungraded"][name]
     for entry in state["open"].values():
         del entry["admitted_at"]
-    again.load_state_dict(state)
-    (group,) = again._open.values()
+    resumed.load_state_dict(state)
+    (group,) = resumed._open.values()
     assert group.admitted_at == 0 and group.rollouts[0] is not None and group.rollouts[0].terms == {}

@@ -1,4 +1,4 @@
-"""Axis `length_control`: where thinking is interrupted, what length costs, and who acted."""
+"""Axis `length_control`: where thinking is interrupted, what length costs, and which rollouts were affected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Rollout
 
 INTERRUPTION: dict[str, Any] = {"low": 10, "high": 12, "end_of_thinking": "</t>", "phrase": "time is up </t>"}
-# The paper's, in tokens: a limit of 14k, a buffer of 2k.
+# The paper's values in tokens: a limit of 14k and a buffer of 2k.
 LIMIT, BUFFER = 14336, 2048
 
 
@@ -41,8 +41,8 @@ def control(name: str) -> LengthControl:
 
 
 @pytest.mark.parametrize("over", ["rollouts", "groups"])
-def test_points_are_uniform_with_both_ends(over: str) -> None:
-    """Within a group, and over groups whose keys differ in their number only."""
+def test_interruption_points_are_uniform_and_include_both_ends(over: str) -> None:
+    """Holds within a group, and across groups whose keys differ only in the last number."""
     if over == "rollouts":
         points = interruption_points(3, 7, 20_000, (0, 3, 5))
     else:
@@ -52,7 +52,7 @@ def test_points_are_uniform_with_both_ends(over: str) -> None:
     assert shares == {point: pytest.approx(0.2, abs=5 * (0.16 / len(points)) ** 0.5) for point in range(3, 8)}
 
 
-def test_points_follow_from_the_key() -> None:
+def test_the_key_determines_the_points() -> None:
     keys = [(0, 3, 5), (0, 3, 6), (1, 3, 5), (0, 2, 5)]
     points = [interruption_points(10_000, 12_000, 16, key) for key in keys]
     assert points == [Interruption(10_000, 12_000, "t", "t").interrupt_at(16, key) for key in keys]
@@ -61,7 +61,7 @@ def test_points_follow_from_the_key() -> None:
 
 
 @given(low=st.integers(1, 30), width=st.integers(0, 30), completions=st.integers(1, 40), key=st.integers(0, 99))
-def test_a_point_for_every_rollout_and_none_outside(low: int, width: int, completions: int, key: int) -> None:
+def test_every_rollout_has_a_point_within_the_bounds(low: int, width: int, completions: int, key: int) -> None:
     points = interruption_points(low, low + width, completions, (key,))
     assert len(points) == completions
     assert all(type(point) is int and low <= point <= low + width for point in points)
@@ -87,10 +87,10 @@ def test_penalty_at_its_corners(tokens: int, penalty: float) -> None:
     assert choice.reward(-1.0, False, tokens) == -1.0
     assert choice.acts_on(rollout(tokens, correct=True), decode) is (penalty < 0)
     assert not choice.acts_on(rollout(tokens, correct=False), decode)
-    everywhere = Penalty(LIMIT, BUFFER, only_correct=False)
+    for_all = Penalty(LIMIT, BUFFER, only_correct=False)
     for correct, reward in ((True, 1.0), (False, -1.0)):
-        assert everywhere.reward(reward, correct, tokens) == reward + penalty
-        assert everywhere.acts_on(rollout(tokens, correct=correct), decode) is (penalty < 0)
+        assert for_all.reward(reward, correct, tokens) == reward + penalty
+        assert for_all.acts_on(rollout(tokens, correct=correct), decode) is (penalty < 0)
 
 
 @given(tokens=st.integers(1, 300), limit=st.integers(1, 200), part=st.floats(0.01, 1))
@@ -101,7 +101,7 @@ def test_penalty_is_the_papers_formula(tokens: int, limit: int, part: float) -> 
 
 
 @pytest.mark.parametrize("name", ["interruption", "none"])
-def test_only_the_penalty_touches_rewards_and_only_interruption_interrupts(name: str) -> None:
+def test_only_the_penalty_changes_rewards_and_only_interruption_interrupts(name: str) -> None:
     assert [control(name).reward(reward, True, 10**6) for reward in (-1.0, 0.3, 1.0)] == [-1.0, 0.3, 1.0]
     assert Penalty(20, 5).interrupt_at(4, (0,)) == NoLengthControl().interrupt_at(4, (0,)) == ()
     assert len(control("interruption").interrupt_at(4, (0,))) == 4
@@ -110,10 +110,10 @@ def test_only_the_penalty_touches_rewards_and_only_interruption_interrupts(name:
 @pytest.mark.parametrize(
     ("name", "sampled", "end_at", "acted"),
     [
-        ("interruption", rollout(30), 11, False),  # the end is the twelfth token: in time for every point
+        ("interruption", rollout(30), 11, False),  # thinking ends with the twelfth token, in time for every point
         ("interruption", rollout(30), 12, True),
         ("interruption", rollout(30), None, True),
-        ("interruption", rollout(12), None, False),  # it stopped by itself
+        ("interruption", rollout(12), None, False),  # the rollout stopped by itself
         ("interruption", rollout(30, correct=True), 5, False),
         ("interruption", rollout(30, forced=(29,)), 5, True),
         ("interruption", rollout(9, forced=(8,)), 8, True),
@@ -123,7 +123,7 @@ def test_only_the_penalty_touches_rewards_and_only_interruption_interrupts(name:
         ("none", rollout(10**3, correct=True, forced=(1,)), None, False),
     ],
 )
-def test_who_acted(name: str, sampled: Rollout, end_at: int | None, acted: bool) -> None:
+def test_which_rollouts_a_control_acted_on(name: str, sampled: Rollout, end_at: int | None, acted: bool) -> None:
     sampled = dataclasses.replace(sampled, tokens=[2 if t == end_at else 1 for t in range(len(sampled.tokens))])
     assert control(name).acts_on(sampled, decode) is acted
 

@@ -1,4 +1,4 @@
-"""SAPO, GMPO, DPPO, Clip-Cov, KL-Cov and MaxRL in float64, value and gradient against loops by hand."""
+"""SAPO, GMPO, DPPO, Clip-Cov, KL-Cov and MaxRL in float64: values and gradients against hand-written loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = (3, 6, 11)
 
 
 def tables(seed: int = 0, rows: int = 6, columns: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Trainer, anchor, advantages (one per row, both signs and 0) and mask, in float64; some tokens are outside."""
+    """Trainer and anchor log-probabilities, advantages (one per row; both signs and 0) and a mask with holes."""
     random = torch.Generator().manual_seed(seed)
     anchor = -2 * torch.rand(rows, columns, generator=random, dtype=torch.float64)
     trainer = anchor + 0.7 * torch.randn(rows, columns, generator=random, dtype=torch.float64)
@@ -43,7 +43,7 @@ Token = Callable[[float, float, float], tuple[float, float]]
 
 
 def sapo_token(p: float, q: float, advantage: float) -> tuple[float, float]:
-    """Loss and derivative by the log-probability of a token with probabilities p (trainer) and q (anchor)."""
+    """Loss of a token, and its derivative by the log-probability. Trainer probability p, anchor probability q."""
     tau = 1.3 if advantage > 0 else 1.7
     gate = 1 / (1 + math.exp(-tau * (p / q - 1)))
     return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * (p / q) * advantage
@@ -77,18 +77,18 @@ def test_losses_by_token(loss: Loss, token: Token) -> None:
     trainer, anchor, advantages, mask = tables()
     values = loss.per_token(trainer, anchor, advantages, mask)
     (gradients,) = torch.autograd.grad((values * mask).sum(), trainer)
-    silent = 0
+    without_gradient = 0
     for place in zip(*torch.nonzero(mask, as_tuple=True), strict=True):
-        p, q, advantage = (float(each[place].detach()) for each in (trainer.exp(), anchor.exp(), advantages))
+        p, q, advantage = (float(table[place].detach()) for table in (trainer.exp(), anchor.exp(), advantages))
         value, gradient = token(p, q, advantage)
         assert float(values[place].detach()) == pytest.approx(value, rel=1e-6, abs=1e-12)
         assert float(gradients[place]) == pytest.approx(gradient, rel=1e-6, abs=1e-12)
-        silent += advantage != 0 and gradient == 0
-    assert silent > 3 or isinstance(loss, SAPO), "tokens outside the trust region on both sides"
+        without_gradient += advantage != 0 and gradient == 0
+    assert without_gradient > 3 or isinstance(loss, SAPO), "no token is outside the trust region"
 
 
-def test_a_gate_of_sapo_fades_and_never_closes() -> None:
-    """The weight of the gradient, 4 r s (1 - s) of the paper, falls from 1 on either side of the ratio 1."""
+def test_sapo_weights_fall_with_the_ratio_and_stay_positive() -> None:
+    """The weight of the gradient, 4 r s (1 - s) in the paper, falls from 1 as the ratio rises above 1."""
     ratios = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.float64)
     logprobs, zeros, ones = ratios.log().requires_grad_(True), torch.zeros_like(ratios), torch.ones_like(ratios)
     for advantages in (ones, -ones):
@@ -108,7 +108,7 @@ def test_gmpo_by_sequence() -> None:
     lengths = mask.sum(1)
     (gradients,) = torch.autograd.grad(((values * mask).sum(1) / lengths.clamp(min=1)).sum(), trainer)
     clipped = loss.clipped(trainer.detach(), anchor, advantages, mask)
-    both = set()
+    cases = set()
     for number in range(5):
         advantage = float(advantages[number, 0])
         places = [t for t in range(mask.shape[1]) if mask[number, t]]
@@ -124,8 +124,8 @@ def test_gmpo_by_sequence() -> None:
             assert float(values[number, t].detach()) == pytest.approx(-mean * advantage, rel=1e-10)
             assert float(gradients[number, t]) == pytest.approx(expected, rel=1e-10, abs=1e-14)
             assert bool(clipped[number, t]) == is_clipped
-            both.add((advantage > 0, is_clipped))
-    assert not gradients[5].any() and len(both) == 4
+            cases.add((advantage > 0, is_clipped))
+    assert not gradients[5].any() and len(cases) == 4
 
 
 def test_covariances_by_hand() -> None:
@@ -163,7 +163,7 @@ def test_selections_by_hand(kind: str, share: float) -> None:
         assert not torch.equal(loss.select(anchor, advantages, mask, (3, 6, 12)), loss.select(*wide, KEY)[:, :7])
 
 
-def test_selections_of_nothing() -> None:
+def test_selecting_from_nothing() -> None:
     for loss in (KLCov(), ClipCov()):
         for shape in ((0, 0), (2, 3)):
             zeros = torch.zeros(shape)
@@ -173,8 +173,8 @@ def test_selections_of_nothing() -> None:
     assert SAPO().select(*few, KEY) is None
 
 
-def test_equal_covariances_are_no_reason_to_select_more() -> None:
-    """A confident model says the same of many tokens; the first of the batch's order count, on every device."""
+def test_ties_do_not_enlarge_the_selection() -> None:
+    """Many tokens of a confident model have equal covariances. The first in batch order count, on every device."""
     anchor, advantages = torch.zeros(4, 50), torch.ones(4, 50)
     anchor[2:], advantages[2:] = -3.0, -1.0
     chosen = KLCov(share=0.05).select(anchor, advantages, torch.ones(4, 50), KEY)
@@ -208,7 +208,7 @@ def test_covariance_losses_by_token() -> None:
 
 def whole_batch() -> TrainBatch:
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
-    groups = [make_group(each, admission=i, seed=2, prompt_length=3 + i) for i, each in enumerate(rewards)]
+    groups = [make_group(values, admission=i, seed=2, prompt_length=3 + i) for i, values in enumerate(rewards)]
     batch = assemble(groups, CREDIT, max_new_tokens=8)
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(1))
     return replace(batch, anchor_logprobs=batch.generator_logprobs + 0.3 * noise)
@@ -216,8 +216,8 @@ def whole_batch() -> TrainBatch:
 
 @pytest.mark.parametrize("loss", [ClipCov(0.2, 0.05, 5.0), KLCov(0.2)], ids=lambda loss: type(loss).__name__)
 @pytest.mark.parametrize("correction", [Behaviour(), Proximal()], ids=["behaviour", "proximal"])
-def test_micro_batches_of_any_size_have_the_selection_of_the_whole(loss: Loss, correction: DesignChoice) -> None:
-    """Loss and gradient of every size of micro-batch are those of the whole; the anchor is axis `correction`'s."""
+def test_micro_batches_use_the_selection_of_the_whole_batch(loss: Loss, correction: DesignChoice) -> None:
+    """Loss and gradient do not depend on the micro-batch size. The selection uses the anchor of axis `correction`."""
     choices = row(loss, correction)
     batch = with_selection(whole_batch(), choices, KEY)
     anchor = choices.correction.anchor(batch)
@@ -225,26 +225,26 @@ def test_micro_batches_of_any_size_have_the_selection_of_the_whole(loss: Loss, c
     assert torch.equal(batch.selected, loss.select(anchor, batch.advantages, batch.loss_mask, KEY))  # type: ignore[arg-type]
     noise = torch.randn(anchor.shape, generator=torch.Generator().manual_seed(5))
     policy = terms(choices)[0]
-    found = []
+    results = []
     for size in (1, 3, 5, 12):
         logprobs = (batch.generator_logprobs + 0.4 * noise).double().requires_grad_(True)
         total = torch.zeros((), dtype=torch.float64)
         for rows in batch.cut(PassSize(size)):
             part = batch.select(rows)
-            said = logprobs[rows, : part.loss_mask.shape[1]]
-            scored = Scored(part, said, torch.zeros_like(said))
+            part_logprobs = logprobs[rows, : part.loss_mask.shape[1]]
+            scored = Scored(part, part_logprobs, torch.zeros_like(part_logprobs))
             assert len(loss_inputs(scored, choices, scored.batch.advantages)) == 5
             total = total + policy.reduce(scored)
-        found.append((float(total.detach()), torch.autograd.grad(total, logprobs)[0]))
-    for value, gradient in found[1:]:
-        assert value == pytest.approx(found[0][0], rel=1e-12)
-        assert torch.allclose(gradient, found[0][1], rtol=1e-12, atol=1e-15)
-    # And without the selection it is another loss.
+        results.append((float(total.detach()), torch.autograd.grad(total, logprobs)[0]))
+    for value, gradient in results[1:]:
+        assert value == pytest.approx(results[0][0], rel=1e-12)
+        assert torch.allclose(gradient, results[0][1], rtol=1e-12, atol=1e-15)
+    # Without the selection the loss differs, so the comparison above does test it.
     plain = Scored(replace(batch, selected=None), logprobs, torch.zeros_like(logprobs))
-    assert abs(float(policy.reduce(plain).detach()) - found[0][0]) > 1e-3
+    assert abs(float(policy.reduce(plain).detach()) - results[0][0]) > 1e-3
 
 
-def test_a_blank_pass_of_a_sharded_model_has_a_selection_of_nothing() -> None:
+def test_the_blank_pass_of_a_sharded_model_selects_nothing() -> None:
     batch = with_selection(whole_batch(), row(KLCov(0.2)), KEY)
     blank = batch.blank()
     assert blank.selected is not None and blank.selected.shape == (1, 1) and not blank.selected.any()
@@ -255,11 +255,13 @@ def test_a_blank_pass_of_a_sharded_model_has_a_selection_of_nothing() -> None:
 
 @pytest.mark.parametrize(("correct", "incorrect"), [(1.0, 0.0), (1.0, -1.0)])
 def test_maxrl_by_hand(correct: float, incorrect: float) -> None:
-    """(x - p) / p with x = 1 if correct: the same under both scales of rewards."""
+    """(x - p) / p, where x is 1 if correct and p the pass rate. The reward scale does not matter."""
     passes = [[1, 0, 0, 0], [1, 1, 0], [0, 0], [1, 1]]
-    rewards = [torch.tensor([correct if x else incorrect for x in each], dtype=torch.float64) for each in passes]
-    scaled = MaxRLNormalization(eps=0.0, incorrect=incorrect).scale([each - each.mean() for each in rewards], rewards)
-    assert [each.tolist() for each in scaled] == [
+    rewards = [torch.tensor([correct if x else incorrect for x in values], dtype=torch.float64) for values in passes]
+    scaled = MaxRLNormalization(eps=0.0, incorrect=incorrect).scale(
+        [values - values.mean() for values in rewards], rewards
+    )
+    assert [values.tolist() for values in scaled] == [
         pytest.approx([3.0, -1.0, -1.0, -1.0]),
         pytest.approx([0.5, 0.5, -1.0]),
         [0.0, 0.0],  # no success to learn from
@@ -267,17 +269,17 @@ def test_maxrl_by_hand(correct: float, incorrect: float) -> None:
     ]
 
 
-def test_maxrl_never_turns_a_gradient_around() -> None:
-    """A penalty can leave a mean below the reward of an incorrect completion."""
+def test_maxrl_never_reverses_a_gradient() -> None:
+    """A penalty can push the mean below the reward of an incorrect completion. All advantages are then 0."""
     rewards = [torch.tensor([0.0, -1.0]), torch.tensor([0.5, 0.5, 0.5])]
-    scaled = MaxRLNormalization(incorrect=0.0).scale([each - each.mean() for each in rewards], rewards)
-    assert [each.tolist() for each in scaled] == [[0.0, 0.0], [0.0, 0.0, 0.0]]
+    scaled = MaxRLNormalization(incorrect=0.0).scale([values - values.mean() for values in rewards], rewards)
+    assert [values.tolist() for values in scaled] == [[0.0, 0.0], [0.0, 0.0, 0.0]]
     assert MaxRLNormalization(eps=0.5, incorrect=0.0).scale([torch.ones(1)], [torch.ones(1)])[
         0
     ].item() == pytest.approx(1 / 1.5)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------
+# --- invalid settings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,6 +300,6 @@ def test_maxrl_never_turns_a_gradient_around() -> None:
         (lambda: MaxRLNormalization(eps=-1.0), r"normalization\.eps: -1\.0 "),
     ],
 )
-def test_values_that_make_no_sense_are_refused(make: Callable[[], Any], error: str) -> None:
+def test_invalid_settings_are_refused(make: Callable[[], Any], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
         make()

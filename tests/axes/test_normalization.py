@@ -1,4 +1,4 @@
-"""Scales of advantages where all values are equal, and rounding alone is left."""
+"""Normalizations of advantages if all values are equal, so that only rounding errors differ from zero."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICES = [BatchNormalization, BatchRewardNormalization, PromptNormalization, Ru
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_equal_rewards_give_no_advantage_whatever_eps_is(choice: type[Normalization]) -> None:
-    """0 / 0 is NaN, and the mean of three rewards of 0.1 is not 0.1: divided by its own rounding it would be 1."""
+    """0 / 0 is NaN. The mean of three 0.1 is not exactly 0.1; dividing that rounding error by itself would give 1."""
     for eps, value, size in itertools.product((0.0, 1e-6), (0.0, 1.0, 0.1, -0.7), (2, 3, 7)):
         rewards = [torch.full((size,), value)] * 2
         advantages = [group_advantages(reward) for reward in rewards]
@@ -38,7 +38,7 @@ def test_one_group_of_equal_rewards_does_not_spoil_the_others() -> None:
 
 @pytest.mark.parametrize("choice", [BatchNormalization, RunningNormalization])
 @pytest.mark.parametrize("centre", [False, True])
-def test_equal_advantages_of_tokens_are_no_signal_without_eps(
+def test_equal_token_advantages_become_zero_without_eps(
     choice: type[BatchNormalization | RunningNormalization], centre: bool
 ) -> None:
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
@@ -47,4 +47,4 @@ def test_equal_advantages_of_tokens_are_no_signal_without_eps(
     broken = choice(eps=0.0, centre=centre).scale_tokens(
         torch.full((2, 3), float("nan")), mask, lambda numbers: numbers
     )
-    assert broken[mask > 0].isnan().all()  # what is broken stays visible
+    assert broken[mask > 0].isnan().all()  # a NaN must stay visible

@@ -1,4 +1,4 @@
-"""Axis `resampling` and the prompt source: who is retired, what an epoch is, and that both survive a resume."""
+"""Axis `resampling` and the prompt source: retired prompts, epochs and resume."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def take(source: PromptSource, count: int) -> list[str]:
     [(9, 10, True), (18, 20, True), (27, 30, True), (8, 10, False), (14, 16, False), (15, 16, True), (16, 16, True)],
 )
 def test_retired_at_the_threshold(correct: int, completions: int, retires: bool) -> None:
-    """0.9 exactly is enough, as the rate of a real group comes out."""
+    """A pass rate of exactly 0.9 retires a prompt, also when a group computes it in floating point."""
     rate = make_group([1.0] * correct + [0.0] * (completions - correct)).pass_rate
-    choice = NoPositiveResampling(0.9)
-    assert choice.retires([rate]) is retires
-    assert choice.retires([0.0, rate, 0.5]) is retires
+    rule = NoPositiveResampling(0.9)
+    assert rule.retires([rate]) is retires
+    assert rule.retires([0.0, rate, 0.5]) is retires
     source = source_of(3)
     source.resolved("p1", rate)
     assert source.retired == retires
@@ -45,22 +45,22 @@ def test_retired_at_the_threshold(correct: int, completions: int, retires: bool)
 
 
 def test_rates_are_not_pooled_over_groups() -> None:
-    choice = NoPositiveResampling(0.9)
-    assert not choice.retires([])
-    assert not choice.retires([0.89] * 20)
-    assert choice.retires([0.0] * 20 + [0.95])
+    rule = NoPositiveResampling(0.9)
+    assert not rule.retires([])
+    assert not rule.retires([0.89] * 20)
+    assert rule.retires([0.0] * 20 + [0.95])
 
 
 class LastGroup(Resampling):
-    """A rule that changes its mind."""
+    """A rule that looks at the last group only, so its answer can change back."""
 
     def retires(self, pass_rates: Sequence[float]) -> bool:
         return pass_rates[-1] >= 0.9
 
 
 @pytest.mark.parametrize("rule", [NoPositiveResampling(0.9), LastGroup()])
-def test_retired_for_good(rule: Resampling) -> None:
-    """Also if groups of it that were in flight do badly, whatever the rule says then, and however many epochs go by."""
+def test_a_retired_prompt_stays_retired(rule: Resampling) -> None:
+    """Later failures of groups that were in flight do not bring a prompt back, even if the rule then says so."""
     source = source_of(4, rule)
     source.resolved("p2", 1.0)
     for _ in range(5):
@@ -83,17 +83,17 @@ def test_uniform_never_retires() -> None:
     assert [list(rates) for rates in source.histories()] == [[1.0] * 4] * 3
 
 
-# What happens: the next prompt is drawn (None), or a group in flight is complete (which, how many were correct).
+# An event: draw the next prompt (None), or complete a group in flight (its index, its pass rate).
 EVENTS = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 50), st.sampled_from([0.0, 0.5, 0.89, 0.9, 1.0]))))
 
 
 @settings(max_examples=examples(200))
 @given(size=st.integers(1, 7), key=st.integers(0, 9), events=EVENTS)
-def test_every_epoch_has_every_prompt_left_exactly_once(size: int, key: int, events: list[Any]) -> None:
-    """Groups are resolved late and in any order, so that one prompt may have several in flight, of several epochs."""
+def test_an_epoch_draws_each_active_prompt_once(size: int, key: int, events: list[Any]) -> None:
+    """Groups resolve late and in any order: one prompt may have several in flight, from several epochs."""
     source = source_of(size, key=key)
-    left = {f"p{number}" for number in range(size)}
-    seen: set[str] = set()
+    active = {f"p{number}" for number in range(size)}
+    drawn: set[str] = set()
     in_flight: list[str] = []
     epoch = 0
     for event in [*events, *[None] * (2 * size)]:
@@ -101,27 +101,27 @@ def test_every_epoch_has_every_prompt_left_exactly_once(size: int, key: int, eve
             place, rate = event
             prompt_id = in_flight.pop(place % len(in_flight))
             source.resolved(prompt_id, rate)
-            left -= {prompt_id} if rate >= 0.9 else set()
-            assert source.retired == size - len(left)
-        elif event is None and not left:
+            active -= {prompt_id} if rate >= 0.9 else set()
+            assert source.retired == size - len(active)
+        elif event is None and not active:
             with pytest.raises(PoolExhaustedError):
                 source.next()
         elif event is None:
-            if left <= seen:
-                seen, epoch = set(), epoch + 1
+            if active <= drawn:
+                drawn, epoch = set(), epoch + 1
             prompt = source.next()
-            assert prompt.prompt_id in left - seen
+            assert prompt.prompt_id in active - drawn
             assert prompt == source.by_id(prompt.prompt_id)
             assert epoch < source.epoch <= epoch + 1
-            seen.add(prompt.prompt_id)
+            drawn.add(prompt.prompt_id)
             in_flight.append(prompt.prompt_id)
 
 
 @settings(max_examples=examples(100))
 @given(size=st.integers(1, 7), events=EVENTS, stop=st.integers(0, 30))
-def test_resumes_in_the_middle_of_an_epoch(size: int, events: list[Any], stop: int) -> None:
+def test_a_resume_in_the_middle_of_an_epoch(size: int, events: list[Any], stop: int) -> None:
     def follow(source: PromptSource, in_flight: list[str], events: list[Any]) -> list[Any]:
-        """Everything that can be seen from outside, after each event."""
+        """Return everything visible from outside after each event."""
         outcome: list[Any] = []
         for event in events:
             if event is None:
@@ -142,7 +142,7 @@ def test_resumes_in_the_middle_of_an_epoch(size: int, events: list[Any], stop: i
     state, waiting = whole.state_dict(), list(in_flight)
     snapshot = copy.deepcopy(state)
     expected = follow(whole, in_flight, events[stop:])
-    # A checkpoint is not a window on what goes on running.
+    # The checkpoint is a copy: the running source does not change it.
     assert state == snapshot
     resumed = source_of(size)
     take(resumed, 1)
@@ -151,7 +151,7 @@ def test_resumes_in_the_middle_of_an_epoch(size: int, events: list[Any], stop: i
     assert follow(resumed, waiting, events[stop:]) == expected
 
 
-def test_an_exhausted_pool_says_so_in_one_line() -> None:
+def test_an_exhausted_pool_raises_a_one_line_error() -> None:
     source = source_of(2)
     source.resolved("p0", 0.9)
     assert take(source, 3) == ["p1"] * 3
@@ -159,19 +159,21 @@ def test_an_exhausted_pool_says_so_in_one_line() -> None:
     resumed = source_of(2)
     resumed.load_state_dict(source.state_dict())
     for exhausted in (source, resumed):
-        with pytest.raises(PoolExhaustedError, match=r"all 2 prompts of the pool are retired.*resampling=uniform") as e:
+        with pytest.raises(
+            PoolExhaustedError, match=r"all 2 prompts of the pool are retired.*resampling=uniform"
+        ) as caught:
             exhausted.next()
-        assert "\n" not in str(e.value)
+        assert "\n" not in str(caught.value)
 
 
-def test_orders_follow_from_key_and_epoch() -> None:
+def test_key_and_epoch_determine_the_order() -> None:
     orders = [tuple(take(source_of(9, key=key), 9)) for key in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     source = source_of(9, UniformResampling())
     assert len({tuple(take(source, 9)) for _ in range(5)}) == 5
 
 
-def test_a_pool_that_cannot_be_drawn_from() -> None:
+def test_empty_pools_and_duplicate_ids_are_refused() -> None:
     prompt = Prompt("twice", "1+1=", "2")
     with pytest.raises(ConfigurationError, match="its pool of training prompts is empty"):
         PromptSource([], (0,), UniformResampling())

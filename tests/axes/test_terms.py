@@ -1,4 +1,4 @@
-"""The loss as a list of terms: any split of a batch gives the same, whatever they are; by hand; over real ranks."""
+"""The loss as a sum of terms: the same for any split of a batch, equal to values by hand, and the same on two ranks."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def choices_of(
     own: str | None = None,
     correction: Correction | None = None,
 ) -> Choices:
-    """A row with these terms beside the policy's, each with an aggregation of its own if one is given.
+    """Choices with these terms in addition to the policy's. `own` is the terms' aggregation, by default the policy's.
 
-    GSPO and GMPO are defined for one advantage a sequence, and never stand beside a critic.
+    GSPO and GMPO are defined for one advantage per sequence and cannot be combined with a critic.
     """
-    given: list[DesignChoice] = [loss, aggregation, correction or Behaviour()]
+    chosen: list[DesignChoice] = [loss, aggregation, correction or Behaviour()]
     if "value" in names and not isinstance(loss, SEQUENCE):
-        given += [GAE(), ValueNetwork(coefficient=0.7, clip=0.3, aggregation=own)]
+        chosen += [GAE(), ValueNetwork(coefficient=0.7, clip=0.3, aggregation=own)]
     if "kl" in names:
-        given += [KLByDifficulty(easy=0.4, hard=0.1, aggregation=own)]
+        chosen += [KLByDifficulty(easy=0.4, hard=0.1, aggregation=own)]
     if "entropy" in names:
-        given += [EntropyByDifficulty(easy=0.3, hard=0.05, aggregation=own)]
-    return row(*given)
+        chosen += [EntropyByDifficulty(easy=0.3, hard=0.05, aggregation=own)]
+    return row(*chosen)
 
 
 def batch_of(seed: int = 0) -> TrainBatch:
-    """Sixteen rollouts of unlike prompts in FP64: some tokens forced, advantages a token, everything asked before."""
+    """Sixteen rollouts in FP64: forced tokens, advantages per token, outputs of anchor, reference and critic."""
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.5, 0.0, 1.0]]
-    groups = [make_group(each, number, seed=seed, prompt_length=3 + number) for number, each in enumerate(rewards)]
+    groups = [make_group(values, number, seed=seed, prompt_length=3 + number) for number, values in enumerate(rewards)]
     groups[1].history, groups[2].history = (1.0, 0.5), (0.0,)
     for group in groups:
         for rollout in group.rollouts[1:]:
@@ -83,7 +83,7 @@ def batch_of(seed: int = 0) -> TrainBatch:
         return size * real * torch.randn(batch.loss_mask.shape, generator=source, dtype=torch.float64)
 
     generator = batch.generator_logprobs.double()
-    found = replace(
+    filled = replace(
         batch,
         generator_logprobs=generator,
         anchor_logprobs=generator + drawn(0.3),
@@ -92,12 +92,12 @@ def batch_of(seed: int = 0) -> TrainBatch:
         values=drawn(0.5),
         returns=drawn(1.0),
     )
-    wide = ("loss_mask", "sample_tokens", "group_tokens", "pass_rates", "rewards")
-    return replace(found, **{name: getattr(found, name).double() for name in wide})
+    to_double = ("loss_mask", "sample_tokens", "group_tokens", "pass_rates", "rewards")
+    return replace(filled, **{name: getattr(filled, name).double() for name in to_double})
 
 
 def scored_of(batch: TrainBatch, seed: int = 0) -> Scored:
-    """What the models say, with gradient."""
+    """Random outputs of the trained models, with gradients."""
     source = torch.Generator().manual_seed(seed + 99)
 
     def drawn(size: float) -> Tensor:
@@ -108,12 +108,12 @@ def scored_of(batch: TrainBatch, seed: int = 0) -> Scored:
 
 
 def loss_and_gradients(scored: Scored, choices: Choices) -> tuple[Tensor, list[Tensor]]:
-    """The sum of all terms, and its gradients by what the models say; zeros by what no term reads."""
+    """The sum of all terms and its gradients by the model outputs: zeros for outputs that no term reads."""
     loss = torch.stack([term.reduce(scored) for term in terms(choices)]).sum()
     leaves = [getattr(scored, name) for name in MODELS]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    found = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
-    return loss.detach(), found
+    of_leaves = torch.autograd.grad(loss, leaves, allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, of_leaves, strict=True)]
+    return loss.detach(), gradients
 
 
 def padded(table: Tensor, width: int, junk: float) -> Tensor:
@@ -121,7 +121,7 @@ def padded(table: Tensor, width: int, junk: float) -> Tensor:
 
 
 def part_of(whole: Scored, rows: Tensor, padding: int) -> Scored:
-    """These rows as a micro-batch, cut to its longest rollout and then padded; what is padded with is not zero."""
+    """These rows as a micro-batch, cut to the longest rollout and then padded with values that are not zero."""
     part = whole.batch.select(rows)
     width = part.loss_mask.shape[1]
     tables: dict[str, Any] = {}
@@ -129,8 +129,8 @@ def part_of(whole: Scored, rows: Tensor, padding: int) -> Scored:
         value = getattr(part, field.name)
         if isinstance(value, Tensor) and value.dim() == 2 and field.name != "tokens":
             tables[field.name] = padded(value, width + padding, 0 if field.name.endswith("mask") else 3)
-    said = [padded(getattr(whole, name).detach()[rows, :width], width + padding, -2.0) for name in MODELS]
-    return Scored(replace(part, **tables), *(table.requires_grad_(True) for table in said))
+    outputs = [padded(getattr(whole, name).detach()[rows, :width], width + padding, -2.0) for name in MODELS]
+    return Scored(replace(part, **tables), *(table.requires_grad_(True) for table in outputs))
 
 
 BOUNDED = [Proximal(level, mode, 0.7, 1.4) for level in ("token", "sequence") for mode in ("truncate", "mask")]
@@ -146,31 +146,31 @@ CORRECTIONS = st.sampled_from([Behaviour(), *BOUNDED])
 def test_any_split_gives_the_same_loss_and_gradients(
     loss: Any, aggregation: Any, names: tuple[str, ...], data: st.DataObject, own: str | None, correction: Any
 ) -> None:
-    """Invariant 1 for every set of terms: by log-probabilities, entropies and values, whatever is split and padded."""
+    """Invariant 1 for every set of terms, any split and any padding, with gradients by all three model outputs."""
     choices = choices_of(loss, aggregation, names, own, correction)
     batch = batch_of(seed=data.draw(st.integers(0, 5)))
     order = torch.tensor(data.draw(st.permutations(range(batch.rollouts))))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=6)))
     whole = scored_of(batch)
     expected, expected_gradients = loss_and_gradients(whole, choices)
-    value, gradients = torch.zeros_like(expected), [torch.zeros_like(each) for each in expected_gradients]
+    value, gradients = torch.zeros_like(expected), [torch.zeros_like(gradient) for gradient in expected_gradients]
     for rows in torch.tensor_split(order, cuts):
         part = part_of(whole, rows, data.draw(st.integers(0, 2)))
-        share, of_part = loss_and_gradients(part, choices)
+        share, part_gradients = loss_and_gradients(part, choices)
         value += share
-        for gradient, own_part in zip(gradients, of_part, strict=True):
-            width = min(gradient.shape[1], own_part.shape[1])
-            assert not own_part[:, width:].any()
-            gradient[rows, :width] += own_part[:, :width]
+        for gradient, part_gradient in zip(gradients, part_gradients, strict=True):
+            width = min(gradient.shape[1], part_gradient.shape[1])
+            assert not part_gradient[:, width:].any()
+            gradient[rows, :width] += part_gradient[:, :width]
     assert value.item() == pytest.approx(expected.item(), rel=1e-12, abs=1e-12)
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(gradients, expected_gradients, strict=True))
-    # And each of them is there: a term that is not in the loss cannot be split wrongly.
+    # Every term contributes a gradient. A missing term could not be split wrongly.
     moved = [bool(gradient.any()) for gradient in expected_gradients]
     assert moved == [True, "entropy" in names, "value" in names and not isinstance(loss, SEQUENCE)]
 
 
 class Careless(Loss):
-    """A surrogate of a user's that reads everything it is given."""
+    """A user's surrogate loss that ignores the mask."""
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         return -torch.exp(trainer_logprobs - anchor_logprobs) * advantages
@@ -183,7 +183,7 @@ class Careless(Loss):
 @each_aggregation
 @pytest.mark.parametrize("correction", [Behaviour(), *BOUNDED[:4:3]], ids=["behaviour", "token", "sequence"])
 def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, correction: Any) -> None:
-    """Whatever any model says of them, before the update or in it."""
+    """Model outputs on these tokens do not matter, neither before the update nor during it."""
     choices = choices_of(loss, aggregation, SETS["all"], None, correction)
     batch = batch_of()
     outside = batch.loss_mask == 0
@@ -194,37 +194,37 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, co
     names = ("generator_logprobs", "anchor_logprobs", "reference_logprobs", "values", "returns", "advantages")
     for junk in JUNK:
         tables: dict[str, Any] = {name: torch.where(outside, junk, getattr(batch, name)) for name in names}
-        said = (torch.where(outside, 0.7 * junk, getattr(scored, name).detach()) for name in MODELS)
-        again = Scored(replace(batch, **tables), *(table.requires_grad_(True) for table in said))
-        disturbed, others = loss_and_gradients(again, choices)
+        outputs = (torch.where(outside, 0.7 * junk, getattr(scored, name).detach()) for name in MODELS)
+        disturbed_scored = Scored(replace(batch, **tables), *(table.requires_grad_(True) for table in outputs))
+        disturbed, disturbed_gradients = loss_and_gradients(disturbed_scored, choices)
         assert torch.equal(disturbed, value)
-        assert all(map(torch.equal, others, gradients))
+        assert all(map(torch.equal, disturbed_gradients, gradients))
 
 
 @each_loss
 @each_aggregation
 def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, aggregation: Any) -> None:
-    """What sampled is what is trained: each token's advantage times its share, nothing from KL, minus the bonus."""
+    """Trainer and sampler agree. The gradient is advantage times share, plus the entropy bonus; KL adds nothing."""
     choices = choices_of(loss, aggregation, SETS["all"])
     batch = batch_of()
-    if isinstance(loss, SEQUENCE):  # defined for one advantage a sequence
+    if isinstance(loss, SEQUENCE):  # defined for one advantage per sequence
         batch = replace(batch, advantages=batch.advantages[:, :1].expand_as(batch.advantages).contiguous())
     batch = replace(batch, reference_logprobs=batch.generator_logprobs)
     logprobs = batch.generator_logprobs.clone().requires_grad_(True)
     scored = replace(scored_of(batch), trainer_logprobs=logprobs)
-    _, (of_logprobs, of_entropies, _) = loss_and_gradients(scored, choices)
+    _, (logprob_gradient, entropy_gradient, _) = loss_and_gradients(scored, choices)
     shares = aggregation.weights(batch, batch.denominators)
-    assert torch.allclose(of_logprobs, -batch.advantages * shares, atol=1e-12)
+    assert torch.allclose(logprob_gradient, -batch.advantages * shares, atol=1e-12)
     bonus = (0.05 + 0.25 * batch.pass_rates).unsqueeze(1)
-    assert torch.allclose(of_entropies, -bonus * shares, atol=1e-12)
-    assert of_logprobs.abs().max() > 1e-3
+    assert torch.allclose(entropy_gradient, -bonus * shares, atol=1e-12)
+    assert logprob_gradient.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
     "loss", [each for each in LOSSES if not isinstance(each, SEQUENCE)], ids=lambda x: type(x).__name__
 )
 @pytest.mark.parametrize("mode", ["truncate", "mask", "none"])
-def test_in_the_first_pass_a_proximal_anchor_leaves_reinforce_and_a_weight(loss: Any, mode: str) -> None:
+def test_in_the_first_pass_a_proximal_anchor_gives_weighted_reinforce(loss: Any, mode: str) -> None:
     batch = batch_of()
     assert batch.anchor_logprobs is not None
     choices = choices_of(loss, TokenAggregation(), (), None, Proximal("token", mode, 0.8, 1.25))
@@ -238,8 +238,8 @@ def test_in_the_first_pass_a_proximal_anchor_leaves_reinforce_and_a_weight(loss:
     assert torch.allclose(gradient, expected, atol=1e-12)
 
 
-def test_all_terms_in_plain_numbers() -> None:
-    """PPO on the anchor of before the update, with a weight; critic, KL and bonus, each token on its own."""
+def test_all_terms_by_hand() -> None:
+    """A loop over tokens: PPO against the anchor with importance weights, value loss, KL penalty, entropy bonus."""
     batch, choices = batch_of(), choices_of(PPO(0.2), TokenAggregation(), SETS["all"], "sum", Proximal("token"))
     scored = scored_of(batch)
     expected = dict.fromkeys(("policy", "value", "kl", "entropy"), 0.0)
@@ -250,34 +250,34 @@ def test_all_terms_in_plain_numbers() -> None:
             if not batch.loss_mask[at, place]:
                 continue
 
-            def there(table: Tensor | None, at: int = at, place: int = place) -> float:
+            def value_at(table: Tensor | None, at: int = at, place: int = place) -> float:
                 assert table is not None
                 return float(table.detach()[at, place])
 
-            ours, anchor = there(scored.trainer_logprobs), there(batch.anchor_logprobs)
-            advantage, ratio = there(batch.advantages), math.exp(ours - anchor)
-            weight = min(2.0, math.exp(anchor - there(batch.generator_logprobs)))
+            ours, anchor = value_at(scored.trainer_logprobs), value_at(batch.anchor_logprobs)
+            advantage, ratio = value_at(batch.advantages), math.exp(ours - anchor)
+            weight = min(2.0, math.exp(anchor - value_at(batch.generator_logprobs)))
             surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
             expected["policy"] -= weight * surrogate / batch.denominators.tokens
-            value, old, back = there(scored.values), there(batch.values), there(batch.returns)
-            bounded = min(max(value, old - 0.3), old + 0.3)
-            expected["value"] += 0.7 * max((value - back) ** 2, (bounded - back) ** 2)
-            gap = there(batch.reference_logprobs) - ours
+            value, old_value, target = value_at(scored.values), value_at(batch.values), value_at(batch.returns)
+            bounded = min(max(value, old_value - 0.3), old_value + 0.3)
+            expected["value"] += 0.7 * max((value - target) ** 2, (bounded - target) ** 2)
+            gap = value_at(batch.reference_logprobs) - ours
             expected["kl"] += (0.1 + 0.3 * rate) * (math.exp(gap) - gap - 1)
-            expected["entropy"] -= (0.05 + 0.25 * rate) * there(scored.entropies)
+            expected["entropy"] -= (0.05 + 0.25 * rate) * value_at(scored.entropies)
             seen.add((ratio > 1.2, ratio < 0.8, bounded != value, rate))
-    found = terms(choices)
-    assert [term.name for term in found] == list(expected), "the policy's first"
-    assert {term.name: float(term.reduce(scored).detach()) for term in found} == pytest.approx(expected, rel=1e-9)
-    assert len(seen) > 8 and len({rate for *_, rate in seen}) == 3, "all cases occur, and prompts differ"
+    loss_terms = terms(choices)
+    assert [term.name for term in loss_terms] == list(expected), "the policy's term comes first"
+    assert {term.name: float(term.reduce(scored).detach()) for term in loss_terms} == pytest.approx(expected, rel=1e-9)
+    assert len(seen) > 8 and len({rate for *_, rate in seen}) == 3, "every case occurs, and the prompts differ"
 
 
 @pytest.mark.parametrize("own", [None, *BY_NAME])
 def test_a_term_has_its_own_aggregation_or_the_runs(own: str | None) -> None:
     for aggregation in AGGREGATIONS:
-        found = terms(choices_of(Reinforce(), aggregation, SETS["all"], own))
-        assert type(found[0].aggregation) is type(aggregation)
-        kinds = {type(term.aggregation) for term in found[1:]}
+        loss_terms = terms(choices_of(Reinforce(), aggregation, SETS["all"], own))
+        assert type(loss_terms[0].aggregation) is type(aggregation)
+        kinds = {type(term.aggregation) for term in loss_terms[1:]}
         assert kinds == {type(aggregation) if own is None else BY_NAME[own]}
 
 
@@ -291,23 +291,23 @@ def test_a_term_has_its_own_aggregation_or_the_runs(own: str | None) -> None:
         ("entropy", lambda name: [EntropyByDifficulty(aggregation=name)]),
     ],
 )
-def test_an_aggregation_that_there_is_none_of(field: str, choice: Any) -> None:
+def test_unknown_aggregations_are_refused(field: str, choice: Any) -> None:
     match = rf"{field}\.aggregation: 'mean' is no aggregation; valid: prompt, sample, token, sum, constant"
     with pytest.raises(ConfigurationError, match=match) as caught:
         terms(row(*choice("mean")))
     assert "\n" not in str(caught.value)
 
 
-def test_a_penalty_in_the_reward_is_no_term() -> None:
+def test_a_penalty_in_the_reward_is_not_a_term() -> None:
     choices = row(GAE(), ValueNetwork(), FixedKL(where="reward"))
     assert [term.name for term in terms(choices)] == ["policy", "value"]
 
 
-# --- parts of it ---------------------------------------------------------------------------------------------
+# --- value loss, importance weights, settings ----------------------------------------------------------------
 
 
-def test_a_value_may_not_gain_by_moving_far() -> None:
-    """Old value 1, clip 0.5: beyond 1.5 towards the return the gradient is gone, away from it never."""
+def test_the_value_loss_gains_nothing_beyond_the_clip() -> None:
+    """Old value 1, clip 0.5: beyond the clip range the gradient towards the return is 0, away from it never."""
     values = torch.tensor([1.2, 1.8, 1.8, 0.2, 0.2], requires_grad=True)
     returns = torch.tensor([3.0, 3.0, 0.0, 0.0, 3.0])
     loss = clipped_value_loss(values, torch.ones(5), returns, clip=0.5)
@@ -327,7 +327,9 @@ def test_importance_weights_by_hand() -> None:
 
     assert weights("token", "truncate") == pytest.approx([1.5, 0.4, 0.5, 1.0, 1.2])
     assert weights("token", "mask") == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.2])
-    assert weights("sequence", "truncate") == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.6]), "the product over what is taken"
+    assert weights("sequence", "truncate") == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.6]), (
+        "the product over the unmasked tokens"
+    )
     assert weights("sequence", "mask") == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.6])
     far = importance_weights(torch.full((1, 9), 90.0), torch.zeros(1, 9), torch.ones(1, 9), "sequence", "none", 0, 1e30)
     assert far.isfinite().all()
@@ -353,32 +355,32 @@ def test_importance_weights_by_hand() -> None:
         (lambda: EntropyByDifficulty(hard="0"), r"entropy\.hard: '0'"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_is_refused_by_field(build: Callable[[], Any], match: str) -> None:
+def test_invalid_settings_are_refused_by_field(build: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as caught:
         build()
     assert "\n" not in str(caught.value)
 
 
-def test_weights_in_the_update_are_the_gradient_laid_out_by_rollout() -> None:
-    """Of policy and entropies; the critic's own loss does not move the policy."""
+def test_loss_weights_are_the_gradient_by_rollout() -> None:
+    """One table for log-probabilities, one for entropies. The value loss does not move the policy."""
     batch = batch_of()
     keep = torch.tensor([3, 1, 7, 14])
     part = batch.select(keep)
     choices = choices_of(PPO(0.2), TokenAggregation(), SETS["all"])
     scored = scored_of(part)
     _, gradients = loss_and_gradients(scored, choices)
-    found = loss_weights(part, scored.trainer_logprobs, choices)
+    table = loss_weights(part, scored.trainer_logprobs, choices)
     width = gradients[0].shape[1]
-    assert found.shape[:2] == (3, 16) and not found[2].any() and found.shape[2] >= width
-    for weights, gradient in zip(found[:2], gradients[:2], strict=True):
-        assert torch.allclose(weights[keep][:, :width], gradient, atol=1e-12)
+    assert table.shape[:2] == (3, 16) and not table[2].any() and table.shape[2] >= width
+    for one, gradient in zip(table[:2], gradients[:2], strict=True):
+        assert torch.allclose(one[keep][:, :width], gradient, atol=1e-12)
     others = [number for number in range(16) if number not in keep.tolist()]
-    assert not found[:, others].any()
+    assert not table[:, others].any()
 
 
-# --- over real ranks -----------------------------------------------------------------------------------------
+# --- on two processes ----------------------------------------------------------------------------------------
 
-# As PPO is usually put together; `eps` so large that Adam does not magnify how a sum was rounded.
+# PPO as usually configured. `eps` is large so that Adam does not magnify rounding differences between ranks.
 LIKE_PPO = (
     "advantage=gae",
     "critic=value_network",
@@ -397,7 +399,7 @@ LIKE_PPO = (
 
 @pytest.fixture
 def one_thread() -> Any:
-    """A forked child has none of its parent's worker threads."""
+    """Use one thread, because a forked child has none of its parent's worker threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -407,14 +409,14 @@ def one_thread() -> Any:
 def check_two_ranks(
     model_path: str, tmp_path: Path, overrides: Sequence[str], steps: int = 4, task: CountingTask | None = None
 ) -> None:
-    """Weights of policy and critic on each of two ranks against those of one, and what is recorded."""
+    """Check that two ranks end with the weights and the records of one rank."""
 
     def run(name: str, ranks: int, rank: int = 0) -> dict[str, Tensor]:
         options: dict[str, Any] = {"recipe": "scalerl_core", "steps": steps, "overrides": overrides, "task": task}
         module = fit(model_path, tmp_path / name, ranks, **options)
-        found: dict[str, Tensor] = module.state_dict()
-        torch.save(found, tmp_path / f"{name}-{rank}.pt")
-        return found
+        weights: dict[str, Tensor] = module.state_dict()
+        torch.save(weights, tmp_path / f"{name}-{rank}.pt")
+        return weights
 
     expected = run("one", 1)
     assert on_ranks(2, lambda rank: str(len(run("two", 2, rank)))) == [str(len(expected))] * 2
@@ -432,8 +434,8 @@ def test_two_ranks_train_a_critic_as_one(tiny_model_path: str, tmp_path: Path, o
     assert view.status == "finished"
     last = view.of_kind("train")[-1].metrics
     assert all(last[f"train/{name}"] for name in ("kl", "loss_value", "loss_entropy", "value_gradient_norm"))
-    start = torch.load(tmp_path / "one-0.pt", weights_only=True)["critic.head.weight"]
-    assert start.abs().max() > 1e-3, "the critic has learnt, or its weights would say nothing"
+    critic_weight = torch.load(tmp_path / "one-0.pt", weights_only=True)["critic.head.weight"]
+    assert critic_weight.abs().max() > 1e-3, "the critic has not learned, so equal weights show nothing"
 
 
 @pytest.mark.slow
@@ -451,7 +453,7 @@ def test_a_rank_without_rows_trains_a_critic_too(tiny_model_path: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_an_empty_batch_is_recorded_alike(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
+def test_two_ranks_record_an_empty_batch_as_one_rank(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
     class Constant(CountingTask):
         def reward(self, prompt: Any, completion: str) -> float:
             return 1.0

@@ -1,4 +1,4 @@
-"""Axis `truncated`: masked completions leave the loss and its denominators, never the baseline."""
+"""Axis `truncated`: masked completions leave the loss and its denominators but stay in the baseline."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.helpers import make_group
 
 MASK = CREDIT.having(MaskTruncated())
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]]
-# By group: the rollouts that hit the limit. All of the third; the second has none.
+# Per group: the rollouts that hit the limit. None in the second group, all in the third.
 TRUNCATED = [{1, 2}, set(), {0, 1, 2, 3}, {3}]
 
 
 def groups_of(truncated: list[set[int]], rewards: list[list[float]] = REWARDS) -> list[Group]:
-    """Groups of random lengths; in some rollouts, credited and truncated ones, the second token was forced."""
+    """Groups of random lengths. In some rollouts, truncated or not, the second token was forced."""
     groups = [make_group(row, admission=number, prompt_length=3 + number) for number, row in enumerate(rewards)]
     for group, cut in zip(groups, truncated, strict=True):
         for index, rollout in enumerate(group.rollouts):
@@ -55,9 +55,11 @@ def test_masked_rollouts_leave_the_loss_and_everything_it_is_divided_by() -> Non
     counts = [sampled(groups, g, i) for g, i in rows]
     assert batch.forced_mask.any()
     assert batch.loss_mask.sum(1).tolist() == batch.sample_tokens.tolist() == counts
-    of_group = [sum(count for (g, _), count in zip(rows, counts, strict=True) if g == number) for number in range(4)]
-    assert of_group[2] == 0
-    assert batch.group_tokens.tolist() == [of_group[g] for g, _ in rows]
+    group_counts = [
+        sum(count for (g, _), count in zip(rows, counts, strict=True) if g == number) for number in range(4)
+    ]
+    assert group_counts[2] == 0
+    assert batch.group_tokens.tolist() == [group_counts[g] for g, _ in rows]
     assert batch.denominators == Denominators(prompts=3, samples=9, tokens=sum(counts), max_tokens=8, sampled=16)
     for place, (g, i) in enumerate(rows):
         tokens = groups[g].prompt_tokens + groups[g].rollouts[i].tokens
@@ -65,7 +67,7 @@ def test_masked_rollouts_leave_the_loss_and_everything_it_is_divided_by() -> Non
 
 
 def test_masked_rewards_stay_in_baseline_and_scale() -> None:
-    """By hand: one group of two masked failures and two successes, another without any truncation."""
+    """Values by hand. One group has two masked failures and two successes, the other has no truncation."""
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]]
     groups = groups_of([{1, 2}, set()], rewards)
 
@@ -74,7 +76,7 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
         return [round(value, 5) for value in batch.advantages[:, 0].tolist()]
 
     assert advantages(NoNormalization()) == [0.5, 0.5, 0.25, 0.25, 0.25, -0.75]
-    # Squares: four of 1/4 (two of them masked), three of 1/16, one of 9/16; together 7/4 over 8 - 1.
+    # Variance: the squares (four of 1/4, two of them masked; three of 1/16; one of 9/16) sum to 7/4, over 8 - 1.
     assert advantages(CREDIT.normalization) == [1.0, 1.0, 0.5, 0.5, 0.5, -1.5]
     one, two = math.sqrt(1 / 3), 0.5
     expected = [0.5 / one, 0.5 / one, 0.25 / two, 0.25 / two, 0.25 / two, -0.75 / two]
@@ -82,15 +84,17 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
 
 
 def test_masked_rewards_count_for_the_filter() -> None:
-    """Only the truncated rollout differs; and in a dropped group nothing is counted."""
+    """Only the truncated rollout differs, and the filter keeps the group. A dropped group counts nowhere."""
     groups = groups_of([{3}, {0}], [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     batch = assemble(groups, MASK.having(ZeroVariance()).having(NoNormalization()), max_new_tokens=8)
     assert (batch.denominators.prompts, batch.denominators.samples) == (1, 3)
     assert batch.advantages[:, 0].tolist() == [0.25, 0.25, 0.25]
 
 
-def plain(groups: list[Group], logprobs: dict[tuple[int, int], list[float]], aggregation: str) -> tuple[float, Any]:
-    """CISPO with a cap of 5, loss and gradient, written out in plain numbers from the groups."""
+def loss_by_hand(
+    groups: list[Group], logprobs: dict[tuple[int, int], list[float]], aggregation: str
+) -> tuple[float, Any]:
+    """Loss and gradient of CISPO with a cap of 5, computed from the groups in plain Python numbers."""
     centred = [[r.reward - sum(x.reward for x in g.rollouts) / len(g.rollouts) for r in g.rollouts] for g in groups]
     everything = [value for row in centred for value in row]
     mean = sum(everything) / len(everything)
@@ -115,7 +119,7 @@ def plain(groups: list[Group], logprobs: dict[tuple[int, int], list[float]], agg
     return loss, gradient
 
 
-def laid_out(batch: TrainBatch, logprobs: dict[tuple[int, int], list[float]]) -> Tensor:
+def logprob_table(batch: TrainBatch, logprobs: dict[tuple[int, int], list[float]]) -> Tensor:
     table = torch.zeros_like(batch.generator_logprobs)
     for place, row in enumerate(batch.row.tolist()):
         values = logprobs[divmod(row, 4)]
@@ -133,15 +137,15 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
         for g, group in enumerate(groups)
         for i, rollout in enumerate(group.rollouts)
     }
-    expected, expected_gradient = plain(groups, logprobs, type(aggregation).__name__)
+    expected, expected_gradient = loss_by_hand(groups, logprobs, type(aggregation).__name__)
     choices = MASK.having(CISPO(max_ratio=5.0)).having(aggregation)
     batch = assemble(groups, choices, max_new_tokens=8)
-    trainer_logprobs = laid_out(batch, logprobs)
+    trainer_logprobs = logprob_table(batch, logprobs)
     loss = total_loss(batch, trainer_logprobs, choices.loss, aggregation, batch.denominators)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
-    # A row for every rollout, also for those without credit: theirs are zero.
-    weights, of_entropies, _ = loss_weights(batch, trainer_logprobs, choices)
-    assert not of_entropies.any()
+    # The result has one row per rollout. Rows without credit are zero.
+    weights, entropy_weights, _ = loss_weights(batch, trainer_logprobs, choices)
+    assert not entropy_weights.any()
     assert weights.shape == (16, max(len(r.tokens) for group in groups for r in group.rollouts))
     table = torch.zeros_like(weights)
     for place, value in expected_gradient.items():
@@ -172,8 +176,8 @@ def assert_same(one: TrainBatch, two: TrainBatch) -> None:
             assert a == b, entry.name
 
 
-def test_keep_is_the_batch_without_the_axis() -> None:
-    """As if nothing had been truncated, where `mask` has nothing to do; the sums are counted by hand."""
+def test_keep_ignores_truncation() -> None:
+    """The batch equals one without truncation, for which `mask` changes nothing either. Sums by hand."""
     groups = groups_of(TRUNCATED)
     kept = assemble(groups, CREDIT, max_new_tokens=8)
     assert_same(kept, assemble(groups_of([set()] * 4), CREDIT, max_new_tokens=8))
@@ -184,7 +188,7 @@ def test_keep_is_the_batch_without_the_axis() -> None:
     assert kept.group_tokens.tolist() == [sum(tokens[4 * g : 4 * g + 4]) for g in range(4) for _ in range(4)]
 
 
-def test_both_say_where_a_truncated_reward_counts() -> None:
+def test_semantics_record_that_truncated_rewards_stay_in_the_baseline() -> None:
     assert MaskTruncated().semantics() == {"choice": "MaskTruncated", "truncated_reward_in_baseline": True}
     assert KeepTruncated().semantics()["truncated_reward_in_baseline"] is True
     assert not MaskTruncated().same_as(KeepTruncated())

@@ -1,4 +1,4 @@
-"""What Lightning's CSVLogger writes is read as runs. Here and not under `sweeps`, whose tests never import torch."""
+"""Logs of Lightning's CSVLogger are read as runs. Not in tests/sweeps, because tests there never import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def points(study: LoadedStudy) -> dict[tuple[str, str], list[tuple[float, float]
     return {
         (curve.recipe, str(seed)): [
             (float(x), round(float(y), 6))
-            for each, x, y in zip(curve.seed, curve.compute, curve.reward, strict=True)
-            if each == seed
+            for curve_seed, x, y in zip(curve.seed, curve.compute, curve.reward, strict=True)
+            if curve_seed == seed
         ]
         for curve in study.curves
         for seed in dict.fromkeys(curve.seed)
@@ -26,7 +26,7 @@ def points(study: LoadedStudy) -> dict[tuple[str, str], list[tuple[float, float]
 
 
 def csv_logs(folder: Path, *axes: str, seeds: int = 2) -> Path:
-    """What a run of ours hands to the logger, which writes it."""
+    """Log what one of our runs logs."""
     for seed in range(seeds):
         logger = CSVLogger(str(folder), name="mine")
         logger.log_hyperparams({"seed": seed, "recipe": "scalerl", "batch": {"prompts": 2}})
@@ -45,7 +45,7 @@ def csv_logs(folder: Path, *axes: str, seeds: int = 2) -> Path:
         (("compute/flops", "compute/device_hours"), "compute/device_hours"),
     ],
 )
-def test_lightnings_csv_logger(axes: tuple[str, ...], chosen: str, tmp_path: Path) -> None:
+def test_logs_of_the_csv_logger_are_read_as_runs(axes: tuple[str, ...], chosen: str, tmp_path: Path) -> None:
     study = load([csv_logs(tmp_path, *axes)])
     (curve,) = study.curves
     assert curve.axis == chosen and curve.metric == "eval/heldout/pass_rate"
@@ -59,7 +59,7 @@ def test_lightnings_csv_logger(axes: tuple[str, ...], chosen: str, tmp_path: Pat
     assert other.axis == "compute/flops"
 
 
-def test_without_hyper_parameters_it_is_a_table_like_any_other(tmp_path: Path) -> None:
+def test_without_hyper_parameters_the_log_is_read_as_a_plain_table(tmp_path: Path) -> None:
     csv_logs(tmp_path, "compute/flops", seeds=1)
     (path,) = tmp_path.rglob("metrics.csv")
     shutil.copy(path, tmp_path / "metrics.csv")

@@ -1,4 +1,4 @@
-"""`evaluation.sets`: sets of other tasks, evaluated by their own settings beside a run that trains on something."""
+"""`evaluation.sets`: further tasks that are evaluated during a training run, each with its own settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sweeps.run.passes import read_passes
 from tests.helpers import CountingTask, fit
 
 AIME = [{"problem": f"{n}+{n}=", "answer": str(2 * n)} for n in range(3)]
-# Its prompts are Python: comments, in the alphabet of the arithmetic model.
+# The prompts are Python comments, in the alphabet of the arithmetic model.
 HUMANEVAL = [{"prompt": f"#{n}+{n}=\n", "test": "def check(f):\n    assert f() == 1\n", "entry_point": "f",
               "canonical_solution": "def f():\n    return 1\n"} for n in range(2)]  # fmt: skip
 GSM8K = [{"question": f"{n}+1=", "answer": f"so #### {n + 1}"} for n in range(4)]
@@ -47,10 +47,14 @@ def sets() -> dict[str, Any]:
 
 
 def run(
-    model: str, place: Path, steps: int, chosen: Mapping[str, Any], resume: bool = False, every: int = 2, **more: Any
+    model: str, run_dir: Path, steps: int, chosen: Mapping[str, Any], resume: bool = False, every: int = 2, **more: Any
 ) -> Any:
-    checkpoint = newest_checkpoint(place / "checkpoints").path if resume else None
-    callbacks = [Evaluate(every, 2, sets=chosen, **more), RunLog(place), ResumableCheckpoint(place / "checkpoints", 1)]
+    checkpoint = newest_checkpoint(run_dir / "checkpoints").path if resume else None
+    callbacks = [
+        Evaluate(every, 2, sets=chosen, **more),
+        RunLog(run_dir),
+        ResumableCheckpoint(run_dir / "checkpoints", 1),
+    ]
     from lightning.pytorch import Trainer
 
     from lightning_scalerl import RolloutDataModule, ScaleRL
@@ -59,11 +63,11 @@ def run(
     module = ScaleRL(model, "scalerl_core", overrides=list(SMALL))
     trainer = Trainer(max_steps=steps, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
     trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=checkpoint, weights_only=True)
-    return read_journal(place)
+    return read_journal(run_dir)
 
 
 @pytest.mark.slow
-def test_each_set_has_its_own_samples_and_steps_and_training_is_the_same(tiny_model_path: str, tmp_path: Path) -> None:
+def test_each_set_has_its_own_samples_and_steps_and_training_is_unchanged(tiny_model_path: str, tmp_path: Path) -> None:
     view = run(tiny_model_path, tmp_path / "sets", 5, sets())
     evaluated = {record.step: record.metrics for record in view.of_kind("eval")}
     assert sorted(evaluated) == [0, 2, 3, 4, 5]
@@ -72,16 +76,18 @@ def test_each_set_has_its_own_samples_and_steps_and_training_is_the_same(tiny_mo
         return [step for step, metrics in sorted(evaluated.items()) if f"eval/{name}/pass_rate" in metrics]
 
     assert steps_of("heldout") == steps_of("gsm8k") == steps_of("letters") == [0, 2, 4, 5]
-    assert steps_of("aime") == [0, 3, 5]  # its own interval, and the first and the last weights
+    assert steps_of("aime") == [0, 3, 5]  # every 3 steps, and the first and last weights
     assert {f"eval/aime/pass@{k}" for k in (2, 4, 8)} <= evaluated[3].keys() and "eval/gsm8k/pass@4" not in evaluated[0]
     passes = read_passes(tmp_path / "sets", "aime", sorted(evaluated))
     assert sorted(passes) == [0, 3, 5] and all(each.scored == (8, 8, 8) for each in passes.values())
-    # Sets that are only evaluated change nothing in training, nor the evaluation of the task's own set.
+    # The extra sets change neither training nor the evaluation of the task's own set.
     alone = run(tiny_model_path, tmp_path / "alone", 5, {})
     ours = {record.step: record.metrics for record in view.of_kind("train")}
     for record in alone.of_kind("train"):
-        same = {key: ours[record.step][key] for key in record.metrics if key.startswith(("train/", "compute/flops"))}
-        assert same == {key: value for key, value in record.metrics.items() if key in same}
+        shared_metrics = {
+            key: ours[record.step][key] for key in record.metrics if key.startswith(("train/", "compute/flops"))
+        }
+        assert shared_metrics == {key: value for key, value in record.metrics.items() if key in shared_metrics}
     for record in alone.of_kind("eval"):
         assert record.metrics["eval/heldout/pass_rate"] == evaluated[record.step]["eval/heldout/pass_rate"]
     assert evaluated[5]["eval_cost/flops"] > alone.of_kind("eval")[-1].metrics["eval_cost/flops"]
@@ -99,7 +105,7 @@ def test_families_of_rows_are_recorded_with_the_passes(tiny_model_path: str, tmp
 
 
 def test_one_more_set_does_not_change_the_random_numbers_of_the_others(tiny_model_path: str, tmp_path: Path) -> None:
-    """Wherever it is in the order of the sets. Random text passes here and there, so other numbers would show."""
+    """The further set comes first. Random text passes now and then, so other random numbers would show."""
     run(tiny_model_path, tmp_path / "both", 1, {"one": CountingTask(), "two": CountingTask()}, every=5)
     run(tiny_model_path, tmp_path / "alone", 1, {"two": CountingTask()}, every=5)
     both, alone = (read_passes(tmp_path / name, "two", [0, 1]) for name in ("both", "alone"))
@@ -108,7 +114,7 @@ def test_one_more_set_does_not_change_the_random_numbers_of_the_others(tiny_mode
 
 
 def test_a_request_has_its_own_temperature(tiny_model_path: str) -> None:
-    """Temperature 0 is the most likely token whatever the random numbers; others in the same batch are not touched."""
+    """Temperature 0 always gives the most likely token, and does not affect other requests in the same batch."""
     from lightning_scalerl.model.load import load_model
 
     model = load_model(tiny_model_path)
@@ -120,8 +126,8 @@ def test_a_request_has_its_own_temperature(tiny_model_path: str) -> None:
             generator.submit(request)
         by_group: dict[int, list[list[int]]] = {request.key: [] for request in requests}
         while generator.in_flight:
-            for ended in generator.step().finished:
-                by_group[ended.key].append(list(ended.rollout.tokens))
+            for finished in generator.step().finished:
+                by_group[finished.key].append(list(finished.rollout.tokens))
         return by_group
 
     warm = GroupRequest(0, (1, 2), 3, (7,))
@@ -168,18 +174,18 @@ def test_bad_sets_of_a_run(tiny_model_path: str, tmp_path: Path) -> None:
         fit(tiny_model_path, steps=1, task=DatasetTask("aime", None, {"2024": AIME}, "math"))
 
 
-def test_a_monitored_set_is_evaluated_whenever_another_is(tiny_model_path: str) -> None:
-    """Else EarlyStopping would count an earlier score again, and ModelCheckpoint save weights under it."""
+def test_a_monitored_set_must_be_evaluated_whenever_another_is(tiny_model_path: str) -> None:
+    """Otherwise EarlyStopping would count an old score again, and ModelCheckpoint would save weights under it."""
     from lightning.pytorch.callbacks import EarlyStopping
 
     stop = EarlyStopping("eval/heldout/pass_rate", mode="max")
-    beside = {"a": EvaluationSet(CountingTask(), every_n_steps=3)}
+    more_sets = {"a": EvaluationSet(CountingTask(), every_n_steps=3)}
     with pytest.raises(ConfigurationError, match=r"evaluation.sets: a is evaluated every 3 steps, .* a multiple of 2"):
-        fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=beside), stop])
+        fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=more_sets), stop])
 
 
 def test_at_an_early_end_the_sets_that_were_not_due_are_evaluated() -> None:
-    """Then all of them are, because a later record of a step replaces an earlier one."""
+    """All sets are evaluated then, because a later record of a step replaces an earlier one."""
     evaluation = Evaluate(8, sets={"s": {"task": CountingTask(), "every_n_steps": 16}})
     evaluation.load_state_dict({"last_step": 8, "evaluated": [""]})
     assert not evaluation.owes(8, 100) and evaluation.owes(8, 100, last=True) and evaluation.owes(8, 8)
@@ -191,7 +197,7 @@ def test_at_an_early_end_the_sets_that_were_not_due_are_evaluated() -> None:
 
 
 def test_validate_and_predict_after_sets(tiny_model_path: str) -> None:
-    """Another callback, or none, has other sets; rows to predict are still the task's."""
+    """Another callback may have other sets or none. Rows to predict are still the task's."""
     from lightning_scalerl import RolloutDataModule
 
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(6)]
@@ -203,7 +209,7 @@ def test_validate_and_predict_after_sets(tiny_model_path: str) -> None:
     assert Evaluate().settings(data.task).keys() == {"a"}
 
 
-def test_a_mixture_is_no_entry() -> None:
+def test_a_mixture_is_refused_as_an_entry() -> None:
     mixture = MixtureTask({"a": CountingTask(), "b": CountingTask()})
     with pytest.raises(ConfigurationError, match=r"evaluation.sets.mix: its task is a mixture; give each of its tasks"):
         TaskWithEvaluationSets(CountingTask(), {"mix": mixture})
@@ -212,22 +218,22 @@ def test_a_mixture_is_no_entry() -> None:
 def test_a_checkpoint_may_follow_the_interval_of_the_set_that_it_monitors(tiny_model_path: str, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    beside = {"s": {"task": CountingTask(), "every_n_steps": 1}}
+    more_sets = {"s": {"task": CountingTask(), "every_n_steps": 1}}
     saves = ModelCheckpoint(tmp_path, monitor="eval/s/pass_rate", every_n_train_steps=1)
-    module = fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=beside), saves], enable_checkpointing=True)
+    module = fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=more_sets), saves], enable_checkpointing=True)
     assert module.completed_steps == 1
     with pytest.raises(ConfigurationError, match=r"eval/heldout/gold_logprob.*nothing logs"):
         saves = ModelCheckpoint(tmp_path, monitor="eval/heldout/gold_logprob")
         fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1), saves], enable_checkpointing=True)
 
 
-def test_where_all_pass_nothing_tells_whether_answers_are_told_apart() -> None:
+def test_wrong_answers_are_unknown_if_all_pass_or_answers_are_missing() -> None:
     assert _wrong_answers([Counter(), Counter()]) is None
     assert _wrong_answers([Counter({"7": 2, "": 1}), Counter()]) == ((2,), ())
     assert _wrong_answers([Counter({None: 1}), Counter({"7": 1})]) is None
 
 
-def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
+def test_evaluation_prompts_that_are_also_trained_on_are_reported_and_kept() -> None:
     trained = DatasetTask(
         "columns", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5+1=", "answer": "6"}], 0.5, "math"
     )
@@ -243,13 +249,13 @@ def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
     assert (
         grader.grade(Sample(second, "18", "18")).reward == 1.0 and grader.grade(Sample(first, "x", "x")).reward == 0.0
     )
-    (own,) = task.eval_sets()["heldout"]
-    answer = f"\\boxed{{{own.answer}}}"
-    assert grader.grade(Sample(own, answer, answer)).reward == 1.0
+    (own_prompt,) = task.eval_sets()["heldout"]
+    answer = f"\\boxed{{{own_prompt.answer}}}"
+    assert grader.grade(Sample(own_prompt, answer, answer)).reward == 1.0
 
 
-def test_the_log_probability_of_known_solutions_is_that_of_a_forward_pass(tiny_model_path: str, tmp_path: Path) -> None:
-    """Mean over prompts of the mean over a solution's tokens; prompts without a solution do not count."""
+def test_gold_logprob_equals_that_of_a_forward_pass(tiny_model_path: str, tmp_path: Path) -> None:
+    """It is the mean over prompts of the mean over a solution's tokens. Prompts without a solution do not count."""
     from lightning_scalerl.model.load import load_model, load_tokenizer
 
     view = run(tiny_model_path, tmp_path, 1, {"gsm8k": sets()["gsm8k"]}, every=5, gold_logprob=True)

@@ -1,4 +1,4 @@
-"""What a user of Lightning sees beside the journal: loggers, metrics, its own callbacks, another fit, refusals."""
+"""Lightning's features around a run: loggers, callbacks, validate, further fits, loading, refused settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Cells = dict[tuple[int, str], float]
 
 
 def journal_cells(run_dir: Path) -> Cells:
-    """What both records of a step hold (compute), the first has said."""
+    """The journal's values by step and metric. If both records of a step hold a metric (compute), the first counts."""
     cells: Cells = {}
     for record in read_journal(run_dir).records:
         cells = {(record.step, name): value for name, value in record.metrics.items()} | cells
@@ -58,14 +58,14 @@ def journal_cells(run_dir: Path) -> Cells:
 def csv_cells(folder: Path) -> Cells:
     cells: Cells = {}
     for path in sorted(folder.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime):
-        of_process: Cells = {}
+        process_cells: Cells = {}
         for line in csv.DictReader(path.open()):
             step = int(line.pop("step"))
             fresh = {(step, name): float(value) for name, value in line.items() if value and name != "epoch"}
-            twice = {key for key in fresh.keys() & of_process.keys() if not key[1].startswith("lr-")}
-            assert not twice, "a cell is written once"
-            of_process |= fresh
-        cells |= of_process
+            twice = {key for key in fresh.keys() & process_cells.keys() if not key[1].startswith("lr-")}
+            assert not twice, "a cell is written twice"
+            process_cells |= fresh
+        cells |= process_cells
     return cells
 
 
@@ -105,16 +105,16 @@ def assert_loggers_hold_the_journal(folder: Path, run_dir: Path) -> None:
     journal = journal_cells(run_dir)
     assert len(journal) > 100 and {step for step, name in journal if name == RATE} == {0, 2, 4, 5}
     assert csv_cells(folder) == journal
-    # Lightning's logger leaves out characters that MLflow does not take: pass@2 is pass2 there.
+    # Lightning's logger drops characters that MLflow does not accept: pass@2 becomes pass2.
     expected = {(step, name.replace("@", "")): value for (step, name), value in journal.items()}
     assert len(expected) == len(journal) and mlflow_cells(f"sqlite:///{folder}/mlflow.db") == expected
-    # TensorBoard keeps FP32.
+    # TensorBoard stores FP32.
     rounded = {key: float(torch.tensor(value, dtype=torch.float32)) for key, value in journal.items()}
     assert tensorboard_cells(folder) == pytest.approx(rounded, rel=1e-7)
 
 
-class Breaks(CountingTask):
-    """A verifier that raises once, in the middle of the run."""
+class RaisesOnce(CountingTask):
+    """A task whose reward raises an error once, in the middle of the run."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Breaks(CountingTask):
 def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
     tiny_model_path: str, tmp_path: Path, schema: Path
 ) -> None:
-    """Interrupted after a checkpoint at 3 and a record at 4, which is made again."""
+    """The run breaks after a checkpoint at step 3 and a record of step 4, which the resume makes again."""
     shutil.copy(schema, tmp_path / "mlflow.db")
     run_dir = tmp_path / "run"
     with pytest.raises(RewardError):
@@ -139,7 +139,7 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
             tiny_model_path,
             run_dir,
             5,
-            task=Breaks(87),
+            task=RaisesOnce(87),
             checkpoint_every=3,
             overrides=STRICT,
             logger=three_loggers(tmp_path),
@@ -148,7 +148,7 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
     options: dict[str, Any] = {"logger": three_loggers(tmp_path), "checkpoint_every": 3, "resume": True}
     options["overrides"] = STRICT
     module = fit(tiny_model_path, run_dir, 5, **options)
-    # What the first process logged of step 4 was wall clock of its own; a logger cannot take a point back.
+    # Loggers cannot delete the first process's points of step 4 (its own wall-clock times). The later points count.
     assert_loggers_hold_the_journal(tmp_path, run_dir)
     last = {name: value for record in read_journal(run_dir).records for name, value in record.metrics.items()}
     shown = {name: float(value) for name, value in module.trainer.callback_metrics.items()}
@@ -158,7 +158,7 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
 @pytest.mark.full
 def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path, schema: Path) -> None:
     shutil.copy(schema, tmp_path / "mlflow.db")
-    three_loggers(tmp_path)[-1].experiment  # noqa: B018  # what it imports, the forked ranks need not
+    three_loggers(tmp_path)[-1].experiment  # noqa: B018  # imports MLflow before the ranks are forked
     run_dir = tmp_path / "run"
 
     def work(resume: bool) -> Any:
@@ -166,13 +166,13 @@ def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path, schema: Path
 
         def on_rank(rank: int) -> str:
             while rank > 0 and not ready.exists():
-                time.sleep(0.02)  # two processes cannot make one MLflow database
+                time.sleep(0.02)  # two processes cannot create the same MLflow database
             loggers = three_loggers(tmp_path)
             ready.touch()
             try:
                 fit_on_ranks(
                     tiny_model_path, run_dir, 2, 5, checkpoint_every=3, resume=resume, logger=loggers,
-                    task=CountingTask() if resume else Breaks(87), recipe="scalerl_core", overrides=STRICT,
+                    task=CountingTask() if resume else RaisesOnce(87), recipe="scalerl_core", overrides=STRICT,
                 )  # fmt: skip
             except Exception as error:
                 return type(error).__name__
@@ -196,8 +196,8 @@ def test_log_every_n_steps_thins_training_records_and_never_evaluations(tiny_mod
 # --- Lightning's callbacks ---------------------------------------------------------------------------------
 
 
-class Falling(CountingTask):
-    """Its held-out pass rate is 1 until `falls`, then 0: evaluations are told apart by their number."""
+class ScriptedPassRates(CountingTask):
+    """The pass rate of the n-th held-out evaluation is `passes[n]`. An evaluation grades 3 prompts twice."""
 
     def __init__(self, passes: Sequence[float]) -> None:
         super().__init__()
@@ -207,10 +207,10 @@ class Falling(CountingTask):
         return next(self.passes) if prompt in self.pool[-3:] else super().reward(prompt, completion)
 
 
-def test_early_stopping_looks_at_every_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
-    """Best at the second; two later ones are no better, and the run ends there, said so in its journal."""
+def test_early_stopping_checks_every_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
+    """The second evaluation is the best. After two more the run ends, and its journal says why."""
     stopping = EarlyStopping(RATE, mode="max", patience=2)
-    module = fit(tiny_model_path, tmp_path, 40, callbacks=[stopping], task=Falling([0, 1, 0, 0, 1, 1]))
+    module = fit(tiny_model_path, tmp_path, 40, callbacks=[stopping], task=ScriptedPassRates([0, 1, 0, 0, 1, 1]))
     assert module.completed_steps == 6 == stopping.wait_count * 3
     view = read_journal(tmp_path)
     assert [r.metrics[RATE] for r in view.of_kind("eval")] == [0, 1, 0, 0]
@@ -218,41 +218,42 @@ def test_early_stopping_looks_at_every_evaluation(tiny_model_path: str, tmp_path
     assert view.checkpoint_step == 6
 
 
-class _Counts(Callback):
-    """Logs a metric of its own in every step."""
+class LogsSteps(Callback):
+    """Log a metric in every step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         pl_module.log("mine/steps", float(batch_idx))
 
 
 def test_early_stopping_on_a_users_own_metric_waits_for_the_first_step(tiny_model_path: str) -> None:
-    """The evaluation before training comes before the metric; Lightning would raise an error there."""
+    """The evaluation before training comes before the metric exists. Plain Lightning would raise an error there."""
     stopping = EarlyStopping("mine/steps", mode="max", patience=5)
-    module = fit(tiny_model_path, steps=4, callbacks=[_Counts(), stopping, Evaluate(2, 1)])
+    module = fit(tiny_model_path, steps=4, callbacks=[LogsSteps(), stopping, Evaluate(2, 1)])
     assert module.completed_steps == 4 and stopping.strict and float(stopping.best_score) > 0
 
 
 @pytest.mark.slow
-def test_early_stopping_on_training_metrics_looks_at_every_step(tiny_model_path: str) -> None:
+def test_early_stopping_on_training_metrics_checks_every_step(tiny_model_path: str) -> None:
     stopping = EarlyStopping("train/reward", mode="max", patience=3, min_delta=10.0)
     module = fit(tiny_model_path, steps=20, callbacks=[stopping, Evaluate(2, 1)])
-    assert module.completed_steps == 4  # the first step is the best so far, whatever it was; three more are not
+    # The first step counts as best; with min_delta=10, the next three cannot beat it.
+    assert module.completed_steps == 4
     patient = EarlyStopping("train/reward", mode="max", patience=30, min_delta=10.0)
     for steps in (3, 5):
         module = fit(tiny_model_path, steps=steps, callbacks=[patient, Evaluate(2, 1)])
-    assert patient.wait_count == 2 + 5, "one step is one look, also at the end, and with another module"
+    assert patient.wait_count == 2 + 5, "one check per step, also at the end and with another module"
 
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
-    """And a checkpoint that Lightning wrote goes on bit for bit, EarlyStopping's patience included."""
+    """A run resumed from a checkpoint that Lightning wrote has the same records as the whole run."""
     best = ModelCheckpoint(tmp_path / "best", filename="{step}", monitor=RATE, mode="max", save_top_k=1)
     steps = ModelCheckpoint(tmp_path / "steps", filename="{step}", monitor="train/reward", mode="max", save_top_k=-1)
     every = ModelCheckpoint(tmp_path / "every", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     options: dict[str, Any] = {"enable_checkpointing": True}
     whole = tmp_path / "whole"
     passes = [0, 0, 1, 0, 0]
-    fit(tiny_model_path, whole, 7, callbacks=[best, steps, every], task=Falling(passes), **options)
+    fit(tiny_model_path, whole, 7, callbacks=[best, steps, every], task=ScriptedPassRates(passes), **options)
     assert Path(best.best_model_path).name == "step=4.ckpt" and best.best_model_score == 1
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"step={n}.ckpt" for n in range(1, 8)]
     assert sorted(path.name for path in (tmp_path / "every").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6)]
@@ -262,55 +263,56 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str
         module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
         log = RunLog(tmp_path / f"again-{folder}")
         trainer = Trainer(max_steps=7, callbacks=[Evaluate(2, 2), log], **quiet())
-        data = RolloutDataModule(Falling(passes[3 if folder == "best" else 2 :]))
+        data = RolloutDataModule(ScriptedPassRates(passes[3 if folder == "best" else 2 :]))
         trainer.fit(module, datamodule=data, ckpt_path=tmp_path / folder / "step=4.ckpt", weights_only=True)
-        again = read_journal(log.run_dir).deterministic()
-        first = ("eval", 4) if folder == "steps" else ("train", 5)  # an evaluation that was still owed is made up
-        expected = [each for each in read_journal(whole).deterministic() if each[1] > 4 or each[:2] == first]
-        assert again == expected and again[0][:2] == first
+        resumed = read_journal(log.run_dir).deterministic()
+        # The checkpoint in `steps` was saved before the evaluation of step 4, which is then still due.
+        first = ("eval", 4) if folder == "steps" else ("train", 5)
+        expected = [record for record in read_journal(whole).deterministic() if record[1] > 4 or record[:2] == first]
+        assert resumed == expected and resumed[0][:2] == first
 
 
-class SeenEnough(Callback):
-    """Ends a fit before it computes anything."""
+class StopInSetup(Callback):
+    """End a fit in its setup, before it computes anything."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         raise InterruptedError
 
 
-def test_a_scripts_evaluation_is_the_recipes_where_it_is_not_given(tiny_model_path: str) -> None:
-    """As the command line has it: a trial's four prompts once; what is given wins, and None is all prompts."""
+def test_evaluate_takes_missing_settings_from_the_recipe(tiny_model_path: str) -> None:
+    """As on the command line: scale=trial evaluates four prompts once. A given value wins; None means all prompts."""
     limits = ["context.max_new_tokens=17", "context.max_prompt_tokens=8"]
-    for given, expected in (
+    for evaluation, expected in (
         (Evaluate(), (5, 1, 0, 4)),
         (Evaluate(samples=3, seed=7), (5, 3, 7, 4)),
         (Evaluate(2, prompts=None), (2, 1, 0, None)),
     ):
         module = ScaleRL(tiny_model_path, overrides=["scale=trial", "scaled_for=null", *limits])
-        trainer = Trainer(max_steps=1, callbacks=[given, SeenEnough()], **quiet())
+        trainer = Trainer(max_steps=1, callbacks=[evaluation, StopInSetup()], **quiet())
         with pytest.raises(InterruptedError):
             trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
-        assert (given.every_n_steps, given.samples, given.seed, given.prompts) == expected
+        assert (evaluation.every_n_steps, evaluation.samples, evaluation.seed, evaluation.prompts) == expected
     alone = Evaluate()
     assert (alone.every_n_steps, alone.samples, alone.seed, alone.prompts) == (10, 4, 0, None)
 
 
-def test_without_evaluation_the_default_checkpoint_is_the_last(tiny_model_path: str, tmp_path: Path) -> None:
+def test_without_evaluation_the_default_checkpoint_is_of_the_last_step(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
     assert path.name == "epoch=0-step=3.ckpt"
 
 
-def test_monitoring_what_nobody_measures_is_refused(tiny_model_path: str) -> None:
+def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"EarlyStopping monitors 'eval/heldout/pass_rate' and nothing eval"):
         fit(tiny_model_path, callbacks=[EarlyStopping(RATE)])
-    measures = Evaluate(every_n_steps=2, samples=1)
+    evaluation = Evaluate(every_n_steps=2, samples=1)
     for callback in (
         EarlyStopping("val_loss"),
         ModelCheckpoint(monitor="eval/heldout/reward"),
         EarlyStopping("reward"),
     ):
         with pytest.raises(ConfigurationError, match=r"which nothing logs.*valid: eval/heldout/pass_rate, ") as error:
-            fit(tiny_model_path, callbacks=[measures, callback], enable_checkpointing=True)
+            fit(tiny_model_path, callbacks=[evaluation, callback], enable_checkpointing=True)
         assert f"monitors {callback.monitor!r}" in str(error.value)
 
 
@@ -321,16 +323,16 @@ def test_rows_without_a_heldout_set_are_trained_on_and_never_evaluated(tiny_mode
     log = RunLog(tmp_path / "run")
     module = fit(tiny_model_path, steps=1, task=task, callbacks=[log])
     assert [record.kind for record in read_journal(log.run_dir).records] == ["train"]
-    for act in (
+    for call in (
         lambda: fit(tiny_model_path, steps=1, task=task, callbacks=[Evaluate()]),
         lambda: Trainer(**quiet()).validate(module, datamodule=RolloutDataModule(task)),
     ):
         with pytest.raises(ConfigurationError, match=r"task\.heldout: the task has no .* or leave Evaluate out"):
-            act()
+            call()
 
 
-class Seen(Callback):
-    """Lightning's hooks, as they come."""
+class ValidationHooks(Callback):
+    """Record Lightning's validation hooks in the order of their calls."""
 
     def __init__(self) -> None:
         self.hooks: list[tuple[str, int]] = []
@@ -343,15 +345,15 @@ class Seen(Callback):
         self.hooks.append(("end", pl_module.completed_steps))
 
 
-def test_an_evaluation_is_a_validation_of_lightnings(tiny_model_path: str) -> None:
-    seen = Seen()
+def test_an_evaluation_calls_lightnings_validation_hooks(tiny_model_path: str) -> None:
+    seen = ValidationHooks()
     fit(tiny_model_path, steps=5, callbacks=[Evaluate(2, 1), seen])
     assert seen.hooks == [(hook, step) for step in (0, 2, 4, 5) for hook in ("start", "end")]
 
 
 @pytest.mark.slow
-def test_the_learning_rate_monitor_shows_the_steps_own_rate(tiny_model_path: str, tmp_path: Path) -> None:
-    """Lightning logs it at a step's beginning, under the number of steps before it."""
+def test_the_learning_rate_monitor_logs_the_rate_of_each_step(tiny_model_path: str, tmp_path: Path) -> None:
+    """Lightning logs the rate at the start of a step, under the number of steps completed before."""
     loggers = [CSVLogger(str(tmp_path), name="csv")]
     overrides = ["schedule.warmup_steps=3"]
     run_dir = tmp_path / "run"
@@ -370,8 +372,8 @@ def test_validate_evaluates(tiny_model_path: str) -> None:
     data = RolloutDataModule(CountingTask())
     module = fit(tiny_model_path, steps=4, callbacks=[Evaluate(4, 3)])
     last = float(module.trainer.callback_metrics[RATE])
-    (found,) = Trainer(callbacks=[Evaluate(4, 3)], **quiet()).validate(module, datamodule=data, verbose=False)
-    assert found[RATE] == pytest.approx(last) and module.completed_steps == 4
+    (metrics,) = Trainer(callbacks=[Evaluate(4, 3)], **quiet()).validate(module, datamodule=data, verbose=False)
+    assert metrics[RATE] == pytest.approx(last) and module.completed_steps == 4
     (other,) = Trainer(**quiet()).validate(module, datamodule=data, verbose=False)
     assert 0 <= other[RATE] <= 1 and RATE + "_se" in other
     fresh = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
@@ -380,7 +382,7 @@ def test_validate_evaluates(tiny_model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_validate_before_a_fit_takes_nothing_from_it(tiny_model_path: str, tmp_path: Path) -> None:
+def test_validate_before_a_fit_does_not_change_it(tiny_model_path: str, tmp_path: Path) -> None:
     evaluation, log = Evaluate(2, 2), RunLog(tmp_path)
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
     trainer = Trainer(max_steps=3, callbacks=[evaluation, log], **quiet())
@@ -392,24 +394,24 @@ def test_validate_before_a_fit_takes_nothing_from_it(tiny_model_path: str, tmp_p
     trainer.fit(other, datamodule=RolloutDataModule(CountingTask()))
 
 
-def test_validate_logs_at_the_modules_step_what_was_trained(tiny_model_path: str, tmp_path: Path) -> None:
+def test_validate_logs_at_the_modules_step_and_keeps_its_choices(tiny_model_path: str, tmp_path: Path) -> None:
     module = fit(tiny_model_path, steps=3, callbacks=[Precision("bf16")])
     trainer = Trainer(**{**quiet(), "logger": CSVLogger(str(tmp_path), name="csv")})
-    (found,) = trainer.validate(module, datamodule=RolloutDataModule(CountingTask()), verbose=False)
+    (metrics,) = trainer.validate(module, datamodule=RolloutDataModule(CountingTask()), verbose=False)
     cells = csv_cells(tmp_path)
-    assert {step for step, _ in cells} == {3} and cells[3, RATE] == pytest.approx(found[RATE])
+    assert {step for step, _ in cells} == {3} and cells[3, RATE] == pytest.approx(metrics[RATE])
     assert module.choices.precision.policy == "bf16", "scalerl_core itself is in FP32"
 
 
-def test_what_there_is_not_says_what_there_is(tiny_model_path: str) -> None:
+def test_trainer_test_points_to_validate(tiny_model_path: str) -> None:
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
     with pytest.raises(ConfigurationError, match=r"^Trainer.test: .*Trainer.validate"):
         Trainer(**quiet()).test(module, datamodule=RolloutDataModule(CountingTask()))
 
 
 @pytest.mark.slow
-def test_fit_again_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
-    """With the same Trainer's settings and more steps: one curve, equal to an uninterrupted one."""
+def test_fit_again_continues(tiny_model_path: str, tmp_path: Path) -> None:
+    """Fits with more and more steps give one curve, equal to that of an uninterrupted fit."""
     whole = fit(tiny_model_path, tmp_path / "whole", 6, recipe="scalerl")
     module = ScaleRL(tiny_model_path, "scalerl", overrides=SMALL)
     for steps in (2, 2, 3, 6):
@@ -420,13 +422,13 @@ def test_fit_again_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
     assert [record.step for record in parts.of_kind("train")] == [1, 2, 3, 4, 5, 6]
     seen = {(kind, step): metrics for kind, step, metrics in parts.deterministic()}
     for kind, step, metrics in read_journal(tmp_path / "whole").deterministic():
-        # The parts have evaluated more often: each was a run's end.
+        # The parts evaluated more often, because each fit evaluates at its end.
         assert {**seen[kind, step], "eval_cost/flops": 0} == {**metrics, "eval_cost/flops": 0}
     assert all(map(torch.equal, whole.policy.state_dict().values(), module.policy.state_dict().values()))
 
 
 @pytest.mark.slow
-def test_fit_again_with_the_same_trainer_goes_on(tiny_model_path: str) -> None:
+def test_fit_again_with_the_same_trainer_continues(tiny_model_path: str) -> None:
     module = fit(tiny_model_path, steps=2)
     trainer = module.trainer
     trainer.fit_loop.epoch_loop.max_steps = 5
@@ -448,7 +450,7 @@ def test_fit_again_as_another_run_is_refused(tiny_model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_failed_fit_continues_only_from_a_checkpoint(tiny_model_path: str, tmp_path: Path) -> None:
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, *STRICT])
 
     def attempt(task: CountingTask, **options: Any) -> None:
@@ -460,17 +462,17 @@ def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_p
     too_long = CountingTask()
     too_long.pool[0] = Prompt("p0", "1" * 30, "1")
     with pytest.raises(ConfigurationError, match="max_prompt_tokens"):
-        attempt(too_long)  # refused in the set-up: nothing has begun
+        attempt(too_long)  # refused during setup, so no fit has failed
     with pytest.raises(RewardError):
-        attempt(Breaks(40))
+        attempt(RaisesOnce(40))
     with pytest.raises(ConfigurationError, match=r"last fit ended with RewardError; go on from a checkpoint"):
         attempt(CountingTask())
-    assert len(read_journal(tmp_path).of_kind("train")) == 3, "a refusal voids nothing"
+    assert len(read_journal(tmp_path).of_kind("train")) == 3, "a refused fit discards no records"
     attempt(CountingTask(), ckpt_path=newest_checkpoint(tmp_path / "checkpoints").path)
     assert module.completed_steps == 5 == len(read_journal(tmp_path).of_kind("train"))
 
 
-def test_a_new_logger_of_another_fit_gets_everything(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_new_logger_in_a_second_fit_gets_every_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
     module = fit(tiny_model_path, steps=2, callbacks=[Evaluate(2, 1)])
     trainer = Trainer(
         max_steps=3, callbacks=[Evaluate(2, 1)], **{**quiet(), "logger": CSVLogger(str(tmp_path), name="csv")}
@@ -484,9 +486,9 @@ def test_hyper_parameters_reach_the_loggers(tiny_model_path: str, tmp_path: Path
 
     fit(tiny_model_path, steps=1, callbacks=[DAPO()], logger=[CSVLogger(str(tmp_path), name="csv")])
     (path,) = tmp_path.rglob("hparams.yaml")
-    found = yaml.safe_load(path.read_text())
-    assert found["choices"]["loss"]["choice"] == "DAPO" and found["choices"]["loss"]["clip_high"] == 0.26
-    assert found["optimizer"]["lr"] == 3e-3 and found["seed"] == 0 and found["recipe"] == "scalerl_core"
+    hparams = yaml.safe_load(path.read_text())
+    assert hparams["choices"]["loss"]["choice"] == "DAPO" and hparams["choices"]["loss"]["clip_high"] == 0.26
+    assert hparams["optimizer"]["lr"] == 3e-3 and hparams["seed"] == 0 and hparams["recipe"] == "scalerl_core"
 
 
 @pytest.mark.slow
@@ -497,11 +499,13 @@ def test_a_checkpoint_loads_into_a_module(tiny_model_path: str, tmp_path: Path) 
     assert all(map(torch.equal, trained.policy.state_dict().values(), loaded.policy.state_dict().values()))
     assert loaded.recipe.batch == trained.recipe.batch
     Trainer(max_steps=2, **quiet()).fit(loaded, datamodule=RolloutDataModule(CountingTask()))
-    assert loaded.completed_steps == 2, "weights alone: another run, from its first step"
+    assert loaded.completed_steps == 2, "only weights are loaded: a new run from its first step"
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_model_object_says_what_is_missing(tiny_model_path: str, tmp_path: Path) -> None:
+def test_loading_a_checkpoint_of_a_model_object_names_the_missing_arguments(
+    tiny_model_path: str, tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer(tiny_model_path)
     module = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, tokenizer)
     trainer = Trainer(max_steps=1, **{**quiet(), "enable_checkpointing": True}, default_root_dir=tmp_path)
@@ -524,7 +528,7 @@ def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_pa
     assert loaded.recipe.batch == recipe.batch
 
 
-# --- what cannot be -----------------------------------------------------------------------------------------
+# --- refused settings ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -539,7 +543,7 @@ def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_pa
         ({"limit_train_batches": 1}, "limit_train_batches: 1 has no meaning"),
     ],
 )
-def test_settings_of_the_trainer_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:
+def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: str, options: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
@@ -558,7 +562,7 @@ def test_a_fast_dev_run_takes_one_step_and_leaves_nothing(tiny_model_path: str, 
         ({"train_time_interval": timedelta(seconds=1)}, "use every_n_train_steps"),
     ],
 )
-def test_checkpoints_that_would_hold_other_weights_or_nothing(
+def test_model_checkpoints_that_would_save_the_wrong_weights_are_refused(
     tiny_model_path: str, tmp_path: Path, checkpoint: Any, match: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=match):
@@ -574,7 +578,7 @@ def test_without_logs_it_trains(tiny_model_path: str, options: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_packages_trainer_is_warned_of(tiny_model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_pytorch_lightning_is_warned_of_and_refused(tiny_model_path: str, caplog: pytest.LogCaptureFixture) -> None:
     other = pytest.importorskip("pytorch_lightning")
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
     assert "use from lightning.pytorch import Trainer" in caplog.text
@@ -586,7 +590,7 @@ def test_the_other_packages_trainer_is_warned_of(tiny_model_path: str, caplog: p
         Trainer(max_steps=1, callbacks=[callback], **quiet()).fit(module, datamodule=data)
 
 
-def test_prompts_that_are_too_long_are_counted_before_anything_is_computed(tiny_model_path: str) -> None:
+def test_prompts_that_are_too_long_are_counted_before_training(tiny_model_path: str) -> None:
     class Long(CountingTask):
         def __init__(self) -> None:
             super().__init__()
@@ -594,19 +598,19 @@ def test_prompts_that_are_too_long_are_counted_before_anything_is_computed(tiny_
                 prompt = self.pool[place]
                 self.pool[place] = type(prompt)(prompt.prompt_id, "1" * 20, "1")
 
-    keep = Record()
+    recorder = Record()
     with pytest.raises(
         ConfigurationError,
         match=r"max_prompt_tokens: 2 of 8 training prompts and 1 of 3 held-out \(heldout\) prompts have more than 16 "
         r"tokens, the longest 20",
     ):
-        fit(tiny_model_path, task=Long(), callbacks=[keep, Evaluate(1, 1)])
-    assert keep.steps == []
+        fit(tiny_model_path, task=Long(), callbacks=[recorder, Evaluate(1, 1)])
+    assert recorder.steps == []
     fit(tiny_model_path, steps=1, task=Long(), overrides=["context.max_prompt_tokens=20"])
 
 
 class Record(Recorder):
-    """Steps that were recorded."""
+    """Keep the numbers of recorded steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -617,7 +621,7 @@ class Record(Recorder):
 
 
 @pytest.mark.slow
-def test_a_toys_settings_do_not_run_on_another_model_in_silence(tiny_model_path: str) -> None:
+def test_settings_of_the_toy_model_are_refused_for_another_model(tiny_model_path: str) -> None:
     from lightning_scalerl.member.identify import plan_members
 
     with pytest.raises(ConfigurationError, match=r"scale: .*made for arithmetic_base_model, and this is another model"):

@@ -1,4 +1,4 @@
-"""LightningCLI as docs/guide/training.md writes it: its script and its YAML, on a small model and a few rows."""
+"""LightningCLI with the script and the YAML of docs/guide/training.md, on a small model and a few rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def accuracy(completions, answer, **kwargs):
 """
 
 
-def written(folder: Path, model: str) -> None:
-    """The page's files, and those that it names."""
+def write_page_files(folder: Path, model: str) -> None:
+    """Write the page's files and the files that they name."""
     for name, text in re.findall(r"\*\*`(main\.py|run\.yaml)`\*\*\n\n```\w+\n(.*?)```", PAGE.read_text(), re.DOTALL):
         (folder / name).write_text(text.replace("my_model", model).replace("scale=0.6b", ", ".join(SMALL)))
     for name in ("train", "test"):
@@ -35,12 +35,12 @@ def written(folder: Path, model: str) -> None:
 @pytest.mark.slow
 def test_the_pages_files_train_and_validate(tiny_model_path: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
-    written(tmp_path, tiny_model_path)
+    write_page_files(tmp_path, tiny_model_path)
     assert (tmp_path / "main.py").is_file() and (tmp_path / "run.yaml").is_file()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    for more in (["fit", "--trainer.max_steps", "2"], ["validate"]):
+    for arguments in (["fit", "--trainer.max_steps", "2"], ["validate"]):
         options = ["--config", "run.yaml", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
-        command = [sys.executable, "main.py", more[0], *options, *more[1:]]
+        command = [sys.executable, "main.py", arguments[0], *options, *arguments[1:]]
         done = forked.run(command, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
     assert "eval/test/pass_rate" in done.stdout

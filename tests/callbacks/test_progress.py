@@ -1,4 +1,4 @@
-"""What a person sees of a run, and of the making of its base model."""
+"""Progress output: the training bar, the creation of the base model, and the model table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import fit
 
 
 @pytest.mark.slow
-def test_steps_of_steps_pass_rate_reward_and_compute(
+def test_the_bar_shows_steps_pass_rate_reward_and_compute(
     tiny_model_path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_scalerl.callbacks.progress.Bar", partial(Bar, every_s=0.0))
@@ -40,46 +40,48 @@ def test_steps_of_steps_pass_rate_reward_and_compute(
 
 
 @pytest.mark.slow
-def test_a_bar_of_ones_own_stays(tiny_model_path: str) -> None:
+def test_a_users_own_bar_is_kept(tiny_model_path: str) -> None:
     class Own(TQDMProgressBar):
         pass
 
     def bars(**options: Any) -> list[str]:
         callbacks = fit(tiny_model_path, steps=1, **options).trainer.callbacks  # type: ignore[attr-defined]
-        return [type(each).__name__ for each in callbacks if isinstance(each, StepProgress | TQDMProgressBar)]
+        return [
+            type(callback).__name__ for callback in callbacks if isinstance(callback, StepProgress | TQDMProgressBar)
+        ]
 
     assert bars(enable_progress_bar=True, callbacks=[Own()]) == ["Own"]
     assert bars(enable_progress_bar=True) == ["StepProgress"]
     assert bars() == []
 
 
-def test_making_the_base_model_says_how_far_it_is(
+def test_creating_the_base_model_shows_progress(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, is_arithmetic_base
 
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
     path = arithmetic_base_model(width=32, layers=1, batches=3, batch_size=4)
-    said = [line for line in capfd.readouterr().err.splitlines() if "base model" in line]
-    assert said == ["making the base model (once) 0/3", "making the base model (once) 3/3"]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "base model" in line]
+    assert lines == ["making the base model (once) 0/3", "making the base model (once) 3/3"]
     assert is_arithmetic_base(path) and not is_arithmetic_base(str(tmp_path))
 
 
-def test_the_models_table_has_no_flops_of_zero(caplog: pytest.LogCaptureFixture) -> None:
-    """Lightning counts them on an example input, of which a module that samples its own has none."""
+def test_the_model_table_omits_flops_of_zero(caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning counts FLOPs on an example input. Our module has none, because it samples its own data."""
     columns = [("Name", ["policy"]), ("Params", ["27.8 K"]), ("FLOPs", ["0"])]
     with caplog.at_level("INFO", logger="lightning.pytorch.callbacks.model_summary"):
         ParameterSummary.summarize(columns, 27_800, 27_800, 0.1, {"train": 1, "eval": 0}, 0)
     assert "Trainable params" in caplog.text and "flops" not in caplog.text.lower()
 
 
-def test_the_table_of_a_run_is_the_one_without_flops(
+def test_the_model_table_of_a_run_has_no_flops(
     tiny_model_path: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Logged, or printed where Rich is there: of Lightning's own the last line is of FLOPs."""
+    """The table is logged, or printed if Rich is installed. Lightning's own table would end with a line on FLOPs."""
     with caplog.at_level("INFO", logger="lightning.pytorch.callbacks.model_summary"):
         fit(tiny_model_path, steps=1, enable_model_summary=True)
-    said = "".join([caplog.text, *capfd.readouterr()])
-    assert "Trainable params" in said
-    # At a line's end: a complaint of logging's own shows lines of source, in which the words stand, too.
-    assert not [line for line in said.lower().splitlines() if line.rstrip(" 0123456789:").endswith("total flops")]
+    output = "".join([caplog.text, *capfd.readouterr()])
+    assert "Trainable params" in output
+    # Only at the end of a line: an error report of `logging` quotes source lines that contain the same words.
+    assert not [line for line in output.lower().splitlines() if line.rstrip(" 0123456789:").endswith("total flops")]

@@ -1,4 +1,4 @@
-"""A run of a script of one's own that watches its rivals, and stops when it will not be best."""
+"""`Race`: a script's run that watches its rivals and stops when it will not be best."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ AXIS = "compute/virtual_device_hours"
 BUDGET_STEPS = 24
 
 
-def rival(study: Path, like: Path, name: str, top: float) -> None:
-    """A finished run with the evaluations of another, but for the pass rates."""
+def rival(study: Path, template: Path, name: str, top: float) -> None:
+    """Write a finished run with the evaluations of another run and pass rates that rise to about `top`."""
     journal = Journal(study / name)
-    journal.header(**{**read_journal(like).header, "run": name, "recipe": name, "curve": name})
-    records = read_journal(like).of_kind("eval")
+    journal.header(**{**read_journal(template).header, "run": name, "recipe": name, "curve": name})
+    records = read_journal(template).of_kind("eval")
     end = records[-1].metrics[AXIS]
     for record in records:
         share = record.metrics[AXIS] / end
@@ -39,7 +39,7 @@ def rival(study: Path, like: Path, name: str, top: float) -> None:
 
 @pytest.fixture(scope="module")
 def study(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A folder with one rival that learns, and the compute that it takes."""
+    """A folder with one rival that learns, and the compute of a whole run."""
     folder = tmp_path_factory.mktemp("race")
     fit(tiny_model_path, folder / "whole", BUDGET_STEPS)
     (folder / "study").mkdir()
@@ -48,7 +48,7 @@ def study(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.mark.slow
-def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
+def test_a_run_that_will_not_be_best_stops_is_saved_and_can_continue(
     tiny_model_path: str, study: tuple[Path, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, budget = study
@@ -62,7 +62,7 @@ def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
     assert "of ending ahead of rival" in caplog.text
     looks = [json.loads(line)["look"] for line in (run_dir / "race.jsonl").read_text().splitlines()]
     assert looks[-1]["stopped"] == [SMALL_CORE] and all(not look["stopped"] for look in looks[:-1])
-    # Continued without the callback it is the run that was never stopped.
+    # Continued without the callback, the run equals one that was never stopped.
     fit(tiny_model_path, run_dir, BUDGET_STEPS, resume=True)
     assert read_journal(run_dir).deterministic() == read_journal(folder / "whole").deterministic()
 
@@ -80,7 +80,7 @@ def test_a_dry_run_says_so_and_stops_nothing(
 
 
 @pytest.mark.slow
-def test_who_leads_is_not_stopped(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
+def test_the_leader_is_not_stopped(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", "rival", 0.0)
     fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
@@ -88,7 +88,7 @@ def test_who_leads_is_not_stopped(tiny_model_path: str, study: tuple[Path, float
 
 
 @pytest.mark.slow
-def test_a_rival_that_cannot_be_compared_ends_no_fit(
+def test_a_rival_that_cannot_be_compared_does_not_end_the_fit(
     tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, budget = study
@@ -104,47 +104,49 @@ def test_a_rival_that_cannot_be_compared_ends_no_fit(
 
 
 @pytest.mark.slow
-def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
+def test_scripts_that_share_a_label_do_not_race_and_are_warned_once(
     tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", SMALL_CORE, 0.9)
     with caplog.at_level(logging.WARNING):
         fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
-    (said,) = [record.message for record in caplog.records if record.message.startswith("race: ")]
-    assert said.startswith(f"race: 2 runs in {tmp_path.resolve()} have the label {SMALL_CORE!r}, and do not race")
-    assert said.endswith("give each recipe its own label, RunLog(run_dir, {'recipe': NAME})")
+    (warning,) = [record.message for record in caplog.records if record.message.startswith("race: ")]
+    assert warning.startswith(f"race: 2 runs in {tmp_path.resolve()} have the label {SMALL_CORE!r}, and do not race")
+    assert warning.endswith("give each recipe its own label, RunLog(run_dir, {'recipe': NAME})")
 
 
-def test_a_folder_that_is_a_run_itself_is_no_race(tmp_path: Path) -> None:
-    mine = begun(tmp_path, 0.7, 4)
+def test_a_study_folder_that_is_itself_a_run_is_refused(tmp_path: Path) -> None:
+    mine = write_running_run(tmp_path, 0.7, 4)
     Journal(tmp_path).close()
     with pytest.raises(UserError, match=r"is a run itself \(metrics\.jsonl\)"):
         Looks(tmp_path, mine, Rules(1.0, 0.05))
 
 
-def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mine, rules = begun(tmp_path, 0.7, 4), Rules(1.0, 0.05)
+def test_runs_with_one_label_need_different_seeds_and_a_rival(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine, rules = write_running_run(tmp_path, 0.7, 4), Rules(1.0, 0.05)
     Looks(tmp_path, mine, rules).take()
-    assert not caplog.text, "alone it has nobody to race"
+    assert not caplog.text, "a run without rivals gives no warning"
     for name, recipe, seed in (("b", "scalerl+a=0.7", 1), ("c", "other", 0), ("d", "scalerl+a=0.7", 0)):
         journal = Journal(tmp_path / name)
         journal.header(**{**member(0.7).header(), "run": name, "recipe": recipe, "seed": seed})
         journal.close()
         caplog.clear()
         Looks(tmp_path, mine, rules).take()
-        assert ("have the label" in caplog.text) == (name != "c"), "those of another label are rivals"
+        assert ("have the label" in caplog.text) == (name != "c"), (
+            "warn if there is no other label (b) or a seed occurs twice (d)"
+        )
 
 
 @pytest.mark.slow
-def test_a_trial_of_a_script_takes_no_looks(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
+def test_a_fast_dev_run_takes_no_looks(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", "rival", 0.9)
     fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)], fast_dev_run=4)
     assert not list(tmp_path.rglob("race.jsonl"))
 
 
-def test_what_it_needs_is_said(tiny_model_path: str, tmp_path: Path) -> None:
+def test_missing_requirements_are_refused(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Race: needs a RunLog beside it"):
         fit(tiny_model_path, callbacks=[Race(tmp_path, 1.0), Evaluate(2, 1)])
     with pytest.raises(ConfigurationError, match=r"Race: study: .*mine is not in .*elsewhere"):
@@ -153,23 +155,23 @@ def test_what_it_needs_is_said(tiny_model_path: str, tmp_path: Path) -> None:
         Race(tmp_path, 1.0, p_ahead=0.9)
 
 
-# --- several onlookers ---------------------------------------------------------------------------------------
+# --- several runs that look ----------------------------------------------------------------------------------
 
 
-def begun(study: Path, a: float, until: int) -> Path:
-    """A run that has been evaluated up to a step, and is at work."""
+def write_running_run(study: Path, a: float, last_step: int) -> Path:
+    """Write a run that has been evaluated up to a step and is still running."""
     spec = member(a)
     journal = Journal(study / spec.run)
     journal.header(**spec.header(), device="cpu")
-    for step in range(0, until + 1, EVERY):
+    for step in range(0, last_step + 1, EVERY):
         journal.record("eval", step, evaluation(spec, step))
     journal.close()
     return study / spec.run
 
 
-def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
+def test_runs_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     rules = Rules(1.0, 0.05, growth=1.2)
-    good, bad = begun(tmp_path, 0.7, 20), begun(tmp_path, 0.4, 6)
+    good, bad = write_running_run(tmp_path, 0.7, 20), write_running_run(tmp_path, 0.4, 6)
     early = Looks(tmp_path, good, rules)
     assert early.take() is None and not (good / "race.jsonl").exists(), "the first look waits for the other run"
     for run_dir in (good, bad):
@@ -178,14 +180,14 @@ def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
         for step in range((20 if run_dir == good else 6) + EVERY, STEPS + 1, EVERY):
             journal.record("eval", step, evaluation(spec, step))
         journal.close()
-    assert early.take() is None, "it leads"
+    assert early.take() is None, "the leader is not stopped"
     late = Looks(tmp_path, bad, rules)
     assert "of ending ahead of scalerl+a=0.7" in str(late.take())
     assert (good / "race.jsonl").read_text() == (bad / "race.jsonl").read_text()
-    assert Looks(tmp_path, bad, rules).take() == late.take(), "who comes back remembers"
+    assert Looks(tmp_path, bad, rules).take() == late.take(), "a restarted run gets the same answer"
     with pytest.raises(UserError, match="looked by other rules"):
         Looks(tmp_path, bad, Rules(1.0, 0.2))
-    # One that looked before there was a limit on the loss goes on without.
+    # Looks recorded before the rule `loss` existed are continued without it.
     path = bad / "race.jsonl"
     path.write_text(re.sub(r',"crc":"\w+"', "", path.read_text().replace(f',"loss":{rules.loss}', "")))
     assert '"loss"' not in path.read_text().split('"look"')[0]
@@ -197,16 +199,16 @@ def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
         Looks(tmp_path, bad, rules)
 
 
-def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: Path) -> None:
-    good = begun(tmp_path, 0.7, STEPS)
-    begun(tmp_path, 0.65, STEPS)
-    died = Journal(begun(tmp_path, 0.66, 12))
-    died.end(12, "failed", "ValueError: no good")
-    died.close()
-    observer = Looks(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
-    observer.take()
-    seen = [json.loads(line)["look"] for line in (good / "race.jsonl").read_text().splitlines()]
-    assert [any(each["recipe"] == "scalerl+a=0.66" for each in look["chances"]) for look in seen] == [
-        look["compute"] <= 12 / STEPS for look in seen
+def test_a_look_neither_waits_for_a_failed_run_nor_judges_it(tmp_path: Path) -> None:
+    good = write_running_run(tmp_path, 0.7, STEPS)
+    write_running_run(tmp_path, 0.65, STEPS)
+    failed = Journal(write_running_run(tmp_path, 0.66, 12))
+    failed.end(12, "failed", "ValueError: no good")
+    failed.close()
+    looks = Looks(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
+    looks.take()
+    recorded = [json.loads(line)["look"] for line in (good / "race.jsonl").read_text().splitlines()]
+    assert [any(chance["recipe"] == "scalerl+a=0.66" for chance in look["chances"]) for look in recorded] == [
+        look["compute"] <= 12 / STEPS for look in recorded
     ]
-    assert len(seen) > 4
+    assert len(recorded) > 4

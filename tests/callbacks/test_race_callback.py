@@ -1,4 +1,4 @@
-"""transformers' own Trainer in a race: it reports its evaluations, is stopped, saved, and can go on."""
+"""`race_callback` with transformers' Trainer: it reports evaluations, is stopped and saved, and can continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS, EVERY = 20, 2
 
 
 class Line(torch.nn.Module):
-    """A model of two weights, whose loss is a square."""
+    """A model of two weights with a squared loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,29 +38,29 @@ class Line(torch.nn.Module):
 
 
 def trainer(folder: Path, reward: float, callbacks: list[Any], steps: int = STEPS) -> Trainer:
-    """A Trainer whose evaluations say a reward that rises to `reward`."""
+    """A Trainer whose evaluations report a reward that rises towards `reward`."""
     data = [{"input_ids": torch.tensor([n % 3]), "labels": torch.tensor([1.0])} for n in range(8)]
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, eval_strategy="steps", eval_steps=EVERY, save_strategy="steps",
         save_steps=10**6, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
         logging_strategy="no", include_num_input_tokens_seen="all", eval_on_start=True,
     )  # fmt: skip
-    made: Trainer
+    hf_trainer: Trainer
 
     def reward_now(_: Any) -> dict[str, float]:
-        step = made.state.global_step
+        step = hf_trainer.state.global_step
         return {"reward": 0.2 + (reward - 0.2) * step / (step + 4) + 0.004 * (-1) ** (step // EVERY)}
 
-    made = Trainer(
+    hf_trainer = Trainer(
         model=Line(), args=arguments, train_dataset=data, eval_dataset=data[:2], compute_metrics=reward_now,
         callbacks=callbacks,
     )  # fmt: skip
-    return made
+    return hf_trainer
 
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """A study with one adopted rival, which does well."""
+    """A study with one adopted rival whose reward rises towards 0.9."""
     rows = [
         {"recipe": "rival", "seed": 0, "tokens": 2.0 * n, "reward": 0.2 + 0.7 * n / (n + 4)}
         for n in range(0, STEPS + 1, EVERY)
@@ -70,7 +70,7 @@ def study(tmp_path: Path) -> Path:
     return tmp_path / "study"
 
 
-def test_a_training_that_will_not_be_best_is_stopped_saved_and_goes_on(
+def test_a_training_that_will_not_be_best_is_stopped_saved_and_can_continue(
     study: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     race = race_callback(study, "mine", 1, budget=2.0 * STEPS, p_ahead=0.1, growth=1.5, wait_s=60)
@@ -87,19 +87,21 @@ def test_a_training_that_will_not_be_best_is_stopped_saved_and_goes_on(
     trainer(tmp_path / "out", 0.3, []).train(resume_from_checkpoint=True)
 
 
-def test_one_that_leads_goes_on_to_its_end(study: Path, tmp_path: Path) -> None:
-    made = trainer(tmp_path / "out", 0.95, [race_callback(study, "mine", 1, budget=2.0 * STEPS, growth=3, wait_s=60)])
-    made.train()
-    assert made.state.global_step == STEPS
+def test_the_leader_runs_to_its_end(study: Path, tmp_path: Path) -> None:
+    hf_trainer = trainer(
+        tmp_path / "out", 0.95, [race_callback(study, "mine", 1, budget=2.0 * STEPS, growth=3, wait_s=60)]
+    )
+    hf_trainer.train()
+    assert hf_trainer.state.global_step == STEPS
     (view,) = [v for path in (study / "runs").iterdir() if (v := read_journal(path)).header["recipe"] == "mine"]
     assert view.status == "finished" and view.records[-1].step == STEPS
 
 
-def test_what_is_wrong_is_said_before_anything_is_trained(study: Path, tmp_path: Path) -> None:
-    made = trainer(tmp_path / "out", 0.5, [race_callback(study, "rival", 0, budget=9.0)])
+def test_a_label_that_is_taken_is_refused_before_training(study: Path, tmp_path: Path) -> None:
+    hf_trainer = trainer(tmp_path / "out", 0.5, [race_callback(study, "rival", 0, budget=9.0)])
     with pytest.raises(UserError, match=r"is a member of .* already"):
-        made.train()
-    assert made.state.global_step == 0
+        hf_trainer.train()
+    assert hf_trainer.state.global_step == 0
 
 
 @pytest.mark.full
@@ -116,9 +118,9 @@ made.train()
 Path({str(tmp_path)!r}, "rank" + os.environ["RANK"]).write_text(str(made.state.global_step))
 """
     (tmp_path / "ranks.py").write_text(code)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*words, str(tmp_path / "ranks.py")], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [*command, str(tmp_path / "ranks.py")], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

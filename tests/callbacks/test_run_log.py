@@ -1,4 +1,4 @@
-"""Beside the journal, which held-out prompts each evaluation passed."""
+"""`RunLog`: the label of a script's run, and the file of the held-out prompts that each evaluation passed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers import fit
         ({"callbacks": [CISPO(max_ratio=4.0)]}, "loss.max_ratio=4", "max_ratio=4"),
     ],
 )
-def test_the_label_of_a_script_has_all_choices_that_depart(
+def test_a_scripts_label_lists_every_override(
     tiny_model_path: str, tmp_path: Path, options: dict[str, Any], changes: str, departures: str
 ) -> None:
     logger = CSVLogger(str(tmp_path), name="csv")
@@ -45,49 +45,51 @@ def test_the_label_of_a_script_has_all_choices_that_depart(
 
 
 @pytest.mark.slow
-def test_passes_by_prompt_are_those_of_the_journal_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
-    def part(run: str, steps: int, resume: bool = False) -> None:
+def test_passes_by_prompt_match_the_journal_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
+    def fit_part(run: str, steps: int, resume: bool = False) -> None:
         fit(tiny_model_path, tmp_path / run, steps, resume=resume, checkpoint_every=1)
 
-    part("whole", 4)
-    part("parts", 3)
-    (tmp_path / "parts" / PASSES_FILE).open("ab").write(b'{"step": 4, "set": "heldo')  # torn
-    part("parts", 4, resume=True)
+    fit_part("whole", 4)
+    fit_part("parts", 3)
+    (tmp_path / "parts" / PASSES_FILE).open("ab").write(b'{"step": 4, "set": "heldo')  # a torn line
+    fit_part("parts", 4, resume=True)
     view = read_journal(tmp_path / "whole")
     (name,) = [key for key in view.of_kind("eval")[0].metrics if key.endswith("/pass_rate")]
     rates = {record.step: record.metrics[name] for record in view.of_kind("eval")}
     kept = read_passes(tmp_path / "whole", name.split("/")[1], list(rates))
     assert kept.keys() == rates.keys() == {0, 2, 4}
-    for step, each in kept.items():
-        assert set(each.scored) == {2} and sum(each.passed) / sum(each.scored) == pytest.approx(rates[step], abs=1e-12)
-    assert len({each.prompts for each in kept.values()}) == 1
+    for step, entry in kept.items():
+        assert set(entry.scored) == {2} and sum(entry.passed) / sum(entry.scored) == pytest.approx(
+            rates[step], abs=1e-12
+        )
+    assert len({entry.prompts for entry in kept.values()}) == 1
     assert read_passes(tmp_path / "parts", name.split("/")[1], list(rates)) == kept
-    # pass@k and maj@k are of the same completions.
+    # pass@k and maj@k are computed from the same completions.
     for record in view.of_kind("eval"):
         recorded = {key: value for key, value in record.metrics.items() if "@" in key}
         for statistic, (mean, error) in kept[record.step].at_k(2).items():
             assert (recorded[f"eval/heldout/{statistic}"], recorded[f"eval/heldout/{statistic}_se"]) == (mean, error)
         assert {key.split("/")[-1] for key in recorded} == {"pass@2", "pass@2_se", "maj@2", "maj@2_se"}
         assert recorded["eval/heldout/pass@2"] >= recorded["eval/heldout/maj@2"]
-    # By compute: the newest at or before it.
+    # A lookup by compute returns the newest evaluation at or before it.
     axis = "compute/flops"
     spent = {record.step: record.metrics[axis] for record in view.of_kind("eval")}
-    found = passes_by([view], axis, name)
+    passes_at = passes_by([view], axis, name)
     recipe, seed = str(view.header["recipe"]), str(view.header["seed"])
-    assert found(recipe, spent[2]) == {seed: kept[2]} and found(recipe, spent[4] * 2) == {seed: kept[4]}
-    assert found("another", spent[4]) == {} and found(recipe, -1.0) == {}
+    assert passes_at(recipe, spent[2]) == {seed: kept[2]} and passes_at(recipe, spent[4] * 2) == {seed: kept[4]}
+    assert passes_at("another", spent[4]) == {} and passes_at(recipe, -1.0) == {}
     assert passes_by([view], axis, "train/reward")(recipe, spent[4]) == {}
 
 
-def test_journals_of_earlier_versions_have_pass_at_k_from_their_passes(tmp_path: Path) -> None:
+def test_pass_at_k_of_earlier_journals_comes_from_their_passes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     journal = Journal(run)
     journal.header(run="run", curve="c", recipe="scalerl", seed=0)
     passes = [Passes("p", (0, 1, 3), (4, 4, 4)), Passes("p", (0, 2, 2), (4, 4, 2)), Passes("p", (4, 2, 0), (4, 4, 0))]
-    for step, each in enumerate(passes):
-        rates = [passed / scored for passed, scored in zip(each.passed, each.scored, strict=True) if scored]
+    for step, entry in enumerate(passes):
+        rates = [passed / scored for passed, scored in zip(entry.passed, entry.scored, strict=True) if scored]
         journal.record("eval", step, {"eval/heldout/pass_rate": sum(rates) / len(rates), "compute/flops": step + 1.0})
-        write_passes(run, step, {"heldout": each})
+        write_passes(run, step, {"heldout": entry})
     journal.close()
     curve = load([run], metric="eval/heldout/pass@3").curves[0]
     # 1 - C(n - c, 3) / C(n, 3); a prompt with fewer than three graded completions does not count.
@@ -97,15 +99,15 @@ def test_journals_of_earlier_versions_have_pass_at_k_from_their_passes(tmp_path:
         load([run], metric="eval/heldout/maj@3")
 
 
-def test_of_two_evaluations_of_a_step_the_later_counts_and_void_steps_do_not(tmp_path: Path) -> None:
+def test_the_later_of_two_evaluations_counts_and_void_steps_do_not(tmp_path: Path) -> None:
     one, two = Passes("p", (1, 0), (2, 2)), Passes("p", (2, 0), (2, 0))
-    for step, each in ((0, one), (2, one), (3, one), (2, two)):
-        write_passes(tmp_path, step, {"heldout": each, "other": one})
+    for step, entry in ((0, one), (2, one), (3, one), (2, two)):
+        write_passes(tmp_path, step, {"heldout": entry, "other": one})
     assert read_passes(tmp_path, "heldout", [0, 2]) == {0: one, 2: two}
     assert read_passes(tmp_path, "heldout", []) == {} and read_passes(tmp_path / "none", "heldout", [0]) == {}
 
 
-def test_a_digest_is_of_prompts_and_answers_in_their_order() -> None:
-    some = [("1+1", "2"), ("2+2", "4")]
-    assert digest(some) == digest(list(some)) and len(digest(some)) == 16
-    assert len({digest(some), digest(some[::-1]), digest([("1+1", "3"), ("2+2", "4")]), digest(some[:1])}) == 4
+def test_the_digest_depends_on_prompts_answers_and_order() -> None:
+    pairs = [("1+1", "2"), ("2+2", "4")]
+    assert digest(pairs) == digest(list(pairs)) and len(digest(pairs)) == 16
+    assert len({digest(pairs), digest(pairs[::-1]), digest([("1+1", "3"), ("2+2", "4")]), digest(pairs[:1])}) == 4

@@ -1,4 +1,4 @@
-"""A checkpoint of a sharded run is a folder that each rank writes its own part of, and that any run goes on from."""
+"""Checkpoint folders of sharded runs: each rank writes its own part, and any run can resume from the folder."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from tests.distributed.test_sharded import EVERYTHING, check_same_weights, saved
 from tests.helpers import SMALL, CountingTask, quiet
 
 
-def names(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of two steps on two ranks; copied by those who change it."""
+    """The checkpoint of two steps on two ranks. Tests that change it work on a copy."""
     run = tmp_path_factory.mktemp("folder")
     torch.set_num_threads(1)
-    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, run, 2, steps=2, strategy="fsdp2")))
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, lambda rank: weights(fit(tiny_model_path, run, 2, steps=2, strategy="fsdp2")))
+    assert results[0] == results[1] and len(results[0]) == 64, results
     return run / "checkpoints" / "step-00000002.ckpt"
 
 
 @pytest.mark.slow
 def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str, tmp_path: Path) -> None:
-    """Of model and optimizer; no tensor is whole on any rank while a checkpoint is written."""
+    """Each rank writes parts of model and optimizer. None gathers a whole tensor while a checkpoint is written."""
 
     class Watched(Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
             self.full = DTensor.full_tensor
             DTensor.full_tensor = None  # type: ignore[method-assign,assignment]
 
-        def on_train_batch_end(self, *given: Any) -> None:
+        def on_train_batch_end(self, *hook_arguments: Any) -> None:
             if hasattr(self, "full"):
                 DTensor.full_tensor = self.full  # type: ignore[method-assign]
 
@@ -71,20 +71,20 @@ def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str,
 
     assert on_ranks(2, work) == ["saved"] * 2
     (path,) = checkpoints(tmp_path / "checkpoints")
-    assert names(path) == [".metadata", "__0_0.distcp", "__1_0.distcp", META]
+    assert file_names(path) == [".metadata", "__0_0.distcp", "__1_0.distcp", META]
     sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert max(sizes) < 1.2 * min(sizes)
     index = torch.load(path / META, weights_only=True)[INDEX]
     assert {name.split(".")[0] for name in index} == {"state_dict", "optimizer_states"}
-    # What rank 0 holds beside is no copy of the weights but the one that its own generator samples with.
-    rest = torch.load(path / META, weights_only=True)
-    assert not any(isinstance(value, torch.Tensor) for value in rest["state_dict"].values())
-    assert unusable(path) is None and names(tmp_path / "checkpoints") == [path.name]
+    # Rank 0's file has no copy of the trained weights, only the weights that its generator samples with.
+    rank_0_state = torch.load(path / META, weights_only=True)
+    assert not any(isinstance(value, torch.Tensor) for value in rank_0_state["state_dict"].values())
+    assert unusable(path) is None and file_names(tmp_path / "checkpoints") == [path.name]
 
 
 @pytest.mark.slow
-def test_a_folder_holds_what_a_file_does(tiny_model_path: str, tmp_path: Path) -> None:
-    """Bit for bit: weights, optimizer, and the state of the run."""
+def test_a_folder_holds_the_same_as_a_file(tiny_model_path: str, tmp_path: Path) -> None:
+    """Weights, optimizer state and the generator's weights are equal bit for bit."""
     for form in CHECKPOINTS:
 
         def work(rank: int, form: str = form) -> str:
@@ -99,46 +99,49 @@ def test_a_folder_holds_what_a_file_does(tiny_model_path: str, tmp_path: Path) -
     assert parts["state_dict"].keys() == whole["state_dict"].keys()
     for name, value in whole["state_dict"].items():
         assert torch.equal(parts["state_dict"][name], value), name
-    (own,), (others,) = parts["optimizer_states"], whole["optimizer_states"]
-    assert own["param_groups"] == others["param_groups"] and own["state"].keys() == others["state"].keys()
-    for number, state in others["state"].items():
-        assert own["state"][number].keys() == state.keys()
-        assert all(torch.equal(own["state"][number][name], value) for name, value in state.items())
-    published = [each["scalerl"]["generator"]["weights"]["model"] for each in (parts, whole)]
+    (folder_state,), (file_state,) = parts["optimizer_states"], whole["optimizer_states"]
+    assert (
+        folder_state["param_groups"] == file_state["param_groups"]
+        and folder_state["state"].keys() == file_state["state"].keys()
+    )
+    for index, state in file_state["state"].items():
+        assert folder_state["state"][index].keys() == state.keys()
+        assert all(torch.equal(folder_state["state"][index][name], value) for name, value in state.items())
+    published = [checkpoint["scalerl"]["generator"]["weights"]["model"] for checkpoint in (parts, whole)]
     assert all(torch.equal(published[0][name], value) for name, value in published[1].items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [(2, 3), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=lambda given: "-".join(map(str, given))
+    "ranks", [(2, 3), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=lambda options: "-".join(map(str, options))
 )
-def test_a_run_goes_on_with_another_number_of_shards(
+def test_a_run_resumes_with_another_number_of_shards(
     ranks: Sequence[int], tiny_model_path: str, tmp_path: Path
 ) -> None:
-    """Two steps with each number of ranks; one is a process without a strategy. One curve, and one model in the end."""
-    given: dict[str, Any] = {"overrides": EVERYTHING}
-    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(ranks), **given)
+    """Two steps with each number of ranks (1: one process without a strategy) give one curve and one final model."""
+    options: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(ranks), **options)
     run = tmp_path / "moved"
     for number, count in enumerate(ranks):
-        on = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        fit_options = {"steps": 2 * (number + 1), "resume": number > 0, **options}
         if count == 1:
-            fit(tiny_model_path, run, 1, **on)
+            fit(tiny_model_path, run, 1, **fit_options)
             continue
 
-        def work(rank: int, on: dict[str, Any] = on, count: int = count) -> str:
-            return weights(fit(tiny_model_path, run, count, strategy="fsdp2", **on))
+        def work(rank: int, fit_options: dict[str, Any] = fit_options, count: int = count) -> str:
+            return weights(fit(tiny_model_path, run, count, strategy="fsdp2", **fit_options))
 
-        said = on_ranks(count, work)
-        assert len({*said}) == 1 and len(said[0]) == 64, said
+        results = on_ranks(count, work)
+        assert len({*results}) == 1 and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(ranks))
     check_same_weights(whole, run)
 
 
-# --- what ends in the middle --------------------------------------------------------------------------------------
+# --- interrupted saves --------------------------------------------------------------------------------------------
 
 
-class Killed(Callback):
-    """Kills its process once so many steps are trained."""
+class KillAfter(Callback):
+    """Kill the process after `step` steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -149,12 +152,12 @@ class Killed(Callback):
 
 
 def killed_between_steps(rank: int) -> Sequence[Callback]:
-    return [Killed(3)] if rank == 1 else []
+    return [KillAfter(3)] if rank == 1 else []
 
 
-def killed_writing(rank: int, who: int) -> Sequence[Callback]:
-    """The second checkpoint is never whole: a rank dies in the middle of its part of it."""
-    if rank == who:
+def killed_writing(rank: int, killed_rank: int) -> Sequence[Callback]:
+    """Kill a rank while it writes its part of the second checkpoint, which is therefore never whole."""
+    if rank == killed_rank:
         resolve, done = shard_files._SavePlanner.resolve_data, []
 
         def killed(self: Any, item: Any) -> Any:
@@ -181,25 +184,26 @@ def killed_writing(rank: int, who: int) -> Sequence[Callback]:
 def test_a_rank_that_is_killed_costs_the_steps_since_the_last_whole_checkpoint(
     callbacks: Any, halves: int, tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last whole folder is gone on from, and what is half is gone at the latest after the next."""
+    """The run resumes from the last whole folder. A partial folder is removed by the next save at the latest."""
     run = tmp_path / "run"
     run.mkdir()
     monkeypatch.chdir(run)
-    given: dict[str, Any] = {"checkpoint_every": 2, "strategy": "fsdp2", "steps": 6}
+    options: dict[str, Any] = {"checkpoint_every": 2, "strategy": "fsdp2", "steps": 6}
     fit(tiny_model_path, tmp_path / "one", 1, steps=6)
-    died = on_ranks(2, lambda rank: str(fit(tiny_model_path, run, 2, callbacks=callbacks(rank), **given)))
-    assert "" in died and not any("went on" in said for said in died), died
-    left = list((run / "checkpoints").glob("*.part"))  # rank 0 takes a half away, unless it is the one that died
-    assert len(left) == halves and not any((path / META).exists() for path in left)
+    outcomes = on_ranks(2, lambda rank: str(fit(tiny_model_path, run, 2, callbacks=callbacks(rank), **options)))
+    assert "" in outcomes and not any("went on" in result for result in outcomes), outcomes
+    # Rank 0 removes a partial folder, unless rank 0 itself was killed.
+    partial_folders = list((run / "checkpoints").glob("*.part"))
+    assert len(partial_folders) == halves and not any((path / META).exists() for path in partial_folders)
     assert newest_checkpoint(run / "checkpoints").path == run / "checkpoints" / "step-00000002.ckpt"
-    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, run, 2, resume=True, **given)))
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, lambda rank: weights(fit(tiny_model_path, run, 2, resume=True, **options)))
+    assert results[0] == results[1] and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=6)
-    assert names(run / "checkpoints") == ["step-00000004.ckpt", "step-00000006.ckpt"]
+    assert file_names(run / "checkpoints") == ["step-00000004.ckpt", "step-00000006.ckpt"]
 
 
-class SavesIt(Callback):
-    """A save of a script's own, after a step."""
+class SaveEachStep(Callback):
+    """Save a checkpoint after each step, as a script may."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,8 +214,10 @@ class SavesIt(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.full), True], ids=["the run's", "a script's"])
-def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(own: bool, tiny_model_path: str, tmp_path: Path) -> None:
-    callbacks = [SavesIt(tmp_path / "checkpoints" / "own.ckpt")] if own else []
+def test_a_rank_that_cannot_write_stops_all_and_leaves_no_partial_folder(
+    own: bool, tiny_model_path: str, tmp_path: Path
+) -> None:
+    callbacks = [SaveEachStep(tmp_path / "checkpoints" / "own.ckpt")] if own else []
 
     def work(rank: int) -> str:
         if rank == 1:
@@ -223,14 +229,14 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(own: bool, tiny_m
         fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2", callbacks=callbacks)
         return "went on"
 
-    said = on_ranks(2, work)
-    assert all("No space left on device" in each for each in said), said
-    assert names(tmp_path / "checkpoints") == []
+    results = on_ranks(2, work)
+    assert all("No space left on device" in result for result in results), results
+    assert file_names(tmp_path / "checkpoints") == []
 
 
 @pytest.mark.slow
-def test_what_a_killed_save_has_left_goes_with_the_next(tiny_model_path: str, tmp_path: Path) -> None:
-    """Of the same checkpoint, or of one of long ago; what another run may be writing stays."""
+def test_leftovers_of_a_killed_save_are_removed_by_the_next(tiny_model_path: str, tmp_path: Path) -> None:
+    """A leftover is removed if it is of the same checkpoint or old. Folders that another run may be writing stay."""
     for name in ("own.ckpt.0123abcd.part", "new.ckpt.0123abcd.part", "old.ckpt.0123abcd.part", "somebodys.part"):
         (tmp_path / "saved" / name).mkdir(parents=True)
         (tmp_path / "saved" / name / "__0_0.distcp").touch()
@@ -238,32 +244,39 @@ def test_what_a_killed_save_has_left_goes_with_the_next(tiny_model_path: str, tm
     os.utime(tmp_path / "saved" / "old.ckpt.0123abcd.part" / "__0_0.distcp", (two_days_ago, two_days_ago))
 
     def work(rank: int) -> str:
-        fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2", callbacks=[SavesIt(tmp_path / "saved/own.ckpt")])
+        fit(
+            tiny_model_path,
+            tmp_path,
+            2,
+            steps=1,
+            strategy="fsdp2",
+            callbacks=[SaveEachStep(tmp_path / "saved/own.ckpt")],
+        )
         return "saved"
 
     assert on_ranks(2, work) == ["saved"] * 2
-    assert names(tmp_path / "saved") == ["new.ckpt.0123abcd.part", "own.ckpt", "somebodys.part"]
+    assert file_names(tmp_path / "saved") == ["new.ckpt.0123abcd.part", "own.ckpt", "somebodys.part"]
 
 
-# --- what is not whole, or of another model ------------------------------------------------------------------------
+# --- damaged folders and other models ------------------------------------------------------------------------------
 
 
-def lose(folder: Path) -> None:
+def remove_part(folder: Path) -> None:
     (folder / "__1_0.distcp").unlink()
 
 
-def cut(folder: Path) -> None:
+def truncate_part(folder: Path) -> None:
     part = folder / "__1_0.distcp"
     part.write_bytes(part.read_bytes()[:-100])
 
 
-def turn(folder: Path) -> None:
+def flip_bit(folder: Path) -> None:
     part = folder / "__0_0.distcp"
     flip(part, part.stat().st_size // 2)
 
 
-def turn_meta(folder: Path) -> None:
-    # In the middle of the state of the run.
+def flip_bit_of_meta(folder: Path) -> None:
+    # In the middle of the run's state.
     flip(folder / META, (folder / META).stat().st_size // 2)
 
 
@@ -271,15 +284,15 @@ def turn_meta(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lose, "lacks __1_0.distcp, a part of its tensors"),
-        (cut, "holds only part of __1_0.distcp"),
-        (turn, "in __0_0.distcp"),
-        (turn_meta, "damaged"),
+        (remove_part, "lacks __1_0.distcp, a part of its tensors"),
+        (truncate_part, "holds only part of __1_0.distcp"),
+        (flip_bit, "in __0_0.distcp"),
+        (flip_bit_of_meta, "damaged"),
         (lambda folder: (folder / META).unlink(), f"a folder without {META}"),
     ],
     ids=["lost", "cut off", "a bit turned", "a bit of rank 0's turned", "without rank 0's"],
 )
-def test_a_folder_that_is_not_whole_is_passed_over(
+def test_a_damaged_folder_is_skipped(
     harm: Any, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, newer = (tmp_path / f"step-0000000{step}.ckpt" for step in (2, 4))
@@ -292,14 +305,14 @@ def test_a_folder_that_is_not_whole_is_passed_over(
 
 
 @pytest.mark.slow
-def test_loaded_by_its_name_a_folder_is_whole_and_of_this_model(
+def test_loading_by_path_checks_that_the_folder_is_whole_and_of_this_model(
     folder: Path, tiny_model_path: str, tmp_path: Path
 ) -> None:
-    """One line with the remedy; else its weights bit for bit, as they are read whole."""
+    """A whole folder of this model loads bit for bit. Otherwise the error is one line with a remedy."""
     module = fit(tiny_model_path, tmp_path / "other", 1, steps=1)
     tokenizer = load_tokenizer(tiny_model_path)
-    given: dict[str, Any] = {"tokenizer": tokenizer, "recipe": "scalerl", "overrides": [*SMALL, "precision=fp32"]}
-    loaded = ScaleRL.load_from_checkpoint(folder, model=load_model(tiny_model_path), **given)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "recipe": "scalerl", "overrides": [*SMALL, "precision=fp32"]}
+    loaded = ScaleRL.load_from_checkpoint(folder, model=load_model(tiny_model_path), **options)
     assert loaded.completed_steps == 2
     saved = read_whole(folder)["state_dict"]
     assert loaded.state_dict().keys() == saved.keys()
@@ -311,64 +324,66 @@ def test_loaded_by_its_name_a_folder_is_whole_and_of_this_model(
     with pytest.raises(
         ConfigurationError, match=r"^ckpt_path: .*is of another model \(.*, not .*\); go on with[^\n]*$"
     ):
-        ScaleRL.load_from_checkpoint(folder, model=other, **given)
+        ScaleRL.load_from_checkpoint(folder, model=other, **options)
     trainer = Trainer(max_steps=4, **quiet())
     with pytest.raises(ConfigurationError, match="is of another model"):
-        trainer.fit(ScaleRL(other, **given), datamodule=RolloutDataModule(CountingTask()), ckpt_path=str(folder))
+        trainer.fit(ScaleRL(other, **options), datamodule=RolloutDataModule(CountingTask()), ckpt_path=str(folder))
     shutil.copytree(folder, half := tmp_path / "half.ckpt")
-    lose(half)
+    remove_part(half)
     for load in (ScaleRL.load_from_checkpoint, outline):
         with pytest.raises(ConfigurationError, match=r"half.ckpt' lacks __1_0.distcp[^\n]*; give a whole checkpoint"):
-            load(half, **(given if load is not outline else {}))
+            load(half, **(options if load is not outline else {}))
     shutil.copytree(folder, part := tmp_path / "step-00000002.abc.part")
     with pytest.raises(ConfigurationError, match="is what a broken save has left"):
-        ScaleRL.load_from_checkpoint(part, model=load_model(tiny_model_path), **given)
+        ScaleRL.load_from_checkpoint(part, model=load_model(tiny_model_path), **options)
 
 
-def test_a_form_that_there_is_not_is_refused() -> None:
+def test_an_unknown_checkpoint_form_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"strategy\.checkpoint: 'half' is unknown; valid: shards, whole"):
         ShardedStrategy(checkpoint="half")
 
 
-# --- who else saves, reads and removes them ------------------------------------------------------------------------
+# --- Lightning, export, cleaning, generators -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_lightnings_own_checkpoints_are_folders_too(tiny_model_path: str, tmp_path: Path) -> None:
-    """`ModelCheckpoint` keeps its best and its last, `ckpt_path="last"` finds it, and a save replaces another."""
+    """`ModelCheckpoint` keeps its best and last, `ckpt_path="last"` finds the last, and a save can replace another."""
 
     def work(rank: int) -> str:
-        keeps = ModelCheckpoint(tmp_path, "{step}", monitor="train/reward", save_top_k=1, mode="max", save_last=True)
+        best_and_last = ModelCheckpoint(
+            tmp_path, "{step}", monitor="train/reward", save_top_k=1, mode="max", save_last=True
+        )
         module = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, load_tokenizer(tiny_model_path))
         data = RolloutDataModule(CountingTask())
         options = {**quiet(), "enable_checkpointing": True, "devices": 2, "strategy": "fsdp2"}
-        Trainer(max_steps=2, callbacks=[keeps], **options).fit(module, datamodule=data)
-        again = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, load_tokenizer(tiny_model_path))
-        trainer = Trainer(max_steps=3, callbacks=[keeps], **options)
-        trainer.fit(again, datamodule=data, ckpt_path="last", weights_only=True)
+        Trainer(max_steps=2, callbacks=[best_and_last], **options).fit(module, datamodule=data)
+        resumed = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, load_tokenizer(tiny_model_path))
+        trainer = Trainer(max_steps=3, callbacks=[best_and_last], **options)
+        trainer.fit(resumed, datamodule=data, ckpt_path="last", weights_only=True)
         for _ in range(2):
             trainer.save_checkpoint(tmp_path / "mine.ckpt")
-        return f"{again.completed_steps}"
+        return f"{resumed.completed_steps}"
 
     assert on_ranks(2, work) == ["3", "3"]
-    kept = [path for path in tmp_path.iterdir() if path.name.startswith("step=")]
-    assert len(kept) == 1 and unusable(kept[0]) is None
+    best = [path for path in tmp_path.iterdir() if path.name.startswith("step=")]
+    assert len(best) == 1 and unusable(best[0]) is None
     assert unusable(tmp_path / "last.ckpt") is None and unusable(tmp_path / "mine.ckpt") is None
-    assert {path.name for path in tmp_path.iterdir()} == {kept[0].name, "last.ckpt", "mine.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == {best[0].name, "last.ckpt", "mine.ckpt"}
 
 
 @pytest.mark.slow
-def test_a_members_folder_is_gone_on_from_exported_and_cleaned_up(
+def test_a_members_folder_is_exported_resumed_and_cleaned_up(
     tiny_model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A study's member under torchrun, sharded; then one process goes on with it, exports it, and clears it away."""
+    """A member trains sharded under torchrun. Then one process exports it, resumes it and cleans up."""
 
-    def planned(steps: int) -> Any:
-        given = ["recipe=ppo", "model=path", f"model.path={tiny_model_path}", "scaled_for=null", "task.train=[9]"]
+    def plan(steps: int) -> Any:
+        overrides = ["recipe=ppo", "model=path", f"model.path={tiny_model_path}", "scaled_for=null", "task.train=[9]"]
         (spec,) = plan_members(
             [
                 [
-                    *given,
+                    *overrides,
                     *(each for each in SMALL if not each.startswith("async_mode")),
                     "task.heldout=[4]",
                     f"budget.steps={steps}",
@@ -380,7 +395,7 @@ def test_a_members_folder_is_gone_on_from_exported_and_cleaned_up(
         )
         return spec
 
-    spec = planned(2)
+    spec = plan(2)
     run = tmp_path / "runs" / spec.run
     spec.write(run)
 
@@ -396,43 +411,46 @@ def test_a_members_folder_is_gone_on_from_exported_and_cleaned_up(
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         fill = export.fill
-        patch.setattr(export, "fill", lambda *given: (read.append(len(given[-1])), fill(*given)))
+        patch.setattr(export, "fill", lambda *overrides: (read.append(len(overrides[-1])), fill(*overrides)))
         patch.setattr(export, "save_model", None)
         assert main(["export", str(run), str(tmp_path / "model")]) == 0
-    assert {*read} == {1}  # one tensor after the other
+    assert {*read} == {1}  # one tensor at a time
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert all(torch.equal(value, saved[f"policy.model.{name}"]) for name, value in loaded.items())
     lost = (path / "__1_0.distcp").rename(tmp_path / "lost")
     assert main(["export", str(run), str(tmp_path / "other"), "--step", "2"]) == 1
     assert "lacks __1_0.distcp" in capsys.readouterr().err
     lost.rename(path / "__1_0.distcp")
-    planned(4).write(run)
+    plan(4).write(run)
     run_member(run)
-    assert read_journal(run).status == "finished" and names(path.parent) == [path.name, "step-00000004.ckpt"]
+    assert read_journal(run).status == "finished" and file_names(path.parent) == [path.name, "step-00000004.ckpt"]
     assert path.is_dir() and not (path.parent / "step-00000004.ckpt").is_dir()
     size = sum(part.stat().st_size for part in path.iterdir())
     assert main(["clean", str(tmp_path), "--yes"]) == 0
-    assert names(path.parent) == [] and size > 0
+    assert file_names(path.parent) == [] and size > 0
 
 
 @pytest.mark.slow
-def test_a_generator_whose_weights_were_not_saved_gets_the_trainers(
+def test_a_generator_without_saved_weights_gets_the_trainers(
     folder: Path, tiny_model_path: str, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     shutil.copytree(folder, copy := tmp_path / "checkpoints" / folder.name)
     shutil.copy(folder.parent.parent / JOURNAL_FILE, tmp_path)
-    rest = torch.load(copy / META, weights_only=True)
-    rest["scalerl"]["generator"]["weights"] = None
-    torch.save(rest, copy / META)
+    rank_0_state = torch.load(copy / META, weights_only=True)
+    rank_0_state["scalerl"]["generator"]["weights"] = None
+    torch.save(rank_0_state, copy / META)
     published: list[tuple[int, bool]] = []
 
     class Sees(TorchGenerator):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             trained = read_whole(copy)["state_dict"]
-            own = state["weights"].items()
+            generator_weights = state["weights"].items()
             published.append(
-                (state["version"], all(torch.equal(value, trained[f"policy.model.{name}"]) for name, value in own))
+                (
+                    state["version"],
+                    all(torch.equal(value, trained[f"policy.model.{name}"]) for name, value in generator_weights),
+                )
             )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -442,20 +460,20 @@ def test_a_generator_whose_weights_were_not_saved_gets_the_trainers(
 
 
 @pytest.mark.full
-def test_live_generators_get_the_weights_again(tiny_model_path: str, tmp_path: Path) -> None:
-    """In real time the published copy is not saved: what goes on is published by the trainer, under its own version."""
-    given: dict[str, Any] = {"overrides": ["driver=live", "async_mode.k=2"], "strategy": "fsdp2"}
+def test_live_generators_get_the_trainers_weights_on_resume(tiny_model_path: str, tmp_path: Path) -> None:
+    """With live generators the published weights are not saved. On resume the trainer publishes its own again."""
+    options: dict[str, Any] = {"overrides": ["driver=live", "async_mode.k=2"], "strategy": "fsdp2"}
 
     def first(rank: int) -> str:
-        fit(tiny_model_path, tmp_path, 2, steps=2, **given)
+        fit(tiny_model_path, tmp_path, 2, steps=2, **options)
         return "saved"
 
     assert on_ranks(2, first) == ["saved"] * 2
     path = newest_checkpoint(tmp_path / "checkpoints").path
     assert path is not None
-    rest = torch.load(path / META, weights_only=True)
-    assert rest["scalerl"]["generator"]["weights"] is None
-    assert rest["scalerl"]["generator"]["version"] < 2
+    rank_0_state = torch.load(path / META, weights_only=True)
+    assert rank_0_state["scalerl"]["generator"]["weights"] is None
+    assert rank_0_state["scalerl"]["generator"]["version"] < 2
     whole = sum(value.nbytes for value in read_whole(path)["state_dict"].values())
     assert (path / META).stat().st_size < whole / 2
 
@@ -465,13 +483,15 @@ def test_live_generators_get_the_weights_again(tiny_model_path: str, tmp_path: P
                 assert pl_module.generator.version == 2
 
     def second(rank: int) -> str:
-        return f"{fit(tiny_model_path, tmp_path, 2, steps=3, resume=True, callbacks=[Sees()], **given).completed_steps}"
+        return (
+            f"{fit(tiny_model_path, tmp_path, 2, steps=3, resume=True, callbacks=[Sees()], **options).completed_steps}"
+        )
 
     assert on_ranks(2, second) == ["3", "3"]
     assert read_journal(tmp_path).status == "finished"
 
 
 @pytest.mark.slow
-def test_a_folder_goes_as_one(folder: Path) -> None:
+def test_clean_counts_a_folder_as_one(folder: Path) -> None:
     sizes = _files(folder.parent, result=None)  # type: ignore[arg-type]
     assert sizes == {folder: sum(part.stat().st_size for part in folder.iterdir())}

@@ -1,4 +1,4 @@
-"""Where ranks meet, nobody else can listen in from another machine; and what a stranger sends there is not run."""
+"""The rendezvous of ranks: on one node it is closed to other machines, and received data is never executed."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from tests.examples import every, examples
 
 
 def listening() -> set[tuple[str, int]]:
-    """Addresses and ports at which this process listens."""
-    own = {link for each in Path("/proc/self/fd").iterdir() if (link := _target(each)).startswith("socket:[")}
-    found = set()
+    """Return the addresses and ports at which this process listens."""
+    sockets = {
+        link for descriptor in Path("/proc/self/fd").iterdir() if (link := _target(descriptor)).startswith("socket:[")
+    }
+    addresses = set()
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and f"socket:[{rest[5]}]" in own:
+            _, local, _, state, *other_columns = line.split()
+            if state == "0A" and f"socket:[{other_columns[5]}]" in sockets:
                 address, port = local.split(":")
-                # Words of four bytes, each as the machine (little-endian) has it.
+                # The table has words of four bytes in the machine's byte order (little-endian).
                 words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-    return found
+                addresses.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return addresses
 
 
 def _target(link: Path) -> str:
@@ -51,7 +53,7 @@ def _target(link: Path) -> str:
 
 
 class Listens(Callback):
-    """Notes in the middle of training at which addresses its process listens; what its parent left it aside."""
+    """Record during training where the process listens, without the sockets inherited from its parent."""
 
     def __init__(self) -> None:
         self.before = listening()
@@ -59,15 +61,15 @@ class Listens(Callback):
         self.ports: set[int] = set()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        own = listening() - self.before
-        self.at |= {address for address, _ in own}
-        self.ports |= {port for _, port in own}
+        added = listening() - self.before
+        self.at |= {address for address, _ in added}
+        self.ports |= {port for _, port in added}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", every(2, [None, "localhost"], pytest.mark.full))
 def test_on_one_node_nothing_listens_to_other_machines(tiny_model_path: str, tmp_path: Path, named: str | None) -> None:
-    """Rank 0's store among it; ranks listen for each other (gloo) as well."""
+    """This holds for rank 0's store and for gloo, with which all ranks listen for each other."""
 
     def work(rank: int) -> str:
         store = int(os.environ["MASTER_PORT"])
@@ -75,10 +77,10 @@ def test_on_one_node_nothing_listens_to_other_machines(tiny_model_path: str, tmp
         if named is not None:
             os.environ["MASTER_ADDR"] = named
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        seen = Listens()
-        fit(tiny_model_path, tmp_path, 2, steps=2, callbacks=[seen])
-        assert (store in seen.ports) == (rank == 0)
-        return f"{sorted(seen.at)} {os.environ['GLOO_SOCKET_IFNAME']}"
+        listens = Listens()
+        fit(tiny_model_path, tmp_path, 2, steps=2, callbacks=[listens])
+        assert (store in listens.ports) == (rank == 0)
+        return f"{sorted(listens.at)} {os.environ['GLOO_SOCKET_IFNAME']}"
 
     assert on_ranks(2, work) == ["['127.0.0.1'] lo"] * 2
 
@@ -93,11 +95,11 @@ def test_a_user_may_name_the_interface(tiny_model_path: str, tmp_path: Path) -> 
     assert on_ranks(2, work) == ["=mine0"] * 2
 
 
-def outward() -> str:
-    """An address of this machine that others could reach."""
+def reachable_address() -> str:
+    """Return an address of this machine that other machines could reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("203.0.113.1", 9))  # of documentation; nothing is sent
+            probe.connect(("203.0.113.1", 9))  # an address reserved for documentation; nothing is sent
         except OSError:
             pytest.skip("this machine has the loopback interface only")
         return str(probe.getsockname()[0])
@@ -107,44 +109,44 @@ def test_on_several_nodes_the_store_is_at_the_first_ones_address(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes of one rank each, both on this machine."""
-    address = outward()
+    address = reachable_address()
 
     def work(rank: int) -> str:
         from lightning.pytorch import Trainer
 
         port = int(os.environ["MASTER_PORT"])
         os.environ |= {"MASTER_ADDR": address, "LOCAL_RANK": "0", "NODE_RANK": str(rank)}
-        before = listening()
+        already_listening = listening()
         settings = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "strategy": "ddp", "logger": False}
         trainer = Trainer(max_steps=1, enable_checkpointing=False, **settings)
         meeting.meet(trainer)
         assert Ranks.of(trainer).gather(rank) == [0, 1]
         assert "GLOO_SOCKET_IFNAME" not in os.environ
-        return str([found for found, at in listening() - before if at == port])
+        return str([address_found for address_found, at_port in listening() - already_listening if at_port == port])
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert on_ranks(2, work) == [str([address]), "[]"]
 
 
-def test_a_first_node_whose_name_is_its_own_loopback_address_is_reached_all_the_same() -> None:
-    """As Debian names a machine, 127.0.1.1: other nodes come by another way, so torch listens on all of them."""
+def test_a_first_node_whose_name_is_a_loopback_address_listens_on_all_addresses() -> None:
+    """Debian maps a machine's own name to 127.0.1.1. Other nodes use another address, so torch must listen on all."""
     assert meeting._listening_socket("127.0.1.1", 0) is None
 
 
-def test_a_place_that_is_taken_is_named() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+def test_a_port_that_is_taken_is_named_in_the_error() -> None:
+    with socket.socket() as occupant:
+        occupant.bind(("127.0.0.1", 0))
+        occupant.listen()
+        port = occupant.getsockname()[1]
         with pytest.raises(dist.DistNetworkError, match=rf"cannot meet at 127\.0\.0\.1:{port}: .*in use"):
             meeting._listening_socket("127.0.0.1", port)
 
 
-# --- what is said there --------------------------------------------------------------------------------------
+# --- data between ranks --------------------------------------------------------------------------------------
 
 
 class Trap:
-    """A pickle that, read as pickles are, leaves a file."""
+    """An object whose pickle, when loaded, creates a file."""
 
     def __init__(self, sprung: Path) -> None:
         self.sprung = sprung
@@ -153,67 +155,67 @@ class Trap:
         return (Path.touch, (self.sprung,))
 
 
-def group() -> Ranks:
+def join_group() -> Ranks:
     """The two ranks of `on_ranks`, without a trainer."""
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     return Ranks(rank, 2, dist.new_group(backend="gloo"))
 
 
-def as_torch_sends(trap: Trap, ranks: Ranks) -> None:
-    """torch's own way to send objects, which the other rank used to take part in."""
+def send_as_torch(trap: Trap, ranks: Ranks) -> None:
+    """Send with torch's own function for objects, which ranks used before."""
     dist.broadcast_object_list([trap], src=0, group=ranks.hosts)
 
 
-def as_a_file_of_torchs(trap: Trap, ranks: Ranks) -> None:
+def send_as_torch_file(trap: Trap, ranks: Ranks) -> None:
     written = io.BytesIO()
     torch.save((None, trap), written)
     meeting.send(torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8), ranks.hosts)
 
 
-def as_a_dictionary(trap: Trap, ranks: Ranks) -> None:
+def send_as_dictionary(trap: Trap, ranks: Ranks) -> None:
     sent = pickle.dumps({"a": [trap]})
     meeting.send(torch.frombuffer(bytearray(sent), dtype=torch.uint8), ranks.hosts)
 
 
-@pytest.mark.parametrize("sends", [as_torch_sends, as_a_file_of_torchs, as_a_dictionary])
-def test_what_a_stranger_sends_is_not_run(tmp_path: Path, sends: Callable[[Trap, Ranks], None]) -> None:
+@pytest.mark.parametrize("sends", [send_as_torch, send_as_torch_file, send_as_dictionary])
+def test_data_sent_by_a_stranger_is_not_executed(tmp_path: Path, sends: Callable[[Trap, Ranks], None]) -> None:
     sprung = tmp_path / "sprung"
 
     def work(rank: int) -> str:
-        ranks = group()
+        ranks = join_group()
         if rank == 0:
             sends(Trap(sprung), ranks)
             return "sent"
         ranks.share(lambda: None)
         return "took it"
 
-    said = on_ranks(2, work)
+    results = on_ranks(2, work)
     assert not sprung.exists()
-    assert said[0] == "sent" and said[1].startswith("NotPlainError: a rank sent what is no plain data"), said
+    assert results[0] == "sent" and results[1].startswith("NotPlainError: a rank sent what is no plain data"), results
 
 
-def test_nor_is_what_it_gathers(tmp_path: Path) -> None:
+def test_data_gathered_from_a_stranger_is_not_executed(tmp_path: Path) -> None:
     sprung = tmp_path / "sprung"
 
     def work(rank: int) -> str:
-        ranks = group()
+        ranks = join_group()
         if rank == 0:
-            with pytest.raises(pickle.UnpicklingError):  # the other's answer is no pickle
+            with pytest.raises(pickle.UnpicklingError):  # the other rank's answer is not a pickle
                 dist.all_gather_object([None, None], Trap(sprung), group=ranks.hosts)
-            assert sprung.exists()  # torch's own way runs even what it has sent itself
+            assert sprung.exists()  # torch's own function executes even the object that it sent itself
             return "sent"
         ranks.gather("a word")
         return "took it"
 
-    said = on_ranks(2, work)
-    assert said[0] == "sent" and said[1].startswith("NotPlainError"), said
+    results = on_ranks(2, work)
+    assert results[0] == "sent" and results[1].startswith("NotPlainError"), results
 
 
-def test_what_is_no_plain_data_fails_on_all_ranks() -> None:
+def test_sending_an_object_fails_on_all_ranks() -> None:
     def work(rank: int) -> str:
         with pytest.raises(NotPlainError if rank == 0 else LeaderFailedError, match="Trap: ranks hand each other"):
-            group().share(lambda: {"metric": [Trap(Path("nowhere"))]})
+            join_group().share(lambda: {"metric": [Trap(Path("nowhere"))]})
         return "refused"
 
     assert on_ranks(2, work) == ["refused"] * 2
@@ -231,31 +233,31 @@ plain = st.recursive(
 
 @settings(max_examples=examples(60), derandomize=True)
 @given(plain)
-def test_plain_data_comes_as_it_went(value: Any) -> None:
-    again = decode(encode(value))
-    assert again == value
-    assert repr(again) == repr(value), "types and signs of zeros too"
+def test_plain_data_survives_encoding(value: Any) -> None:
+    decoded = decode(encode(value))
+    assert decoded == value
+    assert repr(decoded) == repr(value), "types and signs of zeros are kept, too"
 
 
-def test_numbers_of_numpys_come_as_pythons() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     value = {"rate": np.float64(0.1), "n": np.int32(3), "nan": float("nan")}
-    again = decode(encode(value))
-    assert again["rate"].hex() == (0.1).hex() and type(again["rate"]) is float
-    assert again["n"] == 3 and type(again["n"]) is int and again["nan"] != again["nan"]
+    decoded = decode(encode(value))
+    assert decoded["rate"].hex() == (0.1).hex() and type(decoded["rate"]) is float
+    assert decoded["n"] == 3 and type(decoded["n"]) is int and decoded["nan"] != decoded["nan"]
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
-def test_a_batch_comes_bit_for_bit(kind: torch.dtype) -> None:
+def test_a_batch_survives_encoding_bit_for_bit(kind: torch.dtype) -> None:
     batch = replace(batch_of(), groups=[])
     batch.rewards = batch.rewards.to(kind)
     batch.advantages[0, 0] = float("nan")
-    failure, again = decode(encode((None, batch)))
-    assert failure is None and type(again) is TrainBatch
-    assert again.denominators == batch.denominators
+    failure, decoded = decode(encode((None, batch)))
+    assert failure is None and type(decoded) is TrainBatch
+    assert decoded.denominators == batch.denominators
     for entry in fields(TrainBatch):
-        ours, theirs = getattr(batch, entry.name), getattr(again, entry.name)
-        if isinstance(ours, torch.Tensor):
-            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-            assert ours.contiguous().view(torch.uint8).equal(theirs.contiguous().view(torch.uint8))
+        sent, received = getattr(batch, entry.name), getattr(decoded, entry.name)
+        if isinstance(sent, torch.Tensor):
+            assert sent.dtype == received.dtype and sent.shape == received.shape
+            assert sent.contiguous().view(torch.uint8).equal(received.contiguous().view(torch.uint8))
         else:
-            assert ours == theirs
+            assert sent == received

@@ -1,6 +1,6 @@
-"""Training over several ranks: the same curve as on one, the same weights on all, one journal, one way to end.
+"""Training on several ranks: the curve of one rank, equal weights on all ranks, one journal, a common end.
 
-Ranks are forked from this process, which has imported everything already, and talk over gloo.
+Ranks are forked from this process, which has already imported everything, and communicate over gloo.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def fit(
 
 
 def on_ranks(count: int, work: Callable[[int], str]) -> list[str]:
-    """What `work(rank)` returns on each of `count` forked ranks; "<error>: ..." if it raises."""
+    """Return what `work(rank)` returns on each of `count` forked ranks, or "<error>: ..." if it raises."""
     port = free_port()
     children = []
     for rank in range(count):
@@ -102,14 +102,14 @@ def on_ranks(count: int, work: Callable[[int], str]) -> list[str]:
         child = os.fork()
         if child == 0:
             os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            # A fork leaves torch's pool of threads to be made anew: by one thread, before a model is loaded by several.
+            # A forked process has no torch threads. Create the pool here, before several threads load a model.
             torch.set_num_threads(torch.get_num_threads())
             try:
-                said = work(rank)
+                result = work(rank)
             except BaseException as error:
                 traceback.print_exc()
-                said = f"{type(error).__name__}: {error}"
-            os.write(outlet, said.encode())
+                result = f"{type(error).__name__}: {error}"
+            os.write(outlet, result.encode())
             sys.stderr.flush()
             os._exit(0)
         os.close(outlet)
@@ -135,14 +135,14 @@ def fingerprint(module: ScaleRL) -> str:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """A forked child has none of its parent's worker threads."""
+    """Use one thread, because a forked child has none of its parent's worker threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-# Metrics that only depend on what was sampled, not on how sums over ranks are rounded.
+# Metrics that depend only on the sampled rollouts, not on how sums over ranks are rounded.
 OF_ROLLOUTS = (
     "pass_rate",
     "reward",
@@ -162,18 +162,22 @@ def check_same_curve(one: JournalView, several: JournalView, steps: int) -> None
         for a, b in zip(expected, actual, strict=True):
             if a.step > steps:
                 continue
-            _, _, these = a.deterministic()
-            _, _, those = b.deterministic()
-            assert set(these) == set(those)
-            assert those == pytest.approx(these, rel=1e-5, abs=1e-6), f"{kind} {a.step}"
+            _, _, expected_metrics = a.deterministic()
+            _, _, actual_metrics = b.deterministic()
+            assert set(expected_metrics) == set(actual_metrics)
+            assert actual_metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6), f"{kind} {a.step}"
             if kind == "train":
-                same = [key for key in these if key.startswith(tuple(f"train/{name}" for name in OF_ROLLOUTS))]
-                assert len(same) >= 10
-                assert [these[key] for key in same] == [those[key] for key in same]
+                rollout_metrics = [
+                    key for key in expected_metrics if key.startswith(tuple(f"train/{name}" for name in OF_ROLLOUTS))
+                ]
+                assert len(rollout_metrics) >= 10
+                assert [expected_metrics[key] for key in rollout_metrics] == [
+                    actual_metrics[key] for key in rollout_metrics
+                ]
 
 
 def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
-    """The same rollouts, loss, gradient norm, entropies, clipping and mechanism counters; one weight on both ranks."""
+    """Rollouts, losses, gradient norms and counters match a run on one rank. Both ranks end with the same weights."""
 
     def callbacks() -> list[Callback]:
         return [DAPO(clip_low=0.05, clip_high=0.05), TokenAggregation()]
@@ -185,37 +189,37 @@ def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
         assert hasattr(module, "generator") == hasattr(module, "mechanism") == (rank == 0)
         assert torch.initial_seed() == 7 + rank  # dropout differs
         assert module.meter.devices == 2  # every hour counts twice
-        # Every rank's: EarlyStopping and ModelCheckpoint decide on all of them.
+        # Every rank needs the metric, because EarlyStopping and ModelCheckpoint decide on each rank.
         assert "eval/heldout/pass_rate" in module.trainer.callback_metrics
         return fingerprint(module)
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and len(said[0]) == 64
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and len(results[0]) == 64
     assert read_journal(tmp_path / "two").status == "finished"
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
     assert any(record.metrics["mechanism/loss"] for record in read_journal(tmp_path / "two").of_kind("train"))
 
 
 @pytest.mark.parametrize("kind", [ClipCov, pytest.param(KLCov, marks=pytest.mark.slow)])
-def test_ranks_select_the_tokens_of_one(tiny_model_path: str, tmp_path: Path, kind: Any) -> None:
-    """Among all tokens of the step, by covariance and by lot; two passes, so that the penalty of KL-Cov acts."""
+def test_ranks_select_the_same_tokens_as_one_rank(tiny_model_path: str, tmp_path: Path, kind: Any) -> None:
+    """The selection is among all tokens of the step. With two epochs, the penalty of KL-Cov takes effect."""
 
-    def run(place: str, ranks: int) -> ScaleRL:
+    def run(name: str, ranks: int) -> ScaleRL:
         loss = ClipCov(share=0.1, low=1e-3) if kind is ClipCov else KLCov(share=0.1)
         overrides = ["epochs.count=2", "correction=proximal"]
-        return fit(tiny_model_path, tmp_path / place, ranks, steps=2, callbacks=[loss], overrides=overrides)
+        return fit(tiny_model_path, tmp_path / name, ranks, steps=2, callbacks=[loss], overrides=overrides)
 
     run("one", 1)
-    said = on_ranks(2, lambda rank: fingerprint(run("two", 2)))
-    assert said[0] == said[1] and len(said[0]) == 64
-    one, two = (read_journal(tmp_path / place) for place in ("one", "two"))
+    results = on_ranks(2, lambda rank: fingerprint(run("two", 2)))
+    assert results[0] == results[1] and len(results[0]) == 64
+    one, two = (read_journal(tmp_path / name) for name in ("one", "two"))
     check_same_curve(one, two, steps=2)
     assert all(record.metrics["train/clip_fraction"] > 0.01 for record in one.of_kind("train")) or kind is KLCov
 
 
 @pytest.mark.slow
 def test_a_rank_without_rows_takes_part(tiny_model_path: str, tmp_path: Path) -> None:
-    """Two rollouts for three ranks, and steps in which there are none for any."""
+    """Two rollouts for three ranks, and steps in which no rank has any."""
 
     class Sometimes(CountingTask):
         calls = 0
@@ -230,18 +234,18 @@ def test_a_rank_without_rows_takes_part(tiny_model_path: str, tmp_path: Path) ->
         "steps": 7,
     }
     fit(tiny_model_path, tmp_path / "one", 1, task=Sometimes(), **options)
-    said = on_ranks(
+    results = on_ranks(
         3, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "three", 3, task=Sometimes(), **options))
     )
-    assert len(set(said)) == 1 and len(said[0]) == 64
+    assert len(set(results)) == 1 and len(results[0]) == 64
     view = read_journal(tmp_path / "three")
     check_same_curve(read_journal(tmp_path / "one"), view, steps=7)
     kept = [record.metrics["train/groups_kept"] for record in view.of_kind("train")]
     assert kept[0] == 0 and 1 in kept[:-2], kept
 
 
-class AskedToStop(Recorder):
-    """Asks this process to stop when it has trained `step` steps; works on ranks that record nothing."""
+class AskToStop(Recorder):
+    """Ask this process to stop after `step` steps. Works on ranks that record nothing, too."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -254,14 +258,16 @@ class AskedToStop(Recorder):
 
 
 @pytest.mark.full
-def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, tmp_path: Path) -> None:
-    """With dropout, so that every rank's random state matters; two numbers have one sum, whatever the order."""
+def test_a_stop_request_on_one_rank_stops_all_and_the_run_resumes_bit_for_bit(
+    tiny_model_path: str, tmp_path: Path
+) -> None:
+    """Dropout makes every rank's random state matter. Sums over two ranks do not depend on the order."""
 
     def whole_run(rank: int) -> str:
         return fingerprint(fit(tiny_model_path, tmp_path / "whole", 2, steps=5, dropout=0.3))
 
     def first(rank: int) -> str:
-        stop = [AskedToStop(3)] if rank == 1 else []
+        stop = [AskToStop(3)] if rank == 1 else []
         fit(tiny_model_path, tmp_path / "parts", 2, steps=5, dropout=0.3, callbacks=stop)
         return "went on"
 
@@ -280,7 +286,7 @@ def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, 
 
 @pytest.mark.full
 def test_sigterm_to_one_rank_disturbs_no_sum(tiny_model_path: str, tmp_path: Path) -> None:
-    """It comes in the middle of a step, where Lightning's own handler would broadcast."""
+    """The signal comes in the middle of a step, where Lightning's own handler would broadcast."""
 
     class Terminated(Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
@@ -293,18 +299,18 @@ def test_sigterm_to_one_rank_disturbs_no_sum(tiny_model_path: str, tmp_path: Pat
         return "went on"
 
     assert on_ranks(2, work) == ["RunInterruptedError: step 2: SIGTERM"] * 2
-    said = on_ranks(2, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "two", 2, resume=True)))
-    assert said[0] == said[1]
+    results = on_ranks(2, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "two", 2, resume=True)))
+    assert results[0] == results[1]
     fit(tiny_model_path, tmp_path / "one", 1)
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_ranks(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path / "one", 1)
     fit(tiny_model_path, tmp_path / "both", 1, steps=2)
-    said = on_ranks(2, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "both", 2, resume=True)))
-    assert said[0] == said[1] and len(said[0]) == 64
+    results = on_ranks(2, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "both", 2, resume=True)))
+    assert results[0] == results[1] and len(results[0]) == 64
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "both"), steps=4)
 
 
@@ -328,13 +334,13 @@ def test_when_rank_0_fails_all_stop(tiny_model_path: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_only_rank_0_sees_stops_all(tiny_model_path: str, tmp_path: Path) -> None:
+def test_an_error_only_on_rank_0_stops_all(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, 1, steps=1)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    said = on_ranks(2, lambda rank: str(fit(tiny_model_path, tmp_path, 2)))
-    assert said[0].startswith("ConfigurationError: run_dir: ") and "holds a finished run" in said[0]
-    assert said[1] == f"LeaderFailedError: rank 0 failed: {said[0]}"
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    journal_before = (tmp_path / "metrics.jsonl").read_bytes()
+    results = on_ranks(2, lambda rank: str(fit(tiny_model_path, tmp_path, 2)))
+    assert results[0].startswith("ConfigurationError: run_dir: ") and "holds a finished run" in results[0]
+    assert results[1] == f"LeaderFailedError: rank 0 failed: {results[0]}"
+    assert (tmp_path / "metrics.jsonl").read_bytes() == journal_before
 
 
 @pytest.mark.slow
@@ -353,9 +359,9 @@ def test_a_full_disk_stops_all_ranks(tiny_model_path: str, tmp_path: Path) -> No
         fit(tiny_model_path, tmp_path, 2, checkpoint_every=2)
         return "trained"
 
-    said = on_ranks(2, work)
-    assert said[0].startswith("OSError: [Errno 28]")
-    assert said[1].startswith("LeaderFailedError: rank 0 failed: OSError: [Errno 28]")
+    results = on_ranks(2, work)
+    assert results[0].startswith("OSError: [Errno 28]")
+    assert results[1].startswith("LeaderFailedError: rank 0 failed: OSError: [Errno 28]")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
     assert "No space left" in str(read_journal(tmp_path).reason)
 
@@ -363,10 +369,10 @@ def test_a_full_disk_stops_all_ranks(tiny_model_path: str, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_ranks_that_read_different_checkpoints_write_nothing(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, 1, steps=2)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    said = on_ranks(2, lambda rank: str(fit(tiny_model_path, tmp_path, 2, resume=rank == 0)))
-    assert all("completed steps: differs between ranks, [2, 0]" in text for text in said)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    journal_before = (tmp_path / "metrics.jsonl").read_bytes()
+    results = on_ranks(2, lambda rank: str(fit(tiny_model_path, tmp_path, 2, resume=rank == 0)))
+    assert all("completed steps: differs between ranks, [2, 0]" in text for text in results)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == journal_before
 
 
 class Other(DDPStrategy):
@@ -395,20 +401,20 @@ def test_a_trainer_with_another_strategy_is_refused(tiny_model_path: str) -> Non
 @pytest.mark.parametrize("count", [2, 3, 20])
 def test_rows_of_all_ranks_are_the_batch(count: int, tokens: int | None) -> None:
     batch = batch_of()
-    own = [Ranks(number, count).rows(batch, PassSize(4, tokens)) for number in range(count)]
-    assert sorted(int(row) for part in own for row in part.row) == sorted(batch.row.tolist())
-    assert all(part.denominators == batch.denominators for part in own)
+    rank_batches = [Ranks(number, count).rows(batch, PassSize(4, tokens)) for number in range(count)]
+    assert sorted(int(row) for part in rank_batches for row in part.row) == sorted(batch.row.tolist())
+    assert all(part.denominators == batch.denominators for part in rank_batches)
     if count == 2:
-        assert abs(int(own[0].lengths.sum() - own[1].lengths.sum())) < 7
-    parts = [(part, part.generator_logprobs, part.advantages) for part in own]
+        assert abs(int(rank_batches[0].lengths.sum() - rank_batches[1].lengths.sum())) < 7
+    parts = [(part, part.generator_logprobs, part.advantages) for part in rank_batches]
     logprobs, advantages = whole(batch, parts)
     real = torch.arange(logprobs.shape[1]) < (batch.lengths - batch.completion_start).unsqueeze(1)
     assert torch.equal(logprobs, batch.generator_logprobs)
     assert torch.equal(advantages[real], batch.advantages[real])
 
 
-def test_ranks_have_as_many_tokens_where_passes_are_cut_by_them() -> None:
-    """To within the shortest of a rank's rows; dealt out by rows the first rank has the longer one each time."""
+def test_ranks_get_equal_tokens_if_passes_are_limited_by_tokens() -> None:
+    """Counts differ by at most the shortest row. Dealt out by rows, the first rank gets the longer row each time."""
     lengths, start = torch.arange(2, 66).flip(0), torch.ones(64, dtype=torch.int64)
     batch = sequences(torch.zeros(64, 65, dtype=torch.int64), start, lengths, torch.zeros_like(start))
     batch.row = torch.arange(64)
@@ -419,10 +425,10 @@ def test_ranks_have_as_many_tokens_where_passes_are_cut_by_them() -> None:
     by_rows, by_tokens = tokens(PassSize(4)), tokens(PassSize(4, 32))
     assert sum(by_rows) == sum(by_tokens) == int(batch.lengths.sum())
     assert max(by_tokens) - min(by_tokens) <= 2 < max(by_rows) - min(by_rows) == 16 * 3
-    assert by_tokens == tokens(PassSize(8, 64)), "whatever the size of a pass"
+    assert by_tokens == tokens(PassSize(8, 64)), "independent of the size of a pass"
 
 
-def test_one_rank_is_handed_through() -> None:
+def test_a_single_rank_passes_values_through() -> None:
     ranks, batch = Ranks(), batch_of()
     assert ranks.leads and ranks.rows(batch) is batch and ranks.share_batch(lambda: batch) is batch
     assert ranks.gather(3) == [3] and ranks.agree(None) is None and ranks.agree("x") == "x"
@@ -441,7 +447,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None
     for name in list(os.environ):
         if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_RANK", "RANK", "WORLD_SIZE")):
             monkeypatch.delenv(name)
-    # What trainer_settings itself sets is put back as well.
+    # Undo at the end what trainer_settings itself sets.
     for name in ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -454,7 +460,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None
 
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch, built_for: str | None) -> None:
-    """A torch of this build that can use no GPU, in a job that asks for some."""
+    """Set up a job that requires GPUs, and a torch built for CUDA `built_for` (None: for CPUs) that can use none."""
     monkeypatch.setenv(REQUIRED, "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
@@ -468,17 +474,19 @@ def test_a_job_that_asks_for_gpus_does_not_train_on_the_cpu(launched: Any, monke
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
 
     monkeypatch.setattr(torch, "empty", too_old)
-    with pytest.raises(NoGpuError, match=r"torch .* can use none on this node .*too old \(found version 11040\)") as no:
+    with pytest.raises(
+        NoGpuError, match=r"torch .* can use none on this node .*too old \(found version 11040\)"
+    ) as caught:
         trainer_settings()
-    assert kind_of(no.value) == "gpu"
-    assert "require_gpu=false" in str(no.value) and "\n" not in str(no.value)
+    assert kind_of(caught.value) == "gpu"
+    assert "require_gpu=false" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_torch_for_cpus_is_no_fault_of_a_node(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_built_for_cpus_is_not_blamed_on_the_node(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda(monkeypatch, None)
-    with pytest.raises(ConfigurationError, match=r"torch: .* was built for CPUs, .*require_gpu=false") as no:
+    with pytest.raises(ConfigurationError, match=r"torch: .* was built for CPUs, .*require_gpu=false") as caught:
         trainer_settings()
-    assert kind_of(no.value) == "error"
+    assert kind_of(caught.value) == "error"
 
 
 def test_a_job_that_asks_for_gpus_and_has_one_trains(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,14 +495,14 @@ def test_a_job_that_asks_for_gpus_and_has_one_trains(launched: Any, monkeypatch:
     assert trainer_settings() == {"accelerator": "auto", "devices": 1}
 
 
-def test_started_by_hand(launched: Any) -> None:
+def test_settings_of_a_run_started_by_hand(launched: Any) -> None:
     assert trainer_settings() == {"accelerator": "auto", "devices": 1}
     assert process_rank() == 0
 
 
 @pytest.mark.parametrize("variables", [BATCH_SCRIPT, {**ONE_NODE, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}])
 def test_a_slurm_job_with_one_task_trains_on_one_device(launched: Any, variables: dict[str, str]) -> None:
-    """Whatever the job has been given: Lightning must neither wait for other ranks nor take the job's signals."""
+    """Lightning must neither wait for other ranks nor handle the job's signals, however many tasks the job has."""
     launched(variables)
     settings = trainer_settings()
     assert settings["devices"] == 1 and "strategy" not in settings
@@ -518,7 +526,7 @@ def test_slurm_tasks_on_one_node(launched: Any) -> None:
     check_strategy(trainer.strategy)
 
 
-def test_a_run_that_is_to_have_other_ranks_is_refused(launched: Any) -> None:
+def test_a_configured_number_of_ranks_that_differs_is_refused(launched: Any) -> None:
     assert trainer_settings("fsdp2", (1, 1)) == {"accelerator": "auto", "devices": 1}
     with pytest.raises(
         ConfigurationError, match=r"strategy.devices: 8 ranks on 2 .*, and 1 on 1 .*torchrun --nnodes 2"
@@ -542,7 +550,7 @@ def test_steps_of_one_job_meet_at_different_ports(launched: Any) -> None:
 
 
 def test_a_step_smaller_than_its_job(launched: Any) -> None:
-    """The job's variables say 4 a node on 3 nodes; this step has 2 on each of two."""
+    """The job's variables say 4 tasks per node on 3 nodes. This step has 2 tasks on each of 2 nodes."""
     launched({**STEP, "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "3", "SLURM_STEP_NUM_TASKS": "4"})
     launched({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODELIST": "node[7-8]"})
     settings = trainer_settings()

@@ -1,4 +1,4 @@
-"""A model sharded over ranks (FSDP2) trains as a whole one does, and its checkpoints fit any strategy."""
+"""FSDP2: a model sharded over ranks trains as a whole one does, and its checkpoints fit any strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
 from tests.helpers import CountingTask, quiet
 
-# A critic, a reference and an anchor: all that can be sharded beside the policy.
+# A critic, a reference and an anchor: everything that can be sharded in addition to the policy.
 EVERYTHING = (
     "advantage=gae",
     "critic=value_network",
@@ -37,7 +37,7 @@ EVERYTHING = (
 
 
 def weights(module: ScaleRL) -> str:
-    """Digest of all weights, gathered on every rank."""
+    """Return a digest of all weights, gathered on every rank."""
     digest = hashlib.sha256()
     for tensor in gathered(module.policy.state_dict(), keep=True).values():
         digest.update(tensor.float().numpy().tobytes())
@@ -45,7 +45,7 @@ def weights(module: ScaleRL) -> str:
 
 
 def saved_weights(run_dir: Path) -> dict[str, Any]:
-    """The weights of a run's newest checkpoint, whole, whichever form it has."""
+    """Return the whole weights of a run's newest checkpoint, which may be a folder or a file."""
     path = newest_checkpoint(run_dir / "checkpoints").path
     assert path is not None
     saved = read_whole(path) if path.is_dir() else torch.load(path, weights_only=True)
@@ -64,18 +64,18 @@ def callbacks() -> list[Callback]:
 
 
 def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
-    """The same rollouts, loss, gradient norm, entropies, clipping and mechanism counters; half of the weights each."""
+    """Rollouts, losses, gradient norms and counters match a run on one rank. Each rank has half of the weights."""
     fit(tiny_model_path, tmp_path / "one", 1, callbacks=callbacks())
 
     def work(rank: int) -> str:
         module = fit(tiny_model_path, tmp_path / "two", 2, callbacks=callbacks(), strategy="fsdp2")
-        whole = sum(parameter.numel() for parameter in module.policy.parameters())
-        mine = sum(parameter.to_local().numel() for parameter in module.policy.parameters())  # type: ignore[attr-defined]
-        assert mine < 0.6 * whole
+        whole_size = sum(parameter.numel() for parameter in module.policy.parameters())
+        rank_size = sum(parameter.to_local().numel() for parameter in module.policy.parameters())  # type: ignore[attr-defined]
+        assert rank_size < 0.6 * whole_size
         return weights(module)
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and len(results[0]) == 64, results
     view = read_journal(tmp_path / "two")
     assert view.status == "finished"
     check_same_curve(read_journal(tmp_path / "one"), view, steps=4)
@@ -98,20 +98,22 @@ def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_shards_of_everything(given: dict[str, Any], tiny_model_path: str, tmp_path: Path) -> None:
+def test_shards_train_as_one_with_every_feature(given: dict[str, Any], tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path / "one", 1, **given)
-    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2", **given)))
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2", **given)))
+    assert results[0] == results[1] and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
 
 
 @pytest.mark.slow
-def test_shards_of_a_head_in_chunks(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are parted again between the forward and the backward pass, which makes the logits anew."""
+def test_shards_train_as_one_with_a_chunked_head(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is sharded again between the forward and the backward pass, which recomputes the logits."""
     fit(tiny_model_path, tmp_path / "one", 1)
     monkeypatch.setattr(policy, "MAX_LOGITS", 64)
-    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2")))
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2")))
+    assert results[0] == results[1] and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
 
 
@@ -119,37 +121,40 @@ def test_shards_of_a_head_in_chunks(tiny_model_path: str, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     "strategies", [("one", "fsdp2", "ddp"), pytest.param(("fsdp2", "one"), marks=pytest.mark.full)], ids="-".join
 )
-def test_a_run_goes_on_under_another_strategy(strategies: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
-    """Two steps under each: one curve, and in the end the weights of one process."""
-    given: dict[str, Any] = {"overrides": EVERYTHING}
-    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(strategies), **given)
+def test_a_run_resumes_under_another_strategy(strategies: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
+    """Two steps under each strategy give one curve, and finally the weights of one process."""
+    options: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(strategies), **options)
     run = tmp_path / "moved"
     for number, strategy in enumerate(strategies):
-        on = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        more = {"steps": 2 * (number + 1), "resume": number > 0, **options}
         if strategy == "one":
-            fit(tiny_model_path, run, 1, **on)
+            fit(tiny_model_path, run, 1, **more)
             continue
-        said = on_ranks(2, lambda rank, on=on, by=strategy: weights(fit(tiny_model_path, run, 2, strategy=by, **on)))  # type: ignore[misc]
-        assert said[0] == said[1] and len(said[0]) == 64, said
+        results = on_ranks(
+            2,
+            lambda rank, more=more, by=strategy: weights(fit(tiny_model_path, run, 2, strategy=by, **more)),  # type: ignore[misc]
+        )
+        assert results[0] == results[1] and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(strategies))
     check_same_weights(whole, run)
 
 
 @pytest.mark.slow
-def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> None:
-    """The model is exported whole, evaluated by `Trainer.validate`, and trained further by another `Trainer.fit`."""
+def test_export_validate_and_another_fit_after_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> None:
+    """The model is exported whole, evaluated by `Trainer.validate`, and trained further by a second `Trainer.fit`."""
     whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2)
 
     def work(rank: int) -> str:
         module = fit(tiny_model_path, tmp_path / "two", 2, steps=2, strategy="fsdp2")
         gathered_at_once: list[int] = []
 
-        def counted(state: Any, keep: bool) -> dict[str, Any]:
+        def count_gathered(state: Any, keep: bool) -> dict[str, Any]:
             gathered_at_once.append(len(state))
             return gathered(state, keep)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trained, "gathered", counted)
+            patch.setattr(trained, "gathered", count_gathered)
             module.save_pretrained(tmp_path / "exported")
         assert set(gathered_at_once) == {1} and len(gathered_at_once) == len(module.policy.model.state_dict())
         trainer = module.trainer
@@ -159,8 +164,8 @@ def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> Non
         assert module.completed_steps == 4
         return f"{weights(module)} {sorted(rates[0])[:1]}"
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and "eval/" in said[0], said
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and "eval/" in results[0], results
     exported, one = load_model(str(tmp_path / "exported")).state_dict(), whole.policy.model.state_dict()
     assert exported.keys() == one.keys()
     assert all(exported[name].allclose(one[name], rtol=1e-4, atol=1e-5) for name in one)
@@ -172,7 +177,7 @@ def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> Non
     assert load_model(str(tmp_path / "exported")).generation_config.eos_token_id is not None
 
 
-# The base in the policy's type, low-rank weights in FP32, and everything else that can be sharded beside them.
+# LoRA: the frozen base weights have the policy's type, the low-rank weights are FP32.
 ADAPTED = ("adapter=lora", "adapter.rank=3", "optimizer.lr=3e-2")
 
 
@@ -189,25 +194,25 @@ ADAPTED = ("adapter=lora", "adapter.rank=3", "optimizer.lr=3e-2")
 def test_an_adapter_trains_on_two_ranks_as_on_one(
     more: Sequence[str], strategy: str, tiny_model_path: str, tmp_path: Path
 ) -> None:
-    """The same curve; checkpoints and exports of whole weights; the frozen ones bit for bit as they were."""
-    given: dict[str, Any] = {"overrides": [*ADAPTED, *more]}
-    whole = fit(tiny_model_path, tmp_path / "one", 1, **given)
+    """The curve, checkpoint and export match a run on one rank. Frozen weights stay bit for bit the same."""
+    options: dict[str, Any] = {"overrides": [*ADAPTED, *more]}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, **options)
     whole.save_pretrained(tmp_path / "exported one")
 
     def work(rank: int) -> str:
-        module = fit(tiny_model_path, tmp_path / "two", 2, strategy=strategy, **given)
+        module = fit(tiny_model_path, tmp_path / "two", 2, strategy=strategy, **options)
         module.save_pretrained(tmp_path / "exported two")
         module.save_pretrained(tmp_path / "adapter", adapter=True)
         return weights(module)
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
     one, two = (load_model(str(tmp_path / f"exported {name}")).state_dict() for name in ("one", "two"))
-    before = load_model(tiny_model_path).state_dict()
+    base = load_model(tiny_model_path).state_dict()
     for name, value in one.items():
         assert value.allclose(two[name], rtol=1e-4, atol=1e-5), name
-        assert torch.equal(two[name], before[name]) == ("_proj" not in name), name
+        assert torch.equal(two[name], base[name]) == ("_proj" not in name), name
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(saved) == 2 * 14
     checkpoint = saved_weights(tmp_path / "two")
@@ -216,17 +221,17 @@ def test_an_adapter_trains_on_two_ranks_as_on_one(
 
 
 @pytest.mark.slow
-def test_an_adapter_in_bf16_is_sharded_and_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
-    """Layers of two types, recomputed: sharded, gathered, saved, and resumed by one process."""
-    given: dict[str, Any] = {"overrides": [*ADAPTED, "precision=bf16", "kl=fixed", "batch.recompute=true"]}
+def test_an_adapter_in_bf16_is_sharded_and_resumes(tiny_model_path: str, tmp_path: Path) -> None:
+    """Layers with BF16 and FP32 weights, recomputed: sharded, gathered, saved, and resumed by one process."""
+    options: dict[str, Any] = {"overrides": [*ADAPTED, "precision=bf16", "kl=fixed", "batch.recompute=true"]}
 
     def work(rank: int) -> str:
-        module = fit(tiny_model_path, tmp_path / "run", 2, steps=2, strategy="fsdp2", **given)
+        module = fit(tiny_model_path, tmp_path / "run", 2, steps=2, strategy="fsdp2", **options)
         types = {name: value.dtype for name, value in gathered(module.policy.model.state_dict(), keep=True).items()}
         assert {types[name] for name in types if "base_layer" in name} == {torch.bfloat16}
         assert {types[name] for name in types if "base_layer" not in name} == {torch.float32}
         return weights(module)
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and len(said[0]) == 64, said
-    assert fit(tiny_model_path, tmp_path / "run", 1, steps=4, resume=True, **given).completed_steps == 4
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and len(results[0]) == 64, results
+    assert fit(tiny_model_path, tmp_path / "run", 1, steps=4, resume=True, **options).completed_steps == 4

@@ -1,4 +1,4 @@
-"""A model is sharded without any rank having it whole: each reads its own part of every weight from the folder."""
+"""Streamed loading: each rank of a sharded model reads only its own part of every weight from the folder."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from tests.examples import every
 from tests.families import FAMILIES, save
 from tests.helpers import SMALL, CountingTask, quiet
 
-# Whose weights are joined as they are loaded.
+# Families that join weights while they load them.
 CONVERTED = ("DeepSeek-V3", "Mixtral", "Qwen3-MoE")
 
 
 @pytest.mark.parametrize("family", every(3, sorted({*FAMILIES} - {*CONVERTED})))
-def test_what_is_read_in_parts_is_what_is_loaded(family: str, tmp_path: Path) -> None:
-    """Bit for bit: weights, tied ones, tables that no file holds, what is computed, the critic's, the fingerprint."""
+def test_weights_read_in_parts_equal_loaded_weights(family: str, tmp_path: Path) -> None:
+    """Equal bit for bit: weights, tied weights, buffers that no file holds, outputs, the critic, the fingerprint."""
     source = str(save(FAMILIES[family], tmp_path / "source"))
 
     def work(rank: int) -> str:
-        # In a process of its own: one that is forked from where gloo's threads were ends with a segmentation fault.
+        # In its own process: a process forked from one that had gloo's threads ends with a segmentation fault.
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
         check_parts(source, init_device_mesh("cpu", (1,)))
         return ""
@@ -66,23 +66,23 @@ def check_parts(source: str, mesh: DeviceMesh) -> None:
         names = names_in_files(root, model, files)
         shard(root, mesh)
         read_parts(root, names, files, torch.device("cpu"))
-        own, theirs = root.state_dict(), whole.state_dict()
-        assert own.keys() == theirs.keys(), name
-        assert all(torch.equal(whole_tensor(own[key]), theirs[key]) for key in theirs), name
-        own, theirs = dict(root.named_buffers()), dict(whole.named_buffers())
-        assert own.keys() == theirs.keys() and all(torch.equal(whole_tensor(own[key]), theirs[key]) for key in own)
+        ours, theirs = root.state_dict(), whole.state_dict()
+        assert ours.keys() == theirs.keys(), name
+        assert all(torch.equal(whole_tensor(ours[key]), theirs[key]) for key in theirs), name
+        ours, theirs = dict(root.named_buffers()), dict(whole.named_buffers())
+        assert ours.keys() == theirs.keys() and all(torch.equal(whole_tensor(ours[key]), theirs[key]) for key in ours)
         assert [key for key, _ in root.named_parameters()] == [key for key, _ in whole.named_parameters()]
-    body, plain_body = (each.model.base_model.eval() for each in roots["policy"])
+    body, plain_body = (root.model.base_model.eval() for root in roots["policy"])
     tokens = torch.arange(3, 33).reshape(2, 15)
     with torch.no_grad():
-        # The root gathers what is not in a layer: as an embedding would be in its own pass.
+        # Parameters outside of layers belong to the root, which gathers them only in its own forward pass.
         roots["policy"][0].unshard()  # type: ignore[operator]
         hidden = body(input_ids=tokens).last_hidden_state
         assert torch.equal(hidden, plain_body(input_ids=tokens).last_hidden_state)
 
 
-def test_of_a_hub_id_the_files_on_this_machine_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several files, as large models are."""
+def test_a_hub_id_reads_the_files_cached_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are in several files, as for large models."""
     home = tmp_path / "models--owner--name"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("abc")
@@ -91,9 +91,9 @@ def test_of_a_hub_id_the_files_on_this_machine_are_read(tmp_path: Path, monkeypa
     model.save_pretrained(home / "snapshots" / "abc", max_shard_size=50_000)  # type: ignore[operator]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    found = load_blank("owner/name")
-    assert isinstance(found, tuple)
-    blank, files = found
+    blank_and_files = load_blank("owner/name")
+    assert isinstance(blank_and_files, tuple)
+    blank, files = blank_and_files
     assert len({*files.file_of.values()}) > 2 and fingerprint(blank, files.read) == fingerprint(model)
 
 
@@ -104,24 +104,26 @@ def test_families_that_convert_weights_are_loaded_whole(family: str, tmp_path: P
     assert why == "its family converts weights while loading them" and not is_blank(model)
 
 
-def test_what_is_not_plain_is_loaded_whole(tiny_model_path: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """An adapter, .bin files, a tied weight twice, a weight under another name, tables computed in its own way."""
+def test_unsupported_weights_and_buffers_are_loaded_whole(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A tied weight stored twice, a renamed weight, .bin files, and buffers computed in an unknown way."""
     source = tmp_path / "source"
 
-    def why(change: Any) -> str:
+    def reason_after(change: Any) -> str:
         shutil.rmtree(source, ignore_errors=True)
         save(FAMILIES["Qwen3"], source)
         tensors = load_file(source / "model.safetensors")
         change(tensors)
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
-        found = load_blank(str(source))
-        assert isinstance(found, str)
-        return found
+        reason = load_blank(str(source))
+        assert isinstance(reason, str)
+        return reason
 
     tied = "model.embed_tokens.weight"
     assert isinstance(load_blank(tiny_model_path), tuple)
-    assert why(lambda tensors: tensors.update({"lm_head.weight": tensors[tied].clone()})).endswith("twice")
-    assert "under another name" in why(lambda tensors: tensors.pop("model.norm.weight"))
+    assert reason_after(lambda tensors: tensors.update({"lm_head.weight": tensors[tied].clone()})).endswith("twice")
+    assert "under another name" in reason_after(lambda tensors: tensors.pop("model.norm.weight"))
     torch.save(load_model(str(source)).state_dict(), source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
     assert load_blank(str(source)) == "its folder holds no safetensors"
@@ -138,11 +140,11 @@ def fit(
     callbacks: Sequence[Callback] = (), **options: Any,
 ) -> ScaleRL:  # fmt: skip
     torch.manual_seed(7)
-    given = [*SMALL, "precision=fp32", *overrides]
-    module = ScaleRL(path, "scalerl", given, load_tokenizer(path), streamed=streams)
+    all_overrides = [*SMALL, "precision=fp32", *overrides]
+    module = ScaleRL(path, "scalerl", all_overrides, load_tokenizer(path), streamed=streams)
     directory = run_dir / "checkpoints"
-    kept = [*callbacks, Evaluate(2, 2), RunLog(run_dir), ResumableCheckpoint(directory, 1000)]
-    trainer = Trainer(max_steps=steps, callbacks=kept, **{**quiet(), "enable_checkpointing": True, **options})
+    all_callbacks = [*callbacks, Evaluate(2, 2), RunLog(run_dir), ResumableCheckpoint(directory, 1000)]
+    trainer = Trainer(max_steps=steps, callbacks=all_callbacks, **{**quiet(), "enable_checkpointing": True, **options})
     newest = newest_checkpoint(directory).path if resume else None
     trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=newest, weights_only=True)
     return module
@@ -151,8 +153,8 @@ def fit(
 SHARDED: dict[str, Any] = {"devices": 2, "strategy": "fsdp2"}
 
 
-def counted(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
-    """The models that are loaded whole from now on in this process, and the bytes of each part that is read."""
+def count_reads(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+    """Record the models that are loaded whole from now on in this process, and the bytes of each part that is read."""
     loaded: list[str] = []
     parts: list[int] = []
     load, read = models.load_model, WeightFiles.read
@@ -174,14 +176,14 @@ def counted(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
 
 
 def check_same_either_way(work: Callable[[int, bool], str], folder: Path) -> None:
-    """Check that two ranks train to the same weights and records, bit for bit, from their parts as from the whole.
+    """Check that two ranks get the same weights and records, bit for bit, from streamed and from whole loading.
 
     Args:
-        work: trains on a rank, reading its parts or not, in the folder `False` or `True`; returns `weights`.
-        folder: that these are in.
+        work: trains on a rank, streamed or not, in the folder `True` or `False`; returns `weights`.
+        folder: parent of both folders.
     """
-    said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
-    assert said[0] == said[1] and said[0][0] == said[0][1] and len(said[0][0]) == 64, said
+    results = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
+    assert results[0] == results[1] and results[0][0] == results[0][1] and len(results[0][0]) == 64, results
     whole, parts = (read_journal(folder / f"{streams}") for streams in (False, True))
     assert whole.status == parts.status == "finished" and whole.deterministic() == parts.deterministic()
 
@@ -195,19 +197,21 @@ def check_same_either_way(work: Callable[[int, bool], str], folder: Path) -> Non
         pytest.param(("optimizer=adamw_bf16_kahan", "kl=fixed"), id="rounded weights, and a reference like them"),
     ],
 )
-def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
-    """And no rank reads more than its part, but rank 0 for its own generator."""
+def test_a_streamed_run_trains_the_same_bit_for_bit(
+    overrides: Sequence[str], tiny_model_path: str, tmp_path: Path
+) -> None:
+    """No rank reads more than its part, except rank 0, which loads the model for its generator."""
     whole = sum(parameter.nbytes for parameter in load_model(tiny_model_path).parameters())
     roots = 3 if overrides is EVERYTHING else 1 + ("kl=fixed" in overrides)
 
     def work(rank: int, streams: bool) -> str:
         with pytest.MonkeyPatch.context() as patch:
-            loaded, parts = counted(patch)
+            loaded, parts = count_reads(patch)
             module = fit(tiny_model_path, tmp_path / f"{streams}", streams, overrides, **SHARDED)
         if streams:
-            assert len(loaded) == (rank == 0)  # for its generator
+            assert len(loaded) == (rank == 0)  # rank 0, for its generator
             assert is_sharded(module.policy) and module.models.why_not_streamed is None
-            # The reference is read once more for its fingerprint, one weight after the other.
+            # The reference is read once more for its fingerprint, one weight at a time.
             assert sum(parts) < 0.6 * whole * roots + (whole if "kl=fixed" in overrides else 0)
         else:
             assert len(loaded) == 1
@@ -218,39 +222,39 @@ def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_
 
 
 @pytest.mark.slow
-def test_where_it_is_asked_for_in_vain_the_model_is_loaded(tiny_model_path: str, tmp_path: Path) -> None:
-    """By one process, and with an adapter; the run is told of it once, and learns as ever."""
+def test_the_model_is_loaded_whole_if_it_cannot_be_streamed(tiny_model_path: str, tmp_path: Path) -> None:
+    """A run of one process and a run with an adapter cannot stream. The run says why once and trains as usual."""
     plain = fit(tiny_model_path, tmp_path / "plain", False, steps=2)
     module = fit(tiny_model_path, tmp_path / "asked", True, steps=2)
     assert not is_blank(module.policy)
-    told = [line for line in module.began if "every rank reads the whole" in line]
-    assert len(told) == 1 and told[0].endswith('because only Trainer(strategy="fsdp2") shards it')
+    notices = [line for line in module.began if "every rank reads the whole" in line]
+    assert len(notices) == 1 and notices[0].endswith('because only Trainer(strategy="fsdp2") shards it')
     one, two = (read_journal(tmp_path / name) for name in ("plain", "asked"))
     assert one.deterministic() == two.deterministic()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
 
     def work(rank: int, by_callback: bool) -> str:
-        how: dict[str, Any] = {"callbacks": [LoRA()]} if by_callback else {"overrides": ["adapter=lora"]}
-        adapted = fit(tiny_model_path, tmp_path / f"adapted {by_callback}", True, steps=1, **how, **SHARDED)
+        adapter: dict[str, Any] = {"callbacks": [LoRA()]} if by_callback else {"overrides": ["adapter=lora"]}
+        adapted = fit(tiny_model_path, tmp_path / f"adapted {by_callback}", True, steps=1, **adapter, **SHARDED)
         assert has_adapter(adapted.policy.model)
         return str(adapted.models.why_not_streamed)
 
     for by_callback in (False, True):
-        said = on_ranks(2, lambda rank, by_callback=by_callback: work(rank, by_callback))  # type: ignore[misc]
-        assert said == ["it gets an adapter"] * 2
+        reasons = on_ranks(2, lambda rank, by_callback=by_callback: work(rank, by_callback))  # type: ignore[misc]
+        assert reasons == ["it gets an adapter"] * 2
 
 
 @pytest.mark.slow
-def test_a_streamed_run_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
-    """From its folder, with a reference that is known by what it began with."""
-    given: dict[str, Any] = {"overrides": ["kl=fixed"]}
-    fit(tiny_model_path, tmp_path / "one", False, **given)
+def test_a_streamed_run_resumes(tiny_model_path: str, tmp_path: Path) -> None:
+    """It resumes from its checkpoint folder, with a reference that is identified by its initial weights."""
+    options: dict[str, Any] = {"overrides": ["kl=fixed"]}
+    fit(tiny_model_path, tmp_path / "one", False, **options)
     for steps in (2, 4):
 
         def work(rank: int, steps: int = steps) -> str:
-            module = fit(tiny_model_path, tmp_path / "run", True, steps=steps, resume=steps > 2, **given, **SHARDED)
+            module = fit(tiny_model_path, tmp_path / "run", True, steps=steps, resume=steps > 2, **options, **SHARDED)
             return weights(module)
 
-        said = on_ranks(2, work)
-        assert said[0] == said[1] and len(said[0]) == 64, said
+        results = on_ranks(2, work)
+        assert results[0] == results[1] and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "run"), steps=4)

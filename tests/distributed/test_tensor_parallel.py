@@ -1,4 +1,4 @@
-"""Layers split over tensor-parallel ranks train as whole ones do, and their checkpoints fit any strategy."""
+"""Tensor parallelism: split layers train as whole ones do, and their checkpoints fit any strategy."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from tests.examples import every
 from tests.families import FAMILIES, save
 from tests.helpers import CountingTask, quiet
 
-# With plans that are followed; Gemma2 caps its logits, Granite scales them, OLMo2's vocabulary is odd.
+# Families with a supported plan. Gemma2 caps its logits, Granite scales them, OLMo2 has an odd vocabulary size.
 SPLIT = ("Gemma2", "Granite", "Qwen3", "Llama", "OLMo2", "Qwen2", "Phi3", "Mistral")
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama of the arithmetic task with four attention heads, and two of keys and values."""
+    """A random Llama for the arithmetic task, with four attention heads and two key-value heads."""
     torch.manual_seed(3)
     words = tokenizer()
     config = LlamaConfig(
@@ -73,11 +73,11 @@ def split(partners: int = 2, **given: Any) -> ShardedStrategy:
     return ShardedStrategy(tensor_parallel=partners, **given)
 
 
-# --- models by themselves -----------------------------------------------------------------------------------------
+# --- models without a run -----------------------------------------------------------------------------------------
 
 
 def on_mesh(tmp_path: Path, others: int, partners: int, work: Callable[[DeviceMesh], None]) -> None:
-    """Do `work` on the ranks of a mesh of two dimensions, and raise what any of them raises."""
+    """Run `work` on every rank of a mesh of `others` x `partners`. An error on any rank fails the test."""
 
     def on_one(rank: int) -> str:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=others * partners)
@@ -88,54 +88,56 @@ def on_mesh(tmp_path: Path, others: int, partners: int, work: Callable[[DeviceMe
     assert on_ranks(others * partners, on_one) == [""] * (others * partners)
 
 
-def scored(root: nn.Module, entropy_gradient: bool) -> tuple[Tensor, ...]:
-    """What a policy or critic returns for some rows, after two passes forward and backward."""
-    for _ in range(2):  # gradients add up
+def outputs_after_passes(root: nn.Module, entropy_gradient: bool) -> tuple[Tensor, ...]:
+    """Return the outputs of a policy or critic for some rows, after two forward and backward passes."""
+    for _ in range(2):  # two passes, so that gradients accumulate
         if isinstance(root, ValueModel):
-            found: tuple[Tensor, ...] = (root(batch_of(4)),)
+            outputs: tuple[Tensor, ...] = (root(batch_of(4)),)
         else:
-            found = root(batch_of(4), entropy_gradient=entropy_gradient)
-        loss = sum(value.exp().sum() for value in found if value.requires_grad)
+            outputs = root(batch_of(4), entropy_gradient=entropy_gradient)
+        loss = sum(value.exp().sum() for value in outputs if value.requires_grad)
         assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
-    return tuple(value.detach() for value in found)
+    return tuple(value.detach() for value in outputs)
 
 
 def check_alike(root: nn.Module, plain: nn.Module, mesh: DeviceMesh, entropy_gradient: bool = False) -> None:
-    """Split and shard `root`, and check values, gradients and their norm against the same model whole."""
+    """Split and shard `root`, and compare values, gradients and their norm with `plain`, the same model whole."""
     parallelize(root, mesh["tensor_parallel"])
     shard(root, mesh["data_parallel"])
     with torch.no_grad():
-        for (name, own), value in zip(root.state_dict().items(), plain.state_dict().values(), strict=True):
-            assert torch.equal(whole_tensor(own), value), name
-    for own, value in zip(scored(root, entropy_gradient), scored(plain, entropy_gradient), strict=True):
-        assert own.allclose(value, rtol=1e-6, atol=4e-6)
-    others = mesh.size(0)  # each has computed the same rows, and FSDP sums
-    theirs = dict(plain.named_parameters())
+        for (name, split), value in zip(root.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(whole_tensor(split), value), name
+    for split, value in zip(
+        outputs_after_passes(root, entropy_gradient), outputs_after_passes(plain, entropy_gradient), strict=True
+    ):
+        assert split.allclose(value, rtol=1e-6, atol=4e-6)
+    others = mesh.size(0)  # all data-parallel ranks compute the same rows, and FSDP sums their gradients
+    whole_parameters = dict(plain.named_parameters())
     for name, parameter in root.named_parameters():
-        assert (parameter.grad is None) == (theirs[name].grad is None), name
+        assert (parameter.grad is None) == (whole_parameters[name].grad is None), name
         if parameter.grad is not None:
-            expected = theirs[name].grad * others  # type: ignore[operator]
+            expected = whole_parameters[name].grad * others  # type: ignore[operator]
             gap = (whole_tensor(parameter.grad) - expected).abs().max()
             assert gap <= 5e-6 * expected.abs().max(), f"{name}: {gap}"
-    norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (root, plain))
+    norm, expected = (nn.utils.clip_grad_norm_(model.parameters(), 1.0) for model in (root, plain))
     assert float(whole_tensor(norm)) == pytest.approx(float(expected) * others, rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", every(4, SPLIT, pytest.mark.full))
 def test_families_that_have_a_plan_compute_the_same(family: str, tmp_path: Path) -> None:
-    """Log-probabilities, entropies, values and all gradients: norms beside and between, tied weights, capped logits."""
+    """Log-probabilities, entropies, values and all gradients, also with tied weights and capped logits."""
     path = str(save(FAMILIES[family], tmp_path / "model"))
 
     def work(mesh: DeviceMesh) -> None:
         model, plain = load_model(path), load_model(path)
         check_tensor_parallel(model, 2)
-        critics = [ValueModel(each, Precision("fp32")) for each in (model, plain)]
+        critics = [ValueModel(either, Precision("fp32")) for either in (model, plain)]
         for critic in critics:
             torch.manual_seed(0)
             nn.init.normal_(critic.head.weight, std=0.1)
-        check_alike(*(Policy(each, Precision("fp32"), 0.7) for each in (model, plain)), mesh, True)
+        check_alike(*(Policy(either, Precision("fp32"), 0.7) for either in (model, plain)), mesh, True)
         tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight  # type: ignore[operator]
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied  # type: ignore[operator]
         check_alike(*critics, mesh)
@@ -155,8 +157,8 @@ def test_two_by_two_compute_the_same(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [24, 25], ids=["split", "odd, so whole"])
-def test_the_head_by_parts_of_the_vocabulary(vocabulary: int, tmp_path: Path) -> None:
-    """Values and gradients of the plain head, with bias, cap, temperature and chunks; no rank makes all logits."""
+def test_a_head_split_over_the_vocabulary_computes_the_same(vocabulary: int, tmp_path: Path) -> None:
+    """No rank has all logits. Values and gradients match the whole head, with bias, cap, temperature and chunks."""
 
     def work(mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
@@ -175,10 +177,10 @@ def test_the_head_by_parts_of_the_vocabulary(vocabulary: int, tmp_path: Path) ->
         widths: set[int] = set()
         logits = head.head_logits
 
-        def seen(*given: Any) -> Tensor:
-            found = logits(*given)
-            widths.add(found.shape[-1])
-            return found
+        def counted_logits(*given: Any) -> Tensor:
+            values = logits(*given)
+            widths.add(values.shape[-1])
+            return values
 
         for entropy_gradient in (False, True):
             results = []
@@ -186,7 +188,7 @@ def test_the_head_by_parts_of_the_vocabulary(vocabulary: int, tmp_path: Path) ->
                 states = hidden.clone().requires_grad_()
                 each.zero_grad()
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(head, "head_logits", seen if each is model else logits)
+                    patch.setattr(head, "head_logits", counted_logits if each is model else logits)
                     patch.setattr("lightning_scalerl.model.policy.MAX_LOGITS", (3 if each is model else 7) * vocabulary)
                     policy = Policy(each, Precision("fp32"), 0.7)
                     logprobs, entropies = policy._score(states, wanted, policy.precision, entropy_gradient)
@@ -198,14 +200,14 @@ def test_the_head_by_parts_of_the_vocabulary(vocabulary: int, tmp_path: Path) ->
                 assert own.shape == expected.shape
                 assert (own - expected).abs().max() <= 1e-6 * expected.abs().max().clamp(min=1.0)
             assert results[1][3].abs().max() > 0.1
-        assert widths == ({12} if vocabulary == 24 else set())  # a whole one in chunks: `chunked_head` makes its own
+        assert widths == ({12} if vocabulary == 24 else set())  # a whole head in chunks does not call `head_logits`
 
     on_mesh(tmp_path, 1, 2, work)
 
 
 @pytest.mark.slow
-def test_parts_of_uneven_weights(tmp_path: Path) -> None:
-    """On two dimensions: gathered whole, cut by others as they are, and put back."""
+def test_uneven_weights_are_gathered_and_cut_again(tmp_path: Path) -> None:
+    """On a mesh of two dimensions, weights can be gathered, cut like another tensor, and put back in place."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -220,18 +222,18 @@ def test_parts_of_uneven_weights(tmp_path: Path) -> None:
         )
         shard(model, mesh["data_parallel"])
         whole = plain.state_dict()
-        for name, own in model.state_dict().items():
-            assert isinstance(own, DTensor) and own.device_mesh.ndim == 2
-            assert torch.equal(whole_tensor(own), whole[name]), name
-            again = part_like(whole[name], own)
-            assert again.placements == own.placements and torch.equal(again.to_local(), own.to_local()), name
-            part, place = own_part(own)
+        for name, split in model.state_dict().items():
+            assert isinstance(split, DTensor) and split.device_mesh.ndim == 2
+            assert torch.equal(whole_tensor(split), whole[name]), name
+            rebuilt = part_like(whole[name], split)
+            assert rebuilt.placements == split.placements and torch.equal(rebuilt.to_local(), split.to_local()), name
+            part, place = own_part(split)
             assert place is not None and torch.equal(whole[name][place], part), name
 
     on_mesh(tmp_path, 2, 2, work)
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- refused models and settings ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -243,13 +245,13 @@ def test_parts_of_uneven_weights(tmp_path: Path) -> None:
         ("Cohere", "splits layers beside model.layers.0.self_attn.q_norm, of which it says nothing"),
     ],
 )
-def test_models_that_cannot_be_split(family: str, why: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_split_are_refused(family: str, why: str, tmp_path: Path) -> None:
     model = load_model(str(save(FAMILIES[family], tmp_path / "model")))
     with pytest.raises(ConfigurationError, match=f"^strategy.tensor_parallel: 2.*{why}.*; give .*1$"):
         check_tensor_parallel(model, 2)
 
 
-def test_layers_that_are_not_divided(model_path: str) -> None:
+def test_sizes_that_are_not_divisible_are_refused(model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 4 .*num_key_value_heads=2; give"):
         check_tensor_parallel(load_model(model_path), 4)
     odd = LlamaForCausalLM(small(intermediate_size=45))
@@ -258,20 +260,22 @@ def test_layers_that_are_not_divided(model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are not divided, no number, dropout, an adapter: each in one line, before a step."""
-    for given in (0, True, "2"):
+def test_settings_that_cannot_be_combined_are_refused(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad numbers, indivisible numbers of ranks, dropout and an adapter give a one-line error before the first step."""
+    for bad_settings in (0, True, "2"):
         with pytest.raises(
             ConfigurationError, match=r"^strategy.tensor_parallel: .* must be a whole number, 1 or more"
         ):
-            ShardedStrategy(tensor_parallel=given)  # type: ignore[arg-type]
+            ShardedStrategy(tensor_parallel=bad_settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 2 does not divide the 1 device\(s\)"):
         trainer_settings("fsdp2", checkpoint="shards", tensor_parallel=2)
     assert trainer_settings("fsdp2", tensor_parallel=1)
     with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 0 must be a whole number, 1 or more"):
         plan_members([["recipe=scalerl", "strategy=fsdp2", "strategy.tensor_parallel=0"]])
-    (plain,), (apart,) = (plan_members([["recipe=scalerl", *more]]) for more in ([], [*SPLIT_IN_TWO]))
-    assert plain.run == apart.run
+    (plain,), (split_member,) = (plan_members([["recipe=scalerl", *more]]) for more in ([], [*SPLIT_IN_TWO]))
+    assert plain.run == split_member.run
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -282,15 +286,15 @@ def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monke
         "the model has an adapter": {"strategy": split, "overrides": ["adapter=lora"]},
         "optimizer.dropout is on": {"strategy": split, "dropout": 0.1},
     }
-    for why, given in refused.items():
+    for reason, bad_settings in refused.items():
 
-        def work(rank: int, given: Any = given) -> str:
-            fit(model_path, tmp_path / "run", 2, **{**given, "strategy": given["strategy"]()})
+        def work(rank: int, bad_settings: Any = bad_settings) -> str:
+            fit(model_path, tmp_path / "run", 2, **{**bad_settings, "strategy": bad_settings["strategy"]()})
             return "trained"
 
-        said = on_ranks(2, work)
-        assert all(line.startswith("ConfigurationError: strategy.tensor_parallel: ") for line in said), said
-        assert all(why in line and "; give " in line for line in said), said
+        results = on_ranks(2, work)
+        assert all(line.startswith("ConfigurationError: strategy.tensor_parallel: ") for line in results), results
+        assert all(reason in line and "; give " in line for line in results), results
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -298,26 +302,26 @@ def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_two_partners_train_as_one(model_path: str, tmp_path: Path) -> None:
-    """The same rollouts, loss, gradient norm, entropies, clipping and counters; half of each split weight each."""
-    given: dict[str, Any] = {"steps": 3, "overrides": ["optimizer.lr=1e-2"]}
-    one = fit(model_path, tmp_path / "one", 1, callbacks=callbacks(), **given)
+    """Rollouts, losses, gradient norms and counters match a run on one rank. Each rank has half of a split weight."""
+    options: dict[str, Any] = {"steps": 3, "overrides": ["optimizer.lr=1e-2"]}
+    one = fit(model_path, tmp_path / "one", 1, callbacks=callbacks(), **options)
 
     def work(rank: int) -> str:
         warnings: list[logging.LogRecord] = []
         handler = logging.Handler()
         handler.emit = warnings.append  # type: ignore[method-assign]
         logging.getLogger(_redistribute.__name__).addHandler(handler)
-        module = fit(model_path, tmp_path / "two", 2, callbacks=callbacks(), strategy=split(), **given)
+        module = fit(model_path, tmp_path / "two", 2, callbacks=callbacks(), strategy=split(), **options)
         digest = weights(module)
-        assert not warnings  # torch's, where it sums or gathers over one dimension at a time
+        assert not warnings  # torch would warn if it summed or gathered over one dimension at a time
         for name, parameter in module.policy.named_parameters():
             assert isinstance(parameter, DTensor)
             share = 1 if "norm" in name else 2
             assert parameter.to_local().numel() * share == parameter.numel(), name
         return digest
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and len(results[0]) == 64, results
     view = read_journal(tmp_path / "two")
     assert view.status == "finished"
     check_same_curve(read_journal(tmp_path / "one"), view, steps=3)
@@ -329,10 +333,10 @@ def test_two_partners_train_as_one(model_path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("overrides", [("resampling=uniform",), EVERYTHING], ids=["alone", "a critic and a reference"])
 def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_path: Path) -> None:
     """Twenty steps on four ranks."""
-    given: dict[str, Any] = {"steps": 20, "overrides": overrides}
-    one = fit(model_path, tmp_path / "one", 1, **given)
-    said = on_ranks(4, lambda rank: weights(fit(model_path, tmp_path / "four", 4, strategy=split(), **given)))
-    assert set(said) == {said[0]} and len(said[0]) == 64, said
+    options: dict[str, Any] = {"steps": 20, "overrides": overrides}
+    one = fit(model_path, tmp_path / "one", 1, **options)
+    results = on_ranks(4, lambda rank: weights(fit(model_path, tmp_path / "four", 4, strategy=split(), **options)))
+    assert set(results) == {results[0]} and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "four"), steps=20)
     check_same_weights(one, tmp_path / "four")
 
@@ -348,47 +352,47 @@ def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_
         pytest.param(("fsdp2", "two by two", "split whole", "ddp"), id="back", marks=pytest.mark.full),
     ],
 )
-def test_a_run_goes_on_in_another_layout(layouts: Sequence[str], model_path: str, tmp_path: Path) -> None:
-    """Two steps in each: one curve, and in the end the weights of one process."""
-    given: dict[str, Any] = {"overrides": EVERYTHING}
-    whole = fit(model_path, tmp_path / "one", 1, steps=2 * len(layouts), **given)
+def test_a_run_resumes_in_another_layout(layouts: Sequence[str], model_path: str, tmp_path: Path) -> None:
+    """Two steps in each layout give one curve, and finally the weights of one process."""
+    options: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(model_path, tmp_path / "one", 1, steps=2 * len(layouts), **options)
     run = tmp_path / "moved"
-    by: dict[str, Callable[[], Any]] = {
+    strategies: dict[str, Callable[[], Any]] = {
         "ddp": lambda: "ddp", "fsdp2": lambda: "fsdp2", "split": split, "two by two": split,
         "split whole": lambda: split(checkpoint="whole"),
     }  # fmt: skip
     for number, layout in enumerate(layouts):
-        on = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        fit_options = {"steps": 2 * (number + 1), "resume": number > 0, **options}
         if layout == "one":
-            fit(model_path, run, 1, **on)
+            fit(model_path, run, 1, **fit_options)
             continue
         ranks = 4 if layout == "two by two" else 2
 
-        def work(rank: int, on: Any = on, layout: str = layout, ranks: int = ranks) -> str:
-            return weights(fit(model_path, run, ranks, strategy=by[layout](), **on))
+        def work(rank: int, fit_options: Any = fit_options, layout: str = layout, ranks: int = ranks) -> str:
+            return weights(fit(model_path, run, ranks, strategy=strategies[layout](), **fit_options))
 
-        said = on_ranks(ranks, work)
-        assert set(said) == {said[0]} and len(said[0]) == 64, said
+        results = on_ranks(ranks, work)
+        assert set(results) == {results[0]} and len(results[0]) == 64, results
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(layouts))
     check_same_weights(whole, run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_activations_are_recomputed(precision: str, model_path: str, tmp_path: Path) -> None:
-    """Through layers in parts, collectives included; in BF16 partners have the same weights."""
-    given: dict[str, Any] = {"overrides": [*EVERYTHING, "batch.recompute=true", f"precision={precision}"], "steps": 2}
-    said = on_ranks(2, lambda rank: weights(fit(model_path, tmp_path / "two", 2, strategy=split(), **given)))
-    assert said[0] == said[1] and len(said[0]) == 64, said
-    one = fit(model_path, tmp_path / "one", 1, **given)
+def test_recomputed_activations_train_the_same(precision: str, model_path: str, tmp_path: Path) -> None:
+    """Recomputation covers split layers and their collectives. In BF16 both ranks end with the same weights."""
+    options: dict[str, Any] = {"overrides": [*EVERYTHING, "batch.recompute=true", f"precision={precision}"], "steps": 2}
+    results = on_ranks(2, lambda rank: weights(fit(model_path, tmp_path / "two", 2, strategy=split(), **options)))
+    assert results[0] == results[1] and len(results[0]) == 64, results
+    one = fit(model_path, tmp_path / "one", 1, **options)
     if precision == "fp32":
         check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=2)
         check_same_weights(one, tmp_path / "two")
 
 
 @pytest.mark.full
-def test_weights_are_read_in_parts(model_path: str, tmp_path: Path) -> None:
-    """From the folder, bit for bit, onto two dimensions; and the head is checked before the first step."""
+def test_streamed_weights_train_the_same(model_path: str, tmp_path: Path) -> None:
+    """Weights streamed onto a mesh of two dimensions train bit for bit the same. The head is checked before that."""
     overrides = ("kl=fixed", "critic=value_network", "advantage=gae", "filter=none", "batch.packed=true")
 
     def work(rank: int, streams: bool) -> str:
@@ -410,25 +414,25 @@ def test_weights_are_read_in_parts(model_path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_follows_a_fit_in_parts(model_path: str, tmp_path: Path) -> None:
-    """The model is exported whole and trained further; another number of partners is refused."""
+def test_export_and_another_fit_after_a_split_fit(model_path: str, tmp_path: Path) -> None:
+    """The model is exported whole and trained further. Another number of partners is refused."""
     whole = fit(model_path, tmp_path / "one", 1, steps=2)
 
     def work(rank: int) -> str:
         module = fit(model_path, tmp_path / "two", 2, steps=2, strategy=split())
         module.save_pretrained(tmp_path / "exported")
-        again = Trainer(max_steps=4, strategy=split(), devices=2, **quiet())
-        again.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        second = Trainer(max_steps=4, strategy=split(), devices=2, **quiet())
+        second.fit(module, datamodule=RolloutDataModule(CountingTask()))
         assert module.completed_steps == 4
-        found = weights(module)
+        digest = weights(module)
         with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 1, and an earlier fit .* over 2"):
-            other = Trainer(max_steps=6, strategy="fsdp2", devices=2, **quiet())
-            other.fit(module, datamodule=RolloutDataModule(CountingTask()))
-        dist.barrier()  # the store by which the other rank meets ends with this process
-        return found
+            third = Trainer(max_steps=6, strategy="fsdp2", devices=2, **quiet())
+            third.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        dist.barrier()  # the rendezvous store, which the other rank still needs, ends with this process
+        return digest
 
-    said = on_ranks(2, work)
-    assert said[0] == said[1] and len(said[0]) == 64, said
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and len(results[0]) == 64, results
     exported, one = load_model(str(tmp_path / "exported")).state_dict(), whole.policy.model.state_dict()
     assert exported.keys() == one.keys()
     assert all(exported[name].allclose(one[name], rtol=1e-4, atol=1e-5) for name in one)

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Calculator:
-    """In TRL's form, as its documentation writes one: `reset(**row)`, tools, `get_reward()`."""
+    """TRL's form, as in its documentation: `reset(**row)`, tools, `get_reward()`."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -66,7 +66,7 @@ class Calculator:
 
 
 class SelfSampled:
-    """In TRL's form, with a task of its own: `reset` draws it, and returns the prompt."""
+    """TRL's form with its own task: `reset` draws it and returns the prompt."""
 
     def reset(self, **kwargs: Any) -> str | None:
         self.total, self.wanted = 0, random.randint(2, 9)
@@ -90,7 +90,7 @@ class SelfSampled:
 
 
 class Obedient:
-    """In text form: does what it is told."""
+    """Text form. The first word of each text says what to do."""
 
     def reset(self, seed: int) -> str:
         self.seed, self.turns = seed, 0

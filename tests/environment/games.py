@@ -1,4 +1,4 @@
-"""Environments in text form for whole runs. Nothing here imports this project."""
+"""Environments in text form for tests of whole runs. Nothing here imports this project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST = 3
 
 
 class Adding:
-    """Says a sum after each turn; the reward is for odd digits. Over after three turns, or at a 9."""
+    """Answers each turn with a sum and rewards odd digits. Over after three turns or at a 9."""
 
     seconds = 0.02
 
@@ -26,13 +26,13 @@ class Adding:
 
 
 class AddingOnce(Adding):
-    """The same, but it says that it cannot be replayed."""
+    """`Adding`, but declared as not replayable."""
 
     replayable = False
 
 
 class Failing(Adding):
-    """Fails in one of several ways, by the text."""
+    """`Adding`, but some turns fail; the text decides in which way."""
 
     def step(self, text: str) -> Any:
         ways = ("hang", "die", "flood", "raise", "shape", *("none" for _ in range(23)))
@@ -51,6 +51,6 @@ class Failing(Adding):
 
 
 class Slow(Adding):
-    """The same, but an answer takes an hour of virtual time."""
+    """`Adding`, but each answer takes an hour of virtual time."""
 
     seconds = 3600.0

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: a round trip for good ones, one line for bad ones, and never an exception."""
+"""Tool calls as models write them: valid calls are parsed back, bad ones give a one-line error, none raises."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.examples import examples
 
 
 def schema(name: str, **types: str) -> dict[str, Any]:
-    properties = {each: {"type": kind, "description": "it"} for each, kind in types.items()}
+    properties = {argument: {"type": kind, "description": "it"} for argument, kind in types.items()}
     parameters = {"type": "object", "properties": properties, "required": [*types][:1]}
     return {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": parameters}}
 
 
 TOOLS = [schema("add", a="integer", b="integer"), schema("calculate", text="string"), schema("look")]
-# Also those that hold the marks of a convention.
+# Texts may contain the markers of a convention.
 texts = st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "</call>", '"', "(", ")"])).map("".join)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | texts | st.floats(allow_nan=False, width=32),
@@ -41,7 +41,7 @@ values = st.recursive(
 @pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS)
 @settings(max_examples=examples(200))
 @given(data=st.data(), around=st.text(alphabet="ab<>{ \n", max_size=5))
-def test_a_call_comes_back_as_it_was_written(convention: Convention, data: st.DataObject, around: str) -> None:
+def test_a_written_call_is_parsed_back(convention: Convention, data: st.DataObject, around: str) -> None:
     calls = []
     for _ in range(1 if convention is LLAMA else data.draw(st.integers(1, 3))):
         call = data.draw(
@@ -65,7 +65,7 @@ PIECES = [
 @pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS)
 @settings(max_examples=examples(400))
 @given(text=st.text() | st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
-def test_any_text_is_read_and_what_is_wrong_is_said_in_one_line(convention: Convention, text: str) -> None:
+def test_any_text_is_parsed_and_errors_are_one_line(convention: Convention, text: str) -> None:
     for call in convention.parse(text, TOOLS):
         if call.error:
             assert call.error.startswith("error: ") and len(call.error.splitlines()) == 1 and len(call.error) < 400
@@ -106,12 +106,12 @@ def test_deep_and_long_calls_are_malformed(convention: Convention) -> None:
         (PLAIN, "<call>add(1, 2, 3)</call>", "it has 3 arguments, and add takes 2"),
     ],
 )
-def test_malformed(convention: Convention, text: str, why: str) -> None:
+def test_malformed_calls_have_an_error(convention: Convention, text: str, why: str) -> None:
     (call,) = convention.parse(text, TOOLS)
     assert why in call.error
 
 
-def test_the_line_on_a_long_name_is_short() -> None:
+def test_the_error_about_a_long_name_is_short() -> None:
     (call,) = HERMES.parse(f'<tool_call>{{"name": "{"x" * 10000}"}}</tool_call>', TOOLS)
     assert len(call.error) < 200
 
@@ -126,11 +126,11 @@ def test_a_text_need_not_be_quoted_if_it_is_the_only_argument() -> None:
     assert PLAIN.parse("<call> calculate((3 + 4) * 2) </call>", TOOLS) == [Call("calculate", {"text": "(3 + 4) * 2"})]
 
 
-def test_python_tag_of_llama() -> None:
+def test_llamas_python_tag_is_accepted() -> None:
     assert LLAMA.parse('<|python_tag|>{"name": "look"}', TOOLS) == [Call("look", {})]
 
 
-def test_the_convention_is_that_of_the_template() -> None:
+def test_the_convention_is_recognized_from_the_template() -> None:
     assert convention_of("{% if tools %}write <tool_call>{...}</tool_call>{% endif %}") == "hermes"
     assert convention_of('{% if tools %}{"name": .., "parameters": ..} ipython{% endif %}') == "llama"
     assert convention_of("{{ messages }}") == "plain" == convention_of(None)

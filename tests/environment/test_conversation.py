@@ -1,4 +1,4 @@
-"""A whole conversation: the model's tokens stay as sampled, calls are parsed and made, answers are appended."""
+"""A whole conversation with a tool: sampled tokens are kept, calls are parsed and made, answers are appended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_scalerl.model.turns import Turns
 from tests.environment.environments_for_tests import Calculator
 from tests.families import QWEN2, tokenizer_of
 
-# As Qwen2.5 has it, in short.
+# A short form of Qwen2.5's template.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Write <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
@@ -20,7 +20,7 @@ TEMPLATE = (
     "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# A malformed call, a good one whose JSON no renderer would write so, and an answer.
+# A malformed call, a valid call whose JSON no renderer would write like this, and an answer.
 SAMPLED = (
     '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>',
     'Again. <tool_call>{"arguments":{"b":4,   "a":3},"name":"add"}</tool_call>',
@@ -46,7 +46,7 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
     tokens: list[int] = tokenizer(rendering.conversation(messages, declared.tools), add_special_tokens=False).input_ids
     mask = [False] * len(tokens)
     for text in SAMPLED:
-        # Character by character: no tokenizer would write the text so, and a model may.
+        # Character by character: a model may sample tokens that no tokenizer would produce for the text.
         sampled = [*(token for sign in text for token in tokenizer(sign, add_special_tokens=False).input_ids), end]
         messages.append({"role": "assistant", "content": text})
         tokens, mask = [*tokens, *sampled], [*mask, *(True for _ in sampled)]
@@ -65,6 +65,8 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
     assert messages[4]["content"] == "7"
     whole: str = rendering.conversation(messages, declared.tools).removesuffix("\n<|im_start|>assistant\n")
     assert tokenizer.decode(tokens) == whole
-    assert len(tokens) > len(tokenizer(whole, add_special_tokens=False).input_ids), "kept as sampled"
-    of_the_model = [token for token, is_sampled in zip(tokens, mask, strict=True) if is_sampled]
-    assert tokenizer.decode(of_the_model) == "".join(f"{text}<|im_end|>" for text in SAMPLED)
+    assert len(tokens) > len(tokenizer(whole, add_special_tokens=False).input_ids), (
+        "sampled tokens are not replaced by the tokenizer's"
+    )
+    model_tokens = [token for token, is_sampled in zip(tokens, mask, strict=True) if is_sampled]
+    assert tokenizer.decode(model_tokens) == "".join(f"{text}<|im_end|>" for text in SAMPLED)

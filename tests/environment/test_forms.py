@@ -1,4 +1,4 @@
-"""The user's two forms behind our protocol, in this process."""
+"""TRL's form and the text form of environments, wrapped for our protocol, in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.environment.environments_for_tests import Calculator, Obedient
 
 
 class Walk:
-    """In TRL's form, with a tool and a column that are called as the text form's are."""
+    """TRL's form, with a tool `step` and a column `seed`, names that the text form also uses."""
 
     start: Any = None
     reward: Any = None
@@ -29,7 +29,7 @@ class Walk:
         return self.reward
 
 
-def test_forms_are_told_by_their_signatures() -> None:
+def test_forms_are_recognized_by_their_signatures() -> None:
     assert form_of(Calculator()) == "tools" == form_of(Walk()) and form_of(Obedient()) == "text"
     with pytest.raises(ConfigurationError, match="int has no method reset"):
         wrap(3)
@@ -61,7 +61,7 @@ def test_what_reset_may_return(monkeypatch: pytest.MonkeyPatch, start: Any, expe
 @pytest.mark.parametrize(
     ("reward", "fine"), [(None, True), (1, True), (True, True), (float("inf"), False), ("1", False)]
 )
-def test_rewards(monkeypatch: pytest.MonkeyPatch, reward: Any, fine: bool) -> None:
+def test_which_rewards_are_valid(monkeypatch: pytest.MonkeyPatch, reward: Any, fine: bool) -> None:
     monkeypatch.setattr(Walk, "reward", reward)
     if fine:
         assert wrap(Walk()).finish() == Observation(reward=reward, terminated=True)
@@ -70,21 +70,25 @@ def test_rewards(monkeypatch: pytest.MonkeyPatch, reward: Any, fine: bool) -> No
         wrap(Walk()).finish()
 
 
-def test_a_tool_without_memory_is_a_failure_of_the_process() -> None:
+def test_a_tool_that_runs_out_of_memory_raises() -> None:
     with pytest.raises(MemoryError):
         wrap(Walk()).step(Turn("", [Call("step", {"text": ""})]))
 
 
-def test_private_methods_are_no_tools() -> None:
-    found = wrap(Calculator()).step(Turn("", [Call("_not_a_tool"), Call("get_reward"), Call("reset")]))
-    assert found.malformed == 3 and found.raised == 0 and found.texts[0] == "error: there is no tool '_not_a_tool'"
+def test_private_and_protocol_methods_are_not_tools() -> None:
+    observation = wrap(Calculator()).step(Turn("", [Call("_not_a_tool"), Call("get_reward"), Call("reset")]))
+    assert (
+        observation.malformed == 3
+        and observation.raised == 0
+        and observation.texts[0] == "error: there is no tool '_not_a_tool'"
+    )
 
 
-def test_texts_are_cut_together() -> None:
+def test_the_character_limit_covers_all_texts_of_a_turn() -> None:
     worker = Worker({"": Calculator}, most_characters=5)
     worker.open("", {"answer": 1}, 0, None)
-    found = worker.step(Turn("", [Call("later", {"text": "abcd"}), Call("later", {"text": "efgh"})]))
-    assert found.texts == ("abcd", "e [3 characters cut]") and found.cut == 3
+    observation = worker.step(Turn("", [Call("later", {"text": "abcd"}), Call("later", {"text": "efgh"})]))
+    assert observation.texts == ("abcd", "e [3 characters cut]") and observation.cut == 3
 
 
 @pytest.mark.parametrize(("name", "value"), [("replayable", "no"), ("seconds", -1.0), ("seconds", True)])

@@ -1,4 +1,4 @@
-"""Whole runs with environments: what is trained on, limits, failures, and kill -9 in the middle of a turn."""
+"""Whole runs with environments: training data, limits, failures, and kill -9 in the middle of a turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.member.test_kill import kill_controller, run_here
 from tests.place import STEPS, Place, lines, wait_until
 
 GAMES = "tests.environment.games"
-WITH = (
+ENVIRONMENT = (
     f"environment.factory={GAMES}:Adding",
     "environment.processes=2",
     "context.max_new_tokens=24",
@@ -38,12 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         return arithmetic_base_model(width=32, layers=1, batches=2)
 
 
-def trained(model: str, *overrides: str, steps: int = 3, **options: Any) -> tuple[ScaleRL, list[Group]]:
-    """A run, and all groups that it trained on."""
+def train(model: str, *overrides: str, steps: int = 3, **options: Any) -> tuple[ScaleRL, list[Group]]:
+    """Train, and return the module and all groups that it was trained on."""
     groups: list[Group] = []
-    take = ScaleRL.training_step
+    training_step = ScaleRL.training_step
 
-    def noting(self: ScaleRL, batch: Any, index: int) -> None:
+    def record_groups(self: ScaleRL, batch: Any, index: int) -> None:
         groups.extend(batch.groups)
         sampled = torch.tensor(
             [
@@ -54,15 +54,15 @@ def trained(model: str, *overrides: str, steps: int = 3, **options: Any) -> tupl
             ]
         )
         assert batch.loss_mask.sum() <= sampled.sum()
-        take(self, batch, index)
+        training_step(self, batch, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScaleRL, "training_step", noting)
-        return fit(model, steps=steps, overrides=[*WITH, *overrides], **options), groups
+        patch.setattr(ScaleRL, "training_step", record_groups)
+        return fit(model, steps=steps, overrides=[*ENVIRONMENT, *overrides], **options), groups
 
 
 def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
-    module, groups = trained(model, "length_control=none", run_dir=tmp_path)
+    module, groups = train(model, "length_control=none", run_dir=tmp_path)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert rollouts and any(rollout.conversation and rollout.conversation.turns == 3 for rollout in rollouts)
     tokenizer = module.models.tokenizer
@@ -73,8 +73,8 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
             for start in conversation.starts[1:]:
                 assert rollout.sources[start - 1 : start + 1] == [Source.ENVIRONMENT, Source.SAMPLED]
             assert rollout.grade == pytest.approx(sum(conversation.rewards))
-            spoken = [(source, tokenizer.decode(rollout.tokens[a:b])) for source, a, b in rollout.by_source]
-            observations = [text for source, text in spoken if source == Source.ENVIRONMENT]
+            texts = [(source, tokenizer.decode(rollout.tokens[a:b])) for source, a, b in rollout.by_source]
+            observations = [text for source, text in texts if source == Source.ENVIRONMENT]
             # Each observation ends a turn; the last turn has none.
             assert len(observations) == conversation.turns - 1
             numbers = {text.partition("+")[0] for text in observations}
@@ -83,11 +83,11 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
                 and [text.partition("+")[2] for text in observations] == ["1=", "2="][: len(observations)]
             )
             odd = [
-                sum(sign in "13579" for sign in text.rstrip(".")) / 6
-                for source, text in spoken
+                sum(character in "13579" for character in text.rstrip(".")) / 6
+                for source, text in texts
                 if source == Source.SAMPLED
             ]
-            # A turn that the token limit has cut is not sent.
+            # A turn that the token limit cuts off is not sent to the environment.
             assert list(conversation.rewards) == pytest.approx(
                 [*odd[:-1], 0.0] if rollout.truncated and len(rollout.tokens) == 24 else odd
             )
@@ -99,7 +99,7 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_with_any_number_of_processes(model: str) -> None:
-    one, two = (trained(model, f"environment.processes={count}")[1] for count in (1, 12))
+    one, two = (train(model, f"environment.processes={count}")[1] for count in (1, 12))
     assert [r.tokens for g in one for r in g.rollouts] == [r.tokens for g in two for r in g.rollouts]
     assert [r.conversation for g in one for r in g.rollouts] == [r.conversation for g in two for r in g.rollouts]
 
@@ -115,28 +115,30 @@ def test_the_same_seed_gives_the_same_run_with_any_number_of_processes(model: st
         (("environment.at_max_turn_tokens=truncated", "context.max_turn_tokens=1"), True, 3),
     ],
 )
-def test_limits(model: str, overrides: tuple[str, ...], truncated: bool, turns: int) -> None:
-    module, groups = trained(model, *overrides, "truncated=keep", "length_control=none", steps=1)
+def test_limits_of_turns_and_tokens(model: str, overrides: tuple[str, ...], truncated: bool, turns: int) -> None:
+    module, groups = train(model, *overrides, "truncated=keep", "length_control=none", steps=1)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert max(rollout.conversation.turns for rollout in rollouts if rollout.conversation) <= turns
-    # A last turn that is cut off is truncated in any case.
-    whole = [
+    # A last turn that reaches its limit of 5 tokens always counts as truncated. Leave those rollouts out.
+    not_cut = [
         rollout
         for rollout in rollouts
         if not rollout.conversation or len(rollout.tokens) - rollout.conversation.starts[-1] < 5
     ]
-    assert any(rollout.truncated for rollout in (rollouts if truncated else whole)) == truncated
+    assert any(rollout.truncated for rollout in (rollouts if truncated else not_cut)) == truncated
     limit = module.recipe.context.max_new_tokens
     assert all(len(rollout.tokens) <= limit for rollout in rollouts)
     if "environment.last_turn='9'" in overrides:
-        told = [rollout.tokens for rollout in rollouts if rollout.conversation and rollout.conversation.turns == 2]
-        assert told and all("9" in module.models.tokenizer.decode(tokens) for tokens in told)
+        with_last_turn = [
+            rollout.tokens for rollout in rollouts if rollout.conversation and rollout.conversation.turns == 2
+        ]
+        assert with_last_turn and all("9" in module.models.tokenizer.decode(tokens) for tokens in with_last_turn)
 
 
-def test_an_environment_that_fails_takes_its_rollouts_out_and_nothing_else(model: str, tmp_path: Path) -> None:
+def test_a_failing_environment_removes_only_its_own_rollouts(model: str, tmp_path: Path) -> None:
     overrides = (f"environment.factory={GAMES}:Failing", "environment.timeout_s=0.5", "verify.max_error_share=1")
     overrides += ("environment.processes=6",)
-    _, groups = trained(
+    _, groups = train(
         model,
         *overrides,
         "environment.max_characters=10",
@@ -149,7 +151,9 @@ def test_an_environment_that_fails_takes_its_rollouts_out_and_nothing_else(model
     kinds = {rollout.conversation.failed.partition(":")[0] for rollout in failed if rollout.conversation}
     assert kinds >= {"timeout", "died", "raised", "answer"}, kinds
     assert all(rollout.outcome == "error" for rollout in failed)
-    assert not any(rollout in group.rollouts for group in groups for rollout in failed), "never a reward of 0"
+    assert not any(rollout in group.rollouts for group in groups for rollout in failed), (
+        "a failed rollout is trained on"
+    )
     flooded = [rollout for rollout in sampled if rollout.conversation and rollout.conversation.cut]
     assert flooded and all("[" not in str(rollout.outcome) for rollout in flooded)
     records = [metrics for kind, _, metrics in read_journal(tmp_path).deterministic() if kind == "train"]
@@ -171,16 +175,16 @@ def test_an_environment_that_fails_takes_its_rollouts_out_and_nothing_else(model
 )
 def test_bad_settings_are_refused_before_any_compute(model: str, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        fit(model, overrides=[*WITH, *overrides])
+        fit(model, overrides=[*ENVIRONMENT, *overrides])
 
 
 def test_an_answer_takes_the_virtual_time_that_the_environment_declares(model: str, tmp_path: Path) -> None:
     hours = []
     for game in ("Adding", "Slow"):
-        trained(model, f"environment.factory={GAMES}:{game}", steps=2, run_dir=tmp_path / game)
+        train(model, f"environment.factory={GAMES}:{game}", steps=2, run_dir=tmp_path / game)
         *_, (_, _, metrics) = read_journal(tmp_path / game).deterministic()
         hours.append(metrics["compute/virtual_device_hours"])
-    assert hours[0] < 0.1 and hours[1] > 2.0, "at least one answer a step"
+    assert hours[0] < 0.1 and hours[1] > 2.0, "at least one answer per step"
 
 
 def test_a_tool_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,23 +200,27 @@ def test_a_tool_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         task=task,
         callbacks=[RolloutLog(tmp_path, 4, 1)],
     )
-    rollouts = [each for group in read_groups(tmp_path) for each in group["rollouts"]]
-    called = [each for each in rollouts if each["conversation"]["calls"] and each["conversation"]["turns"] == 2]
-    assert called and any(each["correct"] for each in called) and len(called) < len(rollouts) / 2
-    for each in called:
-        (_, call), (source, observation), (_, answer) = each["turns"]
+    rollouts = [rollout for group in read_groups(tmp_path) for rollout in group["rollouts"]]
+    called = [
+        rollout for rollout in rollouts if rollout["conversation"]["calls"] and rollout["conversation"]["turns"] == 2
+    ]
+    assert called and any(rollout["correct"] for rollout in called) and len(called) < len(rollouts) / 2
+    for rollout in called:
+        (_, call), (source, observation), (_, answer) = rollout["turns"]
         assert source == "environment" and call.startswith("<call>calculate(")
         numbers = call.removeprefix("<call>calculate(").removesuffix(")</call>")
         if set(numbers) <= set("0123456789+") and not numbers.startswith("+"):
             assert observation == f"?{sum(map(int, numbers.split('+')))}="
-        assert each["completion"] == answer
-    (in_the_report,) = a_few([("recipe", tmp_path)])
-    outcome, text = in_the_report.written[0]
+        assert rollout["completion"] == answer
+    (reported,) = a_few([("recipe", tmp_path)])
+    outcome, text = reported.written[0]
     assert "2 turns" in outcome and "\n[environment] ?" in text, "the best of a group has called the tool"
     scalerl(["rollouts", str(tmp_path), "--limit", "0"])
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "conversation: 2 turns, 1 calls" in shown and "[environment] ?" in shown and "[model] <call>calculate(" in shown
+        "conversation: 2 turns, 1 calls" in printed
+        and "[environment] ?" in printed
+        and "[model] <call>calculate(" in printed
     )
 
 
@@ -232,12 +240,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 def test_a_run_that_was_killed_in_the_middle_of_a_turn_continues(
     place: Place, game: str, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, if the environment can be replayed and the clock is virtual; without losses in any case."""
+    """Equal bit for bit if the environment can be replayed and the clock is virtual. No rollout fails in any case."""
     processes = 4 if game == "Adding" else 32
-    own = [each for each in WITH if "factory" not in each and "processes" not in each]
-    own += [f"environment.factory={GAMES}:{game}", f"environment.processes={processes}", f"driver={driver}"]
-    own += ["cost_model.decode_s=0.01"]
-    overrides = place.overrides("killed", "seed=3", *own)
+    settings = [rollout for rollout in ENVIRONMENT if "factory" not in rollout and "processes" not in rollout]
+    settings += [f"environment.factory={GAMES}:{game}", f"environment.processes={processes}", f"driver={driver}"]
+    settings += ["cost_model.decode_s=0.01"]
+    overrides = place.overrides("killed", "seed=3", *settings)
     (spec,) = plan_members([list(overrides)])
     run_dir = place.root / "killed" / "runs" / spec.run
     monkeypatch.setenv("ENVIRONMENT_S", "0.01")
@@ -246,18 +254,23 @@ def test_a_run_that_was_killed_in_the_middle_of_a_turn_continues(
         kill_controller(process)
     monkeypatch.delenv("ENVIRONMENT_S")
     state = newest_state(run_dir)
-    assert state["conversations"], "a conversation was under way"
+    assert state["conversations"], "no conversation was open at the kill"
     assert run_here(overrides) == run_dir
     if (game, driver) == ("Adding", "virtual"):
-        undisturbed = run_here(place.overrides("undisturbed", "seed=3", *own))
+        undisturbed = run_here(place.overrides("undisturbed", "seed=3", *settings))
         assert read_journal(run_dir).deterministic() == read_journal(undisturbed).deterministic()
     records = [metrics for kind, _, metrics in read_journal(run_dir).deterministic() if kind == "train"]
     assert len(records) == STEPS and all(record["environment/failed"] == 0 for record in records)
-    turns = [each for group in read_groups(run_dir) for each in group["rollouts"] if each["conversation"]["turns"] > 1]
+    turns = [
+        rollout
+        for group in read_groups(run_dir)
+        for rollout in group["rollouts"]
+        if rollout["conversation"]["turns"] > 1
+    ]
     assert turns and turns[0]["turns"][1][0] == "environment"
 
 
 def newest_state(run_dir: Path) -> dict[str, Any]:
-    """The driver's state in the newest checkpoint."""
+    """Return the driver's state in the newest checkpoint."""
     newest = max((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     return dict(torch.load(newest, weights_only=False)["scalerl"]["driver"])

@@ -1,4 +1,4 @@
-"""Environments that are written for TRL run unchanged, and have the tools that TRL gives them."""
+"""Environments written for TRL run unchanged and have the tools that TRL finds in them."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ HERE = Path(__file__).parent
 
 
 def test_an_environment_that_draws_its_own_task() -> None:
-    """TRL's form has no seed: the worker seeds `random`, so that a group has one task, and a replay the same."""
+    """TRL's form has no seed. The worker seeds `random`, so that a group shares one task and a replay repeats it."""
     pool = EnvironmentPool(SelfSampled, most=1, timeout_s=20.0)
     number = pool.open({}, seed=1)
     start = pool.wait(number)
     assert isinstance(start, Observation)
-    wanted = int(start.texts[0].removeprefix("Count to ").removesuffix("."))
-    first = Turn("", (Call("count", {"steps": wanted - 1}),))
+    target = int(start.texts[0].removeprefix("Count to ").removesuffix("."))
+    first = Turn("", (Call("count", {"steps": target - 1}),))
     pool.act(number, first)
     answer = pool.wait(number)
-    assert answer == Observation((str(wanted - 1),))
+    assert answer == Observation((str(target - 1),))
     pool.close(number)
 
-    number = pool.open({}, 1, History(start, ((first, Observation((str(wanted - 1),))),)))
+    number = pool.open({}, 1, History(start, ((first, Observation((str(target - 1),))),)))
     assert pool.wait(number) == answer
     pool.act(number, Turn("", (Call("count", {"steps": 1}),)))
-    assert pool.wait(number) == Observation((str(wanted),))
+    assert pool.wait(number) == Observation((str(target),))
     pool.act(number, Turn("Done."))
     assert pool.wait(number) == Observation(reward=1.0, terminated=True)
     pool.close(number)
-    others = set()
+    tasks = set()
     for seed in range(5):
         number = pool.open({}, seed)
-        others.add(str(pool.wait(number)))
+        tasks.add(str(pool.wait(number)))
         pool.close(number)
-    assert len(others) > 1
+    assert len(tasks) > 1
     pool.shutdown()
 
 
@@ -53,16 +53,19 @@ def test_tools_are_those_that_trl_finds(tmp_path: Path) -> None:
 
     python = os.environ.get("PEERS_PYTHON", sys.executable)
     find = "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"
-    place = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
-    if place.returncode:
-        absent = f"{python} has no trl; tests/parity/make_peer_arrays.py says how to make one, PEERS_PYTHON names it"
-        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(absent)
+    trl_location = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
+    if trl_location.returncode:
+        reason = f"{python} has no trl; tests/parity/make_peer_arrays.py says how to make one, PEERS_PYTHON names it"
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(reason)
     tokenizer_of(QWEN2).save_pretrained(tmp_path / "tokenizer")
-    template = Path(place.stdout.strip()) / "chat_templates" / "qwen2_5.jinja"
-    words = [python, HERE / "trl_tools.py", tmp_path / "tokenizer", template, tmp_path / "found.json"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    template = Path(trl_location.stdout.strip()) / "chat_templates" / "qwen2_5.jinja"
+    command = [python, HERE / "trl_tools.py", tmp_path / "tokenizer", template, tmp_path / "found.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
+    trl_tools = json.loads((tmp_path / "found.json").read_text())
     declared = EnvironmentPool({"sums": Calculator, "count": SelfSampled}, most=1, timeout_s=20.0).declare()
-    ours = {name: {"tools": list(one.tools), "owns_reward": one.owns_reward} for name, one in declared.items()}
-    assert ours == found
+    our_tools = {
+        name: {"tools": list(declaration.tools), "owns_reward": declaration.owns_reward}
+        for name, declaration in declared.items()
+    }
+    assert our_tools == trl_tools

@@ -1,7 +1,7 @@
-"""Tools that TRL finds in environments: `python trl_tools.py TOKENIZER TEMPLATE OUTPUT`, by the Python that has TRL.
+"""Write the tools that TRL finds in environments: `python trl_tools.py TOKENIZER TEMPLATE OUTPUT`, in TRL's Python.
 
-TRL's trainer makes the environments, as for a training run. Writes JSON: by name, the schemas of the tools and whether
-the environment owns its reward.
+TRL's trainer creates the environments, as for a training run. The output is JSON: for each environment, the schemas of
+its tools and whether it owns its reward.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ trainer = GRPOTrainer(
     processing_class=tokenizer,
     environment_factory={"sums": Calculator, "count": SelfSampled},
 )
-found = {
+tools_by_environment = {
     name: {
         "tools": [get_json_schema(tool) for tool in tools],
         "owns_reward": type(trainer._environment_pool[name][0]).__name__ in trainer.reward_func_names,
     }
     for name, tools in trainer._env_tools.items()
 }
-Path(sys.argv[3]).write_text(json.dumps(found))
+Path(sys.argv[3]).write_text(json.dumps(tools_by_environment))

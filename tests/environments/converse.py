@@ -1,6 +1,6 @@
-"""Conversations with environments, by the Python that has their packages: `python converse.py REQUEST ANSWER`.
+"""Run conversations in the Python that has the environments' packages: `python converse.py REQUEST ANSWER`.
 
-The interpreter needs cloudpickle, and transformers for the schemas of tools. Both files are pickled.
+The interpreter needs cloudpickle, and transformers for the schemas of tools. Both files are pickles.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Answer = Observation | Failure
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation of a scripted model, whose turns are fixed.
+    """Conversation with a scripted model, whose turns are fixed.
 
     Attributes:
-        turns: the model's turns; those after the end of the conversation are not sent.
+        turns: the model's turns. Turns after the end of the conversation are not sent.
         seed, row: as for `EnvironmentPool.open`.
         environment: name in the request.
-        replays: an earlier conversation of the request, and how many of its turns are replayed first.
+        replays: index of an earlier conversation of the request, and how many of its turns to replay first.
     """
 
     turns: Sequence[Turn] = ()
@@ -40,14 +40,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Request:
-    """Conversations, and their environments by name. Each is MODULE:CLASS and the attributes of a subclass."""
+    """Conversations, and environments by name. An environment is MODULE:CLASS and attributes to set in a subclass."""
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]
     conversations: Sequence[Conversation]
 
 
 def converse(request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]:
-    """Have the conversations in one process, one after the other.
+    """Run the conversations in one process, one after another.
 
     Returns:
         Declaration of each environment, and the answers of each conversation.
@@ -62,8 +62,8 @@ def converse(request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]
         for conversation in request.conversations:
             history = None
             if conversation.replays is not None:
-                place, number = conversation.replays
-                history = _history(request.conversations[place].turns[:number], answers[place])
+                index, number = conversation.replays
+                history = _history(request.conversations[index].turns[:number], answers[index])
             answers.append(_answers(pool, conversation, history))
     finally:
         pool.shutdown()
@@ -71,8 +71,8 @@ def converse(request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]
 
 
 def _history(turns: Sequence[Turn], answers: Sequence[Answer]) -> History:
-    start, *others = answers
-    return History(start, tuple(zip(turns, others, strict=False)))  # type: ignore[arg-type]
+    start, *later_answers = answers
+    return History(start, tuple(zip(turns, later_answers, strict=False)))  # type: ignore[arg-type]
 
 
 def _answers(pool: EnvironmentPool, conversation: Conversation, history: History | None) -> list[Answer]:
@@ -90,8 +90,8 @@ def _answers(pool: EnvironmentPool, conversation: Conversation, history: History
 
 
 if __name__ == "__main__":
-    # Pickles name the dataclasses of the module; those of `__main__` would be others.
-    from tests.environments import converse as this
+    # Pickles name classes by module. The reader knows this module as tests.environments.converse, not as `__main__`.
+    from tests.environments import converse as module
 
     request = pickle.loads(Path(sys.argv[1]).read_bytes())
-    Path(sys.argv[2]).write_bytes(pickle.dumps(this.converse(request)))
+    Path(sys.argv[2]).write_bytes(pickle.dumps(module.converse(request)))

@@ -1,4 +1,4 @@
-"""The environment of guess_server.py with its action as a tool, as its users write one."""
+"""The environment of guess_server.py with its action as a tool, as a user would write it."""
 
 from __future__ import annotations
 

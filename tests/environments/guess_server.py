@@ -1,4 +1,4 @@
-"""An environment of OpenEnv, as its users write one: guess a number from 1 to 20. Nothing here imports this project.
+"""An OpenEnv environment as a user would write it: guess a number from 1 to 20. Nothing here imports this project.
 
 Served by `python guess_server.py PORT SESSIONS`.
 """

@@ -1,4 +1,4 @@
-"""A taskset of verifiers, as its users write one: guess a number in five turns. Nothing here imports this project."""
+"""A verifiers taskset as a user would write it: guess a number in five turns. Nothing here imports this project."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Conversations with environments of real packages, through the adapters in examples/environments.
 
-The packages are in an environment of their own, because their pins conflict with vLLM's. Its Python, which
-ENVIRONMENTS_PYTHON names, has the conversations (converse.py):
+The packages are in their own virtual environment, because their pins conflict with vLLM's. Its Python, given by
+ENVIRONMENTS_PYTHON, runs the conversations (converse.py):
 
     python3.11 -m venv /tmp/environments
     /tmp/environments/bin/pip install -r tests/environments/packages.txt
@@ -40,20 +40,24 @@ def python() -> str:
     python = os.environ.get("ENVIRONMENTS_PYTHON", sys.executable)
     probe = f"import importlib.util as u; raise SystemExit(not all(map(u.find_spec, {PACKAGES})))"
     if subprocess.run([python, "-c", probe], check=False).returncode:
-        absent = f"{python} has not all of {', '.join(PACKAGES)}; ENVIRONMENTS_PYTHON names an interpreter that has"
-        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(absent)
+        reason = f"{python} has not all of {', '.join(PACKAGES)}; ENVIRONMENTS_PYTHON names an interpreter that has"
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(reason)
     return python
 
 
 def converse(python: str, folder: Path, request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]:
-    """Have the conversations in a process of the other Python."""
-    asked, answered = folder / "request.pkl", folder / "answer.pkl"
-    asked.write_bytes(pickle.dumps(request))
+    """Run the conversations in a process of the other Python."""
+    request_file, answer_file = folder / "request.pkl", folder / "answer.pkl"
+    request_file.write_bytes(pickle.dumps(request))
     done = subprocess.run(
-        [python, HERE / "converse.py", asked, answered], env=variables(), capture_output=True, text=True, check=False
+        [python, HERE / "converse.py", request_file, answer_file],
+        env=variables(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer: tuple[dict[str, Declared], list[list[Answer]]] = pickle.loads(answered.read_bytes())
+    answer: tuple[dict[str, Declared], list[list[Answer]]] = pickle.loads(answer_file.read_bytes())
     return answer
 
 
@@ -88,7 +92,7 @@ def test_a_game_of_textarena(python: str, tmp_path: Path) -> None:
     start, won = game[0], game[-1]
     assert isinstance(start, Observation) and start.reward is None
     assert "guess the number between 1 and 20 within 10 turns" in start.texts[0]
-    # New messages only: neither the rules nor the model's own turn again.
+    # An observation has only new messages: neither the rules nor the model's own turn.
     assert game[1:4] == [Observation((f"The target number is {hint}.",)) for hint in ("lower", "higher", "lower")]
     assert isinstance(game[4], Observation) and "outside the range" in game[4].texts[0]
     assert len(game) == 6 and isinstance(won, Observation) and won.terminated and won.reward == 1.0
@@ -108,8 +112,8 @@ def served(python: str, folder: Path, sessions: int) -> Iterator[str]:
     port = free_port()
     log = folder / "server.log"
     with log.open("wb") as output:
-        words = [python, HERE / "guess_server.py", str(port), str(sessions)]
-        server = subprocess.Popen(words, env=variables(), stdout=output, stderr=output)
+        command = [python, HERE / "guess_server.py", str(port), str(sessions)]
+        server = subprocess.Popen(command, env=variables(), stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -140,7 +144,7 @@ def test_a_server_of_openenv(python: str, tmp_path: Path) -> None:
         Conversation(texts[3:], seed=5, replays=(0, 3)),
         Conversation(calls, row=row, environment="tools"),
         Conversation(calls[2:], row=row, environment="tools", replays=(4, 2)),
-        Conversation(calls, seed=7, environment="tools"),  # no column: the conversation's seed
+        Conversation(calls, seed=7, environment="tools"),  # without a column `seed`, the conversation's seed is used
         Conversation(calls, seed=7, environment="tools"),
         Conversation(guess(10, 0, 15), row=row, environment="tools"),  # 0: the server crashes
         Conversation(texts),
@@ -166,11 +170,11 @@ def test_a_server_of_openenv(python: str, tmp_path: Path) -> None:
     (tool,) = declared["tools"].tools
     assert tool["function"]["name"] == "guess" and tool["function"]["parameters"]["required"] == ["number"]
     assert tools[:6] == [start, *[Observation(("Higher.",))] * 4, Observation(("Found.",))]
-    # A tool that raises is answered, as in TRL; the reward is the sum of all.
+    # A tool that raises gives an error text, as in TRL. The reward is the sum over all turns.
     assert tools[6] == Observation(("error: ValueError: the episode is over",), raised=1)
     assert tools[7:] == [Observation(reward=1.0 - 4 * 0.125, terminated=True)]
     assert replayed == tools[2:] and seeded == again
-    # Failures of the server have no reward, and the model is not told of them.
+    # Failures of the server give no reward and no message to the model.
     assert len(crashed) == 3
     assert_failed(crashed[-1], "died", url)
     assert_failed(away[0], "raised", "ConnectionError")
@@ -180,9 +184,9 @@ def test_a_taskset_of_verifiers(python: str, tmp_path: Path) -> None:
     script = turns("10", "15", "5", "8", "never sent")
     conversations = [
         Conversation(script, seed=3),
-        Conversation(script, seed=13),  # of ten tasks, the same
+        Conversation(script, seed=13),  # there are ten tasks, so this is the task of seed 3
         Conversation(turns("1", "2", "3", "4", "5", "6"), seed=3),
-        Conversation(script[:1], seed=3),  # given up after a turn
+        Conversation(script[:1], seed=3),  # closed after one turn
         Conversation(script[2:], seed=3, replays=(0, 2)),
         Conversation(seed=0, replays=(0, 2)),
         Conversation(turns("1", "two"), seed=3),
@@ -210,7 +214,7 @@ def test_a_taskset_of_verifiers(python: str, tmp_path: Path) -> None:
 
 
 def test_a_taskset_by_another_python(python: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The trainer's Python, which cannot have the package, has the conversation."""
+    """The trainer's Python does not have the package. It runs the conversation through another Python."""
     for folder in (HERE, ROOT / "examples" / "environments"):
         monkeypatch.syspath_prepend(folder)
     from other_python import OtherPython

@@ -1,4 +1,4 @@
-"""Servers that several connectors share out among themselves, one each."""
+"""Connector for tests in which several processes share a list of servers, one server each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
 
 
 class Claimed(VLLMServerGenerator):
-    """Connector to the first of these servers that no other process is connected to.
+    """Connects to the first server of `addresses` that no other process uses.
 
-    The claim is a lock on a file, which the kernel gives back with the process. Weights go to servers in turns by file
-    and over HTTP.
+    The claim is a lock on a file, which the kernel releases when the process ends. Servers with an even number get
+    weights as files, the others over HTTP.
     """
 
-    def __init__(self, model: Any, precision: Any, *, addresses: list[str], folder: str, **given: Any) -> None:
+    def __init__(self, model: Any, precision: Any, *, addresses: list[str], folder: str, **options: Any) -> None:
         while True:
             for number, address in enumerate(addresses):
                 self._claim = (Path(folder) / f"claim-{number}").open("a")
@@ -25,6 +25,6 @@ class Claimed(VLLMServerGenerator):
                     fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     continue
-                super().__init__(model, precision, address=address, transfer=("file", "http")[number % 2], **given)
+                super().__init__(model, precision, address=address, transfer=("file", "http")[number % 2], **options)
                 return
             time.sleep(0.1)

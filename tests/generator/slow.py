@@ -1,4 +1,4 @@
-"""A scripted generator for other processes, that takes its time: what a fleet is made of in tests."""
+"""A slow scripted generator that can run in another process, for tests of fleets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Size:
 
 
 class Weights(nn.Module):
-    """A model that is nothing but its weights."""
+    """A model with a single parameter."""
 
     def __init__(self, config: Size) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Weights(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.width))
 
     def tie_weights(self) -> None:
-        """There is nothing to tie."""
+        """Do nothing: no parameters are tied."""
 
 
 def script(request: GroupRequest, index: int) -> list[int]:
@@ -40,7 +40,7 @@ def script(request: GroupRequest, index: int) -> list[int]:
 
 
 class SlowGenerator(ScriptedGenerator):
-    """Every token takes up to `most_s`; publishing too."""
+    """Takes a random time of up to `most_s` for every token and every publish."""
 
     def __init__(self, model: nn.Module, *, slots: int, most_s: float, seed: int = 0, **arguments: Any) -> None:
         super().__init__(script, slots)
@@ -54,7 +54,7 @@ class SlowGenerator(ScriptedGenerator):
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
         self._sleep()
-        # The weights are the number of their version: one that was told of others would say so.
+        # Every weight equals the version number, so weights of another version are detected here.
         if float(weights["weight"][0]) != version:
             raise ValueError(f"weights of {float(weights['weight'][0])} published as version {version}")
         super().publish(weights, version, recompute_kv)

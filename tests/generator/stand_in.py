@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's HTTP server, in a thread: it samples 2, 3, 4, ... and fails as it is told to."""
+"""Stand-in for vLLM's HTTP server, in a thread: it samples the tokens 2, 3, 4, ... and fails as tests configure it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN = "secret"
 
 
 class StandIn:
-    """Attributes tell it what to do: `delay_s` a token, `failures` by route, and how it answers requests for tokens."""
+    """Fake server. Tests set its attributes: `delay_s` per token, `failures` per route, and how it answers requests."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -46,12 +46,11 @@ class StandIn:
         }
         self.details = True
         self.delay_s = 0.0
-        # Answers before the route works: a status, "garbage", or "hang"; the last one stays if it is in `forever`.
+        # Failures per route before it works: a status, "garbage", or "hang". A "hang" at the end of a list is repeated.
         self.failures: dict[str, list[Any]] = {}
-        self.spans: list[str] | None = None  # labels that it gives instead of those of the moment
-        self.lie: Callable[[dict[str, Any]], Any] | None = (
-            None  # changes a part of an answer, or gives the bytes for it
-        )
+        self.spans: list[str] | None = None  # version labels to return instead of the current ones
+        # Changes a part of an answer, or returns bytes to send instead of it.
+        self.lie: Callable[[dict[str, Any]], Any] | None = None
         self.manner = ""  # "twice", "too many", "breaks", "ends early", "no labels", "other tokens"
         self.paused = asyncio.Event()
         self.label = "default"

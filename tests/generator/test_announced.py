@@ -1,4 +1,4 @@
-"""Servers that announce themselves in a file: found where they are, by their user's runs alone."""
+"""Tests of servers that announce their address and token in a file, for runs of the same user only."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    with closing(StandIn()) as found:
-        yield found
+    with closing(StandIn()) as stand_in:
+        yield stand_in
 
 
-def test_an_announcement_is_its_users_alone_and_replaced_whole(path: Path) -> None:
+def test_an_announcement_is_private_and_replaced_atomically(path: Path) -> None:
     announcement = Announcement(path)
     announcement.write(ONE, "one")
     assert announcement.read() == (ONE, "one")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with path.open() as before:
         announcement.write(TWO, "two")
-        assert address_in(before.read()) == ONE, "what is being read is not written into"
+        assert address_in(before.read()) == ONE, "an open file keeps its content when the announcement is replaced"
     assert announcement.read() == (TWO, "two")
     announcement.remove(ONE, "one")
-    assert path.exists(), "it is another server's now"
+    assert path.exists(), "the file now belongs to another server"
     announcement.remove(TWO, "two")
     assert list(path.parent.iterdir()) == []
     announcement.remove(ONE, "one")
 
 
-def test_where_others_could_read_it_nothing_is_left_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = announced.write_atomically
+def test_an_announcement_that_others_could_read_is_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = announced.write_atomically
 
-    def everybodys(path: Path, text: str, mode: int) -> None:
-        written(path, text, mode)
+    def write_readable(path: Path, text: str, mode: int) -> None:
+        original(path, text, mode)
         path.chmod(0o644)
 
-    monkeypatch.setattr(announced, "write_atomically", everybodys)
+    monkeypatch.setattr(announced, "write_atomically", write_readable)
     with pytest.raises(ConfigurationError, match=r"^--announce \S+: others could read it .*0644.*http://HOST:PORT"):
         Announcement(path).write(ONE, "token")
     assert not path.exists()
@@ -79,7 +79,7 @@ def others_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("put", "says"),
+    ("put", "message"),
     [
         (lambda path: path.mkdir(), "is a folder; name the file of each engine"),
         (lambda path: (path.touch(0o600), path.write_text("hello\n")), "is not an announcement"),
@@ -89,18 +89,18 @@ def others_file(path: Path) -> None:
     ],
     ids=["folder", "text", "bytes", "mode", "owner"],
 )
-def test_a_file_that_cannot_be_used_is_refused_at_once(path: Path, put: Any, says: str) -> None:
+def test_a_file_that_cannot_be_used_is_refused_at_once(path: Path, put: Any, message: str) -> None:
     if put is others_file and os.geteuid() != 0:
-        pytest.skip("only root gives files away")
+        pytest.skip("only root can change the owner of a file")
     put(path)
     began = time.monotonic()
-    with pytest.raises(ConfigurationError, match=r"^driver.engines: file:\S+ " + says):
+    with pytest.raises(ConfigurationError, match=r"^driver.engines: file:\S+ " + message):
         Announcement(path).find(20.0)
     assert time.monotonic() - began < 10
 
 
 def test_a_file_that_cannot_be_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*given: Any, **more: Any) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refused)
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_refused(path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("file:engines/0", "is not the whole path of a file"),
         ("file://shared/engines/0", "is not the whole path of a file"),
@@ -118,12 +118,12 @@ def test_a_file_that_cannot_be_read_is_refused(path: Path, monkeypatch: pytest.M
         ("files:/shared/engines/0", "cannot be read; valid: .*file:/PATH"),
     ],
 )
-def test_a_path_that_is_not_whole_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^driver.engines: '{text}' {says}"):
+def test_an_incomplete_path_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^driver.engines: '{text}' {message}"):
         Live(engines=[text])
 
 
-def test_the_same_file_in_other_words_is_there_twice() -> None:
+def test_the_same_file_under_two_spellings_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^driver.engines: file:/shared/a/../0 is there twice"):
         check_engines(["file:///shared/0", "file:/shared/a/../0"])
     (address,) = addresses_of(["file:///shared/engines/0"], 1)
@@ -131,25 +131,27 @@ def test_the_same_file_in_other_words_is_there_twice() -> None:
     assert Live(engines=["file:/a", "file:/b"], tensor_parallel=2).engine_devices == 4
 
 
-def test_each_attempt_reads_the_file_anew(path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not there yet, of a server that is gone, of one whose port another server has now: it is read again."""
+def test_each_attempt_reads_the_announcement_again(
+    path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file yet, a server that is gone, and a port that another server has now: the file is read again each time."""
     monkeypatch.setattr(announced, "REREAD_S", 0.02)
-    tried: list[str] = []
+    reads: list[str] = []
     files = iter([None, ("http://127.0.0.1:9", TOKEN), (server.address, "another"), (server.address, TOKEN)])
     read = Announcement.read
 
-    def changed(self: Announcement) -> tuple[str, str]:
-        if (now := next(files)) is not None:
-            self.write(*now)
-        tried.append("read")
+    def write_next(self: Announcement) -> tuple[str, str]:
+        if (announced_now := next(files)) is not None:
+            self.write(*announced_now)
+        reads.append("read")
         return read(self)
 
-    monkeypatch.setattr(Announcement, "read", changed)
+    monkeypatch.setattr(Announcement, "read", write_next)
     assert Announcement(path).find(20.0) == (server.address, TOKEN)
-    assert len(tried) == 4
+    assert len(reads) == 4
 
 
-def test_one_that_never_answers_is_given_up_with_the_reason(path: Path) -> None:
+def test_a_server_that_never_answers_is_an_error_with_the_reason(path: Path) -> None:
     with pytest.raises(CannotGoOnError, match=r"^driver.engines: file:\S+ .* for 0 s: no server has announced itself"):
         Announcement(path).find(0.0)
     Announcement(path).write("http://127.0.0.1:9", TOKEN)
@@ -159,7 +161,7 @@ def test_one_that_never_answers_is_given_up_with_the_reason(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_finds_a_server_that_has_moved(path: Path, tiny_model_path: str, tmp_path: Path) -> None:
-    """The file stays as it was until the next server has announced itself at another port."""
+    """The file names the old server until the next server has announced itself at another port."""
     arguments = with_sampling(precision=Precision("fp32"), max_prompt_tokens=16, max_new_tokens=6, stop_tokens=[1])
     factory = partial(VLLMGenerator, slots=4)
     with closing(StandIn()) as one, closing(StandIn()) as two:
@@ -177,12 +179,14 @@ def test_a_run_finds_a_server_that_has_moved(path: Path, tiny_model_path: str, t
             one.down()
             timer = threading.Timer(1.0, Announcement(path).write, (two.address, TOKEN))
             timer.start()
-            found = drained(fleet)
+            finished = drained(fleet)
             timer.join()
-            assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(4) for i in range(2)]
+            assert sorted((rollout.key, rollout.index) for rollout in finished) == [
+                (k, i) for k in range(4) for i in range(2)
+            ]
             assert two.sampled and fleet.lost == 1
 
 
-def test_the_line_of_a_server_is_found_among_others() -> None:
+def test_the_address_line_is_found_among_other_lines() -> None:
     text = f"INFO something\n{address_line(TWO)}\nINFO engine: http://n1:4001 is no line of its own\n"
     assert address_in(text) == TWO and address_in("engine: nothing") is None

@@ -1,6 +1,7 @@
-"""Families of models: trainer and generator agree on each, or it is refused by name before anything is computed.
+"""Tests of model families: trainer and generator compute equal log-probabilities, or the model is refused.
 
-All are tiny, with random weights that are large enough for attention to matter.
+A refusal names the model and comes before anything is computed. All models are tiny, with random weights that are large
+enough for attention to matter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.examples import every
 from tests.helpers import SMALL, CountingTask, quiet
 from tests.test_module import Keep
 
-ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 14, "pad_token_id": 0}
+SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 14, "pad_token_id": 0}
 LLAMA: dict[str, Any] = {
     "vocab_size": 16,
     "hidden_size": 32,
@@ -31,18 +32,18 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    **ENDS,
+    **SPECIAL_TOKENS,
 }
-GPT: dict[str, Any] = {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **ENDS}
+GPT: dict[str, Any] = {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **SPECIAL_TOKENS}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
-# Name of the configuration class, and its arguments.
+# Name of the model family, and the arguments of its configuration class.
 AGREE: dict[str, dict[str, Any]] = {
     "Llama": LLAMA,
     "Qwen2": LLAMA,
     "Qwen3": {**LLAMA, "head_dim": 8},
     "Mistral": LLAMA,
-    "Gemma2": {**LLAMA, "head_dim": 8},  # soft caps
+    "Gemma2": {**LLAMA, "head_dim": 8},  # soft-capped logits
     "Phi3": LLAMA,
     "Granite": LLAMA,  # scaled logits
     "Cohere": LLAMA,
@@ -54,17 +55,17 @@ AGREE: dict[str, dict[str, Any]] = {
         **LLAMA, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
         "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-    },  # keys and values of unlike size
+    },  # keys and values of different sizes
     "GPT2": GPT,  # learned positions, dropout by default
     "GPTNeo": {
         "vocab_size": 16, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64,
-        "attention_types": [[["global", "local"], 1]], **ENDS,
+        "attention_types": [[["global", "local"], 1]], **SPECIAL_TOKENS,
     },  # eager only
     "GPTJ": {**GPT, "rotary_dim": 8},  # eager only
     "CodeGen": {**GPT, "rotary_dim": 8},  # eager only
     "OPT": {
         "vocab_size": 16, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 64, "word_embed_proj_dim": 32, **ENDS,
+        "max_position_embeddings": 64, "word_embed_proj_dim": 32, **SPECIAL_TOKENS,
     },  # positions with an offset
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -81,7 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# sdpa, the default, drops the soft cap and is refused.
+# sdpa, the default implementation, ignores the soft cap and is refused.
 ATTENTION = {"Gemma2": {"attn_implementation": "eager"}}
 
 
@@ -117,7 +118,7 @@ def test_trainer_and_generator_agree(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_be_decoded_is_refused_by_name_before_anything_is_computed(family: str) -> None:
+def test_a_model_that_cannot_be_decoded_is_refused_by_name_before_any_work(family: str) -> None:
     arguments, reason = REFUSED[family]
     keep = Keep()
     with pytest.raises(ConfigurationError, match=f"model: {family}ForCausalLM .*{reason}") as caught:
@@ -125,8 +126,8 @@ def test_what_cannot_be_decoded_is_refused_by_name_before_anything_is_computed(f
     assert keep.records == [] and "\n" not in str(caught.value)
 
 
-def test_a_mask_that_eager_attention_would_add_as_it_is_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault this guards against: a Boolean mask, added to the scores, hides nothing."""
+def test_a_boolean_mask_under_eager_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention adds the mask to the scores, so a Boolean mask would hide nothing."""
     monkeypatch.setattr("lightning_scalerl.generator.torch.slot_cache._mask", lambda model, visible: visible)
     model = tiny("Llama", LLAMA, attn_implementation="eager")
     with pytest.raises(ConfigurationError, match=r"decoded token by token its log-probabilities differ by 0\.\d+ from"):
@@ -141,7 +142,7 @@ def test_attention_that_takes_no_mask_is_refused() -> None:
         decodable.check_decodable(model, 40)
 
 
-def test_an_error_from_inside_is_one_line_with_the_models_name() -> None:
+def test_an_error_in_the_model_becomes_one_line_with_its_name() -> None:
     model = tiny("Llama", LLAMA)
     model.model.layers[1].forward = lambda *args, **kwargs: 1 / 0
     with pytest.raises(ConfigurationError, match=r"fails \(ZeroDivisionError: division by zero"):
@@ -149,7 +150,7 @@ def test_an_error_from_inside_is_one_line_with_the_models_name() -> None:
 
 
 @pytest.mark.parametrize("family", every(5, ["GPT2", "OPT", "GPTNeo", "GPTJ", "CodeGen"]))
-def test_a_context_beyond_the_positions_there_are_is_refused(family: str) -> None:
+def test_a_context_longer_than_the_models_positions_is_refused(family: str) -> None:
     overrides = ("context.max_prompt_tokens=56",)
     with pytest.raises(ConfigurationError, match=f"make 65 tokens, and {family}.* has 64 positions"):
         train(tiny(family, AGREE[family]), Keep(), overrides)
@@ -170,16 +171,16 @@ def test_a_window_shorter_than_the_context_is_refused(family: str, more: dict[st
 
 @pytest.mark.slow
 def test_dropout_is_off_unless_it_is_asked_for() -> None:
-    """GPT-2 has 0.1 by default. On, trainer and generator are two policies; the probe looks past it."""
-    silent, asked = Keep(), Keep()
-    train(tiny("GPT2", AGREE["GPT2"]), silent)
-    train(tiny("GPT2", AGREE["GPT2"]), asked, ("optimizer.dropout=true",))
-    assert max(silent.of("train/logprob_gap")) < 1e-4 < 0.01 < min(asked.of("train/logprob_gap"))
-    assert max(asked.of(P99)) < 1e-4
+    """GPT-2 has dropout 0.1 by default. With dropout, only training differs; the probe compares without it."""
+    without_dropout, with_dropout = Keep(), Keep()
+    train(tiny("GPT2", AGREE["GPT2"]), without_dropout)
+    train(tiny("GPT2", AGREE["GPT2"]), with_dropout, ("optimizer.dropout=true",))
+    assert max(without_dropout.of("train/logprob_gap")) < 1e-4 < 0.01 < min(with_dropout.of("train/logprob_gap"))
+    assert max(with_dropout.of(P99)) < 1e-4
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_gradient_checkpointing_stays_on_whatever_dropout_is(dropout: bool) -> None:
+def test_gradient_checkpointing_stays_on_with_and_without_dropout(dropout: bool) -> None:
     model = tiny("Llama", LLAMA)
     model.gradient_checkpointing_enable()
     module = train(model, Keep(), (f"optimizer.dropout={dropout}",))
@@ -187,21 +188,21 @@ def test_gradient_checkpointing_stays_on_whatever_dropout_is(dropout: bool) -> N
     assert all(layer.training and layer.self_attn.training == dropout for layer in layers)
 
 
-def test_rounded_products_are_no_reason_to_refuse_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's setting for TF32 is put back; the try is made without."""
-    seen = []
-    real = decodable._largest_difference
+def test_the_check_of_a_model_uses_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded products would make a good model look wrong. The user's setting is restored afterwards."""
+    precisions = []
+    largest_difference = decodable._largest_difference
 
-    def look(model: Any) -> float:
-        seen.append(torch.get_float32_matmul_precision())
-        return real(model)
+    def record(model: Any) -> float:
+        precisions.append(torch.get_float32_matmul_precision())
+        return largest_difference(model)
 
-    monkeypatch.setattr(decodable, "_largest_difference", look)
+    monkeypatch.setattr(decodable, "_largest_difference", record)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         decodable.check_decodable(tiny("Llama", LLAMA), 40)
-        assert seen == ["highest"] and torch.get_float32_matmul_precision() == "high"
+        assert precisions == ["highest"] and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
 

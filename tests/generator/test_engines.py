@@ -1,4 +1,4 @@
-"""Engines of a fleet: addresses that cannot be used, reports that come twice, delays, damaged weights."""
+"""Tests of a fleet's engines: invalid addresses, reports that arrive twice, random delays, damaged weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_fleet import check, drained, submit
 from tests.generator.threads import Threads
 from tests.helpers import inline
-from tests.stream.test_live_driver import once, train
+from tests.stream.test_live_driver import check_trained_once, train
 from tests.stream.test_rollout_stream import stream_of
 
 
-class Twice(SlowGenerator):
-    """Reports everything twice."""
+class ReportsTwice(SlowGenerator):
+    """Generator that reports every finished rollout twice."""
 
     def step(self) -> StepReport:
         report = super().step()
@@ -41,9 +41,9 @@ def fleet_at(*engines: str, factory: Any = SlowGenerator, most_s: float = 0.01, 
 
 
 @pytest.mark.slow
-def test_one_that_answers_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_reported_twice_are_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     Threads(monkeypatch)
-    with closing(fleet_at("local", "local", factory=Twice)) as fleet:
+    with closing(fleet_at("local", "local", factory=ReportsTwice)) as fleet:
         submit(fleet)
         check(drained(fleet), 0)
         with fleet.aside():
@@ -54,7 +54,7 @@ def test_one_that_answers_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", every(20, range(20), pytest.mark.full))
 @pytest.mark.slow
-def test_random_delays_on_either_side(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_delays_on_both_sides(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token is older than the mode allows (`train` checks each batch), whichever engine sampled it."""
     Threads(monkeypatch)
     delays = random.Random(1000 + seed)
@@ -63,16 +63,16 @@ def test_random_delays_on_either_side(seed: int, monkeypatch: pytest.MonkeyPatch
     fleet = fleet_at(*["local"] * (1 + (seed % 4 == 3)), most_s=delays.choice([0.0, 0.005, 0.03]))
     driver = LiveDriver(stream, fleet, lambda: weights_of(stream.completed_steps), inline(stream))
     with closing(driver):
-        once(train(driver, 15, delays.choice([0.0, 0.02, 0.1]), seed), stream)
+        check_trained_once(train(driver, 15, delays.choice([0.0, 0.02, 0.1]), seed), stream)
         metrics = driver.metrics()
         assert activity.facts()["engines"][0] == {"where": "local", "state": "up"}
-    assert "engines" not in activity.facts(), "the run is over"
+    assert "engines" not in activity.facts(), "closing the driver removes the report of its engines"
     assert metrics["live/trainer_tokens_s"] > 0
     assert metrics["live/engine0_tokens_s"] > 0 and 0 <= metrics["live/engine0_idle"] <= 1
 
 
 @pytest.mark.parametrize(
-    ("engines", "says"),
+    ("engines", "message"),
     [
         (["http://here"], "'http://here' cannot be read; valid: local, http://HOST:PORT, file:/PATH, srun"),
         (["here:123"], "cannot be read"),
@@ -84,12 +84,12 @@ def test_random_delays_on_either_side(seed: int, monkeypatch: pytest.MonkeyPatch
         (["tcp://here:123"], "tcp://here:123 is not supported any more; .*vllm.serve.* http://HOST:PORT"),
     ],
 )
-def test_addresses_that_cannot_be_used_are_refused(engines: list[str], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^driver.engines: .*{says}"):
+def test_addresses_that_cannot_be_used_are_refused(engines: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^driver.engines: .*{message}"):
         check_engines(engines)
 
 
-def test_servers_of_vllm_are_for_its_generator_and_srun_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_of_vllm_need_its_generator_and_srun_needs_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigurationError, match="srun is for a job of SLURM"):
         fleet_at("srun")
@@ -99,7 +99,7 @@ def test_servers_of_vllm_are_for_its_generator_and_srun_for_a_job(monkeypatch: p
 
 
 @pytest.mark.slow
-def test_damaged_weights_are_an_error_that_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_weights_are_an_error_with_the_engines_number(monkeypatch: pytest.MonkeyPatch) -> None:
     Threads(monkeypatch)
     write = WeightStore._write
 

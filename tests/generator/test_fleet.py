@@ -1,4 +1,4 @@
-"""Generators in processes of their own, behind one protocol: whatever becomes of them, every rollout comes once."""
+"""Tests of a fleet of generator processes: every rollout is returned exactly once, even if processes are lost."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ GROUPS, SIZE = 6, 3
 
 
 def fleet_of(generators: int = 2, slots: int = 4, most_s: float = 0.05, silence_s: float = 5.0) -> Fleet:
-    given = {"slots": slots, "most_s": most_s}
-    return Fleet(SlowGenerator, Weights(Size()), given, generators=generators, silence_s=silence_s, start_s=200)
+    settings = {"slots": slots, "most_s": most_s}
+    return Fleet(SlowGenerator, Weights(Size()), settings, generators=generators, silence_s=silence_s, start_s=200)
 
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    with closing(fleet_of()) as found:
-        yield found
+    with closing(fleet_of()) as opened:
+        yield opened
 
 
 def submit(fleet: Fleet, groups: int = GROUPS) -> None:
@@ -46,85 +46,93 @@ def submit(fleet: Fleet, groups: int = GROUPS) -> None:
 
 
 def drained(fleet: Fleet) -> list[FinishedRollout]:
-    found: list[FinishedRollout] = []
+    finished_rollouts: list[FinishedRollout] = []
     deadline = time.monotonic() + 240
     while fleet.in_flight:
         assert time.monotonic() < deadline, f"{fleet.in_flight} rollouts never came"
-        found += fleet.step().finished
-    return found
+        finished_rollouts += fleet.step().finished
+    return finished_rollouts
 
 
-def check(found: list[FinishedRollout], version: int, groups: int = GROUPS) -> None:
-    """All of them, once, and of these weights alone."""
-    assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(groups) for i in range(SIZE)]
-    assert {v for each in found for v in each.rollout.weight_versions} == {version}
+def check(finished_rollouts: list[FinishedRollout], version: int, groups: int = GROUPS) -> None:
+    """Check that every rollout was returned exactly once, sampled with weights of `version` only."""
+    assert sorted((entry.key, entry.index) for entry in finished_rollouts) == [
+        (k, i) for k in range(groups) for i in range(SIZE)
+    ]
+    assert {v for entry in finished_rollouts for v in entry.rollout.weight_versions} == {version}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("how", "when"),
-    [(how, when) for how in (signal.SIGKILL, signal.SIGSTOP) for when in ("before", "during", "both")],
+    ("signal_number", "when"),
+    [
+        (signal_number, when)
+        for signal_number in (signal.SIGKILL, signal.SIGSTOP)
+        for when in ("before", "during", "both")
+    ],
 )
-def test_one_is_lost_while_something_else_is_done(fleet: Fleet, how: signal.Signals, when: str) -> None:
+def test_engines_lost_during_aside_cost_no_rollout(fleet: Fleet, signal_number: signal.Signals, when: str) -> None:
     submit(fleet)
-    found = list(fleet.step().finished)
+    finished_rollouts = list(fleet.step().finished)
     if when != "during":
-        os.kill(fleet.pids[1], how)
+        os.kill(fleet.pids[1], signal_number)
     with fleet.aside():
         fleet.publish(weights_of(9), 9)
         submit(fleet, 4)
         other = list(fleet.step().finished)
         if when != "before":
-            os.kill(fleet.pids[0], how)
+            os.kill(fleet.pids[0], signal_number)
         check(other + drained(fleet), 9, 4)
-    check(found + drained(fleet), 0)
+    check(finished_rollouts + drained(fleet), 0)
     assert fleet.version == 0 and fleet.lost >= 1
 
 
 @pytest.mark.full
-def test_all_are_lost_at_once(fleet: Fleet) -> None:
+def test_a_fleet_survives_the_loss_of_all_engines(fleet: Fleet) -> None:
     submit(fleet)
     fleet.publish(weights_of(1), 1)
-    found = list(fleet.step().finished)
+    finished_rollouts = list(fleet.step().finished)
     for pid in fleet.pids:
         os.kill(pid, signal.SIGKILL)
-    found += drained(fleet)
-    assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(GROUPS) for i in range(SIZE)]
+    finished_rollouts += drained(fleet)
+    assert sorted((entry.key, entry.index) for entry in finished_rollouts) == [
+        (k, i) for k in range(GROUPS) for i in range(SIZE)
+    ]
     assert fleet.lost >= 2
 
 
-def test_nobody_waits_for_a_lost_one_to_start_again_to_be_asked(
+def test_score_does_not_wait_for_a_lost_engine_to_restart(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And it is told how the lost one ended, though its connection was gone before its status was there."""
+    """The log states how the engine ended, although its connection closed before its exit status was known."""
     threads = Threads(monkeypatch)
     with closing(fleet_of(generators=1)) as fleet:
         assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
         submit(fleet)
-        found: list[FinishedRollout] = []
+        finished_rollouts: list[FinishedRollout] = []
         while not next(iter(fleet._engines)).sampled:
             report = fleet.step()
-            found += report.finished
+            finished_rollouts += report.finished
             assert report.lost_tokens == 0
         threads.may_start.clear()
         threads.started[0].die()
         began = time.monotonic()
         assert fleet.score((1, 2), (3, 7)) is None
-        assert fleet.score((1, 2), (3, 7)) is None, "it is being started"
+        assert fleet.score((1, 2), (3, 7)) is None, "the engine is being restarted"
         assert time.monotonic() - began < threads.most_s
         lost = 0
         while not lost:
-            assert time.monotonic() - began < 60, "it had sampled for rollouts that it had not finished"
+            assert time.monotonic() - began < 60, "the lost engine had sampled tokens of unfinished rollouts"
             report = fleet.step()
-            found, lost = [*found, *report.finished], report.lost_tokens
+            finished_rollouts, lost = [*finished_rollouts, *report.finished], report.lost_tokens
         assert "generator 0 ended with status -9" in caplog.text
         threads.may_start.set()
-        check(found + drained(fleet), 0)
+        check(finished_rollouts + drained(fleet), 0)
         assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
         assert fleet.lost == 1
 
 
-def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
+def test_an_engine_that_closed_its_connection_but_runs_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = Threads(monkeypatch)
@@ -137,18 +145,18 @@ def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
 
 
 @pytest.mark.full
-def test_a_schedulers_signal_is_the_trainers() -> None:
+def test_signals_of_a_scheduler_do_not_end_engines() -> None:
     with closing(fleet_of(silence_s=200)) as fleet:
         submit(fleet)
-        for how in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             for pid in fleet.pids:
-                os.kill(pid, how)
+                os.kill(pid, signal_number)
         check(drained(fleet), 0)
         assert fleet.lost == 0
 
 
 @pytest.mark.full
-def test_a_checkpoint_taken_while_one_is_lost(fleet: Fleet) -> None:
+def test_a_checkpoint_while_an_engine_is_lost(fleet: Fleet) -> None:
     submit(fleet)
     os.kill(fleet.pids[1], signal.SIGKILL)
     saved = fleet.state_dict()
@@ -160,8 +168,8 @@ def test_a_checkpoint_taken_while_one_is_lost(fleet: Fleet) -> None:
 
 
 @pytest.mark.full
-def test_names_are_never_given_twice(fleet: Fleet) -> None:
-    """What a restored process still has of a group that is done must not be taken for another's."""
+def test_names_of_groups_are_never_reused(fleet: Fleet) -> None:
+    """A restored process may still report a finished group; that must not be taken for another group."""
     submit(fleet)
     saved = fleet.state_dict()
     names = {name for name, *_ in saved["open"]}
@@ -173,7 +181,7 @@ def test_names_are_never_given_twice(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_cannot_start_says_why_at_once() -> None:
+def test_an_engine_that_cannot_start_is_an_error_with_the_reason() -> None:
     def broken(**arguments: Any) -> None:
         raise AssertionError("never called here")
 
@@ -185,13 +193,13 @@ def test_one_that_cannot_start_says_why_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_one_that_takes_too_long_to_start_is_given_up() -> None:
+def test_an_engine_that_starts_too_slowly_is_an_error() -> None:
     with pytest.raises(GeneratorLostError, match="was silent for"):
         Fleet(SlowGenerator, Weights(Size()), {"slots": 1, "most_s": 0.1}, generators=1, silence_s=9, start_s=0.05)
 
 
 @pytest.mark.slow
-def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_passed_in_files_if_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=8))
     with closing(fleet_of(generators=1)) as fleet:
         assert not fleet._store.folder.is_relative_to("/dev/shm")
@@ -202,7 +210,7 @@ def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pyte
 
 
 @pytest.mark.full
-def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
+def test_old_weights_are_deleted(fleet: Fleet) -> None:
     for version in range(1, 6):
         fleet.publish(weights_of(version), version)
     assert len(list(fleet._store.folder.glob("*.safetensors"))) == 1
@@ -214,70 +222,70 @@ def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
 
 
 @pytest.mark.full
-def test_the_torch_generator_samples_the_same_there_and_here(tiny_model: Any) -> None:
-    given = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=10, stop_tokens=[STOP])
-    here = TorchGenerator(tiny_model, slots=4, **given)
+def test_the_torch_generator_samples_the_same_in_a_fleet(tiny_model: Any) -> None:
+    settings = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=10, stop_tokens=[STOP])
+    local = TorchGenerator(tiny_model, slots=4, **settings)
     for request in requests():
-        here.submit(request)
-    expected = {place: each.rollout.tokens for place, each in drain(here).items()}
-    there = Fleet(partial(TorchGenerator, slots=4), tiny_model, given, generators=2, silence_s=60, start_s=200)
-    with closing(there):
+        local.submit(request)
+    expected = {place: entry.rollout.tokens for place, entry in drain(local).items()}
+    remote = Fleet(partial(TorchGenerator, slots=4), tiny_model, settings, generators=2, silence_s=60, start_s=200)
+    with closing(remote):
         for request in requests():
-            there.submit(request)
-        assert {(each.key, each.index): each.rollout.tokens for each in drained(there)} == expected
+            remote.submit(request)
+        assert {(entry.key, entry.index): entry.rollout.tokens for entry in drained(remote)} == expected
 
 
 @pytest.mark.slow
 def test_rollouts_wait_in_their_engines(tiny_model: Any) -> None:
-    """Answers reach the engine that has the rollout, also after a checkpoint; a lost engine's rollouts start again."""
-    given = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=20, stop_tokens=[])
-    asked = [dataclasses.replace(each, waits=True, turn_tokens=3) for each in requests(3)]
+    """An answer reaches the engine of its rollout, also after a checkpoint. A lost engine's rollouts start again."""
+    settings = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=20, stop_tokens=[])
+    submitted = [dataclasses.replace(entry, waits=True, turn_tokens=3) for entry in requests(3)]
 
-    def answered(generator: Any, found: dict[Any, Any]) -> dict[Any, Any]:
+    def answer_all(generator: Any, finished_rollouts: dict[Any, Any]) -> dict[Any, Any]:
         deadline = time.monotonic() + 240
         while generator.in_flight:
             assert time.monotonic() < deadline, f"{generator.in_flight} rollouts never came"
-            for each in generator.waiting:
-                if len(each.rollout.tokens) < 13:
-                    generator.insert(each.key, each.index, [2 + each.index] * 2)
+            for entry in generator.waiting:
+                if len(entry.rollout.tokens) < 13:
+                    generator.insert(entry.key, entry.index, [2 + entry.index] * 2)
                 else:
-                    generator.end(each.key, each.index)
-            found |= {(each.key, each.index): each.rollout for each in generator.step().finished}
-        return {place: (rollout.tokens, rollout.sources) for place, rollout in found.items()}
+                    generator.end(entry.key, entry.index)
+            finished_rollouts |= {(entry.key, entry.index): entry.rollout for entry in generator.step().finished}
+        return {place: (rollout.tokens, rollout.sources) for place, rollout in finished_rollouts.items()}
 
-    here = TorchGenerator(tiny_model, slots=4, **given)
-    there = Fleet(partial(TorchGenerator, slots=4), tiny_model, given, generators=2, silence_s=60, start_s=200)
-    with closing(there):
-        for request in asked:
-            here.submit(request)
-            there.submit(request)
-        expected = answered(here, {})
+    local = TorchGenerator(tiny_model, slots=4, **settings)
+    remote = Fleet(partial(TorchGenerator, slots=4), tiny_model, settings, generators=2, silence_s=60, start_s=200)
+    with closing(remote):
+        for request in submitted:
+            local.submit(request)
+            remote.submit(request)
+        expected = answer_all(local, {})
         assert len(expected) == 9 and {len(tokens) for tokens, _ in expected.values()} == {13}
         reported = 0
-        while not there.idle:
-            reported += len(there.step().waiting)
-        waiting = there.waiting
-        assert reported == len(waiting) == there.in_flight == 9 and there.free_slots == 8
-        state = there.state_dict()
-        assert answered(there, {}) == expected
-        there.load_state_dict(state)
-        assert sorted((each.key, each.index) for each in there.waiting) == sorted(expected)
+        while not remote.idle:
+            reported += len(remote.step().waiting)
+        waiting = remote.waiting
+        assert reported == len(waiting) == remote.in_flight == 9 and remote.free_slots == 8
+        state = remote.state_dict()
+        assert answer_all(remote, {}) == expected
+        remote.load_state_dict(state)
+        assert sorted((entry.key, entry.index) for entry in remote.waiting) == sorted(expected)
         with pytest.raises(ValueError, match="17 tokens do not fit into rollout 1 of group 2, which has room for 17"):
-            there.insert(2, 1, [1] * 17)
+            remote.insert(2, 1, [1] * 17)
         with pytest.raises(ValueError, match="token 99 is not in the vocabulary"):
-            there.insert(2, 1, [99])
-        there.restart(2, 1)
-        assert (2, 1) not in {(each.key, each.index) for each in there.waiting}
+            remote.insert(2, 1, [99])
+        remote.restart(2, 1)
+        assert (2, 1) not in {(entry.key, entry.index) for entry in remote.waiting}
         first = {(key, 0) for key in range(3)}
         for place in first:
-            there.end(*place)
-        while there.in_flight > 6:
-            there.step()
-        os.kill(there.pids[0], signal.SIGKILL)
-        rest = {place: each for place, each in expected.items() if place not in first}
-        assert answered(there, {}) == rest and there.lost == 1
-        # Nothing waits for ever in an engine that has sampled a whole group again.
-        while any("waiting" in (own or {}) for own in there.state_dict()["generators"]):
-            there.step()
+            remote.end(*place)
+        while remote.in_flight > 6:
+            remote.step()
+        os.kill(remote.pids[0], signal.SIGKILL)
+        remaining = {place: entry for place, entry in expected.items() if place not in first}
+        assert answer_all(remote, {}) == remaining and remote.lost == 1
+        # An engine that has sampled a whole group again must not keep its other rollouts waiting for ever.
+        while any("waiting" in (engine or {}) for engine in remote.state_dict()["generators"]):
+            remote.step()
         with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
-            there.end(0, 0)
+            remote.end(0, 0)

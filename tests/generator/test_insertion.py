@@ -1,4 +1,7 @@
-"""Answers of an environment in our sampler: exact over all turns, others undisturbed, resumable while one waits."""
+"""Tests of inserting an environment's answers between sampled tokens.
+
+Log-probabilities are exact over all turns, other rollouts do not change, and waiting rollouts survive a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.generator.turns import ANSWERS, largest_gap, three_turns
 from tests.helpers import make_group, row
 
 SAMPLED, FORCED, ENVIRONMENT = Source.SAMPLED, Source.FORCED, Source.ENVIRONMENT
-KEEPS = ("slot", "cache", "nothing")
+KEPT_WHILE_WAITING = ("slot", "cache", "nothing")
 LIMIT = 40
 
 Place = tuple[int, int]
@@ -30,19 +33,21 @@ Environment = Callable[[Place, int, Rollout], Sequence[int] | None]
 
 
 def several_turns(count: int = 3, **more: Any) -> list[GroupRequest]:
-    """Requests whose turns end after 4 tokens, or at the stop token before."""
-    return [dataclasses.replace(each, waits=True, turn_tokens=4, **more) for each in requests(count)]
+    """Requests whose turns end after 4 tokens, or earlier at the stop token."""
+    return [
+        dataclasses.replace(waiting_rollout, waits=True, turn_tokens=4, **more) for waiting_rollout in requests(count)
+    ]
 
 
 def answer(place: Place, turn: int, rollout: Rollout) -> Sequence[int]:
-    """A scripted environment: its answers depend on what was sampled, and differ in length."""
+    """A scripted environment, whose answers depend on the sampled tokens and differ in length."""
     return [1 + (sum(rollout.tokens) + 5 * n) % 13 for n in range((place[1] + turn) % 4)]
 
 
 class Episodes:
-    """Steps a generator while a scripted environment answers, `delay` steps after a turn has ended.
+    """Steps a generator while a scripted environment answers `delay` steps after the end of a turn.
 
-    It ends rollouts after `most` turns, if the environment returns None, and if an answer does not fit.
+    A rollout ends after `most` turns, if the environment returns None, or if an answer does not fit.
     """
 
     def __init__(
@@ -55,16 +60,16 @@ class Episodes:
         self.steps = 0
 
     def step(self) -> None:
-        for each in self.generator.waiting:
-            place = each.key, each.index
+        for waiting_rollout in self.generator.waiting:
+            place = waiting_rollout.key, waiting_rollout.index
             if self.due.setdefault(place, self.steps + self.delay) > self.steps:
                 continue
             del self.due[place]
             turn = self.answered.get(place, 0) + 1
-            tokens = self.environment(place, turn, each.rollout) if turn < self.most else None
+            tokens = self.environment(place, turn, waiting_rollout.rollout) if turn < self.most else None
             if tokens is None:
                 self.generator.end(*place)
-            elif len(tokens) >= each.room:
+            elif len(tokens) >= waiting_rollout.room:
                 self.generator.end(*place, truncated=True)
             else:
                 self.generator.insert(*place, tokens)
@@ -75,8 +80,8 @@ class Episodes:
             assert (done.key, done.index) not in self.finished
             self.finished[done.key, done.index] = done.rollout
 
-    def run(self, asked: Sequence[GroupRequest] = ()) -> dict[Place, Rollout]:
-        for request in asked:
+    def run(self, submitted: Sequence[GroupRequest] = ()) -> dict[Place, Rollout]:
+        for request in submitted:
             self.generator.submit(request)
         while self.generator.in_flight:
             self.step()
@@ -84,7 +89,7 @@ class Episodes:
 
 
 def check_exact(model: Any, prompt: tuple[int, ...], rollout: Rollout) -> None:
-    """Every sampled token's log-probability is that of one forward pass over all turns."""
+    """Check that every sampled token's log-probability equals that of one forward pass over all turns."""
     sampled = ~torch.tensor(rollout.inserted)
     gaps = (torch.tensor(rollout.generator_logprobs) - full_forward(model, prompt, rollout.tokens)).abs()
     assert float(gaps[sampled].max()) < 1e-5
@@ -92,15 +97,15 @@ def check_exact(model: Any, prompt: tuple[int, ...], rollout: Rollout) -> None:
     assert not torch.tensor(rollout.generator_logprobs)[answers].any()
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
 @pytest.mark.parametrize(("slots", "delay"), [(2, 0), (64, 3)])
-def test_several_turns_are_those_of_a_full_forward_pass(tiny_model: Any, keeps: str, slots: int, delay: int) -> None:
-    asked = several_turns()
+def test_logprobs_over_several_turns_are_exact(tiny_model: Any, keeps: str, slots: int, delay: int) -> None:
+    submitted = several_turns()
     generator = generator_of(tiny_model, slots, max_new_tokens=LIMIT, waiting_keeps=keeps)
-    finished = Episodes(generator, delay=delay).run(asked)
+    finished = Episodes(generator, delay=delay).run(submitted)
     assert len(finished) == 9
     for (key, index), rollout in finished.items():
-        check_exact(tiny_model, asked[key].prompt_tokens, rollout)
+        check_exact(tiny_model, submitted[key].prompt_tokens, rollout)
         # Three turns, each at most 4 tokens, with the environment's answers between them.
         answers, at, turn = [], 0, 0
         for span in rollout.spans:
@@ -121,9 +126,9 @@ def test_several_turns_are_those_of_a_full_forward_pass(tiny_model: Any, keeps: 
 
 
 @pytest.mark.parametrize("updated", [False, True])
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
 def test_the_trainer_agrees_over_three_turns(tiny_model: Any, keeps: str, updated: bool) -> None:
-    """Also if other weights are published after the first turn."""
+    """The trainer's log-probabilities match, also if new weights are published after the first turn."""
     weights = versions_of(tiny_model, 1)
     models = {version: copy.deepcopy(tiny_model) for version in (0, 1)}
     models[1].load_state_dict(weights[1])
@@ -133,36 +138,41 @@ def test_the_trainer_agrees_over_three_turns(tiny_model: Any, keeps: str, update
         if updated:
             generator.publish(weights[1], 1, recompute_kv=True)
 
-    asked = [dataclasses.replace(each, waits=True, turn_tokens=4) for each in requests(2, completions=4)]
-    for each in three_turns(generator, asked, update):
-        prompt = asked[each.key].prompt_tokens
-        assert largest_gap(models, prompt, each.rollout) < 1e-5
-        assert {*each.rollout.weight_versions} == {0, int(updated)}
-        assert each.rollout.sources.count(ENVIRONMENT) == sum(ANSWERS[each.index])
-        assert largest_gap({0: models[1], 1: models[0]}, prompt, each.rollout) > 1e-3
+    submitted = [
+        dataclasses.replace(waiting_rollout, waits=True, turn_tokens=4)
+        for waiting_rollout in requests(2, completions=4)
+    ]
+    for waiting_rollout in three_turns(generator, submitted, update):
+        prompt = submitted[waiting_rollout.key].prompt_tokens
+        assert largest_gap(models, prompt, waiting_rollout.rollout) < 1e-5
+        assert {*waiting_rollout.rollout.weight_versions} == {0, int(updated)}
+        assert waiting_rollout.rollout.sources.count(ENVIRONMENT) == sum(ANSWERS[waiting_rollout.index])
+        assert largest_gap({0: models[1], 1: models[0]}, prompt, waiting_rollout.rollout) > 1e-3
 
 
-def test_what_a_waiting_rollout_keeps_does_not_change_what_is_sampled(tiny_model: Any) -> None:
+def test_waiting_keeps_does_not_change_the_samples(tiny_model: Any) -> None:
     results = []
     for keeps, slots, delay in (("slot", 64, 0), ("cache", 3, 2), ("nothing", 2, 0), ("slot", 2, 5)):
         generator = generator_of(tiny_model, slots, max_new_tokens=LIMIT, waiting_keeps=keeps)
-        found = Episodes(generator, delay=delay).run(several_turns())
-        results.append({place: (rollout.tokens, rollout.sources) for place, rollout in found.items()})
+        results_by_choice = Episodes(generator, delay=delay).run(several_turns())
+        results.append({place: (rollout.tokens, rollout.sources) for place, rollout in results_by_choice.items()})
     assert results[0] == results[1] == results[2] == results[3]
     assert len({tuple(tokens) for tokens, _ in results[0].values()}) > 5
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
 def test_other_rollouts_are_undisturbed(tiny_model: Any, keeps: str) -> None:
-    """Bit for bit by what an environment says; by whether one talks at all, as by anything else in the batch."""
+    """The environment's answers change no bit of other rollouts; further rollouts in the batch change only rounding."""
     plain = requests(2, completions=4)
-    talking = [dataclasses.replace(each, key=each.key + 10) for each in several_turns(count=2)]
+    conversing = [
+        dataclasses.replace(waiting_rollout, key=waiting_rollout.key + 10) for waiting_rollout in several_turns(count=2)
+    ]
 
-    def rollouts(environment: Environment, asked: Sequence[GroupRequest]) -> dict[Place, Rollout]:
+    def rollouts(environment: Environment, submitted: Sequence[GroupRequest]) -> dict[Place, Rollout]:
         generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
-        return Episodes(generator, environment, delay=1).run(asked)
+        return Episodes(generator, environment, delay=1).run(submitted)
 
-    together = [talking[0], *plain, talking[1]]
+    together = [conversing[0], *plain, conversing[1]]
     alone = rollouts(answer, plain)
     among = rollouts(lambda *_: [2, 3, 9], together)
     other = rollouts(lambda *_: [8, 1, 5], together)
@@ -174,10 +184,10 @@ def test_other_rollouts_are_undisturbed(tiny_model: Any, keeps: str) -> None:
         assert float(gaps.abs().max()) < 2e-6
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
 @pytest.mark.parametrize("steps", [5, 6, 10])
 @pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recompute"])
-def test_resumes_while_rollouts_wait_bit_for_bit(tiny_model: Any, keeps: str, steps: int, recompute: bool) -> None:
+def test_waiting_rollouts_resume_bit_for_bit(tiny_model: Any, keeps: str, steps: int, recompute: bool) -> None:
     weights = versions_of(tiny_model, 1)
 
     def fresh() -> TorchGenerator:
@@ -191,35 +201,39 @@ def test_resumes_while_rollouts_wait_bit_for_bit(tiny_model: Any, keeps: str, st
             if number == steps // 2:
                 episodes.generator.publish(weights[1], 1, recompute_kv=recompute)
             episodes.step()
-        # Some rollouts wait, some have an answer and wait for a slot, one has ended while it waited.
-        for number, each in enumerate(episodes.generator.waiting):
+        # Now some rollouts wait, some have an answer and wait for a slot, and one ended while it waited.
+        for number, waiting_rollout in enumerate(episodes.generator.waiting):
             if number == 0:
-                episodes.generator.end(each.key, each.index)
+                episodes.generator.end(waiting_rollout.key, waiting_rollout.index)
             elif number % 2:
-                episodes.generator.insert(each.key, each.index, [2, 9, 4])
-                episodes.due.pop((each.key, each.index), None)
+                episodes.generator.insert(waiting_rollout.key, waiting_rollout.index, [2, 9, 4])
+                episodes.due.pop((waiting_rollout.key, waiting_rollout.index), None)
         return episodes
 
-    whole = begin().run()
-    broken = begin()
-    state = pickle.loads(pickle.dumps(broken.generator.state_dict()))
+    uninterrupted = begin().run()
+    interrupted = begin()
+    state = pickle.loads(pickle.dumps(interrupted.generator.state_dict()))
     assert "waiting" in state
-    waiting, in_flight = broken.generator.waiting, broken.generator.in_flight
-    broken.generator = fresh()
-    broken.generator.load_state_dict(state)
-    assert (broken.generator.waiting, broken.generator.in_flight) == (waiting, in_flight)
-    assert broken.run() == whole
-    assert {source for rollout in whole.values() for source in rollout.sources} == {SAMPLED, FORCED, ENVIRONMENT}
+    waiting, in_flight = interrupted.generator.waiting, interrupted.generator.in_flight
+    interrupted.generator = fresh()
+    interrupted.generator.load_state_dict(state)
+    assert (interrupted.generator.waiting, interrupted.generator.in_flight) == (waiting, in_flight)
+    assert interrupted.run() == uninterrupted
+    assert {source for rollout in uninterrupted.values() for source in rollout.sources} == {
+        SAMPLED,
+        FORCED,
+        ENVIRONMENT,
+    }
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
 def test_weights_change_while_rollouts_wait(tiny_model: Any, keeps: str) -> None:
-    """With recomputed keys and values every token is that of a full forward pass by the weights that sampled it."""
+    """With recomputed caches, every token's log-probability is exact for the weights that sampled it."""
     weights = versions_of(tiny_model, 2)
-    asked = several_turns()
+    submitted = several_turns()
     generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
     episodes = Episodes(generator, lambda *_: [2, 3, 9], delay=3, most=2)
-    for request in asked:
+    for request in submitted:
         generator.submit(request)
     for number in range(1, 7):
         episodes.step()
@@ -236,28 +250,28 @@ def test_weights_change_while_rollouts_wait(tiny_model: Any, keeps: str) -> None
         for version in (0, 1, 2):
             model = tiny_model
             model.load_state_dict(weights[version])
-            own = torch.tensor(rollout.weight_versions) == version
-            own &= ~torch.tensor(rollout.inserted)
-            expected = full_forward(model, asked[key].prompt_tokens, rollout.tokens)
-            assert torch.allclose(torch.tensor(rollout.generator_logprobs)[own], expected[own], atol=1e-5)
+            of_version = torch.tensor(rollout.weight_versions) == version
+            of_version &= ~torch.tensor(rollout.inserted)
+            expected = full_forward(model, submitted[key].prompt_tokens, rollout.tokens)
+            assert torch.allclose(torch.tensor(rollout.generator_logprobs)[of_version], expected[of_version], atol=1e-5)
 
 
-def test_a_kept_cache_is_stale_and_a_dropped_one_is_not(tiny_model: Any) -> None:
+def test_a_kept_cache_is_stale_and_a_recomputed_one_is_not(tiny_model: Any) -> None:
     weights = versions_of(tiny_model, 1)
-    found = {}
-    for keeps in KEEPS:
+    results_by_choice = {}
+    for keeps in KEPT_WHILE_WAITING:
         generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
         episodes = Episodes(generator, lambda *_: [2, 3], delay=2, most=2)
         generator.submit(several_turns(count=1)[0])
         for _ in range(4):
             episodes.step()
         generator.publish(weights[1], 1)
-        found[keeps] = [rollout.generator_logprobs[6] for rollout in episodes.run().values()]
-    assert found["slot"] == found["cache"]
-    assert max(abs(a - b) for a, b in zip(found["slot"], found["nothing"], strict=True)) > 1e-3
+        results_by_choice[keeps] = [rollout.generator_logprobs[6] for rollout in episodes.run().values()]
+    assert results_by_choice["slot"] == results_by_choice["cache"]
+    assert max(abs(a - b) for a, b in zip(results_by_choice["slot"], results_by_choice["nothing"], strict=True)) > 1e-3
 
 
-def test_slots_of_waiting_rollouts(tiny_model: Any) -> None:
+def test_waiting_rollouts_occupy_slots_only_if_they_keep_them(tiny_model: Any) -> None:
     for keeps, free in (("slot", 0), ("cache", 3), ("nothing", 3)):
         generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
         generator.submit(several_turns(count=1)[0])
@@ -273,7 +287,7 @@ def test_slots_of_waiting_rollouts(tiny_model: Any) -> None:
 
 @pytest.mark.parametrize(("keeps", "tokens"), [("slot", 3), ("cache", 3), ("nothing", 8)])
 def test_only_new_tokens_are_computed(tiny_model: Any, keeps: str, tokens: int) -> None:
-    """The answer and the last token before it; without the cache the prompt and the turn too."""
+    """The new tokens are the answer and the token before it; without a cache also the prompt and the turn."""
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
     request = dataclasses.replace(several_turns(count=1)[0], completions=1)
     generator.submit(request)
@@ -286,19 +300,21 @@ def test_only_new_tokens_are_computed(tiny_model: Any, keeps: str, tokens: int) 
     assert generator.step().decoded_tokens == 1
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
-def test_limits(tiny_model: Any, keeps: str) -> None:
-    """An answer that leaves no room for a token is refused; a rollout at its limit waits too."""
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
+def test_limits_of_an_answer(tiny_model: Any, keeps: str) -> None:
+    """An answer must leave room for one sampled token. A rollout at its limit also waits."""
     generator = generator_of(tiny_model, 8, max_new_tokens=8, stop_tokens=[], max_prompt_tokens=8, waiting_keeps=keeps)
     generator.submit(several_turns(count=1)[0])
     for _ in range(4):
         generator.step()
-    assert {(each.rollout.finish_reason, each.room) for each in generator.waiting} == {("length", 4)}
+    assert {(waiting_rollout.rollout.finish_reason, waiting_rollout.room) for waiting_rollout in generator.waiting} == {
+        ("length", 4)
+    }
     with pytest.raises(ValueError, match="4 tokens do not fit into rollout 0 of group 0, which has room for 4"):
         generator.insert(0, 0, [5] * 4)
     generator.insert(0, 1, [5] * 3)
     generator.end(0, 2, truncated=True)
-    assert generator.in_flight == 3 and [each.index for each in generator.waiting] == [0]
+    assert generator.in_flight == 3 and [waiting_rollout.index for waiting_rollout in generator.waiting] == [0]
     (ended,), (full,) = (report := generator.step()).finished, report.waiting
     assert (ended.index, len(ended.rollout.tokens)) == (2, 4)
     assert full.rollout.sources == [SAMPLED] * 4 + [ENVIRONMENT] * 3 + [SAMPLED]
@@ -310,12 +326,12 @@ def test_limits(tiny_model: Any, keeps: str) -> None:
     generator.end(0, 1)
     # A step that only reports rollouts as ended computes nothing, so it takes no virtual time.
     report = generator.step()
-    assert [each.index for each in report.finished] == [0, 1] and not any(report.computed)
+    assert [waiting_rollout.index for waiting_rollout in report.finished] == [0, 1] and not any(report.computed)
     assert generator.in_flight == 0 and generator.idle
 
 
-def test_a_stop_ends_a_turn_and_an_answer_never_does(tiny_model: Any) -> None:
-    """Also where the answer ends like a turn: only what is sampled may end one."""
+def test_only_sampled_stop_tokens_end_a_turn(tiny_model: Any) -> None:
+    """An answer that ends with the stop token does not end the turn after it."""
     request = dataclasses.replace(requests(1, completions=12)[0], waits=True)
     generator = generator_of(tiny_model, 16, max_new_tokens=LIMIT)
     episodes = Episodes(generator, lambda *_: [7, 14], most=2)
@@ -335,7 +351,7 @@ def test_an_environment_may_end_a_rollout(tiny_model: Any) -> None:
 
 
 def test_thinking_is_measured_without_answers(tiny_model: Any) -> None:
-    """The point of interruption counts the model's tokens, and a marker in an answer does not end its thinking."""
+    """The interruption point counts sampled tokens only, and an end marker in an answer does not end thinking."""
     end = 9
     generator = generator_of(
         tiny_model,
@@ -364,35 +380,37 @@ def test_a_full_completion_waits_within_a_phrase(tiny_model: Any) -> None:
     generator.submit(several_turns(count=1, interrupt_at=(3, 3, 3))[0])
     while not generator.idle:
         generator.step()
-    for each in generator.waiting:
-        assert each.rollout.sources == [*[SAMPLED] * 3, *[FORCED] * 2]
-        assert (each.rollout.finish_reason, each.room) == ("length", 0)
+    for waiting_rollout in generator.waiting:
+        assert waiting_rollout.rollout.sources == [*[SAMPLED] * 3, *[FORCED] * 2]
+        assert (waiting_rollout.rollout.finish_reason, waiting_rollout.room) == ("length", 0)
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("keeps", KEPT_WHILE_WAITING)
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_restarted_rollout_samples_the_same_tokens(tiny_model: Any, keeps: str, slots: int) -> None:
-    """Also if a checkpoint comes before its first token, and if others of its group go on."""
+    """Also after a checkpoint before its first token, and while other rollouts of the group continue."""
 
     def fresh() -> Episodes:
         return Episodes(generator_of(tiny_model, slots, max_new_tokens=LIMIT, waiting_keeps=keeps))
 
-    asked = several_turns(count=2)
-    expected = fresh().run(asked)
+    submitted = several_turns(count=2)
+    expected = fresh().run(submitted)
     for steps in (0, 1, 3):
         episodes = fresh()
         generator = episodes.generator
-        for request in asked:
+        for request in submitted:
             generator.submit(request)
         while not generator.idle:
             generator.step()
-        # While they wait, rollouts may keep all slots.
+        # With "slot", waiting rollouts occupy all slots, so no more than `slots` of them can wait.
         assert len(generator.waiting) == (min(slots, 6) if keeps == "slot" else 6)
-        restarted = [(each.key, each.index) for each in generator.waiting][::2]
+        restarted = [(waiting_rollout.key, waiting_rollout.index) for waiting_rollout in generator.waiting][::2]
         for place in restarted:
             generator.restart(*place)
         assert generator.in_flight == 6 and not generator.idle
-        assert not {*restarted} & {(each.key, each.index) for each in generator.waiting}
+        assert not {*restarted} & {
+            (waiting_rollout.key, waiting_rollout.index) for waiting_rollout in generator.waiting
+        }
         for _ in range(steps):
             generator.step()
         state = pickle.loads(pickle.dumps(generator.state_dict()))
@@ -405,7 +423,7 @@ def test_a_restarted_rollout_samples_the_same_tokens(tiny_model: Any, keeps: str
         assert len(finished) == 6
 
 
-def test_rollouts_wait_while_something_else_is_done(tiny_model: Any) -> None:
+def test_waiting_rollouts_are_paused_by_aside(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
     generator.submit(several_turns(count=1)[0])
     for _ in range(4):
@@ -416,7 +434,7 @@ def test_rollouts_wait_while_something_else_is_done(tiny_model: Any) -> None:
     assert generator.waiting == waiting
 
 
-def test_what_does_not_wait_is_refused(tiny_model: Any) -> None:
+def test_answers_to_rollouts_that_do_not_wait_are_refused(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
     generator.submit(several_turns(count=1)[0])
     with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
@@ -436,8 +454,8 @@ def test_what_does_not_wait_is_refused(tiny_model: Any) -> None:
         generator_of(tiny_model, waiting_keeps="all")
 
 
-def test_states_without_turns_are_as_before(tiny_model: Any) -> None:
-    """Checkpoints of runs without environments do not change, and older ones are read."""
+def test_states_without_turns_keep_their_format(tiny_model: Any) -> None:
+    """Checkpoints of runs without environments keep their format, so older ones can be read."""
     request = requests(1)[0]
     assert set(request_state(request)) == {
         "key",
@@ -448,8 +466,8 @@ def test_states_without_turns_are_as_before(tiny_model: Any) -> None:
         "max_new_tokens",
         "temperature",
     }
-    talking = several_turns()[1]
-    assert request_from(request_state(talking)) == talking
+    conversing = several_turns()[1]
+    assert request_from(request_state(conversing)) == conversing
     generator = generator_of(tiny_model, 4)
     generator.submit(request)
     generator.step()
@@ -457,7 +475,7 @@ def test_states_without_turns_are_as_before(tiny_model: Any) -> None:
     assert "waiting" not in state and [len(slot) for slot in state["occupants"]] == [2, 2, 2]
 
 
-def test_rules_of_one_rollout() -> None:
+def test_turn_and_phrase_limits_of_one_rollout() -> None:
     sampling = SamplingSettings(max_prompt_tokens=4, max_new_tokens=20, phrase=(7,))
     rules = Insertions(GroupRequest(0, (1,), 1, (0,), (9,), waits=True, turn_tokens=6), 0, sampling)
     assert (rules.limit, rules.turn_limit, rules.interruption_point) == (20, 6, 9)
@@ -479,7 +497,7 @@ def test_rules_of_one_rollout() -> None:
 
 
 def test_an_answer_is_not_trained_on() -> None:
-    """A batch with an environment's tokens is that with forced ones; both leave all masks and counts."""
+    """In a batch, an environment's tokens are masked and left out of all counts, exactly like forced tokens."""
     batches = []
     for source in (ENVIRONMENT, FORCED):
         group = make_group([1.0, 0.0, 1.0], length=6)
@@ -487,11 +505,11 @@ def test_an_answer_is_not_trained_on() -> None:
             rollout.sources[number + 1 : number + 3] = [source] * 2
         batches.append(assemble([group], row(), max_new_tokens=8))
         assert [rollout.length for rollout in group.rollouts] == [4 if source == ENVIRONMENT else 6] * 3
-    ours, forced = batches
-    for entry in dataclasses.fields(ours):
-        left, right = getattr(ours, entry.name), getattr(forced, entry.name)
+    with_answers, forced = batches
+    for entry in dataclasses.fields(with_answers):
+        left, right = getattr(with_answers, entry.name), getattr(forced, entry.name)
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else entry.name == "groups" or left == right
-    assert ours.loss_mask.tolist() == [[1, 0, 0, 1, 1, 1], [1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1]]
-    assert ours.forced_mask.tolist() == (1 - ours.loss_mask).bool().tolist()
-    assert ours.denominators.tokens == 12 and ours.sample_tokens.tolist() == [4.0] * 3
-    assert ours.group_tokens.tolist() == [12.0] * 3
+    assert with_answers.loss_mask.tolist() == [[1, 0, 0, 1, 1, 1], [1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1]]
+    assert with_answers.forced_mask.tolist() == (1 - with_answers.loss_mask).bool().tolist()
+    assert with_answers.denominators.tokens == 12 and with_answers.sample_tokens.tolist() == [4.0] * 3
+    assert with_answers.group_tokens.tolist() == [12.0] * 3

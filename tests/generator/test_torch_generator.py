@@ -1,4 +1,4 @@
-"""The in-process generator: exact log-probabilities, one result whatever the scheduling, resumable mid-token."""
+"""Tests of the in-process generator: exact log-probabilities, independent of scheduling, resumable at any token."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def full_forward(model: Any, prompt: tuple[int, ...], tokens: list[int], tempera
 @pytest.mark.parametrize("slots", [1, 4, 64])
 def test_logprobs_are_those_of_a_full_forward_pass(tiny_model: Any, slots: int) -> None:
     generator = generator_of(tiny_model, slots)
-    asked = requests()
-    for request in asked:
+    submitted = requests()
+    for request in submitted:
         generator.submit(request)
     finished = drain(generator)
-    assert Counter(key for key, _ in finished) == {request.key: 3 for request in asked}
+    assert Counter(key for key, _ in finished) == {request.key: 3 for request in submitted}
     for (key, _), entry in finished.items():
-        expected = full_forward(tiny_model, asked[key].prompt_tokens, entry.rollout.tokens)
+        expected = full_forward(tiny_model, submitted[key].prompt_tokens, entry.rollout.tokens)
         assert torch.allclose(torch.tensor(entry.rollout.generator_logprobs), expected, atol=1e-5)
         ended = entry.rollout.tokens[-1] == STOP
         assert entry.rollout.finish_reason == ("stop" if ended else "length")
@@ -76,7 +76,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(tiny_model: Any, slots: int) 
         assert STOP not in entry.rollout.tokens[:-1]
 
 
-def test_scheduling_does_not_change_what_is_sampled(tiny_model: Any) -> None:
+def test_scheduling_does_not_change_the_samples(tiny_model: Any) -> None:
     results = []
     for slots, order in ((1, 1), (3, -1), (50, 1)):
         generator = generator_of(tiny_model, slots)
@@ -88,7 +88,7 @@ def test_scheduling_does_not_change_what_is_sampled(tiny_model: Any) -> None:
 
 
 def versions_of(model: Any, count: int) -> list[dict[str, torch.Tensor]]:
-    """Weights after each of some updates that are large enough to tell apart."""
+    """The model's weights, and those after each of `count` updates that are large enough to change the samples."""
     source = torch.Generator().manual_seed(1)
     weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
     for _ in range(count):
@@ -97,23 +97,23 @@ def versions_of(model: Any, count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def recomputed_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: Rollout) -> torch.Tensor:
-    """Each token by a full forward pass of the weights that sampled it: no cache at all."""
-    found = torch.empty(len(rollout.tokens))
+    """Log-probability of each token by a full forward pass, without a cache, under the weights that sampled it."""
+    expected_logprobs = torch.empty(len(rollout.tokens))
     for version in set(rollout.weight_versions):
         model.load_state_dict(weights[version])
-        mine = torch.tensor(rollout.weight_versions) == version
-        found[mine] = full_forward(model, prompt, rollout.tokens)[mine]
-    return found
+        of_version = torch.tensor(rollout.weight_versions) == version
+        expected_logprobs[of_version] = full_forward(model, prompt, rollout.tokens)[of_version]
+    return expected_logprobs
 
 
 def stale_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: Rollout) -> torch.Tensor:
-    """Chunk by chunk with transformers' own cache: each version reads its chunk on top of what earlier ones left.
+    """Log-probabilities with transformers' own cache, in chunks: each version continues on the cache of earlier ones.
 
     Sampling token t means reading the token before it, so a chunk of tokens [a, b) reads [a - 1, b - 1).
     """
     sequence = torch.tensor([[*prompt, *rollout.tokens]])
     cache = DynamicCache()
-    found: list[torch.Tensor] = []
+    chunks: list[torch.Tensor] = []
     for version in sorted(set(rollout.weight_versions)):
         places = [t for t, v in enumerate(rollout.weight_versions) if v == version]
         first = 0 if places[0] == 0 else len(prompt) + places[0] - 1
@@ -122,11 +122,11 @@ def stale_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: R
             read = sequence[:, first : len(prompt) + places[-1]]
             logits = model(read, past_key_values=cache, use_cache=True).logits[0, -len(places) :]
         tokens = sequence[0, len(prompt) + places[0] : len(prompt) + places[-1] + 1]
-        found.append(logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
-    return torch.cat(found)
+        chunks.append(logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+    return torch.cat(chunks)
 
 
-# Every example puts the model's weights back.
+# Each example restores the model's weights, so the fixture can be shared.
 @pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -138,15 +138,18 @@ def stale_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: R
 def test_logprobs_across_swaps(
     tiny_model: Any, recompute: bool, slots: int, swaps: list[int], interrupted: bool
 ) -> None:
-    """Weights change between any two tokens. Every recorded log-probability is that of the weights (and the cache
-    policy) that sampled it, computed another way; rollouts that start after a swap have nothing old in them."""
+    """Weights change between any two tokens. Each recorded log-probability must equal a second computation of it.
+
+    The second computation uses the weights that sampled the token and the same cache policy. Rollouts that start after
+    a change use the new weights only.
+    """
     weights = versions_of(tiny_model, len(swaps))
-    asked = requests(4)
+    submitted = requests(4)
     if interrupted:
-        asked = [dataclasses.replace(request, interrupt_at=(2, 3, 4)) for request in asked]
+        submitted = [dataclasses.replace(request, interrupt_at=(2, 3, 4)) for request in submitted]
     try:
         generator = generator_of(tiny_model, slots, max_new_tokens=9, stop_tokens=[STOP], phrase=[3, 5])
-        for request in asked:
+        for request in submitted:
             generator.submit(request)
         finished = {}
         for version, steps in enumerate(swaps, start=1):
@@ -155,19 +158,19 @@ def test_logprobs_across_swaps(
             generator.publish(weights[version], version, recompute_kv=recompute)
         finished.update({place: entry.rollout for place, entry in drain(generator).items()})
         assert len(finished) == 12
-        other_way = recomputed_logprobs if recompute else stale_logprobs
+        recompute_logprobs = recomputed_logprobs if recompute else stale_logprobs
         for (key, index), rollout in finished.items():
             assert rollout.weight_versions == sorted(rollout.weight_versions)
-            expected = other_way(tiny_model, weights, asked[key].prompt_tokens, rollout)
+            expected = recompute_logprobs(tiny_model, weights, submitted[key].prompt_tokens, rollout)
             assert torch.allclose(torch.tensor(rollout.generator_logprobs), expected, atol=1e-5)
-            assert any(rollout.forced) == (interrupted and len(rollout.tokens) > asked[key].interrupt_at[index])
+            assert any(rollout.forced) == (interrupted and len(rollout.tokens) > submitted[key].interrupt_at[index])
     finally:
         tiny_model.load_state_dict(weights[0])
 
 
 @dataclasses.dataclass
 class Pair:
-    """Ends a completion whose last sampled tokens are these two."""
+    """Stop condition: the last two sampled tokens are this pair."""
 
     pair: tuple[int, int]
     window: int = 2
@@ -177,7 +180,7 @@ class Pair:
 
 
 def test_a_text_ends_a_completion_with_its_last_token(tiny_model: Any) -> None:
-    """What is sampled up to there is what would have been without; and slots that are freed so are used again."""
+    """Tokens before the stop are the same as without it, and the slots that become free are used again."""
 
     def rollouts(**more: Any) -> dict[tuple[int, int], Any]:
         generator = generator_of(tiny_model, 3, max_new_tokens=9, stop_tokens=[], **more)
@@ -186,7 +189,7 @@ def test_a_text_ends_a_completion_with_its_last_token(tiny_model: Any) -> None:
         return {place: entry.rollout for place, entry in drain(generator).items()}
 
     whole = rollouts()
-    pair = next((each.tokens[2], each.tokens[3]) for each in whole.values())
+    pair = next((candidate.tokens[2], candidate.tokens[3]) for candidate in whole.values())
     ended = rollouts(stop_text=Pair(pair))
     assert ended.keys() == whole.keys()
     stopped = 0
@@ -201,7 +204,7 @@ def test_a_text_ends_a_completion_with_its_last_token(tiny_model: Any) -> None:
 
 @dataclasses.dataclass
 class Anywhere(Pair):
-    """Ends a completion whose last sampled tokens contain these two, as a text does that is longer than a token."""
+    """Stop condition: the last sampled tokens contain this pair, as with a stop text that spans several tokens."""
 
     window: int = 9
 
@@ -211,7 +214,7 @@ class Anywhere(Pair):
 
 @pytest.mark.parametrize("stop_text", [Pair((3, 5)), Anywhere((3, 5))])
 def test_a_forced_phrase_does_not_end_a_completion(tiny_model: Any, stop_text: Pair) -> None:
-    """Neither with its last token nor with the tokens after it."""
+    """A phrase that contains the pair stops neither at its last token nor at the tokens sampled after it."""
     whole = generator_of(tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5])
     ended = generator_of(tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5], stop_text=stop_text)
     for generator in (whole, ended):
@@ -222,7 +225,7 @@ def test_a_forced_phrase_does_not_end_a_completion(tiny_model: Any, stop_text: P
 
 
 def test_stale_and_recomputed_caches_differ(tiny_model: Any) -> None:
-    """Or the test above could not tell them apart."""
+    """If they did not differ, `test_logprobs_across_swaps` could not distinguish them."""
     weights = versions_of(tiny_model, 1)
     recorded = []
     for recompute in (False, True):
@@ -233,16 +236,16 @@ def test_stale_and_recomputed_caches_differ(tiny_model: Any) -> None:
             generator.step()
         generator.publish(weights[1], 1, recompute_kv=recompute)
         report = generator.step()
-        # Recomputing is paid for: two prompts of 2 and 3 tokens and two sampled ones in each of their 3 rollouts.
+        # Recomputed tokens are counted: prompts of 2 and 3 tokens, each with 3 rollouts of two sampled tokens.
         assert report.prefill_tokens == (3 * (2 + 2) + 3 * (3 + 2) if recompute else 0)
         recorded.append({place: e.rollout.generator_logprobs[3] for place, e in drain(generator).items()})
     assert max(abs(recorded[0][place] - recorded[1][place]) for place in recorded[0]) > 1e-3
 
 
 def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model: Any) -> None:
-    """Tokens up to the point are as sampled without it; then comes the phrase; then sampling goes on."""
+    """Tokens before the point are the same as without an interruption; after the phrase, sampling continues."""
     end, phrase = 7, [4, 9, 7]
-    asked = [dataclasses.replace(request, interrupt_at=(1, 3, 5)) for request in requests(12)]
+    submitted = [dataclasses.replace(request, interrupt_at=(1, 3, 5)) for request in requests(12)]
 
     def run(requests_: list[GroupRequest]) -> dict[tuple[int, int], Rollout]:
         generator = generator_of(
@@ -252,42 +255,42 @@ def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model:
             generator.submit(request)
         return {place: entry.rollout for place, entry in drain(generator).items()}
 
-    free, controlled = run(requests(12)), run(asked)
-    seen = set()
+    free, controlled = run(requests(12)), run(submitted)
+    cases = set()
     for place, rollout in controlled.items():
-        point, plain = asked[place[0]].interrupt_at[place[1]], free[place]
+        point, plain = submitted[place[0]].interrupt_at[place[1]], free[place]
         if end in plain.tokens[:point] or len(plain.tokens) <= point:
             assert (rollout.tokens, rollout.forced) == (plain.tokens, plain.forced)
-            seen.add("left alone")
+            cases.add("left alone")
             continue
         assert rollout.tokens[:point] == plain.tokens[:point]
         assert rollout.tokens[point : point + 3] == phrase
         assert rollout.forced == [point <= t < point + 3 for t in range(len(rollout.tokens))]
-        expected = full_forward(tiny_model, asked[place[0]].prompt_tokens, rollout.tokens)
+        expected = full_forward(tiny_model, submitted[place[0]].prompt_tokens, rollout.tokens)
         assert torch.allclose(torch.tensor(rollout.generator_logprobs), expected, atol=1e-5)
-        seen.add("interrupted")
-    assert seen == {"left alone", "interrupted"}
+        cases.add("interrupted")
+    assert cases == {"left alone", "interrupted"}
 
 
 @pytest.mark.parametrize(
     "precision", [FP32, pytest.param(Precision("bf16", True, True), marks=pytest.mark.full)], ids=["fp32", "bf16"]
 )
 @pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recompute"])
-@pytest.mark.parametrize("steps", [0, 4, 19, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 9, 14, 60))])
-def test_resumes_between_any_two_tokens_bit_for_bit(
+@pytest.mark.parametrize("steps", [0, 4, 19, *(pytest.param(late, marks=pytest.mark.slow) for late in (1, 9, 14, 60))])
+def test_the_generator_resumes_between_any_two_tokens_bit_for_bit(
     tiny_model: Any, steps: int, recompute: bool, precision: Precision
 ) -> None:
-    """Old and new weights in flight, stale or recomputed caches, forced phrases, half-started groups, nothing."""
+    """Old and new weights in flight, stale or recomputed caches, forced phrases, unstarted rollouts, or nothing."""
     weights = versions_of(tiny_model, 2)
-    asked = [dataclasses.replace(request, interrupt_at=(1, 4, 6)) for request in requests(8)]
+    submitted = [dataclasses.replace(request, interrupt_at=(1, 4, 6)) for request in requests(8)]
 
     def fresh() -> TorchGenerator:
         return generator_of(tiny_model, slots=4, precision=precision, phrase=[3, 5])
 
     def begin() -> tuple[TorchGenerator, dict[tuple[int, int], FinishedRollout]]:
-        """Six groups, new weights just before half of the steps and again at the very end."""
+        """Submit six groups; publish new weights after half of the steps and again at the end."""
         generator, early = fresh(), {}
-        for request in asked[:6]:
+        for request in submitted[:6]:
             generator.submit(request)
         for number in range(steps):
             if number == steps // 2:
@@ -297,23 +300,25 @@ def test_resumes_between_any_two_tokens_bit_for_bit(
         return generator, early
 
     def end(generator: TorchGenerator) -> list[Any]:
-        """Finish, then two more groups: also after everything had ended, these are the newest weights' rollouts."""
+        """Finish all groups, then sample two more with the newest weights; return everything."""
         first = generator.step()
-        rest = {(e.key, e.index): e for e in first.finished} | drain(generator)
-        for request in asked[6:]:
+        remaining = {(e.key, e.index): e for e in first.finished} | drain(generator)
+        for request in submitted[6:]:
             generator.submit(request)
-        return [first, rest, drain(generator)]
+        return [first, remaining, drain(generator)]
 
     whole, early = begin()
-    undisturbed = end(whole)
-    broken, early_again = begin()
-    state = pickle.loads(pickle.dumps(broken.state_dict()))
+    uninterrupted = end(whole)
+    halted, early_again = begin()
+    state = pickle.loads(pickle.dumps(halted.state_dict()))
     with torch.no_grad():
-        tiny_model.get_output_embeddings().weight.mul_(3.0)  # what a resumed generator copies is not what it had
+        tiny_model.get_output_embeddings().weight.mul_(
+            3.0
+        )  # a resumed generator must restore its weights, not copy the model's
     resumed = fresh()
     resumed.load_state_dict(state)
     assert early == early_again
-    assert end(resumed) == undisturbed
+    assert end(resumed) == uninterrupted
 
 
 @settings(max_examples=30)
@@ -342,7 +347,7 @@ def test_frequencies_are_the_probabilities() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2", "mistral"])
 def test_other_architectures(family: str) -> None:
-    """Tied embeddings, biases, learned positions, soft-capped logits: all through the same two paths."""
+    """Tied embeddings, biases, learned positions and soft-capped logits are exact as well."""
     import transformers as tf
 
     torch.manual_seed(0)
@@ -362,7 +367,7 @@ def test_other_architectures(family: str) -> None:
     model = model.float().eval()
     check_head(model)
     generator = generator_of(model, slots=3)
-    # Every second prompt takes two turns, with two tokens of an environment between them.
+    # Every second prompt has two turns, with two tokens of an environment between them.
     for request in requests(4):
         generator.submit(dataclasses.replace(request, waits=request.key % 2 == 1, turn_tokens=4))
     policy = Policy(model, FP32)
@@ -370,17 +375,17 @@ def test_other_architectures(family: str) -> None:
     while generator.in_flight:
         report = generator.step()
         finished += report.finished
-        for each in report.waiting:
-            if any(each.rollout.inserted):
-                generator.end(each.key, each.index)
+        for waiting_rollout in report.waiting:
+            if any(waiting_rollout.rollout.inserted):
+                generator.end(waiting_rollout.key, waiting_rollout.index)
             else:
-                generator.insert(each.key, each.index, [2, 5])
+                generator.insert(waiting_rollout.key, waiting_rollout.index, [2, 5])
     for entry in finished:
         prompt = requests(4)[entry.key].prompt_tokens
-        sampled = ~torch.tensor(entry.rollout.inserted)
-        recorded = torch.tensor(entry.rollout.generator_logprobs)[sampled]
-        assert torch.allclose(recorded, full_forward(model, prompt, entry.rollout.tokens)[sampled], atol=2e-5)
-        assert torch.allclose(recorded, policy(one_row(prompt, entry.rollout))[0][0].detach()[sampled], atol=2e-5)
+        sample_all = ~torch.tensor(entry.rollout.inserted)
+        recorded = torch.tensor(entry.rollout.generator_logprobs)[sample_all]
+        assert torch.allclose(recorded, full_forward(model, prompt, entry.rollout.tokens)[sample_all], atol=2e-5)
+        assert torch.allclose(recorded, policy(one_row(prompt, entry.rollout))[0][0].detach()[sample_all], atol=2e-5)
     assert sum(any(entry.rollout.inserted) for entry in finished) == 6
 
 
@@ -402,9 +407,9 @@ def test_short_sliding_window_is_refused() -> None:
         generator_of(model)
 
 
-@pytest.mark.parametrize(("head", "expected"), [(True, 1e-5), (False, None)])
-def test_fp32_head_narrows_the_gap_of_a_bf16_policy(tiny_model: Any, head: bool, expected: float | None) -> None:
-    """With the head in FP32 the logits are exact for the hidden states; in BF16 they are rounded."""
+@pytest.mark.parametrize("head", [True, False])
+def test_logits_of_an_fp32_head_are_exact(tiny_model: Any, head: bool) -> None:
+    """With the head in FP32, logits are exact for the hidden states; with BF16 they are rounded."""
     precision = Precision("bf16", head, head)
     generator = generator_of(tiny_model, precision=precision)
     hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -419,7 +424,7 @@ def test_prompt_too_long_is_refused(tiny_model: Any) -> None:
         generator_of(tiny_model).submit(GroupRequest(0, tuple(range(1, 10)), 1, (0,)))
 
 
-def test_the_cache_is_as_large_as_what_is_in_it(tiny_model: Any) -> None:
+def test_the_cache_grows_only_as_needed(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, slots=200, max_new_tokens=1000)
     for request in requests(2):
         generator.submit(dataclasses.replace(request, max_new_tokens=300))
@@ -430,23 +435,23 @@ def test_the_cache_is_as_large_as_what_is_in_it(tiny_model: Any) -> None:
         sizes.add((keys.shape[0], keys.shape[2]))
         longest = max(longest, generator._slots.cache.width)
     rows, width = max(sizes)
-    assert rows <= 8 and width <= max(256, 2 * longest), f"of 200 rows of 1008: {sizes}"
+    assert rows <= 8 and width <= max(256, 2 * longest), f"the maximum would be 200 rows of 1008 tokens: {sizes}"
 
 
-def test_growing_changes_nothing_that_is_sampled(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sampled() -> dict[tuple[int, int], Rollout]:
+def test_growing_the_cache_does_not_change_the_samples(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample_all() -> dict[tuple[int, int], Rollout]:
         generator = generator_of(tiny_model, slots=3)
         for request in requests():
             generator.submit(request)
         return {place: entry.rollout for place, entry in drain(generator).items()}
 
-    whole = sampled()
+    whole = sample_all()
     monkeypatch.setattr("lightning_scalerl.generator.torch.slot_cache.BLOCK", 1)
-    assert sampled() == whole
+    assert sample_all() == whole
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("limits", "message"),
     [
         (
             {"slots": 900, "cache_gib": 0.001},
@@ -456,15 +461,17 @@ def test_growing_changes_nothing_that_is_sampled(tiny_model: Any, monkeypatch: p
         ({"slots": 10**9}, r"free are [\d.]+ GiB; generator.slots=\d+ fit"),
     ],
 )
-def test_what_cannot_fit_is_refused_with_the_number(tiny_model: Any, given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        generator_of(tiny_model, **given)
+def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(
+    tiny_model: Any, limits: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        generator_of(tiny_model, **limits)
 
 
-def test_what_is_in_flight_waits_while_something_else_is_done(tiny_model: Any) -> None:
-    undisturbed, disturbed = (generator_of(tiny_model, slots=4) for _ in range(2))
+def test_rollouts_in_flight_are_paused_by_aside(tiny_model: Any) -> None:
+    uninterrupted, disturbed = (generator_of(tiny_model, slots=4) for _ in range(2))
     other = {name: 1.1 * tensor for name, tensor in tiny_model.state_dict().items()}
-    for generator in (undisturbed, disturbed):
+    for generator in (uninterrupted, disturbed):
         for request in requests():
             generator.submit(request)
         for _ in range(3):
@@ -475,4 +482,4 @@ def test_what_is_in_flight_waits_while_something_else_is_done(tiny_model: Any) -
         disturbed.submit(GroupRequest(0, (1, 2), 6, (4,)))
         assert len(drain(disturbed)) == 6
     assert disturbed.version == 0
-    assert drain(disturbed) == drain(undisturbed)
+    assert drain(disturbed) == drain(uninterrupted)

@@ -1,4 +1,4 @@
-"""Two nodes in one machine: a trainer, and in a network namespace of their own two servers of vLLM, which fail."""
+"""Tests of a run whose vLLM servers are on another node and fail; the node is a network namespace of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def node() -> Iterator[None]:
-    """Another node, one link away."""
+    """Create a network namespace with one link to it: the other node."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root, and the command ip")
     try:
@@ -86,21 +86,21 @@ def servers(node: None, plugin: None, tiny_model_path: str) -> Iterator[list[Ser
 
 
 class Trained(lightning.Callback):
-    """Keeps which groups were trained, and does harm at some steps."""
+    """Records the admissions of trained groups, and starts a fault at some steps."""
 
-    def __init__(self, harm: dict[int, Any]) -> None:
-        self.harm, self.groups = harm, list[int]()
+    def __init__(self, faults: dict[int, Any]) -> None:
+        self.faults, self.groups = faults, list[int]()
         self.threads = list[threading.Thread]()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if isinstance(batch, TrainBatch):
             self.groups += [group.admission for group in batch.groups]
-        if (harm := self.harm.pop(trainer.global_step, None)) is not None:
-            self.threads.append(threading.Thread(target=harm))
+        if (fault := self.faults.pop(trainer.global_step, None)) is not None:
+            self.threads.append(threading.Thread(target=fault))
             self.threads[-1].start()
 
 
-def test_a_run_survives_a_server_that_is_killed_one_that_hangs_and_a_cut_link(
+def test_a_run_survives_a_killed_server_a_hanging_server_and_a_cut_link(
     servers: list[Server], tiny_model_path: str, tmp_path: Path
 ) -> None:
     one, other = servers
@@ -118,7 +118,7 @@ def test_a_run_survives_a_server_that_is_killed_one_that_hangs_and_a_cut_link(
         os.killpg(other.process.pid, signal.SIGCONT)
 
     def cut() -> None:
-        # At the other end: here the route stays, and no gateway of this machine's answers in the servers' place.
+        # Cut the servers' end: at this end the route would vanish, and a gateway could answer in the servers' place.
         ip("-n", SPACE, "link", "set", "eth0", "down")
         time.sleep(OUTAGE_S)
         ip("-n", SPACE, "link", "set", "eth0", "up")
@@ -146,11 +146,13 @@ def test_a_run_survives_a_server_that_is_killed_one_that_hangs_and_a_cut_link(
     )
     for thread in trained.threads:
         thread.join()
-    assert not trained.harm and module.driver.generator.lost >= 3  # type: ignore[union-attr]
-    # Where no server is up, trainer and servers are compared at the next turn.
+    assert not trained.faults and module.driver.generator.lost >= 3  # type: ignore[union-attr]
+    # A step without a running server has no probe; the next one compares instead.
     gaps = [metrics[P99] for kind, _, metrics in keep.records if kind == "train" and P99 in metrics]
-    assert len(gaps) > 20 and max(gaps) < 1e-4, "the servers sample from what the trainer has published"
+    assert len(gaps) > 20 and max(gaps) < 1e-4, "the servers sample with the trainer's published weights"
     assert max(keep.of("train/staleness_max")) <= 8
     stream = module.stream
-    everywhere = [*trained.groups, *(group.admission for group in stream._ready), *stream._open]
-    assert sorted(everywhere) == list(range(stream.admitted)), "each is trained, ready or open: one of these, once"
+    admissions = [*trained.groups, *(group.admission for group in stream._ready), *stream._open]
+    assert sorted(admissions) == list(range(stream.admitted)), (
+        "every admitted group is exactly one of trained, ready or open"
+    )

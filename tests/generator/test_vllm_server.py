@@ -1,6 +1,6 @@
-"""The connector to vLLM's server against a stand-in: what it asks, in which order, and what it makes of every failure.
+"""Tests of the connector to vLLM's server, against a stand-in: its requests, their order, and how it treats failures.
 
-`test_vllm_http.py` has the same against the real one.
+`test_vllm_http.py` tests it against the real server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from tests.place import PATIENCE_S
 PROMPT = (5, 9, 20)
 
 
-def test_lightning_frees_nothing_that_an_engines_graphs_point_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_keeps_the_workspaces_of_an_engines_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs of an engine in the same process point into cuBLAS workspaces, which Lightning's teardown frees."""
     freed: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("workspaces"), raising=False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("cache"))
@@ -67,33 +68,33 @@ def model(tiny_model_path: str) -> Any:
 
 
 @pytest.fixture
-def made(server: StandIn, model: Any) -> Iterator[Any]:
-    """Makes connectors and closes them."""
+def connect(server: StandIn, model: Any) -> Iterator[Any]:
+    """Return a function that makes connectors; close them all after the test."""
     generators: list[VLLMServerGenerator] = []
 
-    def make(**given: Any) -> VLLMServerGenerator:
-        values = {"slots": 4, "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1], **given}
+    def connect_(**settings: Any) -> VLLMServerGenerator:
+        values = {"slots": 4, "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1], **settings}
         values = {"address": server.address, "token": TOKEN, "silence_s": 1.5, "away_s": 0.5, **values}
         precision = values.pop("precision", Precision("fp32"))
         generators.append(VLLMServerGenerator(model, precision, **with_sampling(**values)))
         return generators[-1]
 
-    yield make
+    yield connect_
     for generator in generators:
         generator.close()
 
 
 def drained(generator: VLLMServerGenerator, limit_s: float = 20.0) -> list[FinishedRollout]:
-    found: list[FinishedRollout] = []
+    collected: list[FinishedRollout] = []
     until = time.monotonic() + limit_s
     while generator.in_flight and time.monotonic() < until:
-        found += generator.step().finished
+        collected += generator.step().finished
     assert not generator.in_flight
-    return sorted(found, key=lambda each: (each.key, each.index))
+    return sorted(collected, key=lambda item: (item.key, item.index))
 
 
-def stepped(generator: VLLMServerGenerator, tokens: int) -> None:
-    """Step until so many tokens have come."""
+def step_until(generator: VLLMServerGenerator, tokens: int) -> None:
+    """Step until `tokens` tokens have arrived."""
     until = time.monotonic() + 10
     while generator.sampled_in_flight < tokens:
         generator.step()
@@ -103,7 +104,7 @@ def stepped(generator: VLLMServerGenerator, tokens: int) -> None:
 # --- at the start ---------------------------------------------------------------------------------------------
 
 
-def changed(**parts: dict[str, Any]) -> Any:
+def with_config(**parts: dict[str, Any]) -> Any:
     def change(server: StandIn) -> None:
         for name, values in parts.items():
             server.config[name] = {**server.config[name], **values}
@@ -111,7 +112,7 @@ def changed(**parts: dict[str, Any]) -> Any:
     return change
 
 
-def told(**attributes: Any) -> Any:
+def with_attributes(**attributes: Any) -> Any:
     def change(server: StandIn) -> None:
         for name, value in attributes.items():
             setattr(server, name, value)
@@ -120,73 +121,79 @@ def told(**attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "given", "says"),
+    ("change", "settings", "message"),
     [
-        (told(version="0.34.1"), {}, r"runs vllm 0.34.1, and 0.32 up to below 0.34 .* install vllm>=0.32,<0.34 there"),
-        (told(dev_mode=False), {}, "404.*VLLM_SERVER_DEV_MODE=1"),
-        (told(), {"token": "other"}, "401.*give this run the server's token"),
-        (told(scale_out=False), {}, "403.*--enable-scale-out"),
-        (told(details=False), {}, "--enable-prompt-tokens-details"),
-        (told(manner="no labels"), {}, "labels a token of weights 0 with"),
-        (told(config={}), {}, "is it a server of vllm?"),
-        (changed(model_config={"logprobs_mode": "raw_logprobs"}), {}, "--logprobs-mode processed_logprobs"),
-        (changed(model_config={"generation_config": "auto"}), {}, "--generation-config vllm"),
         (
-            changed(model_config={"override_generation_config": {"top_k": 3}}),
+            with_attributes(version="0.34.1"),
+            {},
+            r"runs vllm 0.34.1, and 0.32 up to below 0.34 .* install vllm>=0.32,<0.34 there",
+        ),
+        (with_attributes(dev_mode=False), {}, "404.*VLLM_SERVER_DEV_MODE=1"),
+        (with_attributes(), {"token": "other"}, "401.*give this run the server's token"),
+        (with_attributes(scale_out=False), {}, "403.*--enable-scale-out"),
+        (with_attributes(details=False), {}, "--enable-prompt-tokens-details"),
+        (with_attributes(manner="no labels"), {}, "labels a token of weights 0 with"),
+        (with_attributes(config={}), {}, "is it a server of vllm?"),
+        (with_config(model_config={"logprobs_mode": "raw_logprobs"}), {}, "--logprobs-mode processed_logprobs"),
+        (with_config(model_config={"generation_config": "auto"}), {}, "--generation-config vllm"),
+        (
+            with_config(model_config={"override_generation_config": {"top_k": 3}}),
             {},
             "without --override-generation-config",
         ),
-        (changed(model_config={"max_model_len": 22}), {}, "--max-model-len 23"),
-        (changed(model_config={"dtype": "torch.bfloat16"}), {}, "computes in bfloat16.*--dtype float32"),
-        (changed(model_config={"dtype": "torch.bfloat16"}), {"precision": Precision("bf16")}, "head_dtype"),
-        (changed(parallel_config={"data_parallel_size": 2}), {}, "a server for each"),
-        (changed(cache_config={"enable_prefix_caching": False}), {}, "--enable-prefix-caching"),
-        (changed(weight_transfer_config={"backend": None}), {}, "takes weights by no way"),
-        (changed(weight_transfer_config={"backend": "nccl"}), {}, "needs the trainer's weights on a GPU"),
+        (with_config(model_config={"max_model_len": 22}), {}, "--max-model-len 23"),
+        (with_config(model_config={"dtype": "torch.bfloat16"}), {}, "computes in bfloat16.*--dtype float32"),
+        (with_config(model_config={"dtype": "torch.bfloat16"}), {"precision": Precision("bf16")}, "head_dtype"),
+        (with_config(parallel_config={"data_parallel_size": 2}), {}, "a server for each"),
+        (with_config(cache_config={"enable_prefix_caching": False}), {}, "--enable-prefix-caching"),
+        (with_config(weight_transfer_config={"backend": None}), {}, "takes weights by no way"),
+        (with_config(weight_transfer_config={"backend": "nccl"}), {}, "needs the trainer's weights on a GPU"),
     ],
 )
-def test_a_server_that_was_started_otherwise(server: StandIn, made: Any, change: Any, given: Any, says: str) -> None:
+def test_an_unsuitable_server_is_refused_with_the_remedy(
+    server: StandIn, connect: Any, change: Any, settings: Any, message: str
+) -> None:
     change(server)
-    with pytest.raises(ConfigurationError, match=says) as caught:
-        made(**given)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        connect(**settings)
     assert "\n" not in str(caught.value)
-    assert not any(body.get("stream") for body in server.bodies), "no rollout was begun"
+    assert not any(body.get("stream") for body in server.bodies), "no rollout was requested"
 
 
-def test_a_server_that_is_away_is_waited_for(server: StandIn, made: Any) -> None:
+def test_an_absent_server_is_awaited(server: StandIn, connect: Any) -> None:
     server.down()
     began = time.monotonic()
     with pytest.raises(EngineLostError, match=r"no server for 0.5 s: start one there"):
-        made()
+        connect()
     assert time.monotonic() - began > 0.4
     server.up()
     server.failures["/health"] = [503, 503, "ok"]
-    made(away_s=10.0)
+    connect(away_s=10.0)
     assert not server.failures["/health"]
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------
 
 
-def test_what_a_request_says(server: StandIn, made: Any) -> None:
-    generator = made(temperature=0.7)
+def test_requests_for_a_group(server: StandIn, connect: Any) -> None:
+    generator = connect(temperature=0.7)
     generator.submit(GroupRequest(7, PROMPT, 2, (3, 4)))
-    found = drained(generator)
-    assert [each.rollout.tokens for each in found] == [[2, 3, 4, 5, 6, 7]] * 2
-    assert found[0].rollout.generator_logprobs == pytest.approx([-1.2, -1.3, -1.4, -1.5, -1.6, -1.7])
-    assert found[0].rollout.finish_reason == "length" and not any(found[0].rollout.forced)
+    collected = drained(generator)
+    assert [item.rollout.tokens for item in collected] == [[2, 3, 4, 5, 6, 7]] * 2
+    assert collected[0].rollout.generator_logprobs == pytest.approx([-1.2, -1.3, -1.4, -1.5, -1.6, -1.7])
+    assert collected[0].rollout.finish_reason == "length" and not any(collected[0].rollout.forced)
     first, second = (body for body in server.bodies if body.get("stream"))
     assert "group7-rollout0-version0" in first["request_id"] and "group7-rollout1-version0" in second["request_id"]
     assert first["token_ids"] == [*PROMPT] and first["return_weight_versions"] is True
-    wanted = first["sampling_params"]
-    assert wanted["logprobs"] == 0 and wanted["temperature"] == 0.7 and wanted["max_tokens"] == 6
-    assert wanted["stop_token_ids"] == [1] and wanted["ignore_eos"] and not wanted["detokenize"]
-    assert wanted["seed"] != second["sampling_params"]["seed"]
+    expected = first["sampling_params"]
+    assert expected["logprobs"] == 0 and expected["temperature"] == 0.7 and expected["max_tokens"] == 6
+    assert expected["stop_token_ids"] == [1] and expected["ignore_eos"] and not expected["detokenize"]
+    assert expected["seed"] != second["sampling_params"]["seed"]
     assert not generator.can_score and generator.free_slots == 4
 
 
-def test_publishing_pauses_once_and_resumes_once(server: StandIn, made: Any, model: Any) -> None:
-    generator = made(bucket_mib=0.01)
+def test_publishing_pauses_once_and_resumes_once(server: StandIn, connect: Any, model: Any) -> None:
+    generator = connect(bucket_mib=0.01)
     server.calls.clear()
     generator.publish(dict(model.state_dict()), 3)
     updates = generator._sender.buckets
@@ -203,57 +210,57 @@ def test_publishing_pauses_once_and_resumes_once(server: StandIn, made: Any, mod
     assert "/pause?mode=keep&clear_cache=true" in server.calls
 
 
-def test_tokens_of_a_publish_in_mid_flight_have_the_labels_that_the_server_gives(
-    server: StandIn, made: Any, model: Any
-) -> None:
+def test_tokens_during_a_publish_have_the_servers_version_labels(server: StandIn, connect: Any, model: Any) -> None:
     server.delay_s = 0.03
-    generator = made()
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 4, (1,)))
-    stepped(generator, 8)
+    step_until(generator, 8)
     generator.publish(dict(model.state_dict()), 2)
     server.spans = ["0", "0", "0", "0", "2", "2"]
-    found = drained(generator)
-    assert [each.rollout.weight_versions for each in found] == [[0, 0, 0, 0, 2, 2]] * 4, "whenever they came"
-    for each in found:
-        versions = each.rollout.weight_versions
+    collected = drained(generator)
+    assert [item.rollout.weight_versions for item in collected] == [[0, 0, 0, 0, 2, 2]] * 4, (
+        "the server's labels count, not the time of arrival"
+    )
+    for item in collected:
+        versions = item.rollout.weight_versions
         assert len(versions) == 6 and versions == sorted(versions) and set(versions) == {0, 2}
-        assert each.rollout.tokens == [2, 3, 4, 5, 6, 7], "it went on where it was"
+        assert item.rollout.tokens == [2, 3, 4, 5, 6, 7], "the rollout continued"
     assert len([body for body in server.bodies if body.get("stream")]) == 4
 
 
-def test_a_rollout_without_a_token_starts_afresh(server: StandIn, made: Any, model: Any) -> None:
+def test_a_rollout_without_tokens_starts_with_the_new_weights(server: StandIn, connect: Any, model: Any) -> None:
     server.delay_s = 0.3
-    generator = made(silence_s=10.0)
+    generator = connect(silence_s=10.0)
     generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
     while len(+server.open) < 2:
         generator.step()
     generator.publish(dict(model.state_dict()), 2)
     server.delay_s = 0.0
-    assert {version for each in drained(generator) for version in each.rollout.weight_versions} == {2}
+    assert {version for item in drained(generator) for version in item.rollout.weight_versions} == {2}
     salts = [body["cache_salt"] for body in server.bodies if body.get("stream")]
-    assert len({*salts}) == 2 and salts[-1].endswith("-2"), "prefix caches are kept apart by version"
+    assert len({*salts}) == 2 and salts[-1].endswith("-2"), "each version has its own prefix cache"
 
 
-def test_a_failed_update_stays_paused(server: StandIn, made: Any, model: Any) -> None:
-    generator = made()
+def test_after_a_failed_update_the_server_stays_paused(server: StandIn, connect: Any, model: Any) -> None:
+    generator = connect()
     server.failures["/update_weights"] = [500]
     server.calls.clear()
     with pytest.raises(EngineLostError, match=r"update_weights answers 500.*stays paused"):
         generator.publish(dict(model.state_dict()), 1)
     assert server.calls[-1] == "/update_weights" and server.paused.is_set()
     assert server.label == "0"
-    made()  # the next connection gives it whole weights, and only then resumes it
+    connect()  # the next connection sends all weights before it resumes the server
     assert not server.paused.is_set() and server.calls.count("/resume") == 1
 
 
 # --- interruptions, turns and texts --------------------------------------------------------------------------------
 
 
-def test_the_phrase_is_forced_where_thinking_has_not_ended(server: StandIn, made: Any) -> None:
-    generator = made(phrase=[30, 31], thinking_ended=lambda tokens: False)
+def test_the_phrase_is_forced_if_thinking_has_not_ended(server: StandIn, connect: Any) -> None:
+    generator = connect(phrase=[30, 31], thinking_ended=lambda tokens: False)
     generator.submit(GroupRequest(0, PROMPT, 1, (1,), interrupt_at=(2,)))
-    (each,) = drained(generator)
-    assert each.rollout.tokens == [2, 3, 30, 31, 2, 3] and each.rollout.forced == [
+    (item,) = drained(generator)
+    assert item.rollout.tokens == [2, 3, 30, 31, 2, 3] and item.rollout.forced == [
         False,
         False,
         True,
@@ -261,7 +268,7 @@ def test_the_phrase_is_forced_where_thinking_has_not_ended(server: StandIn, made
         False,
         False,
     ]
-    assert each.rollout.generator_logprobs[2:4] == [0.0, 0.0]
+    assert item.rollout.generator_logprobs[2:4] == [0.0, 0.0]
     first, second = (body for body in server.bodies if body.get("stream"))
     assert first["sampling_params"]["max_tokens"] == 2 and second["token_ids"] == [*PROMPT, 2, 3, 30, 31]
     assert first["sampling_params"]["seed"] != second["sampling_params"]["seed"]
@@ -274,19 +281,19 @@ class Four:
         return tokens[-1] == 4
 
 
-def test_a_text_ends_a_completion_with_its_last_token(server: StandIn, made: Any) -> None:
+def test_a_text_ends_a_completion_with_its_last_token(server: StandIn, connect: Any) -> None:
     server.delay_s = 0.02
-    generator = made(stop_text=Four(), max_new_tokens=500, max_prompt_tokens=3)
+    generator = connect(stop_text=Four(), max_new_tokens=500, max_prompt_tokens=3)
     generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
-    found = [each.rollout for each in drained(generator)]
-    for rollout in found:
+    collected = [item.rollout for item in drained(generator)]
+    for rollout in collected:
         assert rollout.tokens == [2, 3, 4] and rollout.finish_reason == "stop"
         assert len(rollout.weight_versions) == len(rollout.generator_logprobs) == 3
-    assert not +server.open and server.sampled < 500, "the server was told to end"
+    assert not +server.open and server.sampled < 500, "the connector aborted its requests"
 
 
-def test_work_is_counted(server: StandIn, made: Any) -> None:
-    generator = made()
+def test_computed_tokens_are_counted(server: StandIn, connect: Any) -> None:
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
     reports = []
     while generator.in_flight:
@@ -294,7 +301,7 @@ def test_work_is_counted(server: StandIn, made: Any) -> None:
     prefill, _, decoded, context, prefilled, _ = (
         sum(counts) for counts in zip(*(report.computed for report in reports), strict=True)
     )
-    # One token of each prompt was cached; the first token of each rollout comes out of its prefill.
+    # One token of each prompt was cached; a rollout's first token comes from its prefill.
     assert (prefill, decoded, prefilled) == (2 * 2, 2 * 5, 2)
     assert context == 2 * sum(range(4, 9))
 
@@ -302,15 +309,15 @@ def test_work_is_counted(server: StandIn, made: Any) -> None:
 # --- aside, states, sleep -----------------------------------------------------------------------------------------
 
 
-def test_what_is_in_flight_waits_while_something_else_is_done(server: StandIn, made: Any, model: Any) -> None:
+def test_rollouts_in_flight_are_paused_by_aside(server: StandIn, connect: Any, model: Any) -> None:
     server.delay_s = 0.02
-    generator = made()
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 6, (1,)))
-    stepped(generator, 6)
+    step_until(generator, 6)
     other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     with generator.aside():
         assert generator.in_flight == 0
-        # The server sees that a connection has ended when it next writes to it.
+        # The server notices a closed connection only when it next writes to it.
         end = time.monotonic() + PATIENCE_S
         while +server.open and time.monotonic() < end:
             time.sleep(0.01)
@@ -321,54 +328,56 @@ def test_what_is_in_flight_waits_while_something_else_is_done(server: StandIn, m
         assert set(inside.rollout.weight_versions) == {9}
     assert generator.version == 0 and server.label == "0"
     assert torch.equal(server.tensors["lm_head.weight"], model.state_dict()["lm_head.weight"])
-    found = drained(generator)
-    assert sorted(each.index for each in found) == list(range(6))
-    assert all(len(each.rollout.tokens) == 6 and set(each.rollout.weight_versions) == {0} for each in found)
+    collected = drained(generator)
+    assert sorted(item.index for item in collected) == list(range(6))
+    assert all(len(item.rollout.tokens) == 6 and set(item.rollout.weight_versions) == {0} for item in collected)
 
 
-def test_a_state_holds_partial_rollouts(server: StandIn, made: Any, model: Any, tmp_path: Any) -> None:
+def test_a_state_holds_partial_rollouts(server: StandIn, connect: Any, model: Any, tmp_path: Any) -> None:
     server.delay_s = 0.02
-    generator = made()
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 5, (1,)))
-    stepped(generator, 6)
+    step_until(generator, 6)
     torch.save(generator.state_dict(), tmp_path / "state.pt")
     generator.close()
-    before = [len(each.rollout.tokens) for each in generator._unfinished()]
-    other = made()
+    before = [len(item.rollout.tokens) for item in generator._unfinished()]
+    other = connect()
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     server.bodies.clear()
-    found = drained(other)
-    assert sorted(each.index for each in found) == list(range(5)) and max(before) > 0
-    assert max(len(body["token_ids"]) for body in server.bodies) > len(PROMPT), "it goes on behind what it has"
+    collected = drained(other)
+    assert sorted(item.index for item in collected) == list(range(5)) and max(before) > 0
+    assert max(len(body["token_ids"]) for body in server.bodies) > len(PROMPT), (
+        "rollouts continue after their saved tokens"
+    )
 
 
-def test_weights_that_change_behind_its_back_are_noticed(made: Any, model: Any) -> None:
-    generator = made()
-    mine = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generator.publish(mine, 1)
-    next(iter(mine.values())).add_(1.0)
+def test_weights_changed_in_place_are_detected(connect: Any, model: Any) -> None:
+    generator = connect()
+    own_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator.publish(own_weights, 1)
+    next(iter(own_weights.values())).add_(1.0)
     with pytest.raises(RuntimeError, match="changed in place"):
         generator.state_dict()
-    generator.publish(mine, 2)
+    generator.publish(own_weights, 2)
 
 
-def test_asleep_nothing_is_sampled(server: StandIn, made: Any) -> None:
+def test_a_sleeping_server_samples_nothing(server: StandIn, connect: Any) -> None:
     server.delay_s = 0.02
-    generator = made()
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
-    stepped(generator, 2)
+    step_until(generator, 2)
     generator.sleep()
     assert server.calls[-1] == "/sleep?level=1&mode=abort" and not +server.open
-    asked = len(server.bodies)
+    requests = len(server.bodies)
     for _ in range(3):
         generator.step()
         time.sleep(0.1)
-    assert len(server.bodies) == asked
+    assert len(server.bodies) == requests
     generator.wake()
     assert server.calls[-1] == "/wake_up" and len(drained(generator)) == 2
     server.config["model_config"]["enable_sleep_mode"] = False
     with pytest.raises(ConfigurationError, match="--enable-sleep-mode"):
-        made().sleep()
+        connect().sleep()
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -382,22 +391,22 @@ def failing(**failures: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (failing(generate=[503]), "answers 503: not now"),
         (failing(generate=["garbage"]), "no JSON"),
-        (told(manner="breaks"), "broke off"),
-        (told(manner="ends early"), "broke off in the middle of an answer"),
-        (told(manner="too many"), "more tokens than asked for"),
-        (told(manner="no labels"), "names the weights of 0 of"),
-        (told(manner="other tokens"), "log-probabilities of other tokens"),
+        (with_attributes(manner="breaks"), "broke off"),
+        (with_attributes(manner="ends early"), "broke off in the middle of an answer"),
+        (with_attributes(manner="too many"), "more tokens than asked for"),
+        (with_attributes(manner="no labels"), "names the weights of 0 of"),
+        (with_attributes(manner="other tokens"), "log-probabilities of other tokens"),
     ],
 )
-def test_an_answer_that_cannot_be_used(server: StandIn, made: Any, change: Any, says: str) -> None:
-    generator = made()
+def test_an_unusable_answer_is_a_lost_engine(server: StandIn, connect: Any, change: Any, message: str) -> None:
+    generator = connect()
     change(server)
     generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
-    with pytest.raises(EngineLostError, match=says) as caught:
+    with pytest.raises(EngineLostError, match=message) as caught:
         drained(generator)
     assert "\n" not in str(caught.value)
 
@@ -406,19 +415,19 @@ Part = dict[str, Any]
 
 
 def choice(**fields: Any) -> Any:
-    """A lie about every choice."""
-    return lambda part: {**part, "choices": [{**each, **fields} for each in part["choices"]]}
+    """Lie that sets fields of every choice."""
+    return lambda part: {**part, "choices": [{**item, **fields} for item in part["choices"]]}
 
 
 def entry(**fields: Any) -> Any:
-    """A lie about each token's entry."""
+    """Lie that sets fields of every token's entry."""
 
     def lie(part: Part) -> Part:
         return {
             **part,
             "choices": [
-                {**each, "logprobs": {"content": [{**one, **fields} for one in each["logprobs"]["content"]]}}
-                for each in part["choices"]
+                {**item, "logprobs": {"content": [{**one, **fields} for one in item["logprobs"]["content"]]}}
+                for item in part["choices"]
             ],
         }
 
@@ -426,12 +435,12 @@ def entry(**fields: Any) -> Any:
 
 
 def token(value: Any) -> Any:
-    """A lie about a token, and the same about its entry."""
+    """Lie that replaces every token id, in the choice and in its entries."""
 
     def lie(part: Part) -> Part:
         part = {
             **part,
-            "choices": [{**each, "token_ids": [value] * len(each["token_ids"])} for each in part["choices"]],
+            "choices": [{**item, "token_ids": [value] * len(item["token_ids"])} for item in part["choices"]],
         }
         return entry(token_id=value)(part)  # type: ignore[no-any-return]
 
@@ -439,7 +448,7 @@ def token(value: Any) -> Any:
 
 
 def at_the_end(**fields: Any) -> Any:
-    """A lie about the choice that ends the completion."""
+    """Lie that sets fields of the choice that ends the completion."""
 
     def lie(part: Part) -> Part:
         return {**part, "choices": [{**e, **fields} if e["finish_reason"] else e for e in part["choices"]]}
@@ -456,7 +465,7 @@ def usage(**fields: Any) -> Any:
 
 
 def twice(part: Part) -> Part:
-    """More entries than tokens."""
+    """Lie that sends each entry twice, so that there are more entries than tokens."""
     return {**part, "choices": [{**e, "logprobs": {"content": e["logprobs"]["content"] * 2}} for e in part["choices"]]}
 
 
@@ -517,39 +526,37 @@ LIES = {
 }
 
 
-def test_an_answer_is_checked_before_it_is_a_rollout(
-    server: StandIn, made: Any, monkeypatch: pytest.MonkeyPatch
+def test_invalid_answers_are_lost_engines_and_never_rollouts(
+    server: StandIn, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in that lies: each lie is the engine's fault, in one line, and no rollout."""
-    generator = made(silence_s=20.0)
+    """Each lie of the stand-in must become a one-line EngineLostError."""
+    generator = connect(silence_s=20.0)
     monkeypatch.setattr(vllm_stream, "ROOM_BYTES", 2**12)
-    for name, (lie, says) in LIES.items():
+    for name, (lie, message) in LIES.items():
         server.lie = lie
         monkeypatch.setattr(vllm_stream, "TOKEN_BYTES", 0 if name == "gigabytes" else 2**20)
         generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
         with pytest.raises(EngineLostError) as caught:
             drained(generator)
-        assert re.search(says, str(caught.value)), (name, str(caught.value))
+        assert re.search(message, str(caught.value)), (name, str(caught.value))
         assert str(caught.value).isprintable() and TOKEN not in str(caught.value)
         generator._running.clear()
     server.lie = None
     generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
-    assert len(drained(generator)) == 1, "the truth is taken"
+    assert len(drained(generator)) == 1, "a correct answer is still accepted"
 
 
-def test_other_answers_are_limited_and_quoted_in_one_line(
-    server: StandIn, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = made()
+def test_errors_quote_answers_in_one_short_line(server: StandIn, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = connect()
     monkeypatch.setattr(vllm_http, "MAX_ANSWER_BYTES", 1000)
     monkeypatch.setattr(vllm_http, "MAX_ERROR_BYTES", 2000)
-    for text, says in (
+    for text, message in (
         (f"\x1b]0;{TOKEN}\x07 \u202e{TOKEN}", r"/pause answers 500: \]0;\*\*\* \*\*\*$"),
         ("x" * 2001, "answers more than 2000 bytes"),
         ("[" * 1900, r"answers 500: \[{300}$"),
     ):
         server.failures["/pause"] = [text]
-        with pytest.raises(EngineLostError, match=says) as caught:
+        with pytest.raises(EngineLostError, match=message) as caught:
             generator._call("POST", "/pause")
         assert str(caught.value).isprintable() and TOKEN not in str(caught.value)
     server.config["more"] = "x" * 1000
@@ -557,27 +564,27 @@ def test_other_answers_are_limited_and_quoted_in_one_line(
         generator._call("GET", "/server_info")
 
 
-def test_an_answer_that_comes_twice_is_one_rollout(server: StandIn, made: Any) -> None:
-    generator = made()
+def test_an_answer_that_arrives_twice_is_one_rollout(server: StandIn, connect: Any) -> None:
+    generator = connect()
     server.manner = "twice"
     generator.submit(GroupRequest(0, PROMPT, 3, (1,)))
-    found = drained(generator)
+    collected = drained(generator)
     generator.submit(GroupRequest(1, PROMPT, 3, (1,)))
     generator._streams.events.put(Tokens("a request that was given up", [9], [-1.0]))
-    found += drained(generator)
-    assert [(each.key, each.index) for each in found] == [(key, index) for key in (0, 1) for index in range(3)]
-    assert all(len(each.rollout.tokens) == 6 for each in found)
+    collected += drained(generator)
+    assert [(item.key, item.index) for item in collected] == [(key, index) for key in (0, 1) for index in range(3)]
+    assert all(len(item.rollout.tokens) == 6 for item in collected)
 
 
-def test_a_server_that_answers_slowly_is_waited_for(server: StandIn, made: Any) -> None:
+def test_a_slow_server_is_not_lost(server: StandIn, connect: Any) -> None:
     server.delay_s = 0.5
-    generator = made(max_new_tokens=4)
+    generator = connect(max_new_tokens=4)
     generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
-    assert len(drained(generator)) == 2  # two seconds, at a limit of one and a half for any sign of life
+    assert len(drained(generator)) == 2  # 2 s in total, with a limit of 1.5 s between two signs of life
 
 
-def test_a_server_that_hangs_is_lost(server: StandIn, made: Any) -> None:
-    generator = made(silence_s=1.0)
+def test_a_server_that_hangs_is_lost(server: StandIn, connect: Any) -> None:
+    generator = connect(silence_s=1.0)
     server.failures = {"/inference/v1/generate": ["hang"], "/health": ["hang"]}
     began = time.monotonic()
     generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
@@ -590,46 +597,46 @@ def test_a_server_that_hangs_is_lost(server: StandIn, made: Any) -> None:
     server.failures = {}
 
 
-def test_a_server_that_goes_away_is_lost(server: StandIn, made: Any) -> None:
+def test_a_server_that_goes_away_is_lost(server: StandIn, connect: Any) -> None:
     server.delay_s = 0.05
-    generator = made()
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 4, (1,)))
-    stepped(generator, 4)
+    step_until(generator, 4)
     server.down()
     with pytest.raises(EngineLostError, match="broke off"):
         drained(generator)
     server.up()
     server.tensors.clear()
     server.bodies.clear()
-    again = made()
-    assert server.tensors and not any(body.get("stream") for body in server.bodies), "weights before prompts"
-    again.submit(GroupRequest(0, PROMPT, 4, (1,)))
-    assert len(drained(again)) == 4
+    reconnected = connect()
+    assert server.tensors and not any(body.get("stream") for body in server.bodies), "weights are sent before prompts"
+    reconnected.submit(GroupRequest(0, PROMPT, 4, (1,)))
+    assert len(drained(reconnected)) == 4
 
 
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sees_files", [True, False], ids=["file", "HTTP"])
-def test_weights_go_in_the_policys_type_a_bucket_at_a_time(
-    server: StandIn, made: Any, model: Any, sees_files: bool
+def test_weights_are_sent_in_the_policys_dtype_in_buckets(
+    server: StandIn, connect: Any, model: Any, sees_files: bool
 ) -> None:
     server.sees_files = sees_files
     server.config["model_config"] |= {"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}
-    generator = made(precision=Precision("bf16"), bucket_mib=0.01)
+    generator = connect(precision=Precision("bf16"), bucket_mib=0.01)
     sender = generator._sender
     assert sender.method.startswith("files in" if sees_files else "HTTP from 127.0.0.1")
     weights = dict(model.state_dict())
-    wanted = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    assert {name: tensor.dtype for name, tensor in server.tensors.items()} == dict.fromkeys(wanted, torch.bfloat16)
-    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in wanted.items())
-    bytes_of_type = sum(tensor.numel() * 2 for tensor in weights.values())
-    assert sender.bytes_sent == bytes_of_type and sender.buckets >= bytes_of_type // 10486
+    expected = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    assert {name: tensor.dtype for name, tensor in server.tensors.items()} == dict.fromkeys(expected, torch.bfloat16)
+    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in expected.items())
+    weights_bytes = sum(tensor.numel() * 2 for tensor in weights.values())
+    assert sender.bytes_sent == weights_bytes and sender.buckets >= weights_bytes // 10486
     largest = max(tensor.numel() * 2 for tensor in weights.values())
-    assert sender.allocated == max(int(0.01 * 2**20), largest) < bytes_of_type, "one bucket, and no more"
+    assert sender.allocated == max(int(0.01 * 2**20), largest) < weights_bytes, "no more than one bucket is allocated"
     if not sees_files:
-        # Two updates' bytes: headers are small, and nothing goes as FP32.
-        assert bytes_of_type < sender.wire_bytes < 1.3 * bytes_of_type
+        # Headers are small, and nothing is sent as FP32.
+        assert weights_bytes < sender.wire_bytes < 1.3 * weights_bytes
     before = sender.digest
     generator.publish(weights, 1)
     assert sender.digest == before
@@ -638,19 +645,19 @@ def test_weights_go_in_the_policys_type_a_bucket_at_a_time(
     assert sender.digest != before
 
 
-def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None:
+def test_weights_over_http_need_the_key(server: StandIn, connect: Any) -> None:
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
     server.sees_files = False
-    made()
+    connect()
     with pytest.raises(HTTPError, match="401"):
         urlopen(server.inits[-1]["url"], timeout=5)
 
 
 @pytest.mark.slow
-def test_a_server_that_nobody_asks_ends() -> None:
-    """The guard's watch, in a process that stands for the server: asked again and again it stays."""
+def test_a_server_without_requests_ends() -> None:
+    """The guard's idle timeout, in a process that stands for the server; requests postpone it."""
     code = (
         "import asyncio, time; from lightning_scalerl.generator.vllm.plugin import Guard\n"
         "async def app(*given): pass\n"
@@ -669,7 +676,7 @@ def test_a_server_that_nobody_asks_ends() -> None:
 
 @pytest.mark.slow
 def test_a_server_ends_with_the_program_that_started_it() -> None:
-    """The plugin's watch, in a process that stands for one of the server's."""
+    """The plugin watches the parent process; here in a process that stands for one of the server's."""
     from lightning_scalerl.generator.vllm.plugin import PARENT
 
     code = (
@@ -685,13 +692,13 @@ def test_a_server_ends_with_the_program_that_started_it() -> None:
         )
     try:
         assert here.wait(30) == 1
-        assert elsewhere.poll() is None, "it does not see that program's processes"
+        assert elsewhere.poll() is None, "a process on another node cannot see the parent"
     finally:
         elsewhere.kill()
         elsewhere.wait()
 
 
-# Stands for vLLM's server: it starts a worker that ignores SIGTERM, answers, and takes a moment to end.
+# Stands for vLLM's server: it starts a worker that ignores SIGTERM, answers requests, and takes 0.3 s to end.
 _SERVER = """
 import os, signal, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -731,18 +738,18 @@ sys.exit(vllm_serve.main([*options, "--max-tokens", "25"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", ["SIGTERM", "its input", pytest.param("SIGINT", marks=pytest.mark.full)])
-def test_a_server_that_is_started_by_hand_ends_with_its_command(told: str, tmp_path: Path) -> None:
-    """The command ends the server and all that it has started, and waits for them; meanwhile it is announced."""
+@pytest.mark.parametrize("ending", ["SIGTERM", "its input", pytest.param("SIGINT", marks=pytest.mark.full)])
+def test_a_server_started_by_hand_ends_with_its_command(ending: str, tmp_path: Path) -> None:
+    """The command ends the server and its processes and waits for them; until then, the server is announced."""
     port = free_port()
     announcement = Announcement(tmp_path / "announced")
-    options = ["-" if told == "its input" else "model", "--announce", str(announcement.path)]
+    options = ["-" if ending == "its input" else "model", "--announce", str(announcement.path)]
     command = subprocess.Popen(
         [sys.executable, "-c", _COMMAND, _SERVER, str(port), *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
-        # As in a terminal, also where the tests were started in the background, with Ctrl-C ignored.
+        # As in a terminal, even if the tests run in the background with Ctrl-C ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert command.stdin is not None
@@ -754,16 +761,16 @@ def test_a_server_that_is_started_by_hand_ends_with_its_command(told: str, tmp_p
             assert command.poll() is None and time.monotonic() < until
             time.sleep(0.02)
         server, worker, parent = (tmp_path / "started").read_text().split()
-        # One that is killed can tell nobody: the server's processes look whether it is there.
+        # A killed command cannot tell the server, so the server's processes watch for its end.
         assert parent == f"{command.pid}@{socket.gethostname()}"
         address, token = announcement.read()
         assert address == f"http://127.0.0.1:{port}" and len(token) == 64
-        if told == "its input":  # what a step of srun sees when its run is gone
+        if ending == "its input":  # as in an srun step whose run has ended
             command.stdin.close()
         else:
-            command.send_signal(signal.Signals[told])
-        assert command.wait(30) == (0 if told == "SIGINT" else 143)
-        assert (tmp_path / "ended").exists(), "the server had its time"
+            command.send_signal(signal.Signals[ending])
+        assert command.wait(30) == (0 if ending == "SIGINT" else 143)
+        assert (tmp_path / "ended").exists(), "the server had time to end"
         assert not announcement.path.exists()
         assert not (tmp_path / "shape").exists()
         while alive := [pid for pid in (server, worker) if runs(pid)]:
@@ -781,9 +788,9 @@ def runs(pid: str) -> bool:
         return False
 
 
-def test_each_wait_is_reported_once(server: StandIn, made: Any) -> None:
-    """Also if it begins while weights are published and other work follows at once; a loaded state reports none."""
-    generator = made()
+def test_each_waiting_rollout_is_reported_once(server: StandIn, connect: Any) -> None:
+    """Also if the wait begins during a publish and is followed by `aside`. A loaded state reports nothing again."""
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))
     while len(generator.waiting) < 2:
         generator._report_queue.append(generator._advance(0.02))  # as publishing does
@@ -792,29 +799,29 @@ def test_each_wait_is_reported_once(server: StandIn, made: Any) -> None:
     reported = []
     while not generator.idle:
         reported += generator.step().waiting
-    assert sorted(each.index for each in reported) == [0, 1] and len(generator.waiting) == 2
+    assert sorted(item.index for item in reported) == [0, 1] and len(generator.waiting) == 2
     generator.load_state_dict(generator.state_dict())
     assert len(generator.waiting) == 2 and generator.idle
 
 
-def test_a_rollout_goes_on_behind_an_answer(server: StandIn, made: Any) -> None:
-    generator = made()
+def test_a_rollout_continues_after_an_answer(server: StandIn, connect: Any) -> None:
+    generator = connect()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))
     while len(generator.waiting) < 2:
         generator.step()
-    assert [each.rollout.tokens for each in generator.waiting] == [[2, 3]] * 2 and generator.free_slots == 4
+    assert [item.rollout.tokens for item in generator.waiting] == [[2, 3]] * 2 and generator.free_slots == 4
     generator.insert(0, 1, [12, 13])
     generator.end(0, 0)
     report = generator.step()
     assert not any(report.computed)
-    (first,) = (each.rollout for each in report.finished)
+    (first,) = (item.rollout for item in report.finished)
     while not generator.waiting:
         generator.step()
     generator.end(0, 1)
-    (second,) = (each.rollout for each in drained(generator))
+    (second,) = (item.rollout for item in drained(generator))
     assert first.tokens == [2, 3] and first.finish_reason == "length"
     assert second.tokens == [2, 3, 12, 13, 2, 3] and second.sources == [0, 0, 2, 2, 0, 0]
-    asked = [body for body in server.bodies if body.get("stream")]
-    assert asked[-1]["token_ids"] == [*PROMPT, 2, 3, 12, 13] and asked[-1]["sampling_params"]["max_tokens"] == 2
+    requests = [body for body in server.bodies if body.get("stream")]
+    assert requests[-1]["token_ids"] == [*PROMPT, 2, 3, 12, 13] and requests[-1]["sampling_params"]["max_tokens"] == 2
     with pytest.raises(ValueError, match="token 99999 is not in the vocabulary"):
         generator.insert(0, 1, [99999])

@@ -1,4 +1,4 @@
-"""A teacher behind an address, against a stand-in for vLLM's server: late, wrong, absent, and in a whole run."""
+"""Tests of a teacher behind an address, against a stand-in for vLLM's server: failures, and a whole run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY = "secret-key"
 
 @dataclass
 class Served:
-    """A model's log-probabilities of given tokens. `failures` come first: a status, "hang", "drop" or a body."""
+    """Returns a model's log-probabilities. `failures` are returned first: a status, "hang", "drop" or a body."""
 
     model: Any
     failures: list[Any] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Served:
         self.bodies.append(body)
         with torch.no_grad():
             logprobs = self.model(input_ids=torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
-        given = [
+        logprobs_by_token = [
             {str(token): {"logprob": float(logprobs[place, token])}} for place, token in enumerate(body["prompt"][1:])
         ]
-        return {"choices": [{"index": 0, "text": "x", "prompt_logprobs": [None, *given]}]}
+        return {"choices": [{"index": 0, "text": "x", "prompt_logprobs": [None, *logprobs_by_token]}]}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def teacher_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def served(teacher_path: str) -> Iterator[Served]:
     torch.set_num_threads(1)
-    found = Served(load_model(teacher_path).eval())
+    served_ = Served(load_model(teacher_path).eval())
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None: ...
@@ -76,15 +76,15 @@ def served(teacher_path: str) -> Iterator[Served]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-            found.keys.add(self.headers.get("Authorization", ""))
-            failure = found.failures.pop(0) if found.failures and self.path != "/v1/models" else None
+            served_.keys.add(self.headers.get("Authorization", ""))
+            failure = served_.failures.pop(0) if served_.failures and self.path != "/v1/models" else None
             if failure == "hang":
-                found.over.wait(30)
+                served_.over.wait(30)
             if failure in ("hang", "drop"):
                 return self.close()
             status = failure if isinstance(failure, int) else 200
             reply: Any = {"error": {"message": f"because of {KEY}"}} if status != 200 else failure
-            content = json.dumps(found.answer(self.path, body) if reply is None else reply).encode()
+            content = json.dumps(served_.answer(self.path, body) if reply is None else reply).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -94,49 +94,51 @@ def served(teacher_path: str) -> Iterator[Served]:
             self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.address = f"http://127.0.0.1:{server.server_address[1]}"
+    served_.address = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield found
-    found.over.set()
+    yield served_
+    served_.over.set()
     server.shutdown()
     server.server_close()
 
 
 @pytest.fixture
 def teacher(served: Served) -> Iterator[VLLMTeacher]:
-    made = VLLMTeacher(served.address, 60, 3.0, KEY)
+    opened = VLLMTeacher(served.address, 60, 3.0, KEY)
     served.bodies.clear()
-    yield made
-    made.close()
+    yield opened
+    opened.close()
 
 
 def batch_of(groups: int = 3) -> TrainBatch:
-    made = [make_group([1.0, 0.0, 1.0], number, prompt_length=2 + number) for number in range(groups)]
-    return assemble(made, row(), max_new_tokens=8)
+    sampled_groups = [make_group([1.0, 0.0, 1.0], number, prompt_length=2 + number) for number in range(groups)]
+    return assemble(sampled_groups, row(), max_new_tokens=8)
 
 
-def locally(path: str, batch: TrainBatch) -> Tensor:
+def local_logprobs(path: str, batch: TrainBatch) -> Tensor:
     with torch.no_grad():
         logprobs: Tensor = Policy(load_model(path), Precision("fp32"))(batch)[0]
     return logprobs
 
 
-def test_log_probabilities_are_those_of_the_model(teacher: VLLMTeacher, served: Served, teacher_path: str) -> None:
+def test_logprobs_are_those_of_the_model(teacher: VLLMTeacher, served: Served, teacher_path: str) -> None:
     batch = batch_of(15)
-    found = teacher.score(batch)
-    assert torch.allclose(found, locally(teacher_path, batch), atol=1e-5) and found.shape == batch.loss_mask.shape
+    scored = teacher.score(batch)
+    assert (
+        torch.allclose(scored, local_logprobs(teacher_path, batch), atol=1e-5) and scored.shape == batch.loss_mask.shape
+    )
     assert len(served.bodies) == 45 and served.keys == {f"Bearer {KEY}"}
-    assert {(each["max_tokens"], each["prompt_logprobs"], each["model"]) for each in served.bodies} == {
+    assert {(entry["max_tokens"], entry["prompt_logprobs"], entry["model"]) for entry in served.bodies} == {
         (1, 0, "teacher")
     }
     assert teacher.score(batch.select(torch.arange(0))).numel() == 0
 
 
 @pytest.mark.parametrize("failure", [503, 429, "drop"])
-def test_what_may_pass_is_asked_again(failure: Any, teacher: VLLMTeacher, served: Served, teacher_path: str) -> None:
+def test_temporary_failures_are_retried(failure: Any, teacher: VLLMTeacher, served: Served, teacher_path: str) -> None:
     served.failures = [failure] * 3
     batch = batch_of()
-    assert torch.allclose(teacher.score(batch), locally(teacher_path, batch), atol=1e-5)
+    assert torch.allclose(teacher.score(batch), local_logprobs(teacher_path, batch), atol=1e-5)
     assert not served.failures
 
 
@@ -169,7 +171,7 @@ def test_a_server_that_fails_ends_the_run_with_one_line(
     assert time.monotonic() - began < 3
 
 
-def test_a_server_that_is_absent() -> None:
+def test_an_absent_server_is_an_error() -> None:
     address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(
         EngineLostError, match=rf"kl\.reference: {address}/v1/models cannot be reached .*timeout_s=0\.3"
@@ -185,7 +187,7 @@ def test_a_server_that_is_absent() -> None:
         ({"failures": [404]}, r"answers 404: .*; is it a server of vllm\?"),
     ],
 )
-def test_a_server_that_does_not_fit(change: dict[str, Any], match: str, served: Served) -> None:
+def test_an_unsuitable_server_is_refused(change: dict[str, Any], match: str, served: Served) -> None:
     for name, value in change.items():
         setattr(served, name, value)
     with pytest.raises(ConfigurationError, match=match) as error:
@@ -193,21 +195,21 @@ def test_a_server_that_does_not_fit(change: dict[str, Any], match: str, served: 
     assert "\n" not in str(error.value)
 
 
-def test_a_run_is_the_same_with_the_teacher_here_and_served(
+def test_a_local_and_a_served_teacher_give_the_same_run(
     served: Served, tiny_model_path: str, teacher_path: str, tmp_path: Path
 ) -> None:
-    """Except for rounding; a device of the server counts in device hours."""
+    """Metrics are equal except for rounding. The server's devices count in device hours."""
     alone = ("kl=distil", "reward=none", "filter=none", "loss=reinforce")
     here = fit(tiny_model_path, tmp_path / "here", 3, overrides=[*alone, f"kl.reference={teacher_path}"])
     by_address = (f"kl.reference={served.address}", f"kl.served={teacher_path}", "kl.served_devices=3")
     there = fit(tiny_model_path, tmp_path / "there", 3, overrides=[*alone, *by_address])
     one, two = (
-        [each.metrics for each in read_journal(tmp_path / place).of_kind("train")] for place in ("here", "there")
+        [entry.metrics for entry in read_journal(tmp_path / place).of_kind("train")] for place in ("here", "there")
     )
     for name in ("train/kl", "compute/flops_train", "compute/virtual_device_hours"):
-        assert [each[name] for each in two] == pytest.approx([each[name] for each in one], rel=1e-4)
+        assert [entry[name] for entry in two] == pytest.approx([entry[name] for entry in one], rel=1e-4)
     assert len(served.bodies) == 3 * 12 + 1
     assert (here.meter.devices, there.meter.devices) == (1, 4)
-    assert there.models.reference is None, "the connection is closed"
+    assert there.models.reference is None, "the connection was closed after the run"
     with pytest.raises(ConfigurationError, match=r"temperature 1, and context\.temperature is 0\.7"):
         fit(tiny_model_path, None, 1, overrides=[*alone, *by_address, "context.temperature=0.7"])

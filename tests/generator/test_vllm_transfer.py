@@ -1,6 +1,6 @@
-"""Weights by vLLM's own trainer engines (CUDA IPC, NCCL): the real engines of the installed version, without a GPU.
+"""Tests of vLLM's weight transfer engines (CUDA IPC, NCCL) of the installed version, without a GPU.
 
-What would touch a GPU is replaced by a fake that checks how it is called against the signature of what it replaces. The
+Functions that need a GPU are replaced by fakes, which check each call against the signature of the real function. The
 server is a stand-in. CUDA IPC was run on a GPU by benchmarks/gpu/engine.py; NCCL was not yet.
 """
 
@@ -42,8 +42,8 @@ def model() -> Any:
     return new_model("Qwen2, tied")
 
 
-def faked(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
-    """Replace a function by one that is called with arguments that the real one takes."""
+def replace_checked(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
+    """Replace a function by `work`; check the arguments of each call against the signature of the original."""
     signature = inspect.signature(getattr(module, name))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -68,43 +68,45 @@ def sent_names(model: Any) -> set[str]:
     return {name for name in model.state_dict() if name != "lm_head.weight"}  # tied
 
 
-def test_nccl(monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control, model: Any) -> None:
+def test_nccl_sends_all_weights_in_the_policys_dtype(
+    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control, model: Any
+) -> None:
     from vllm.distributed.weight_transfer import nccl_engine
 
-    taken: list[tuple[str, torch.Tensor]] = []
-    group = SimpleNamespace(destroy=lambda: taken.append(("destroyed", torch.empty(0))))
+    sent: list[tuple[str, torch.Tensor]] = []
+    group = SimpleNamespace(destroy=lambda: sent.append(("destroyed", torch.empty(0))))
 
-    def joined(init_info: Any) -> Any:
+    def open_endpoint(init_info: Any) -> Any:
         assert (init_info.world_size, init_info.rank) == (3, 0), "two workers, and the trainer"
         return group
 
-    def broadcast(iterator: Any, src: int, post_iter_func: Any, **rest: Any) -> None:
-        assert rest["group"] is group and src == 0 and rest["buffer_size_bytes"] == 50_000
-        taken.extend((item[0], post_iter_func(item)) for item in iterator)
+    def broadcast(iterator: Any, src: int, post_iter_func: Any, **keywords: Any) -> None:
+        assert keywords["group"] is group and src == 0 and keywords["buffer_size_bytes"] == 50_000
+        sent.extend((item[0], post_iter_func(item)) for item in iterator)
 
-    faked(monkeypatch, nccl_engine, "open_trainer_endpoint", joined)
-    faked(monkeypatch, nccl_engine, "packed_nccl_broadcast_producer", broadcast)
-    ours = sender(control, "nccl", model)
+    replace_checked(monkeypatch, nccl_engine, "open_trainer_endpoint", open_endpoint)
+    replace_checked(monkeypatch, nccl_engine, "packed_nccl_broadcast_producer", broadcast)
+    weight_sender = sender(control, "nccl", model)
     (init,) = server.inits
-    # As the worker of the installed version reads it.
+    # Read by the installed version's own class, as its worker does.
     info = nccl_engine.NCCLWeightTransferInitInfo(**init)
     assert (info.rank_offset, info.world_size, info.packed, info.packed_buffer_size_bytes) == (1, 3, True, 50_000)
-    assert info.master_address == "127.0.0.1" and ours.method == f"NCCL from 127.0.0.1:{info.master_port}"
+    assert info.master_address == "127.0.0.1" and weight_sender.method == f"NCCL from 127.0.0.1:{info.master_port}"
     server.calls.clear()
-    ours.send(meta_model(model), dict(model.state_dict()), "4")
+    weight_sender.send(meta_model(model), dict(model.state_dict()), "4")
     assert server.calls == ["/start_weight_update", "/update_weights", "/finish_weight_update"] and server.label == "4"
     update = nccl_engine.NCCLWeightTransferUpdateInfo(**server.updates[-1])
-    assert update.names == [name for name, _ in taken] and {*update.names} == sent_names(model)
-    assert {*update.dtype_names} == {"bfloat16"} and {tensor.dtype for _, tensor in taken} == {torch.bfloat16}
-    for (name, tensor), shape in zip(taken, update.shapes, strict=True):
+    assert update.names == [name for name, _ in sent] and {*update.names} == sent_names(model)
+    assert {*update.dtype_names} == {"bfloat16"} and {tensor.dtype for _, tensor in sent} == {torch.bfloat16}
+    for (name, tensor), shape in zip(sent, update.shapes, strict=True):
         assert list(tensor.shape) == shape and torch.equal(tensor, model.state_dict()[name].bfloat16())
-    assert ours.bytes_sent == sum(tensor.numel() * 2 for _, tensor in taken)
-    ours.close()
-    assert taken[-1][0] == "destroyed"
+    assert weight_sender.bytes_sent == sum(tensor.numel() * 2 for _, tensor in sent)
+    weight_sender.close()
+    assert sent[-1][0] == "destroyed"
 
 
 @pytest.mark.parametrize("bucket_bytes", [50_000, 1_000])
-def test_cuda_ipc(
+def test_cuda_ipc_sends_all_weights_in_buckets(
     monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control, model: Any, bucket_bytes: int
 ) -> None:
     from vllm.distributed.weight_transfer import ipc_engine
@@ -115,7 +117,7 @@ def test_cuda_ipc(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-7"))
     collected: list[int] = []
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(len(server.updates)))
-    taken: dict[str, torch.Tensor] = {}
+    sent: dict[str, torch.Tensor] = {}
     assert {"names", "shapes", "dtype_names", "tensor_sizes", "ipc_handle"} <= {
         *inspect.signature(inspect.signature(packed_ipc_producer).return_annotation.__args__[0]).parameters
     }
@@ -123,7 +125,7 @@ def test_cuda_ipc(
     def chunks(iterator: Any, gpu_uuid: str, post_iter_func: Any, buffer_size_bytes: int) -> Iterator[Any]:
         assert gpu_uuid == "GPU-7" and buffer_size_bytes == max(bucket_bytes, largest)
         for item in iterator:
-            tensor = taken[item[0]] = post_iter_func(item)
+            tensor = sent[item[0]] = post_iter_func(item)
             yield SimpleNamespace(
                 names=[item[0]],
                 shapes=[list(tensor.shape)],
@@ -132,20 +134,22 @@ def test_cuda_ipc(
                 ipc_handle={"GPU-7": ("rebuild", item[0])},
             )
 
-    largest = max(2 * tensor.numel() for tensor in model.state_dict().values())  # vLLM refuses one above its buffer
+    largest = max(
+        2 * tensor.numel() for tensor in model.state_dict().values()
+    )  # vLLM refuses a tensor larger than its buffer
     assert 1_000 < largest < 50_000
-    faked(monkeypatch, ipc_engine, "packed_ipc_producer", chunks)
-    ours = sender(control, "ipc", model, bucket_bytes)
-    assert ours.method == "CUDA IPC" and ipc_engine.IPCWeightTransferInitInfo(**server.inits[-1]).packed
+    replace_checked(monkeypatch, ipc_engine, "packed_ipc_producer", chunks)
+    weight_sender = sender(control, "ipc", model, bucket_bytes)
+    assert weight_sender.method == "CUDA IPC" and ipc_engine.IPCWeightTransferInitInfo(**server.inits[-1]).packed
     server.calls.clear()
-    ours.send(meta_model(model), dict(model.state_dict()), "5")
-    assert server.calls == ["/start_weight_update", *["/update_weights"] * len(taken), "/finish_weight_update"]
-    assert server.label == "5" and {*taken} == sent_names(model)
+    weight_sender.send(meta_model(model), dict(model.state_dict()), "5")
+    assert server.calls == ["/start_weight_update", *["/update_weights"] * len(sent), "/finish_weight_update"]
+    assert server.label == "5" and {*sent} == sent_names(model)
     for update in server.updates:
-        # Handles are pickled for HTTP, and read back by the worker of the installed version.
+        # Handles are pickled for HTTP; the installed version's own class reads them back.
         info = ipc_engine.IPCWeightTransferUpdateInfo(**update)
         assert info.ipc_handles == {"GPU-7": ("rebuild", info.names[0])}
-    assert collected[:2] == [1, 2], "each bucket is read before the next is written"
+    assert collected[:2] == [1, 2], "the server reads each bucket before the next one is written"
 
 
 def test_a_broken_group_is_a_lost_engine(
@@ -153,19 +157,19 @@ def test_a_broken_group_is_a_lost_engine(
 ) -> None:
     from vllm.distributed.weight_transfer import nccl_engine
 
-    def broken(**rest: Any) -> None:
+    def broken(**keywords: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
-    faked(monkeypatch, nccl_engine, "open_trainer_endpoint", lambda init_info: SimpleNamespace())
-    faked(monkeypatch, nccl_engine, "packed_nccl_broadcast_producer", broken)
-    ours = sender(control, "nccl", model)
+    replace_checked(monkeypatch, nccl_engine, "open_trainer_endpoint", lambda init_info: SimpleNamespace())
+    replace_checked(monkeypatch, nccl_engine, "packed_nccl_broadcast_producer", broken)
+    weight_sender = sender(control, "nccl", model)
     with pytest.raises(EngineLostError, match=r"weights by NCCL .*: RuntimeError: NCCL error"):
-        ours.send(meta_model(model), dict(model.state_dict()), "4")
+        weight_sender.send(meta_model(model), dict(model.state_dict()), "4")
     assert server.label == "default"
 
 
-def test_sleep_and_wake_are_routes_of_the_installed_version() -> None:
-    """What the connector asks for is what they take: level 1, and requests aborted."""
+def test_the_installed_version_has_the_routes_for_sleep_and_wake() -> None:
+    """Their parameters must be the ones that the connector sends: level and mode."""
     from vllm.entrypoints.serve.dev.sleep import api_router
 
     routes = {route.path: route for route in api_router.router.routes}

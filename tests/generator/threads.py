@@ -1,4 +1,4 @@
-"""A fleet whose processes are threads of this one: what becomes of it when they are lost, without starting any."""
+"""Fleets whose engines are threads of this process, to test the loss of engines without starting processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_scalerl.generator.fleet.wire import receive
 
 
 class Threads:
-    """Stands in for `subprocess` in a fleet: a generator's server runs in a thread of this process.
+    """Replaces `subprocess` in a fleet: a generator's server runs in a thread of this process.
 
     Args:
-        monkeypatch: puts it in place.
-        most_s: what a start waits at most for `may_start`, which a test clears to see what happens meanwhile.
+        monkeypatch: installs the replacement.
+        most_s: longest time that a start waits for `may_start`. Tests clear this event to hold back restarts.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most_s: float = 3.0) -> None:
@@ -42,14 +42,14 @@ class Threads:
 
 
 class ThreadProcess:
-    """One of them. As with a process, its connection is gone a few looks before its exit status is there."""
+    """Stands for one process. Its exit status becomes visible a few polls after its connection has closed."""
 
     pid = 0
 
     def __init__(self, connection: Connection, threads: Threads) -> None:
         self._connection, self._threads = connection, threads
         self._status: int | None = None
-        self._looks = 3
+        self._polls_left = 3
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -61,14 +61,14 @@ class ThreadProcess:
             Server(self._connection, generator).serve()
 
     def die(self, status: int = -signal.SIGKILL) -> None:
-        """End as if the system had killed it."""
+        """End as if the operating system had killed the process."""
         self._status = status
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
     def poll(self) -> int | None:
-        self._looks -= self._status is not None
-        return self._status if self._looks < 0 else None
+        self._polls_left -= self._status is not None
+        return self._status if self._polls_left < 0 else None
 
     def kill(self) -> None:
         if self._status is None:

@@ -1,4 +1,4 @@
-"""Rollouts of three turns, and the trainer's log-probabilities of their tokens."""
+"""Helpers to sample rollouts of three turns, and to compare their log-probabilities with the trainer's."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import Group, Prompt, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 
-# Numbers of tokens of the two answers, by the rollout's index.
+# Lengths of the two answers of a rollout, by the rollout's index.
 ANSWERS = ((1, 5), (4, 2), (0, 6), (3, 3))
 
 
 def three_turns(
-    generator: Any, asked: Sequence[GroupRequest], after_first: Callable[[], None] = lambda: None
+    generator: Any, submitted: Sequence[GroupRequest], after_first: Callable[[], None] = lambda: None
 ) -> list[FinishedRollout]:
-    """Sample rollouts of three turns with two answers between them; `after_first` runs while all wait for the first."""
-    for request in asked:
+    """Sample rollouts of three turns with two answers between them; call `after_first` while all wait for the first."""
+    for request in submitted:
         generator.submit(request)
-    expected = sum(request.completions for request in asked)
+    expected = sum(request.completions for request in submitted)
     for turn in range(3):
         while not generator.idle:
             assert not generator.step().finished
         waiting = generator.waiting
         assert len(waiting) == generator.in_flight == expected
-        assert {each.answers for each in waiting} == {turn}
+        assert {entry.answers for entry in waiting} == {turn}
         if turn == 0:
             after_first()
-        for each in waiting:
+        for entry in waiting:
             if turn == 2:
-                generator.end(each.key, each.index)
+                generator.end(entry.key, entry.index)
             else:
-                length = ANSWERS[each.index % len(ANSWERS)][turn]
-                generator.insert(each.key, each.index, [2 + (5 * place + each.index) % 13 for place in range(length)])
-    found: list[FinishedRollout] = []
+                length = ANSWERS[entry.index % len(ANSWERS)][turn]
+                generator.insert(
+                    entry.key, entry.index, [2 + (5 * place + entry.index) % 13 for place in range(length)]
+                )
+    ended: list[FinishedRollout] = []
     while generator.in_flight:
-        found += generator.step().finished
-    assert len(found) == expected
-    return found
+        ended += generator.step().finished
+    assert len(ended) == expected
+    return ended
 
 
 def largest_gap(models: Mapping[int, Any], prompt: Sequence[int], rollout: Rollout) -> float:
     """Return the largest difference of sampled tokens' log-probabilities between the generator and the trainer.
 
-    Args:
-        models: the model by version of its weights. The trainer makes one forward pass over the whole sequence with
-            the weights that have sampled a token.
+    models: the model by version of its weights. The trainer computes each token in one forward pass over the
+        whole sequence, with the weights that sampled the token.
+    prompt: the rollout's prompt tokens.
         prompt: the rollout's prompt.
         rollout: the rollout.
     """
@@ -59,9 +61,9 @@ def largest_gap(models: Mapping[int, Any], prompt: Sequence[int], rollout: Rollo
     assert {*versions[sampled].tolist()} <= models.keys()
     gaps = []
     for version, model in models.items():
-        own = sampled & (versions == version)
+        of_version = sampled & (versions == version)
         trained = Policy(model, Precision("fp32"))(one_row(prompt, rollout))[0][0].detach()
-        gaps += (trained - recorded).abs()[own].tolist()
+        gaps += (trained - recorded).abs()[of_version].tolist()
     assert len(gaps) == int(sampled.sum())
     return max(gaps)
 

@@ -1,6 +1,6 @@
-"""Golden curves: a refactoring that should change nothing changes none of these numbers.
+"""Golden curves: a refactoring must not change these numbers.
 
-python tests/golden/test_golden.py     writes them anew, after a change that was meant to change them
+python tests/golden/test_golden.py     rewrites them after an intended change
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = 8
 
 
 def curves() -> dict[str, Any]:
-    """Choices whose curves are kept, by file name."""
+    """Return the callbacks of each stored curve, by file name."""
     from lightning_scalerl.axes.aggregation import TokenAggregation
     from lightning_scalerl.axes.async_mode import OnPolicy
     from lightning_scalerl.axes.loss import DAPO
@@ -30,27 +30,27 @@ def curves() -> dict[str, Any]:
 
 
 def run(model_path: str, run_dir: Path, callbacks: list[Any]) -> list[list[float]]:
-    """The curve: one row a step, step first."""
+    """Return the curve: one row per step, with the step first."""
     from sweeps.run.journal import read_journal
     from tests.helpers import fit
 
-    # The curves are older than the recipe's rewards of -1 and 1.
+    # The stored curves are from before the recipe's rewards of -1 and 1.
     fit(model_path, run_dir, steps=STEPS, callbacks=callbacks, overrides=["reward=zero_one"])
     return [[r.step, *(r.metrics[name] for name in COLUMNS)] for r in read_journal(run_dir).of_kind("train")]
 
 
 @pytest.mark.parametrize("name", ["scalerl_core", "dapo_token_on_policy"])
 def test_golden_curve(name: str, tiny_model_path: str, tmp_path: Path) -> None:
-    kept = [list(map(float, line.split())) for line in (HERE / f"{name}.txt").read_text().splitlines()[1:]]
-    found = run(tiny_model_path, tmp_path, curves()[name])
-    assert len(kept) == len(found) == STEPS
+    stored = [list(map(float, line.split())) for line in (HERE / f"{name}.txt").read_text().splitlines()[1:]]
+    measured = run(tiny_model_path, tmp_path, curves()[name])
+    assert len(stored) == len(measured) == STEPS
     # Processors round differently; a changed formula moves these by far more.
-    for expected, actual in zip(kept, found, strict=True):
+    for expected, actual in zip(stored, measured, strict=True):
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def main() -> None:
-    """Write the files."""
+    """Rewrite the stored curves."""
     from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 
     with tempfile.TemporaryDirectory() as scratch:

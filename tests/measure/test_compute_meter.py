@@ -1,4 +1,4 @@
-"""The compute meter under a clock set by hand: every second is counted once, and what is lost is counted too."""
+"""The compute meter under a clock set by hand: every second counts once, and lost work counts as wasted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenCost:
 
 
 def check_hours(metrics: Mapping[str, float]) -> None:
-    """A record's device hours are all of its parts, none of them made up."""
+    """Check that a record's device hours are the sum of its parts, none of which is negative."""
     hours = {name.removeprefix("compute/device_hours"): value for name, value in metrics.items()}
     parts = [hours[f"_{part}"] for part in ("train", "generate", "checkpoint")]
     assert min(parts) >= 0 and hours["_idle"] >= 0
@@ -41,7 +41,7 @@ def check_hours(metrics: Mapping[str, float]) -> None:
 
 
 class HandClock:
-    """Time as the test says."""
+    """A clock that the test sets."""
 
     def __init__(self, start: float = 1e6) -> None:
         self.time = start
@@ -51,7 +51,7 @@ class HandClock:
 
 
 class Bench:
-    """A meter on a clock of its own; `spend` lets hours pass within phases, the last the innermost."""
+    """A meter with its own clock. `spend` lets hours pass within nested phases, the last the innermost."""
 
     def __init__(self, devices: int = 1, state: dict[str, Any] | None = None) -> None:
         self.clock = HandClock()
@@ -68,7 +68,7 @@ class Bench:
         return self.check()
 
     def sample(self, tokens: int, lost: int = 0) -> tuple[float, float]:
-        """Decode tokens after others were lost; FLOPs on the axis, and those that are wasted."""
+        """Decode tokens after `lost` others were lost. Returns FLOPs on the axis and wasted FLOPs."""
         self.meter.on_event(Event("decode", 0.0, StepReport((), 0, 0, tokens, 0, lost_tokens=lost)))
         metrics = self.meter.metrics()
         return metrics["compute/flops"], metrics["compute/wasted_flops"]
@@ -82,21 +82,23 @@ class Bench:
         return self.meter.metrics()[f"compute/device_hours{part and f'_{part}'}"]
 
 
-def test_an_evaluation_before_the_clock_starts_is_not_taken_from_the_axis() -> None:
+def test_an_evaluation_before_the_clock_starts_is_not_subtracted_from_the_axis() -> None:
     bench = Bench(devices=2)
-    bench.spend(0.5)  # set-up
+    bench.spend(0.5)  # setup
     bench.spend(10, "evaluate")
     bench.meter.start()
     assert bench.hours() == 0
-    seen = [bench.spend(hours, *phases) for hours, *phases in ((1, "generate"), (2, "train"), (0.25,), (3, "evaluate"))]
-    seen.append(bench.spend(0.5, "checkpoint"))
+    records = [
+        bench.spend(hours, *phases) for hours, *phases in ((1, "generate"), (2, "train"), (0.25,), (3, "evaluate"))
+    ]
+    records.append(bench.spend(0.5, "checkpoint"))
     assert bench.hours() == pytest.approx(2 * 3.75) and bench.hours("idle") == pytest.approx(2 * 0.25)
-    assert all(a["compute/device_hours"] <= b["compute/device_hours"] for a, b in pairwise(seen))
+    assert all(a["compute/device_hours"] <= b["compute/device_hours"] for a, b in pairwise(records))
     assert bench.meter.evaluation_metrics()["time/evaluate_s"] == pytest.approx(13 * HOUR)
     bench.meter.stop()
     bench.spend(7)
     bench.spend(7, "generate")
-    assert bench.hours() == pytest.approx(2 * 3.75), "nobody's compute"
+    assert bench.hours() == pytest.approx(2 * 3.75), "time after the stop does not count"
 
 
 def test_time_belongs_to_the_innermost_phase() -> None:
@@ -110,7 +112,7 @@ def test_time_belongs_to_the_innermost_phase() -> None:
 
 
 @pytest.mark.parametrize("within", [(), ("checkpoint",)], ids=["between", "in a save"])
-def test_a_run_goes_on_with_all_its_hours(within: tuple[str, ...]) -> None:
+def test_a_run_resumes_with_all_its_hours(within: tuple[str, ...]) -> None:
     bench = Bench(devices=2)
     bench.spend(10, "evaluate")
     bench.meter.start()
@@ -120,17 +122,17 @@ def test_a_run_goes_on_with_all_its_hours(within: tuple[str, ...]) -> None:
     with bench.meter.phase(within[0] if within else "idle"):
         bench.clock.time += HOUR
         state |= bench.meter.state_dict()
-    before = bench.check()
-    after = Bench(4, state)
-    after.clock.time += 99 * HOUR
-    after.meter.start()
-    assert after.check() == pytest.approx(before)
-    after.spend(1, "train")
-    assert after.hours() == pytest.approx(before["compute/device_hours"] + 4)
+    saved = bench.check()
+    resumed = Bench(4, state)
+    resumed.clock.time += 99 * HOUR
+    resumed.meter.start()
+    assert resumed.check() == pytest.approx(saved)
+    resumed.spend(1, "train")
+    assert resumed.hours() == pytest.approx(saved["compute/device_hours"] + 4)
 
 
-def test_a_checkpoint_of_before_goes_on_from_at_least_its_parts() -> None:
-    """It had taken the starting evaluation from the clock."""
+def test_a_checkpoint_of_an_earlier_version_resumes_from_at_least_the_sum_of_its_parts() -> None:
+    """Such a checkpoint had subtracted the initial evaluation from its elapsed time."""
     seconds = {"train": 2 * HOUR, "generate": HOUR, "checkpoint": 0.0, "evaluate": 10 * HOUR}
     flops = {"train": 1.0, "generate": 2.0, "evaluate": 3.0}
     old = {"flops": flops, "seconds": seconds, "wasted": {"flops": 0.0, "device_hours": 0.0}, "devices": 1}
@@ -139,20 +141,20 @@ def test_a_checkpoint_of_before_goes_on_from_at_least_its_parts() -> None:
         assert Bench(state={**old, "elapsed": elapsed}).check()
 
 
-def test_what_a_lost_generator_had_sampled_is_wasted_once_it_is_sampled_again() -> None:
+def test_lost_samples_are_wasted_once_they_are_sampled_again() -> None:
     bench = Bench()
     assert bench.sample(100) == (100, 0)
     assert bench.sample(0, lost=40) == (100, 0)
     with bench.meter.phase("evaluate"):
         assert bench.sample(50) == (100, 0)
     assert bench.sample(30) == (100, 30)
-    after = Bench(state=bench.meter.state_dict())
-    assert after.sample(30) == (120, 40), "the axis goes on where an undisturbed run would be"
-    assert after.sample(5) == (125, 40)
+    resumed = Bench(state=bench.meter.state_dict())
+    assert resumed.sample(30) == (120, 40), "the axis continues where an undisturbed run would be"
+    assert resumed.sample(5) == (125, 40)
 
 
-def test_what_was_spent_and_lost_adds_up_over_kills(tmp_path: Path) -> None:
-    """Each process goes on from the same checkpoint, and is killed before it has recorded anything."""
+def test_lost_work_adds_up_over_kills(tmp_path: Path) -> None:
+    """Each process resumes from the same checkpoint and is killed before it records anything."""
     state = Bench(devices=2).meter.state_dict()
     for kill in range(1, 4):
         bench = Bench(devices=2, state=state)
@@ -171,13 +173,13 @@ def test_what_was_spent_and_lost_adds_up_over_kills(tmp_path: Path) -> None:
     assert metrics["compute/flops"] == metrics["compute/device_hours"] == 0
 
 
-def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
+def test_a_heartbeat_is_rare_tolerates_errors_and_is_removed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
 
-    class Counted:
-        """Lets no time pass, and ends after eight waits."""
+    class CountedEvent:
+        """Wait without letting time pass, and end after eight waits."""
 
         def wait(self, seconds: float) -> bool:
             waits.append(seconds)
@@ -185,7 +187,7 @@ def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
 
         def set(self) -> None: ...
 
-    monkeypatch.setattr(heartbeat, "threading", SimpleNamespace(Event=Counted, Thread=threading.Thread))
+    monkeypatch.setattr(heartbeat, "threading", SimpleNamespace(Event=CountedEvent, Thread=threading.Thread))
     path, bench = tmp_path / HEARTBEAT_FILE, Bench()
     beats = MeterHeartbeat(tmp_path, bench.meter, lambda: None)
     beats.stop(finished=False)
@@ -210,7 +212,7 @@ def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
 
 
 @pytest.mark.parametrize(("judge", "added"), [(None, 0.0), ("device_hours", 2.0), (0.5, 6.0)])
-def test_what_judges_cost_is_on_axes_of_its_own_and_on_the_device_hours_if_asked(
+def test_judge_costs_have_their_own_axes_and_count_as_device_hours_on_request(
     judge: str | float | None, added: float
 ) -> None:
     bench = Bench()
@@ -219,13 +221,13 @@ def test_what_judges_cost_is_on_axes_of_its_own_and_on_the_device_hours_if_asked
     assert "charges" not in bench.meter.state_dict()
     meter = ComputeMeter(TokenCost(), 4, bench.clock, ComputeAxes(judge))  # type: ignore[arg-type]
     meter.judged([Charge("a" * 64, HOUR, 20, 10, 9.0)], evaluation=True)
-    assert meter.metrics()["compute/judge_hours"] == 0.0, "the axis begins at 0 in the first evaluation"
+    assert meter.metrics()["compute/judge_hours"] == 0.0, "the axis starts at 0 with the first evaluation"
     meter.judged([Charge("a" * 64, 2 * HOUR, 20, 10, 3.0)])
     resumed = ComputeMeter(TokenCost(), 2, bench.clock, ComputeAxes(judge))  # type: ignore[arg-type]
     resumed.load_state_dict(meter.state_dict())
-    for each in (meter, resumed):
-        metrics = each.metrics()
+    for either in (meter, resumed):
+        metrics = either.metrics()
         assert metrics["compute/judge_hours"] == 2.0 and metrics["compute/judge_cost"] == 3.0
         assert metrics["compute/device_hours"] == metrics.get("compute/device_hours_judge", 0.0) == added
-        assert each.judge_device_hours == added
-        assert each.evaluation_metrics()["eval_cost/judge_cost"] == 9.0
+        assert either.judge_device_hours == added
+        assert either.evaluation_metrics()["eval_cost/judge_cost"] == 9.0

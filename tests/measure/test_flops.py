@@ -1,4 +1,4 @@
-"""FLOPs are what torch counts in the same forward pass; a mixture's experts count by their share."""
+"""FLOPs equal torch's count of the same forward pass. Experts count by the share that a token uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIXTURES = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")
 TOKENS = 8
 
 
-# Layers that see less than all of a sequence, in every form in which a configuration says so.
+# Models with layers that see only a part of a sequence, in every form of configuration.
 WINDOWS: dict[str, dict[str, Any]] = {
     "Gemma3Text": {
         **LLAMA, "head_dim": 8, "sliding_window": 5, "num_hidden_layers": 3,
@@ -33,7 +33,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "Gemma2": {**LLAMA, "head_dim": 8, "sliding_window": 4},
     "Mistral": {**LLAMA, "sliding_window": 6},
     "Qwen2": {**LLAMA, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
-    "Qwen3": {**LLAMA, "sliding_window": 3, "head_dim": 8},  # a window that is switched off
+    "Qwen3": {**LLAMA, "sliding_window": 3, "head_dim": 8},  # the window is switched off
     "GptOss": {**AGREE["GptOss"], "sliding_window": 5},
     "Llama4Text": {
         **LLAMA, **EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8,
@@ -43,60 +43,63 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def products(counter: FlopCounterMode) -> int:
-    """By torch, matrix products alone: attention's own are left out, whichever way a model computes them."""
+def matrix_products(counter: FlopCounterMode) -> int:
+    """Return torch's count of matrix products outside of attention, whose products depend on its implementation."""
     counts = counter.get_flop_counts()["Global"]
     return sum(number for operation, number in counts.items() if "mm" in str(operation) and "bmm" not in str(operation))
 
 
-def counted(model: Any) -> int:
+def counted_by_torch(model: Any) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.arange(TOKENS).unsqueeze(0), use_cache=False)
-    return products(counter)
+    return matrix_products(counter)
 
 
 @pytest.mark.parametrize("family", [family for family in AGREE if family not in MIXTURES])
-def test_a_dense_model_costs_what_torch_counts(family: str) -> None:
+def test_a_dense_model_costs_the_flops_that_torch_counts(family: str) -> None:
     model = tiny(family, AGREE[family])
-    found = FlopModel.of(model)
-    assert found.per_token * TOKENS == counted(model)
-    assert found.head == 2 * 16 * 32 and found.per_context == 4 * 32 * 2
+    flop_model = FlopModel.of(model)
+    assert flop_model.per_token * TOKENS == counted_by_torch(model)
+    assert flop_model.head == 2 * 16 * 32 and flop_model.per_context == 4 * 32 * 2
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_mixture_costs_the_experts_that_a_token_uses(family: str) -> None:
-    """Counted with experts computed one by one. All tokens together use at most as many as are chosen for each."""
+def test_a_mixture_costs_only_the_experts_that_a_token_uses(family: str) -> None:
+    """Torch counts experts computed one by one, each on the tokens that chose it."""
     model = tiny(family, AGREE[family], experts_implementation="eager")
-    assert FlopModel.of(model).per_token * TOKENS == counted(model)
+    assert FlopModel.of(model).per_token * TOKENS == counted_by_torch(model)
     whole = sum(2 * p.numel() for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n)
     assert FlopModel.of(model).per_token < 0.8 * whole
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_a_window_is_counted_as_the_model_attends(family: str) -> None:
-    """Against the places where the model's own attention is not zero: in prefill, decoding, training."""
+def test_windows_count_only_the_visible_tokens(family: str) -> None:
+    """Counts equal the positions at which the model's attention is not zero, for prefill, decoding and training."""
     model = tiny(family, WINDOWS[family], attn_implementation="eager").eval()
     with torch.no_grad():
         attentions = model(torch.arange(14).unsqueeze(0), output_attentions=True, use_cache=False).attentions
     # (layers, n): tokens that each token of the sequence attends to.
-    seen = torch.stack([(layer[0].abs().amax(0) > 0).sum(-1) for layer in attentions])
-    whole = torch.arange(1, 15)
-    assert bool((seen.sum(0) < len(seen) * whole).any()) == (family != "Qwen3")
-    windows, found = attention_windows(model.config), FlopModel.of(model)
-    a_layer = found.per_context / len(seen)
+    visible = torch.stack([(layer[0].abs().amax(0) > 0).sum(-1) for layer in attentions])
+    all_visible = torch.arange(1, 15)
+    assert bool((visible.sum(0) < len(visible) * all_visible).any()) == (family != "Qwen3")
+    windows, flop_model = attention_windows(model.config), FlopModel.of(model)
+    per_layer = flop_model.per_context / len(visible)
     for start, end in ((0, 14), (0, 3), (2, 9), (13, 14)):
-        missing = int((whole - seen)[:, start:end].sum())
+        missing = int((all_visible - visible)[:, start:end].sum())
         assert outside(windows, start, end) == missing
-        context, tokens = int(whole[start:end].sum()), end - start
-        attended = a_layer * int(seen[:, start:end].sum())
-        assert found.decode(tokens, context, missing) == found.per_token * tokens + attended
-        assert found.prefill(tokens, context, 2, missing) == found.body_per_token * tokens + 2 * found.head + attended
-    assert found.body([15]) == found.body_per_token * 14 + a_layer * int(seen.sum())
-    assert found.train([15], [10]) == 3 * (found.body([15]) + 5 * found.head)
+        context, tokens = int(all_visible[start:end].sum()), end - start
+        attended = per_layer * int(visible[:, start:end].sum())
+        assert flop_model.decode(tokens, context, missing) == flop_model.per_token * tokens + attended
+        assert (
+            flop_model.prefill(tokens, context, 2, missing)
+            == flop_model.body_per_token * tokens + 2 * flop_model.head + attended
+        )
+    assert flop_model.body([15]) == flop_model.body_per_token * 14 + per_layer * int(visible.sum())
+    assert flop_model.train([15], [10]) == 3 * (flop_model.body([15]) + 5 * flop_model.head)
 
 
 def test_gemma_3_by_hand() -> None:
-    """Five layers of six slide over 1,024 tokens: counted over 16k as a whole, attention costs 4.0 times too much."""
+    """Five of six layers have a window of 1,024 tokens. Without it, attention over 16k would cost 4.0 times as much."""
     shape = {
         "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 34, "head_dim": 64,
         "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 1024, "tie_word_embeddings": True,
@@ -108,22 +111,24 @@ def test_gemma_3_by_hand() -> None:
     length, window = 16384, 1024
     full = sum(range(1, length + 1))
     sliding = sum(min(place, window) for place in range(1, length + 1))
-    attended = 5 * full + 29 * sliding  # every sixth of 34 layers sees all
-    attention = 4 * 8 * 64 * attended  # scores and weighted sum: two products of two FLOPs a number
-    found = FlopModel.of(model)
+    attended = 5 * full + 29 * sliding  # every sixth of the 34 layers sees all tokens
+    attention = 4 * 8 * 64 * attended  # scores and weighted sum: two products with two FLOPs per number
+    flop_model = FlopModel.of(model)
     missing = outside(attention_windows(model.config), 0, length)
-    assert found.prefill(length, full, 1, missing) == 2 * weights * length + 2 * 256 * 1000 + attention
-    assert found.train([length + 1], [length - 99]) == 3 * (2 * weights * length + 100 * 2 * 256 * 1000 + attention)
+    assert flop_model.prefill(length, full, 1, missing) == 2 * weights * length + 2 * 256 * 1000 + attention
+    assert flop_model.train([length + 1], [length - 99]) == 3 * (
+        2 * weights * length + 100 * 2 * 256 * 1000 + attention
+    )
     assert 34 * full / attended == pytest.approx(4.0, abs=0.15)
 
 
-def test_generation_costs_what_torch_counts_the_first_tokens_head_among_it() -> None:
-    """Prompts of one length, so that nothing is padding: each is put through the model and its head once."""
+def test_generation_costs_what_torch_counts_including_the_head_of_the_first_token() -> None:
+    """Prompts of equal length need no padding. Each passes through the model and its head once."""
     model = tiny("Llama", AGREE["Llama"])
     generator = TorchGenerator(
         model, Precision("fp32"), SamplingSettings(max_prompt_tokens=8, max_new_tokens=6, stop_tokens=[14]), slots=8
     )
-    meter, found = ComputeMeter(FlopModel.of(model)), FlopModel.of(model)
+    meter, flop_model = ComputeMeter(FlopModel.of(model)), FlopModel.of(model)
     attended = 0
     with FlopCounterMode(display=False) as counter:
         for number in range(3):
@@ -132,12 +137,12 @@ def test_generation_costs_what_torch_counts_the_first_tokens_head_among_it() -> 
             report = generator.step()
             attended += report.prefill_context + report.decoded_context
             meter.on_event(Event("decode", 0.0, report))
-    assert meter.metrics()["compute/flops_generate"] == products(counter) + found.per_context * attended
+    assert meter.metrics()["compute/flops_generate"] == matrix_products(counter) + flop_model.per_context * attended
 
 
-def test_keys_and_values_of_unlike_size() -> None:
-    found = FlopModel.of(tiny("DeepseekV3", AGREE["DeepseekV3"]))
-    assert found.per_context == 2 * (16 + 16) * 4 * 2  # 8 + 8 of a key, 16 of a value, 4 heads, 2 layers
+def test_keys_and_values_of_different_sizes() -> None:
+    flop_model = FlopModel.of(tiny("DeepseekV3", AGREE["DeepseekV3"]))
+    assert flop_model.per_context == 2 * (16 + 16) * 4 * 2  # 8 + 8 numbers per key, 16 per value, 4 heads, 2 layers
 
 
 def test_a_tied_head_is_counted_and_the_embedding_it_is_tied_to_is_not() -> None:
@@ -146,26 +151,26 @@ def test_a_tied_head_is_counted_and_the_embedding_it_is_tied_to_is_not() -> None
 
 
 def test_experts_by_another_name() -> None:
-    """JetMoe keeps them in tables without `experts` in their names."""
+    """JetMoe stores experts in tables without `experts` in their names."""
     arguments = {**AGREE["Llama"], "num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8}
     model = tiny("JetMoe", arguments)
     tables = sum(2 * p.numel() for p in model.parameters() if p.dim() == 3 and p.shape[0] == 8)
     left_out = ("embed", "bias")
-    plain = [p for n, p in model.named_parameters() if p.dim() == 2 and not any(each in n for each in left_out)]
+    plain = [p for n, p in model.named_parameters() if p.dim() == 2 and not any(part in n for part in left_out)]
     head = model.get_output_embeddings().weight
     others = sum(2 * p.numel() for p in {id(p): p for p in [*plain, head]}.values())
     assert tables and FlopModel.of(model).per_token == others + tables / 4
 
 
-def test_experts_of_which_nobody_says_how_many_are_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_without_a_configured_number_per_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_scalerl.measure.flops._EXPERTS_PER_TOKEN", ("experts_in_use",))
     model = tiny("Mixtral", AGREE["Mixtral"])
     with pytest.raises(ConfigurationError, match=r"MixtralForCausalLM has experts, and .* does not say how many"):
         FlopModel.of(model)
 
 
-def test_a_generator_that_is_only_asked_how_it_is_gives_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A live driver asks twenty times a second, whatever has become of the trainer."""
+def test_polling_an_idle_generator_does_not_count_as_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live driver polls twenty times per second, even if the trainer hangs."""
     noted: list[str] = []
     monkeypatch.setattr(activity, "note", noted.append)
     meter = ComputeMeter(FlopModel.of(tiny("Llama", AGREE["Llama"])))
@@ -175,13 +180,13 @@ def test_a_generator_that_is_only_asked_how_it_is_gives_no_sign_of_life(monkeypa
     assert noted == ["decode"]
 
 
-def test_a_generators_steps_cost_what_lies_inside_of_its_windows() -> None:
-    """What a report calls outside, of prompts and completions together, is on no axis."""
-    found = FlopModel.of(tiny("Mistral", WINDOWS["Mistral"]))
+def test_a_generators_steps_cost_only_tokens_inside_its_windows() -> None:
+    """Tokens that a report counts as outside of windows (prompts and completions together) cost nothing."""
+    flop_model = FlopModel.of(tiny("Mistral", WINDOWS["Mistral"]))
     costs = []
     for outside_tokens in (0, 31):
-        meter = ComputeMeter(found)
+        meter = ComputeMeter(flop_model)
         meter.on_event(Event("decode", 0.0, StepReport((), 10, 55, 3, 36, prefilled=1, outside=outside_tokens)))
         costs.append(meter.metrics()["compute/flops_generate"])
-    assert costs[0] == found.prefill(10, 55, 1) + found.decode(3, 36)
-    assert costs[0] - costs[1] == 31 * found.per_context / found.layers > 0
+    assert costs[0] == flop_model.prefill(10, 55, 1) + flop_model.decode(3, 36)
+    assert costs[0] - costs[1] == 31 * flop_model.per_context / flop_model.layers > 0

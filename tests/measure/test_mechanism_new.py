@@ -1,4 +1,4 @@
-"""Mechanism counters of the newer choices: 0 where one cannot have acted, above it in a step in which it must have."""
+"""Mechanism counters of the newer choices: 0 if a choice cannot act in a step, 1 if it must."""
 
 from __future__ import annotations
 
@@ -62,32 +62,33 @@ def groups_of(rewards: Sequence[Sequence[float]] = VARIED, history: tuple[float,
 
 
 def batch_of(choices: Choices, groups: list[Group], drift: float = 0.0, away: float = 0.0) -> tuple[TrainBatch, Tensor]:
-    """What a step trains on, and the trainer's log-probabilities: `drift` off the generator's.
+    """Return the batch of a step and the trainer's log-probabilities.
 
-    The reference is `away` from them, and the critic says something of every token, where there are such.
+    These differ from the generator's by about `drift`, and a reference differs from them by about `away`. A critic has
+    a random value for every token.
     """
     remember(groups, choices)
     batch = assemble(groups, choices, max_new_tokens=8)
     source = torch.Generator().manual_seed(1)
-    noise, other, values = torch.randn(3, *batch.loss_mask.shape, generator=source)
+    noise, reference_noise, values = torch.randn(3, *batch.loss_mask.shape, generator=source)
     logprobs = batch.generator_logprobs + drift * noise * batch.loss_mask
-    asked: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     if choices.needs_anchor:
-        asked["anchor_logprobs"] = logprobs
+        outputs["anchor_logprobs"] = logprobs
     if choices.kl.where:
-        asked["reference_logprobs"] = logprobs + away * other * batch.loss_mask
+        outputs["reference_logprobs"] = logprobs + away * reference_noise * batch.loss_mask
     if choices.critic.has_values:
-        asked["values"] = values * batch.loss_mask
-    return token_credit(replace(batch, **asked), choices, lambda numbers: numbers, remember=True), logprobs
+        outputs["values"] = values * batch.loss_mask
+    return token_credit(replace(batch, **outputs), choices, lambda numbers: numbers, remember=True), logprobs
 
 
-class Watched:
-    """Counters of a run over steps that are made by hand."""
+class CountedRun:
+    """Mechanism counters over steps that the test makes."""
 
     def __init__(self, ours: Choices, theirs: Choices, policy: Any = None, **stream: Any) -> None:
         self.choices = ours
         prompts = SimpleNamespace(histories=lambda: [])
-        given: dict[str, Any] = {
+        stream_fields: dict[str, Any] = {
             "admitted": 6,
             "completed_steps": 0,
             "groups_per_step": 2,
@@ -99,7 +100,7 @@ class Watched:
             "reward_sums": [["math", "format"]],
             **stream,
         }
-        self.counters = MechanismCounters(ours, theirs, SimpleNamespace(**given), policy, str)  # type: ignore[arg-type]
+        self.counters = MechanismCounters(ours, theirs, SimpleNamespace(**stream_fields), policy, str)  # type: ignore[arg-type]
 
     def step(self, groups: list[Group] | None = None, drift: float = 0.0, away: float = 0.0) -> dict[str, float]:
         self.counters.observe(*batch_of(self.choices, groups if groups is not None else groups_of(), drift, away))
@@ -109,18 +110,18 @@ class Watched:
 Row = tuple[DesignChoice, ...]
 
 
-def acted(ours: Row, theirs: Row, groups: list[Group] | None = None, **options: Any) -> dict[str, float]:
-    """By axis, after one step of a run with `ours` whose recipe has `theirs`."""
+def counters_of(ours: Row, theirs: Row, groups: list[Group] | None = None, **options: Any) -> dict[str, float]:
+    """Return the counters by axis after one step of a run with `ours`, whose recipe has `theirs`."""
     drift, away = options.pop("drift", 0.0), options.pop("away", 0.0)
-    found = Watched(row(*ours), row(*theirs), **options).step(groups, drift, away)
-    return {name.removeprefix("mechanism/"): share for name, share in found.items()}
+    counters = CountedRun(row(*ours), row(*theirs), **options).step(groups, drift, away)
+    return {name.removeprefix("mechanism/"): share for name, share in counters.items()}
 
 
 # --- scenes --------------------------------------------------------------------------------------------------
 
 
 def one_token_each() -> list[Group]:
-    """Of each rollout only the first token was sampled."""
+    """Groups in which only the first token of each rollout was sampled."""
     groups = groups_of()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.sources = [int(place > 0) for place in range(len(rollout.tokens))]
@@ -128,7 +129,7 @@ def one_token_each() -> list[Group]:
 
 
 def nothing_sampled() -> list[Group]:
-    """Every token was forced: there are rollouts, and none of their tokens carries credit."""
+    """Groups in which every token was forced, so no token has credit."""
     groups = groups_of()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.sources = [Source.FORCED] * len(rollout.tokens)
@@ -145,8 +146,8 @@ def sizes(*counts: int, history: tuple[float, ...]) -> list[Group]:
     return groups_of([[1.0] + [0.0] * (count - 1) for count in counts], history)
 
 
-def of_two_rewards() -> list[Group]:
-    """Groups whose rewards are sums of two."""
+def with_two_rewards() -> list[Group]:
+    """Groups whose rewards are sums of two terms."""
     groups = groups_of()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.grade, rollout.terms = rollout.reward + 0.2, {"math": rollout.reward, "format": 0.2}
@@ -160,7 +161,7 @@ ONE_MEAN = ((1.0, 0.0), (0.0, 1.0))
 NEW = FixedAllocation(), AllocationByDifficulty()
 SMALL_DRIFT, LARGE_DRIFT = {"drift": 0.15}, {"drift": 1.5}
 
-# What departs from what; a step in which it cannot act; and one in which it must.
+# Axis, choices of the run, choices of the recipe, a step in which the choice cannot act, a step in which it must.
 CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
     "gae": ("advantage", PPO_LIKE, (), {"groups": nothing_sampled()}, {}),
     "no gae": ("advantage", (), PPO_LIKE, {"groups": []}, {}),
@@ -207,15 +208,15 @@ CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
         "curriculum",
         (StagedRewards(total_steps=10),),
         (),
-        {"completed_steps": 6, "groups": of_two_rewards()},
-        {"completed_steps": 5, "groups": of_two_rewards()},
+        {"completed_steps": 6, "groups": with_two_rewards()},
+        {"completed_steps": 5, "groups": with_two_rewards()},
     ),
     "no staged rewards": (
         "curriculum",
         (),
         (StagedRewards(total_steps=10),),
         {"groups": groups_of([(0.0, 0.0, 0.0)])},
-        {"groups": of_two_rewards()},
+        {"groups": with_two_rewards()},
     ),
     "adapter": ("adapter", (LoRA(),), (), {"groups": nothing_sampled()}, {}),
     "another rank": ("adapter", (LoRA(4),), (LoRA(8),), {"groups": []}, {}),
@@ -280,17 +281,17 @@ CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("axis", "ours", "theirs", "silent", "acting"), CASES.values(), ids=CASES)
-def test_a_counter_is_zero_where_nothing_can_have_acted_and_one_where_it_must(
+def test_a_counter_is_zero_if_the_choice_cannot_act_and_one_if_it_must(
     axis: str, ours: Row, theirs: Row, silent: dict[str, Any], acting: dict[str, Any]
 ) -> None:
     for expected, scene in ((0, silent), (1, acting)):
         rows = {"ours": ours, "theirs": theirs, **scene}
-        assert acted(**rows)[axis] == expected, (axis, expected)
+        assert counters_of(**rows)[axis] == expected, (axis, expected)
 
 
-def test_whole_rows_that_depart_on_several_axes_are_counted_on_each() -> None:
+def test_departures_on_several_axes_are_counted_on_each() -> None:
     ours = (*PPO_LIKE, FixedKL(), FixedEntropy(), Epochs(4), Proximal(), PPO(0.2), BatchNormalization(centre=True))
-    assert set(acted(ours, (), drift=1.5, away=0.5)) == {
+    assert set(counters_of(ours, (), drift=1.5, away=0.5)) == {
         "advantage",
         "critic",
         "kl",
@@ -300,62 +301,62 @@ def test_whole_rows_that_depart_on_several_axes_are_counted_on_each() -> None:
         "loss",
         "normalization",
     }
-    assert acted(ours, ours) == {}
+    assert counters_of(ours, ours) == {}
 
 
 @pytest.mark.parametrize(("clip_high", "expected"), [(0.2, 0), (2.0, 1)])
-def test_a_later_pass_has_the_anchor_of_the_first(clip_high: float, expected: int) -> None:
-    """The ratio of both rows is that of the last pass to the first: one clip under two names differs in nothing."""
+def test_later_passes_use_the_anchor_of_the_first(clip_high: float, expected: int) -> None:
+    """Both ratios compare the last pass with the first, so the same clip under two names makes no difference."""
     ours = row(PPO(0.2), Proximal())
-    watched = Watched(ours, row(DAPO(0.2, clip_high), Proximal()))
+    run = CountedRun(ours, row(DAPO(0.2, clip_high), Proximal()))
     batch, first = batch_of(ours, groups_of(), drift=0.1)
     last = first + torch.randn(first.shape, generator=torch.Generator().manual_seed(2)) * batch.loss_mask
-    watched.counters.observe(batch, last, first)
-    assert watched.counters.metrics() == {"mechanism/loss": expected}
+    run.counters.observe(batch, last, first)
+    assert run.counters.metrics() == {"mechanism/loss": expected}
 
 
-# --- with a memory -------------------------------------------------------------------------------------------
+# --- choices with state --------------------------------------------------------------------------------------
 
 
 each_credit = pytest.mark.parametrize("credit", [(), PPO_LIKE], ids=["group", "gae"])
 
 
-def smaller() -> list[Group]:
-    """Of other statistics than the groups before."""
+def with_smaller_rewards() -> list[Group]:
+    """Groups with a tenth of the rewards of `groups_of`, so that their statistics differ."""
     return groups_of([[0.1 * reward for reward in each] for each in VARIED])
 
 
 @each_credit
 def test_running_statistics_act_from_the_second_batch_on(credit: Row) -> None:
-    """The first batch is all that there is; one of another size then is not."""
-    watched = Watched(row(*credit, RunningNormalization()), row(*credit, BatchNormalization()))
-    assert watched.step() == {"mechanism/normalization": 0}
+    """After one batch both scales are equal. After a batch with smaller rewards they differ."""
+    run = CountedRun(row(*credit, RunningNormalization()), row(*credit, BatchNormalization()))
+    assert run.step() == {"mechanism/normalization": 0}
     for step in (2, 3, 4):
-        assert watched.step(smaller()) == {"mechanism/normalization": (step - 1) / step}
+        assert run.step(with_smaller_rewards()) == {"mechanism/normalization": (step - 1) / step}
 
 
-def test_counts_survive_a_stop() -> None:
-    watched = Watched(row(FixedKL()), row())
-    watched.step(away=0.5)
-    watched.step()
-    again = Watched(row(FixedKL()), row())
-    again.counters.load_state_dict(watched.counters.state_dict())
-    assert again.counters.metrics() == {"mechanism/kl": 1 / 2} and again.step(away=0.5) == {"mechanism/kl": 2 / 3}
+def test_counts_survive_a_resume() -> None:
+    run = CountedRun(row(FixedKL()), row())
+    run.step(away=0.5)
+    run.step()
+    resumed = CountedRun(row(FixedKL()), row())
+    resumed.counters.load_state_dict(run.counters.state_dict())
+    assert resumed.counters.metrics() == {"mechanism/kl": 1 / 2} and resumed.step(away=0.5) == {"mechanism/kl": 2 / 3}
 
 
 # --- precision -----------------------------------------------------------------------------------------------
 
 
-def of_precision(model: Any, ours: Precision, theirs: Precision, *others: DesignChoice, **options: Any) -> float:
+def precision_counter(model: Any, ours: Precision, theirs: Precision, *others: DesignChoice, **options: Any) -> float:
     policy = TrainedPolicy(Policy(model, ours), Ranks)
-    return acted((ours, *others), (theirs, *others), policy=policy, **options)["precision"]
+    return counters_of((ours, *others), (theirs, *others), policy=policy, **options)["precision"]
 
 
-def test_types_of_the_policy_are_seen_in_its_log_probabilities(tiny_model: Any) -> None:
+def test_the_policys_type_acts_on_log_probabilities(tiny_model: Any) -> None:
     single, half = Precision("fp32"), Precision("fp16")
     for ours, theirs in ((half, single), (single, half), (half, Precision("bf16")), (Precision("bf16"), half)):
-        assert of_precision(tiny_model, ours, theirs) == 1
-    assert of_precision(tiny_model, half, single, ZeroVariance(), groups=groups_of(CONSTANT)) == 0
+        assert precision_counter(tiny_model, ours, theirs) == 1
+    assert precision_counter(tiny_model, half, single, ZeroVariance(), groups=groups_of(CONSTANT)) == 0
 
 
 def replace_types(precision: Precision, policy: str) -> Precision:
@@ -371,45 +372,45 @@ PARTS: list[tuple[str, Row]] = [
 
 @pytest.mark.parametrize(("part", "others"), PARTS, ids=[part for part, _ in PARTS])
 @pytest.mark.parametrize("turned", [False, True])
-def test_what_is_kept_in_fp32_acts_where_there_is_any(tiny_model: Any, part: str, others: Row, turned: bool) -> None:
+def test_parts_kept_in_fp32_act_if_the_batch_has_them(tiny_model: Any, part: str, others: Row, turned: bool) -> None:
     rows = Precision("bf16"), Precision("bf16", **{part: False})
     ours, theirs = reversed(rows) if turned else rows
-    assert of_precision(tiny_model, ours, theirs, *others, away=0.5) == 1
-    if part == "fp32_advantage":  # FP16 rounds eight times less than BF16
+    assert precision_counter(tiny_model, ours, theirs, *others, away=0.5) == 1
+    if part == "fp32_advantage":  # also in FP16, which rounds eight times less than BF16
         halves = (replace_types(each, "fp16") for each in (ours, theirs))
-        assert of_precision(tiny_model, *halves, *others, away=0.5) == 1
-    # Without a critic and a reference, in a batch whose advantages are all zero, there is nothing to keep.
-    assert of_precision(tiny_model, ours, theirs, groups=groups_of(CONSTANT)) == 0
-    # In a policy of FP32 all parts are in FP32, whatever is said of them: no departure at all.
-    assert acted((Precision("fp32", **{part: False}),), (Precision("fp32"),)) == {}
+        assert precision_counter(tiny_model, *halves, *others, away=0.5) == 1
+    # Without critic and reference, and with all advantages zero, nothing is kept in FP32.
+    assert precision_counter(tiny_model, ours, theirs, groups=groups_of(CONSTANT)) == 0
+    # With a policy in FP32 all parts are in FP32 and their switches have no effect, so nothing departs.
+    assert counters_of((Precision("fp32", **{part: False}),), (Precision("fp32"),)) == {}
 
 
 def test_advantages_that_rounding_does_not_change_do_not_count(tiny_model: Any) -> None:
-    """Of rewards 0 and 1 in groups of four, without a scale: multiples of a quarter, exact in every type."""
+    """Rewards of 0 and 1 in groups of four, unscaled, give multiples of a quarter, which are exact in every type."""
     groups = groups_of(((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 1.0, 0.0)))
     ours, theirs = Precision("bf16", fp32_advantage=False), Precision("bf16")
-    assert of_precision(tiny_model, ours, theirs, NoNormalization(), groups=groups) == 0
+    assert precision_counter(tiny_model, ours, theirs, NoNormalization(), groups=groups) == 0
 
 
 @each_credit
-def test_running_statistics_that_were_taken_away_count(credit: Row) -> None:
-    watched = Watched(row(*credit, BatchNormalization()), row(*credit, RunningNormalization()))
-    assert watched.step() == {"mechanism/normalization": 0}
-    assert watched.step(smaller()) == {"mechanism/normalization": 1 / 2}
+def test_removed_running_statistics_count(credit: Row) -> None:
+    run = CountedRun(row(*credit, BatchNormalization()), row(*credit, RunningNormalization()))
+    assert run.step() == {"mechanism/normalization": 0}
+    assert run.step(with_smaller_rewards()) == {"mechanism/normalization": 1 / 2}
 
 
-def test_a_critic_that_was_taken_away_counts() -> None:
-    assert acted((), PPO_LIKE) == {"advantage": 1, "critic": 1}
+def test_a_removed_critic_counts() -> None:
+    assert counters_of((), PPO_LIKE) == {"advantage": 1, "critic": 1}
 
 
-def test_refilling_that_was_taken_away_counts_where_a_group_would_have_been_replaced() -> None:
+def test_removed_refilling_counts_if_a_group_would_have_been_replaced() -> None:
     ours, theirs = (ZeroVariance(),), (DynamicSampling(),)
-    assert acted(ours, theirs) == {"filter": 0}
-    assert acted(ours, theirs, groups=groups_of(MIXED)) == {"filter": 1}
+    assert counters_of(ours, theirs) == {"filter": 0}
+    assert counters_of(ours, theirs, groups=groups_of(MIXED)) == {"filter": 1}
 
 
-def test_a_loss_that_clips_in_later_passes_only_counts(tiny_model_path: str) -> None:
-    """On-policy the ratio of the first pass is 1: what two clips differ in, they differ in from the second pass on."""
+def test_a_loss_that_clips_only_in_later_passes_counts(tiny_model_path: str) -> None:
+    """On policy, the ratio of the first pass is 1, so two clips can differ only from the second pass on."""
     keep = Keep()
     overrides = ["loss=ppo", "epochs.count=3", "optimizer.lr=1e-2"]
     fit(tiny_model_path, steps=3, callbacks=[OnPolicy(), DAPO(1e-3, 1e-3), keep], overrides=overrides)

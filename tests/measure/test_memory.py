@@ -1,4 +1,4 @@
-"""Memory is foretold to within 15% of what a pass on real tensors has alive at its peak, and advice fits."""
+"""Memory predictions are within 15% of the live bytes at the peak of a real pass, and advised settings fit."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ SIZES: dict[str, Any] = {
 
 def model(family: str, **more: Any) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **more})
-    made: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
-    return made
+    built: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    return built
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -62,43 +62,43 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("scalerl", [*settings, *thinking, "batch.recompute=false", *overrides])
 
 
-def foretold(make: Callable[[], nn.Module], given: Recipe, *place: Any, **more: Any) -> Memory:
-    return predict_memory(measure(make, given), given, *place, **more)
+def predicted(make: Callable[[], nn.Module], settings: Recipe, *placement: Any, **more: Any) -> Memory:
+    return predict_memory(measure(make, settings), settings, *placement, **more)
 
 
-def in_numpy() -> saved_tensors_hooks:
-    """Hooks that keep saved tensors where no torch storage has them, as the host of a GPU would."""
+def save_in_numpy() -> saved_tensors_hooks:
+    """Hooks that keep saved tensors in numpy, where torch does not count them, like the host memory of a GPU."""
     return saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), torch.from_numpy)
 
 
-def live(made: nn.Module, given: Recipe, split: Callable[[nn.Module], None] | None = None) -> int:
-    """Peak of a pass of the training step on real tensors, beyond weights and gradients."""
-    if given.batch.recompute:
-        recompute(made, in_numpy if given.batch.offload else None)
-        for module in made.modules():
+def measured_bytes(built: nn.Module, settings: Recipe, split: Callable[[nn.Module], None] | None = None) -> int:
+    """Return the peak of live bytes of a training pass on real tensors, without weights and gradients."""
+    if settings.batch.recompute:
+        recompute(built, save_in_numpy if settings.batch.offload else None)
+        for module in built.modules():
             module.training = bool(getattr(module, "gradient_checkpointing", False))
-    policy = Policy(made, given.choices.precision)
+    policy = Policy(built, settings.choices.precision)
     if split is not None:
         split(policy)
     groups = [
         make_group([1.0, 0.0, 1.0, 0.0], admission=number, prompt_length=PROMPT, length=COMPLETION)
         for number in range(ROWS // 4)
     ]
-    batch = assemble(groups, given.choices, COMPLETION)
-    batch.group = None  # a shared prompt takes less
-    batch.packed = given.batch.packed
+    batch = assemble(groups, settings.choices, COMPLETION)
+    batch.group = None  # no shared prompts, which would take less memory
+    batch.packed = settings.batch.packed
     assert batch.tokens.shape == (ROWS, PROMPT + COMPLETION)
-    for parameter in made.parameters():
+    for parameter in built.parameters():
         parameter.grad = torch.zeros_like(parameter)
     counted = LiveBytes() if split is None else LiveBytesOfARank()
-    for tensor in [*made.parameters(), *made.buffers(), *(parameter.grad for parameter in made.parameters())]:
+    for tensor in [*built.parameters(), *built.buffers(), *(parameter.grad for parameter in built.parameters())]:
         counted.watch(own_part(tensor)[0])  # type: ignore[arg-type]
     with counted:
-        before = counted.now
+        bytes_before = counted.now
         logprobs, entropies = policy(batch)
         scored = Scored(batch, logprobs, entropies)
-        torch.stack([term.reduce(scored) for term in terms(given.choices)]).sum().backward()  # type: ignore[no-untyped-call]
-        return counted.peak - before
+        torch.stack([term.reduce(scored) for term in terms(settings.choices)]).sum().backward()  # type: ignore[no-untyped-call]
+        return counted.peak - bytes_before
 
 
 @pytest.mark.parametrize(
@@ -126,24 +126,24 @@ def live(made: nn.Module, given: Recipe, split: Callable[[nn.Module], None] | No
         ],
     ),
 )
-def test_a_pass_takes_what_was_foretold(family: str, more: dict[str, Any], overrides: list[str]) -> None:
-    given = recipe(*overrides)
-    there = live(model(family, **more), given)
-    memory = foretold(partial(model, family, **more), given)
-    assert memory.device["activations of a pass"] == pytest.approx(there, rel=0.15)
+def test_a_pass_takes_the_predicted_memory(family: str, more: dict[str, Any], overrides: list[str]) -> None:
+    settings = recipe(*overrides)
+    measured = measured_bytes(model(family, **more), settings)
+    memory = predicted(partial(model, family, **more), settings)
+    assert memory.device["activations of a pass"] == pytest.approx(measured, rel=0.15)
 
 
-def test_logits_in_chunks_are_foretold_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = recipe("precision=fp32")
-    whole = foretold(partial(model, "Llama", vocab_size=8192), given).device["activations of a pass"]
+def test_chunked_logits_are_predicted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = recipe("precision=fp32")
+    whole = predicted(partial(model, "Llama", vocab_size=8192), settings).device["activations of a pass"]
     monkeypatch.setattr(policy_module, "MAX_LOGITS", 8192 * 16)
-    chunked = foretold(partial(model, "Llama", vocab_size=8192), given).device["activations of a pass"]
+    chunked = predicted(partial(model, "Llama", vocab_size=8192), settings).device["activations of a pass"]
     assert chunked < whole / 2
-    assert chunked == pytest.approx(live(model("Llama", vocab_size=8192), given), rel=0.15)
+    assert chunked == pytest.approx(measured_bytes(model("Llama", vocab_size=8192), settings), rel=0.15)
 
 
 class LiveBytesOfARank(LiveBytes):
-    """Sees what a sharded tensor, or one that is under way, has on this rank in place of what it stands for."""
+    """Count the local part of a sharded tensor or of one in communication, not the whole tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -168,31 +168,35 @@ class LiveBytesOfARank(LiveBytes):
         ),
     ],
 )
-def test_a_partners_pass_takes_what_was_foretold(
+def test_a_tensor_parallel_pass_takes_the_predicted_memory(
     family: str, more: dict[str, Any], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two gloo ranks that split each layer: numbers exactly, activations to within 15%."""
+    """Two gloo ranks split each layer. Parameter counts are exact, activations are within 15%."""
     sizes = {name: value for name, value in more.items() if name != "chunk"}
     if "chunk" in more:
         monkeypatch.setattr(policy_module, "MAX_LOGITS", more["vocab_size"] * more["chunk"])
-    given = recipe(*overrides)
-    of = measure(partial(model, family, **sizes), given, partners=2)
+    settings = recipe(*overrides)
+    prediction = measure(partial(model, family, **sizes), settings, partners=2)
 
     def work(mesh: DeviceMesh) -> None:
-        made = model(family, **sizes)
-        there = live(made, given, lambda policy: parallelize(policy, mesh["tensor_parallel"]))
-        own = sum(own_part(each)[0].numel() for each in made.parameters())
-        assert (of.whole, of.weights, of.trained) == (4 * own, 4 * own, own)
-        assert of.activations == pytest.approx(there, rel=0.15), of.activations / there
+        split_model = model(family, **sizes)
+        measured = measured_bytes(split_model, settings, lambda policy: parallelize(policy, mesh["tensor_parallel"]))
+        local_parameters = sum(own_part(parameter)[0].numel() for parameter in split_model.parameters())
+        assert (prediction.whole, prediction.weights, prediction.trained) == (
+            4 * local_parameters,
+            4 * local_parameters,
+            local_parameters,
+        )
+        assert prediction.activations == pytest.approx(measured, rel=0.15), prediction.activations / measured
 
     on_mesh(tmp_path, 1, 2, work)
 
 
-def test_states_and_shares() -> None:
-    """FP32 weights, gradients and two moments are 16 bytes a parameter; shards divide them, copies do not."""
-    given = recipe("kl=fixed", "advantage=gae", "critic=value_network", "filter=none")
+def test_states_are_divided_by_shards_and_not_by_copies() -> None:
+    """FP32 weights, gradients and two moments take 16 bytes per parameter, which shards divide and copies do not."""
+    settings = recipe("kl=fixed", "advantage=gae", "critic=value_network", "filter=none")
     one, copies, shards = (
-        foretold(partial(model, "Llama"), given, ranks, strategy)
+        predicted(partial(model, "Llama"), settings, ranks, strategy)
         for ranks, strategy in ((1, "ddp"), (4, "ddp"), (4, "fsdp2"))
     )
     states = ("weights", "gradients", "Adam's moments")
@@ -202,23 +206,23 @@ def test_states_and_shares() -> None:
         assert shards.device[name] == pytest.approx(one.device[name] / 4, abs=2)
     assert shards.device["layers made whole"] > 0 and "layers made whole" not in copies.device
     assert shards.host["weights on their way to the generator"] == 4 * one.parameters
-    of = measure(partial(model, "Llama"), given, partners=2)
-    split = predict_memory(of, given, 4, "fsdp2")
-    assert one.parameters / 2 < of.trained < 0.51 * one.parameters, "norms are whole on each partner"
-    assert sum(split.device[name] for name in states) == pytest.approx(16 * of.trained / 2, abs=4)
+    split_prediction = measure(partial(model, "Llama"), settings, partners=2)
+    split = predict_memory(split_prediction, settings, 4, "fsdp2")
+    assert one.parameters / 2 < split_prediction.trained < 0.51 * one.parameters, "each partner has whole norms"
+    assert sum(split.device[name] for name in states) == pytest.approx(16 * split_prediction.trained / 2, abs=4)
     assert split.host == shards.host and split.parameters == one.parameters
     assert split.device["layers made whole"] < 0.51 * shards.device["layers made whole"]
     with pytest.raises(ConfigurationError, match=r"strategy\.tensor_parallel: 3 does not divide the model's num_att"):
-        measure(partial(model, "Llama"), given, partners=3)
-    cached = foretold(partial(model, "Llama"), given, slots=10)
-    # Keys and values of 4 layers, 2 heads, 16 numbers, in the policy's BF16.
+        measure(partial(model, "Llama"), settings, partners=3)
+    cached = predicted(partial(model, "Llama"), settings, slots=10)
+    # Keys and values of 4 layers and 2 heads, 16 numbers each, in the policy's BF16.
     assert cached.leader["its keys and values"] == 4 * 2 * 2 * 16 * 2 * 10 * (PROMPT + COMPLETION)
     assert cached.peak == sum(one.device.values()) + sum(cached.leader.values())
 
 
 def test_an_adapter_has_few_gradients_and_moments() -> None:
-    full = foretold(partial(model, "Llama"), recipe("precision=bf16"))
-    lora = foretold(partial(model, "Llama"), recipe("precision=bf16", "adapter=lora", "adapter.rank=2"))
+    full = predicted(partial(model, "Llama"), recipe("precision=bf16"))
+    lora = predicted(partial(model, "Llama"), recipe("precision=bf16", "adapter=lora", "adapter.rank=2"))
     assert lora.device["gradients"] * 2 == lora.device["Adam's moments"] < full.device["Adam's moments"] / 10
     # The body's matrices are frozen in BF16; embeddings and head, and the adapter, are FP32.
     assert full.device["weights"] / 2 < lora.device["weights"] < full.device["weights"]
@@ -227,36 +231,38 @@ def test_an_adapter_has_few_gradients_and_moments() -> None:
 
 @pytest.mark.slow
 def test_the_advice_is_the_nearest_setting_that_fits() -> None:
-    given = recipe("precision=fp32")
+    settings = recipe("precision=fp32")
     make = partial(model, "Llama", num_hidden_layers=4)
-    plain = foretold(make, given).peak
-    recomputed = foretold(make, recipe("precision=fp32", "batch.recompute=true")).peak
+    plain = predicted(make, settings).peak
+    recomputed = predicted(make, recipe("precision=fp32", "batch.recompute=true")).peak
     assert recomputed < plain
-    assert advice(make, given, 1, "ddp", 0, recomputed) == "it would with batch.recompute=true"
-    said = advice(make, given, 1, "ddp", 0, recomputed - 1)
-    a_row = f"it would with batch.recompute=true batch.micro_tokens={PROMPT + COMPLETION}"
-    assert said == a_row
-    one = foretold(make, recipe("precision=fp32", "batch.recompute=true", "batch.micro_batch=1"))
-    away = foretold(make, recipe("precision=fp32", "batch.recompute=null", "batch.offload=true", "batch.micro_batch=1"))
+    assert advice(make, settings, 1, "ddp", 0, recomputed) == "it would with batch.recompute=true"
+    advised = advice(make, settings, 1, "ddp", 0, recomputed - 1)
+    one_row_per_pass = f"it would with batch.recompute=true batch.micro_tokens={PROMPT + COMPLETION}"
+    assert advised == one_row_per_pass
+    recomputed_row = predicted(make, recipe("precision=fp32", "batch.recompute=true", "batch.micro_batch=1"))
+    offloaded_row = predicted(
+        make, recipe("precision=fp32", "batch.recompute=null", "batch.offload=true", "batch.micro_batch=1")
+    )
     inputs = 4 * (PROMPT + COMPLETION - 1) * SIZES["hidden_size"] * 4
-    assert away.host["inputs of layers, of each device's pass"] == inputs
-    assert one.peak > away.peak > one.peak - inputs
-    assert advice(make, given, 1, "ddp", 0, one.peak - 1) == f"{a_row} batch.offload=true"
-    assert advice(make, given, 1, "ddp", 0, away.peak) == f"{a_row} batch.offload=true"
-    states = 16 * foretold(make, given).parameters
-    assert "strategy=fsdp2 driver=live on" in advice(make, given, 1, "ddp", 0, states)
-    assert "smaller model" in advice(make, given, 1, "ddp", 0, 1000)
+    assert offloaded_row.host["inputs of layers, of each device's pass"] == inputs
+    assert recomputed_row.peak > offloaded_row.peak > recomputed_row.peak - inputs
+    assert advice(make, settings, 1, "ddp", 0, recomputed_row.peak - 1) == f"{one_row_per_pass} batch.offload=true"
+    assert advice(make, settings, 1, "ddp", 0, offloaded_row.peak) == f"{one_row_per_pass} batch.offload=true"
+    states = 16 * predicted(make, settings).parameters
+    assert "strategy=fsdp2 driver=live on" in advice(make, settings, 1, "ddp", 0, states)
+    assert "smaller model" in advice(make, settings, 1, "ddp", 0, 1000)
 
 
-def test_a_model_that_cannot_be_gone_through_without_data_is_said_to_be_one() -> None:
+def test_a_model_that_cannot_be_traced_without_data_is_refused() -> None:
     class Odd(type(model("Llama"))):  # type: ignore[misc]
         def get_output_embeddings(self) -> Any:
             return torch.nonzero(torch.zeros(3)).sum().item()
 
     def odd() -> nn.Module:
-        made = model("Llama")
-        made.__class__ = Odd
-        return made
+        odd_model = model("Llama")
+        odd_model.__class__ = Odd
+        return odd_model
 
     with pytest.raises(ConfigurationError, match=r"^model: "):
-        foretold(odd, recipe())
+        predicted(odd, recipe())

@@ -1,4 +1,4 @@
-"""A run that its device cannot hold is refused before it takes any of it; one that fits says what it takes."""
+"""A run that does not fit its device is refused before it allocates memory. A run that fits reports its memory."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def trainer() -> Trainer:
 
 
 @pytest.fixture
-def device_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the bytes that the device of a run seems to have."""
+def set_device_bytes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets the apparent memory of the device, in bytes."""
     return lambda size: monkeypatch.setattr(memory, "device_bytes", lambda device: size)
 
 
-def test_what_cannot_fit_is_refused_before_the_models_are_placed(
-    tiny_model_path: str, device_of: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_does_not_fit_is_refused_before_models_are_placed(
+    tiny_model_path: str, set_device_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device_of(2**20)
+    set_device_bytes(2**20)
     placing = "lightning_scalerl.session.setup.place_policy"
     monkeypatch.setattr(placing, lambda models: pytest.fail("the model was placed"))
-    words = r"memory: this run takes about .* fullest device, which has 0\.0 \(.*Adam.s moments .*\); it would"
-    with pytest.raises(ConfigurationError, match=words):
+    message = r"memory: this run takes about .* fullest device, which has 0\.0 \(.*Adam.s moments .*\); it would"
+    with pytest.raises(ConfigurationError, match=message):
         trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))
 
 
-def test_what_fits_says_what_it_takes(tiny_model_path: str, device_of: Any) -> None:
-    device_of(80 * 2**30)
+def test_a_run_that_fits_reports_its_memory(tiny_model_path: str, set_device_bytes: Any) -> None:
+    set_device_bytes(80 * 2**30)
     module = ScaleRL(tiny_model_path, "scalerl", SIZES)
     trainer().fit(module, datamodule=RolloutDataModule("arithmetic"))
     assert module.began[0].startswith("memory: about 0.") and "of 80.0 GiB on the fullest device (" in module.began[0]
     assert "its keys and values" in module.began[0]
 
 
-def test_a_host_refuses_nothing(tiny_model_path: str) -> None:
+def test_runs_on_a_cpu_are_not_checked(tiny_model_path: str) -> None:
     assert memory.device_bytes(torch.device("cpu")) is None
     module = ScaleRL(tiny_model_path, "scalerl", SIZES)
     trainer().fit(module, datamodule=RolloutDataModule("arithmetic"))
@@ -52,12 +52,12 @@ def test_a_host_refuses_nothing(tiny_model_path: str) -> None:
 
 
 def test_a_model_that_cannot_be_analysed_is_trained_and_the_log_says_so(
-    tiny_model_path: str, device_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_model_path: str, set_device_bytes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
         raise NotImplementedError("needs data")
 
-    device_of(2**20)
+    set_device_bytes(2**20)
     monkeypatch.setattr(memory, "memory_and_advice", fails)
     trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))
     assert "memory: cannot be predicted for this model (NotImplementedError('needs data'))" in caplog.text

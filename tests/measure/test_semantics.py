@@ -1,4 +1,4 @@
-"""What a run says of itself: no name hides a meaning."""
+"""Printed and stored semantics of a run: its choices with all their settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_scalerl.composition import build_recipe, compose, load_recipe
 from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.measure.semantics import describe_choices, resolved_choices
 
-# Axes that a run of ScaleRL has a line for; all others are neutral.
+# Axes that a ScaleRL run prints on their own line. All others are neutral.
 SPELLED_OUT = {
     *("resampling", "async_mode", "length_control", "truncated", "filter"),
     *("advantage", "normalization", "precision", "correction", "loss", "aggregation"),
@@ -23,8 +23,8 @@ def lines_of(*overrides: str) -> str:
     return "\n".join(describe_choices(recipe, recipe.choices))
 
 
-def test_a_run_prints_what_its_names_come_to() -> None:
-    shown = lines_of("recipe=scalerl")
+def test_a_run_prints_what_its_choices_mean() -> None:
+    printed = lines_of("recipe=scalerl")
     for expected in (
         "loss: CISPO (max_ratio=5.0, ratio_interval=[0.0, 5.0]",
         "aggregation: PromptAggregation (divisor=credited prompts * credited tokens of the group)",
@@ -35,11 +35,11 @@ def test_a_run_prints_what_its_names_come_to() -> None:
         "anchor=the generator, at sampling time",
         f"neutral: {', '.join(sorted(set(AXES) - SPELLED_OUT))}",
     ):
-        assert expected in shown, expected
+        assert expected in printed, expected
 
 
 def test_the_new_choices_say_what_they_do() -> None:
-    shown = lines_of("recipe=ppo", "reward=plus_minus_one", "correction=proximal", "precision=fp16")
+    printed = lines_of("recipe=ppo", "reward=plus_minus_one", "correction=proximal", "precision=fp16")
     for expected in (
         "ratio_interval=[0.8, 1.2]",
         "estimate=k3",
@@ -50,13 +50,15 @@ def test_the_new_choices_say_what_they_do() -> None:
         "reward -1 to 1",
         "epochs: Epochs (count=4)",
     ):
-        assert expected in shown, expected
+        assert expected in printed, expected
 
 
 @pytest.mark.parametrize("recipe", ["scalerl", "ppo"])
 def test_terms_and_their_aggregations_are_stored(recipe: str) -> None:
-    built = build_recipe(compose([f"recipe={recipe}", *(["kl.aggregation=sample"] if recipe == "ppo" else [])]), recipe)
-    terms = resolved_choices(built, built.choices)["terms"]
+    built_recipe = build_recipe(
+        compose([f"recipe={recipe}", *(["kl.aggregation=sample"] if recipe == "ppo" else [])]), recipe
+    )
+    terms = resolved_choices(built_recipe, built_recipe.choices)["terms"]
     expected = [("policy", "PromptAggregation")]
     if recipe == "ppo":
         token = "TokenAggregation"
@@ -74,7 +76,7 @@ def test_terms_and_their_aggregations_are_stored(recipe: str) -> None:
         (LoRA(targets=["q", "v"]), LoRA(), ["targets=[q,v]"]),
     ],
 )
-def test_a_label_has_what_a_choice_changes(choice: DesignChoice, other: DesignChoice, changes: list[str]) -> None:
+def test_a_label_lists_what_a_choice_changes(choice: DesignChoice, other: DesignChoice, changes: list[str]) -> None:
     assert choice.changes_from(other) == changes
 
 

@@ -1,4 +1,4 @@
-"""What a step reports, against plain numbers; and the alarm for truncated completions."""
+"""Metrics of a step compared with values by hand, and the alarm for truncated completions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.helpers import make_group
 CHOICES = CREDIT.having(CISPO(max_ratio=1.5)).having(PromptAggregation())
 
 
-# A pass over a batch that nobody has scored.
-NOTHING = [Pass([], {}, {})]
+# A pass without scored tokens.
+NOT_SCORED = [Pass([], {}, {})]
 
 
 def sampled_by(*versions: int) -> Rollout:
@@ -52,7 +52,7 @@ def test_staleness_by_hand() -> None:
 
 
 def test_the_95th_percentile_leaves_out_one_token_in_twenty() -> None:
-    """One old token of 20 is not in it, two are; of 10, one is."""
+    """One old token of 20 does not raise it, two do. One of 10 does."""
     fresh = [sampled_by(*[9] * 9)]
     for rollouts, expected in (
         ([*fresh, sampled_by(0, *[9] * 10)], 0),
@@ -78,12 +78,12 @@ def test_staleness_is_time_in_flight_and_time_queued(versions: list[list[int]], 
         assert metrics[f"train/{name}_mean"] == pytest.approx(np.mean(steps))
         assert metrics[f"train/{name}_p95"] == sorted(steps)[math.ceil(0.95 * len(steps) - 1e-9) - 1]
         assert metrics[f"train/{name}_max"] == max(steps)
-    whole = metrics["train/staleness_in_flight_mean"] + metrics["train/staleness_queued_mean"]
-    assert metrics["train/staleness_mean"] == pytest.approx(whole)
+    parts_sum = metrics["train/staleness_in_flight_mean"] + metrics["train/staleness_queued_mean"]
+    assert metrics["train/staleness_mean"] == pytest.approx(parts_sum)
 
 
 def some_groups() -> list[Group]:
-    """Nine rollouts: three correct, four interrupted, two of which are among the three truncated."""
+    """Nine rollouts: three correct, four interrupted, three truncated. Two are both interrupted and truncated."""
     groups = [make_group([1.0, 0.0, 1.0], 0), make_group([0.0, 0.5, 1.0], 1), make_group([0.0, 0.0, 0.0], 2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for number, rollout in enumerate(rollouts):
@@ -99,7 +99,7 @@ def some_groups() -> list[Group]:
 
 def test_shares_by_hand() -> None:
     batch = assemble(some_groups(), CHOICES, max_new_tokens=20)
-    metrics = step_metrics(batch, NOTHING, CHOICES, completed_steps=0)
+    metrics = step_metrics(batch, NOT_SCORED, CHOICES, completed_steps=0)
     tokens = sum(range(3, 12))
     assert metrics["train/pass_rate"] == pytest.approx(3 / 9)
     assert metrics["train/reward"] == pytest.approx(3.5 / 9)
@@ -109,30 +109,30 @@ def test_shares_by_hand() -> None:
     assert metrics["train/forced_tokens"] == pytest.approx(10 / tokens)
     assert metrics["train/groups_kept"] == 1
     assert metrics["train/zero_variance"] == pytest.approx(1 / 3)
-    # Two groups more were sampled, and replaced for having none.
-    again = step_metrics(batch, NOTHING, CHOICES, completed_steps=0, dropped=2)
-    assert again["train/zero_variance"] == pytest.approx(3 / 5)
+    # Two more groups were sampled, and replaced because their rewards were equal.
+    with_dropped = step_metrics(batch, NOT_SCORED, CHOICES, completed_steps=0, dropped=2)
+    assert with_dropped["train/zero_variance"] == pytest.approx(3 / 5)
 
 
-def test_shares_are_of_what_was_sampled_whatever_carries_credit() -> None:
-    """Filter and mask change which groups are kept, nothing else that is counted over rollouts."""
+def test_shares_count_all_sampled_rollouts_with_or_without_credit() -> None:
+    """Filter and mask change which groups and rollouts count as credited, but no other share."""
     groups = some_groups()
-    whole = step_metrics(assemble(groups, CHOICES, 20), NOTHING, CHOICES, 2)
+    whole = step_metrics(assemble(groups, CHOICES, 20), NOT_SCORED, CHOICES, 2)
     masked = CHOICES.having(ZeroVariance()).having(MaskTruncated())
-    metrics = step_metrics(assemble(groups, masked, 20), NOTHING, masked, 2)
-    of_credit = {name for name in metrics if name.startswith(("train/groups_kept", "train/credited_"))}
+    metrics = step_metrics(assemble(groups, masked, 20), NOT_SCORED, masked, 2)
+    credit_metrics = {name for name in metrics if name.startswith(("train/groups_kept", "train/credited_"))}
     assert metrics["train/groups_kept"] == pytest.approx(2 / 3)
     assert (metrics["train/credited_prompts"], metrics["train/credited_rollouts"]) == (2, 4)
-    assert {name: metrics[name] for name in metrics if name not in of_credit} == {
-        name: value for name, value in whole.items() if name not in of_credit
+    assert {name: metrics[name] for name in metrics if name not in credit_metrics} == {
+        name: value for name, value in whole.items() if name not in credit_metrics
     }
     assert metrics["train/staleness_mean"] == 2
 
 
 @pytest.mark.parametrize("junk", [15.0, math.nan])
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
-def test_token_metrics_whatever_the_micro_batches(size: int, junk: float) -> None:
-    """Sums over sums: against numpy over all credited tokens at once; forced and padded places are not looked at."""
+def test_token_metrics_do_not_depend_on_the_micro_batches(size: int, junk: float) -> None:
+    """Metrics equal numpy's over all credited tokens at once. Forced and padded positions do not count."""
     choices = CHOICES.having(MaskTruncated())
     batch = assemble(some_groups(), choices, max_new_tokens=20)
     width = batch.loss_mask.shape[1]
@@ -169,7 +169,7 @@ def test_a_step_without_credit_reports_numbers() -> None:
         for rollout in group.rollouts:
             rollout.finish_reason = "length"
     choices = CHOICES.having(MaskTruncated())
-    metrics = step_metrics(assemble(groups, choices, 20), NOTHING, choices, 1)
+    metrics = step_metrics(assemble(groups, choices, 20), NOT_SCORED, choices, 1)
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["train/truncated"], metrics["train/groups_kept"], metrics["train/ratio_max"]) == (1, 0, 0)
 
@@ -182,18 +182,18 @@ def levels(alarm: TruncationAlarm, shares: list[float], first: int = 1) -> list[
     ("share", "level"), [(0.0, 0), (0.05, 0), (0.099, 0), (0.1, 1), (0.149, 1), (0.15, 2), (0.16, 2), (1.0, 2)]
 )
 def test_alarm_levels(share: float, level: int) -> None:
-    """Of the mean over 16 steps, and of no fewer."""
+    """Levels refer to the mean over 16 steps. Fewer steps give level 0."""
     assert levels(TruncationAlarm(), [share] * 20) == [0] * 15 + [level] * 5
 
 
 @pytest.mark.parametrize(("shares", "level"), [((0.2, 0.0), 1), ((0.05, 0.25), 2), ((0.1, 0.2), 2), ((0.19, 0.0), 0)])
-def test_exactly_at_a_level_whatever_the_rounding(shares: tuple[float, float], level: int) -> None:
+def test_an_alarm_exactly_at_a_level_does_not_depend_on_rounding(shares: tuple[float, float], level: int) -> None:
     assert levels(TruncationAlarm(), [*shares] * 8)[-1] == level
 
 
-def test_the_alarm_looks_at_the_last_16_steps() -> None:
+def test_the_alarm_covers_the_last_16_steps() -> None:
     alarm = TruncationAlarm()
-    # One step of 1.0 after another: from two of 16 on it is 12.5%, from three on 18.75%.
+    # With two steps of 1.0 among 16 the mean is 12.5%, with three 18.75%.
     assert levels(alarm, [0.0] * 15 + [1.0] * 4) == [0] * 16 + [1, 2, 2]
     assert levels(alarm, [0.0] * 17) == [2] * 13 + [1, 0, 0, 0]
 
@@ -203,8 +203,8 @@ RISES = [0.0] * 16 + [1.0] * 3 + [0.0] * 16 + [1.0] * 2 + [0.0] * 3 + [1.0]
 
 def test_each_rise_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        seen = levels(TruncationAlarm(), RISES)
-    rises = [place for place, (a, b) in enumerate(zip([0.0, *seen], seen, strict=False)) if b > a]
+        observed = levels(TruncationAlarm(), RISES)
+    rises = [place for place, (a, b) in enumerate(zip([0.0, *observed], observed, strict=False)) if b > a]
     assert rises == [17, 18, 36, 40]
     messages = [record.getMessage() for record in caplog.records]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
@@ -220,7 +220,7 @@ def test_both_levels_at_once_are_one_rise(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("stop", [0, 9, 16, 17, 18, 25, 40])
-def test_the_alarm_goes_on_after_a_resume(stop: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_alarm_continues_after_a_resume(stop: int, caplog: pytest.LogCaptureFixture) -> None:
     def logged() -> list[Any]:
         messages = [record.getMessage() for record in caplog.records]
         caplog.clear()
@@ -229,10 +229,10 @@ def test_the_alarm_goes_on_after_a_resume(stop: int, caplog: pytest.LogCaptureFi
     whole = levels(TruncationAlarm(), RISES)
     expected = logged()
     first, second = TruncationAlarm(), TruncationAlarm()
-    seen = levels(first, RISES[:stop])
+    observed = levels(first, RISES[:stop])
     state = pickle.dumps(first.state_dict())
     second.load_state_dict(pickle.loads(state))
     assert pickle.dumps(second.state_dict()) == state
-    seen += levels(second, RISES[stop:], first=stop + 1)
-    assert seen == whole
+    observed += levels(second, RISES[stop:], first=stop + 1)
+    assert observed == whole
     assert logged() == expected

@@ -1,4 +1,4 @@
-"""LoRA: the adapter alone learns, and what leaves the trainer is the plain model with it merged in."""
+"""LoRA: only the adapter learns, and the generator and exports get the plain model with the adapter merged in."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LORA = ("adapter=lora", "adapter.rank=4", "optimizer.lr=3e-2")
 TOKENS = torch.tensor([[1, 5, 7, 2, 9, 3, 4, 8]])
 
 
-def adapted(path: str, **given: Any) -> ScaleRL:
+def fit_adapted(path: str, **given: Any) -> ScaleRL:
     return fit(path, overrides=[*LORA, "precision=fp32", *given.pop("overrides", ())], **given)
 
 
@@ -60,8 +60,8 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def by_peft(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of the plain model as peft itself merges them."""
+def merged_by_peft(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of the plain model as peft itself merges them."""
     copied: Any = copy.deepcopy(model).float()
     with torch.no_grad():
         for layer in list(copied.modules()):
@@ -71,8 +71,8 @@ def by_peft(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
 
 
-def randomized(model: nn.Module) -> nn.Module:
-    """With an adapter that does something: B begins at zero."""
+def randomize(model: nn.Module) -> nn.Module:
+    """Fill the adapter with random weights. B starts at zero, so a new adapter has no effect."""
     source = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -83,21 +83,21 @@ def randomized(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_adapter_alone_learns(precision: str, tiny_model_path: str) -> None:
-    """The model's own weights stay bit for bit what they were: in FP32, or what that is in the policy's type."""
-    module = adapted(tiny_model_path, steps=3, overrides=[f"precision={precision}"])
-    before = load_model(tiny_model_path).state_dict()
-    begun = load_model(tiny_model_path)
-    add_lora(begun, 4, 32.0, "all-linear")
+    """The model's own weights do not change, apart from being rounded to the policy's type."""
+    module = fit_adapted(tiny_model_path, steps=3, overrides=[f"precision={precision}"])
+    base_weights = load_model(tiny_model_path).state_dict()
+    initial = load_model(tiny_model_path)
+    add_lora(initial, 4, 32.0, "all-linear")
     moved = 0
     for name, parameter in module.policy.model.named_parameters():
         if of_adapter(name):
             assert parameter.requires_grad and parameter.dtype == torch.float32
-            moved += not torch.equal(parameter, begun.get_parameter(name))
+            moved += not torch.equal(parameter, initial.get_parameter(name))
             continue
-        own = before[name.replace(".base_layer.", ".")]
+        base_weight = base_weights[name.replace(".base_layer.", ".")]
         linear = "_proj" in name
         assert parameter.dtype == (Precision(precision).policy_dtype if linear else torch.float32), name
-        assert not parameter.requires_grad and torch.equal(parameter, own.to(parameter.dtype)), name
+        assert not parameter.requires_grad and torch.equal(parameter, base_weight.to(parameter.dtype)), name
     assert moved == 2 * 14  # A and B of seven layers in each of two blocks
     (optimizer,) = module.trainer.optimizers
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 14
@@ -110,85 +110,85 @@ def test_the_adapter_alone_learns(precision: str, tiny_model_path: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_modules_to_save_learn_beside_the_adapter(precision: str, tiny_model_path: str) -> None:
-    """In FP32, and no others with them: `norm` is the last norm, not every name that ends in these letters."""
+def test_modules_to_save_learn_together_with_the_adapter(precision: str, tiny_model_path: str) -> None:
+    """They train in FP32, and no others do: `norm` means the last norm, not every module whose name ends in it."""
     overrides = [f"precision={precision}", "adapter.modules_to_save=[norm,lm_head]"]
-    module = adapted(tiny_model_path, steps=2, overrides=overrides)
-    before = load_model(tiny_model_path).state_dict()
+    module = fit_adapted(tiny_model_path, steps=2, overrides=overrides)
+    base_weights = load_model(tiny_model_path).state_dict()
     saved = {"model.norm.weight", "lm_head.weight"}
     for name, parameter in module.policy.model.named_parameters():
         if not of_adapter(name):
-            own = before[name.replace(".base_layer.", ".")]
+            base_weight = base_weights[name.replace(".base_layer.", ".")]
             assert parameter.requires_grad == (name in saved), name
-            assert torch.equal(parameter, own.to(parameter.dtype)) == (name not in saved), name
+            assert torch.equal(parameter, base_weight.to(parameter.dtype)) == (name not in saved), name
             assert parameter.dtype == torch.float32 or name not in saved
-    said = resolved_semantics(module)
-    low_rank = sum(each.numel() for name, each in module.policy.named_parameters() if of_adapter(name))
-    assert said["trained_parameters"] == low_rank + sum(before[name].numel() for name in saved)
-    assert said["choices"]["adapter"]["modules_to_save"] == ["norm", "lm_head"]
+    semantics = resolved_semantics(module)
+    low_rank = sum(parameter.numel() for name, parameter in module.policy.named_parameters() if of_adapter(name))
+    assert semantics["trained_parameters"] == low_rank + sum(base_weights[name].numel() for name in saved)
+    assert semantics["choices"]["adapter"]["modules_to_save"] == ["norm", "lm_head"]
     _, trained = frozen_and_trained(load_model(tiny_model_path), module.choices.adapter)  # type: ignore[arg-type]
-    assert trained == said["trained_parameters"], "what `scalerl memory` counts"
+    assert trained == semantics["trained_parameters"], "what `scalerl memory` counts"
 
 
-class Published(Callback):
-    """What the generator holds and what the trainer would merge, on each batch before its step."""
+class RecordPublished(Callback):
+    """Record the generator's weights and the trainer's merged weights, on each batch before its step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.weights = {name: value.clone() for name, value in pl_module.generator.policy.model.state_dict().items()}
-        self.expected = by_peft(pl_module.policy.model)
+        self.expected = merged_by_peft(pl_module.policy.model)
 
 
 def test_published_weights_are_merged(tiny_model_path: str) -> None:
-    published = Published()
-    adapted(tiny_model_path, steps=3, callbacks=[OnPolicy(), published])
-    own = load_model(tiny_model_path).state_dict()
-    assert published.weights.keys() == own.keys()
+    published = RecordPublished()
+    fit_adapted(tiny_model_path, steps=3, callbacks=[OnPolicy(), published])
+    base_weights = load_model(tiny_model_path).state_dict()
+    assert published.weights.keys() == base_weights.keys()
     for name, value in published.weights.items():
         assert torch.allclose(value, published.expected[name], atol=1e-7), name
-        assert torch.equal(value, own[name]) == ("_proj" not in name), name
+        assert torch.equal(value, base_weights[name]) == ("_proj" not in name), name
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Qwen2", "Gemma2", "Mixtral"])
-def test_merged_weights_are_the_models(family: str) -> None:
-    """Conv1D layers, biases, tied embeddings, experts: as peft merges them, and the same logits."""
+def test_merged_weights_compute_the_same(family: str) -> None:
+    """Conv1D layers, biases, tied embeddings and experts are merged as peft does, and logits are the same."""
     model: Any = tiny(family, AGREE[family])
-    before = torch.random.get_rng_state()
+    random_state = torch.random.get_rng_state()
     add_lora(model, 3, 6.0, "all-linear")
-    randomized(model)
+    randomize(model)
     plain = plain_copy(model)
-    assert torch.equal(before, torch.random.get_rng_state()), "no random number of the run's is drawn"
+    assert torch.equal(random_state, torch.random.get_rng_state()), "the run's random state does not change"
     assert type(plain) is type(model) and not has_adapter(plain)
-    for name, value in by_peft(model).items():
+    for name, value in merged_by_peft(model).items():
         assert torch.allclose(plain.state_dict()[name], value, atol=1e-6), name
     assert torch.allclose(logits(plain), logits(model), atol=1e-4, rtol=1e-5)
-    assert merge({}, model) == {}, "of a rank that wants none"
+    assert merge({}, model) == {}, "a rank that needs no result gets none"
 
 
-def test_experts_that_are_tables_are_no_targets() -> None:
-    """Where peft takes them by the name of layers that others have (`gate_proj`)."""
+def test_experts_stored_as_tables_are_refused_as_targets() -> None:
+    """peft would select them by a name that linear layers of other models have (`gate_proj`)."""
     model: Any = tiny("DeepseekV3", AGREE["DeepseekV3"])
     add_lora(copy.deepcopy(model), 3, 6.0, ["o_proj"])
     with pytest.raises(ConfigurationError, match=r"adapter\.targets: 'all-linear' takes the experts of DeepseekV3"):
         add_lora(model, 3, 6.0, "all-linear")
 
 
-def test_an_adapter_begins_as_the_model_itself(tiny_model: Any) -> None:
-    before, one, two = logits(tiny_model), copy.deepcopy(tiny_model), copy.deepcopy(tiny_model)
+def test_a_new_adapter_does_not_change_the_model(tiny_model: Any) -> None:
+    base_logits, one, two = logits(tiny_model), copy.deepcopy(tiny_model), copy.deepcopy(tiny_model)
     add_lora(one, 4, 8.0, "all-linear")
     torch.rand(3)
     add_lora(two, 4, 8.0, ["q_proj", "v_proj"])
-    assert torch.equal(logits(one), before) and torch.equal(logits(two), before)
+    assert torch.equal(logits(one), base_logits) and torch.equal(logits(two), base_logits)
     assert {name.rpartition(".")[2] for name in adapter.adapted_layers(two)} == {"q_proj", "v_proj"}
-    # Whatever was drawn before.
-    again = copy.deepcopy(tiny_model)
-    add_lora(again, 4, 8.0, "all-linear")
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in one.state_dict().items())
+    # The initial weights do not depend on random numbers drawn before.
+    later = copy.deepcopy(tiny_model)
+    add_lora(later, 4, 8.0, "all-linear")
+    assert all(torch.equal(value, later.state_dict()[name]) for name, value in one.state_dict().items())
 
 
 def test_weights_in_a_smaller_type_compute_what_autocast_does(tiny_model: Any) -> None:
-    """Under autocast bit for bit; without it as FP32 does with the rounded weights."""
+    """They are equal bit for bit under autocast. Without it they compute what FP32 does with rounded weights."""
     add_lora(tiny_model, 4, 8.0, "all-linear")
-    randomized(tiny_model)
+    randomize(tiny_model)
     kept = copy.deepcopy(tiny_model)
     keep_in(kept, torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -206,7 +206,7 @@ def test_weights_in_a_smaller_type_compute_what_autocast_does(tiny_model: Any) -
 
 
 def load_model_in(dtype: torch.dtype) -> nn.Module:
-    """A model without adapter whose weights are frozen."""
+    """A model without an adapter, with frozen weights."""
     model: nn.Module = tiny("Llama", AGREE["Llama"]).to(dtype).requires_grad_(False)
     return model
 
@@ -216,7 +216,7 @@ def load_model_in(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_exported_models_compute_what_was_trained(precision: str, tiny_model_path: str, tmp_path: Path) -> None:
-    module = adapted(tiny_model_path, steps=3, overrides=[f"precision={precision}"])
+    module = fit_adapted(tiny_model_path, steps=3, overrides=[f"precision={precision}"])
     trained = logits(module.policy.model)
     assert not torch.allclose(trained, logits(load_model(tiny_model_path)), atol=1e-3), "it has learned something"
     module.save_pretrained(tmp_path / "model")
@@ -234,7 +234,7 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert "library_name: peft" in card and "| optimizer steps | 3 |" in card
     base = load_model(tiny_model_path)
-    if precision == "bf16":  # which the run has trained beside the rounded model
+    if precision == "bf16":  # the run trained the adapter on top of rounded weights
         for name, parameter in base.named_parameters():
             parameter.data = parameter.data.bfloat16().float() if "_proj" in name else parameter.data
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
@@ -247,30 +247,32 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
 
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.slow)])
 def test_modules_to_save_are_exported(family: str, tiny_model_path: str, tmp_path: Path) -> None:
-    """Merged, and as peft loads an adapter; tied embeddings (Gemma 2) are trained as the one weight that they are."""
+    """They are in merged models and in adapters loaded by peft. Tied embeddings (Gemma 2) are trained as one weight."""
     base: Any = tiny(family, AGREE[family], attn_implementation="eager")
-    given = copy.deepcopy(base)
+    trained_model = copy.deepcopy(base)
     assert base.config.tie_word_embeddings == (family == "Gemma2")
     choice = LoRA(4, modules_to_save=["lm_head", "norm"])
     module = ScaleRL(
-        given, "scalerl_core", [*SMALL, "precision=fp32", "optimizer.lr=3e-2"], load_tokenizer(tiny_model_path)
+        trained_model, "scalerl_core", [*SMALL, "precision=fp32", "optimizer.lr=3e-2"], load_tokenizer(tiny_model_path)
     )
     Trainer(max_steps=2, callbacks=[choice], **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
-    assert not torch.equal(given.get_output_embeddings().weight, base.get_output_embeddings().weight)
-    assert not torch.allclose(logits(given), logits(base), atol=1e-3)
+    assert not torch.equal(trained_model.get_output_embeddings().weight, base.get_output_embeddings().weight)
+    assert not torch.allclose(logits(trained_model), logits(base), atol=1e-3)
     module.save_pretrained(tmp_path / "model")
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(given), atol=1e-5)
+    assert torch.allclose(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(trained_model), atol=1e-5
+    )
     module.save_pretrained(tmp_path / "adapter", adapter=True)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter"))
-    assert torch.allclose(logits(loaded), logits(given), atol=1e-5)
+    assert torch.allclose(logits(loaded), logits(trained_model), atol=1e-5)
     embedded = ["model.embed_tokens"] if family == "Gemma2" else []
     assert loaded.peft_config["default"].modules_to_save == ["lm_head", *embedded, "model.norm"]
 
 
-def test_a_model_that_is_not_what_was_trained_is_not_written(
+def test_a_merged_model_that_differs_from_the_policy_is_not_written(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = adapted(tiny_model_path, steps=1)
+    module = fit_adapted(tiny_model_path, steps=1)
     plain = load_model(tiny_model_path)
     monkeypatch.setattr(module.trained, "whole_model", lambda: plain)
     with pytest.raises(RuntimeError, match=r"differs from the trained policy by 0\.\d+ in log-probability"):
@@ -289,7 +291,7 @@ def lora(**more: Any) -> Any:
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **more})
 
 
-def handed_in(model: Any, path: str, overrides: tuple[str, ...] = (), steps: int = 3) -> ScaleRL:
+def train_given(model: Any, path: str, overrides: tuple[str, ...] = (), steps: int = 3) -> ScaleRL:
     module = ScaleRL(
         model, "scalerl_core", [*SMALL, "precision=fp32", "optimizer.lr=3e-2", *overrides], load_tokenizer(path)
     )
@@ -307,18 +309,22 @@ def with_transformers(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [with_peft, with_transformers])
-def test_a_model_with_an_adapter_is_trained_as_it_is(
+def test_a_model_that_comes_with_an_adapter_is_trained(
     make: Callable[[Any], Any], tiny_model: Any, tiny_model_path: str, tmp_path: Path
 ) -> None:
-    given = randomized(make(tiny_model))
-    was = {name: value.clone() for name, value in given.named_parameters()}
-    module = handed_in(given, tiny_model_path)
-    assert module.policy.model is tiny_model, "in place"
-    changed = {name for name, value in given.named_parameters() if not torch.equal(value, was[name])}
-    assert changed == {name for name in was if of_adapter(name)} != set()
-    said = resolved_semantics(module)
-    assert said["choices"]["adapter"] == {"choice": "NoAdapter"}
-    assert said["model_adapter"]["targets"] == ["q_proj", "up_proj"] and said["model_adapter"]["scales"] == [2.0]
+    adapted_model = randomize(make(tiny_model))
+    initial_weights = {name: value.clone() for name, value in adapted_model.named_parameters()}
+    module = train_given(adapted_model, tiny_model_path)
+    assert module.policy.model is tiny_model, "the model is trained in place"
+    changed = {
+        name for name, value in adapted_model.named_parameters() if not torch.equal(value, initial_weights[name])
+    }
+    assert changed == {name for name in initial_weights if of_adapter(name)} != set()
+    semantics = resolved_semantics(module)
+    assert semantics["choices"]["adapter"] == {"choice": "NoAdapter"}
+    assert semantics["model_adapter"]["targets"] == ["q_proj", "up_proj"] and semantics["model_adapter"]["scales"] == [
+        2.0
+    ]
     assert module.hparams["model_adapter"]["ranks"] == [4]
     assert module.began[0].startswith(
         "adapter: the model already has one, which is trained: {'method': 'LoRA', 'ranks'"
@@ -330,37 +336,37 @@ def test_a_model_with_an_adapter_is_trained_as_it_is(
     loaded = peft.PeftModel.from_pretrained(load_model(tiny_model_path), str(tmp_path / "adapter"))
     assert torch.allclose(logits(loaded), trained, atol=1e-5)
     with pytest.raises(ConfigurationError, match=r"adapter: the model that was handed in has a LoRA adapter already"):
-        ScaleRL(given, "scalerl_core", [*SMALL, "adapter=lora"], load_tokenizer(tiny_model_path))
+        ScaleRL(adapted_model, "scalerl_core", [*SMALL, "adapter=lora"], load_tokenizer(tiny_model_path))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_model_below_an_adapter_may_be_in_bf16(precision: str, tiny_model: Any, tiny_model_path: str) -> None:
-    """As peft makes it of one that was loaded so: what is no linear layer is computed in FP32 from then on."""
-    given = peft.get_peft_model(tiny_model.bfloat16(), lora())
-    was = {name: value.clone() for name, value in given.get_base_model().named_parameters()}
-    module = handed_in(given, tiny_model_path, (f"precision={precision}",))
+    """peft keeps the type of a model loaded in BF16. Weights outside of linear layers become FP32."""
+    adapted_model = peft.get_peft_model(tiny_model.bfloat16(), lora())
+    initial_weights = {name: value.clone() for name, value in adapted_model.get_base_model().named_parameters()}
+    module = train_given(adapted_model, tiny_model_path, (f"precision={precision}",))
     for name, value in module.policy.model.named_parameters():
         kept = "_proj" in name and not of_adapter(name) and precision == "bf16"
         assert value.dtype == (torch.bfloat16 if kept else torch.float32), name
-        assert torch.equal(value.float(), was[name].float()) != of_adapter(name), name
+        assert torch.equal(value.float(), initial_weights[name].float()) != of_adapter(name), name
 
 
-def several(model: Any) -> Any:
-    found = with_peft(model)
-    found.add_adapter("other", lora())
-    return found
+def two_adapters(model: Any) -> Any:
+    adapted_model = with_peft(model)
+    adapted_model.add_adapter("other", lora())
+    return adapted_model
 
 
 def merged_in_place(model: Any) -> Any:
-    found = with_peft(model)
-    found.merge_adapter()
-    return found
+    adapted_model = with_peft(model)
+    adapted_model.merge_adapter()
+    return adapted_model
 
 
-def trains_more(model: Any) -> Any:
-    found = with_peft(model)
+def embedding_trainable(model: Any) -> Any:
+    adapted_model = with_peft(model)
     model.get_input_embeddings().weight.requires_grad_(True)
-    return found
+    return adapted_model
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -377,7 +383,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "is an adapter of kind PROMPT_TUNING",
     ),
     "DoRA": (lambda m: peft.get_peft_model(m, lora(use_dora=True)), r"use_dora=True \(DoRA\)"),
-    "several": (several, r"has several adapters \(mine, other"),
+    "several": (two_adapters, r"has several adapters \(mine, other"),
     "more modules": (
         lambda m: peft.get_peft_model(m, lora(modules_to_save=["embed_tokens"])),
         r"modules_to_save=\['embed_tokens'\]",
@@ -388,7 +394,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "the head": (lambda m: peft.get_peft_model(m, lora(target_modules=["lm_head"])), "which is its output head"),
     "merged": (merged_in_place, "has its adapter merged or disabled"),
     "frozen": (lambda m: with_peft(m).requires_grad_(False), "that are frozen .*is_trainable=True"),
-    "trains more": (trains_more, "trains other weights beside its adapter .*embed_tokens"),
+    "trains more": (embedding_trainable, "trains other weights beside its adapter .*embed_tokens"),
 }
 
 
@@ -396,9 +402,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_other_adapters_are_refused_by_name_with_the_remedy(
     make: Callable[[Any], Any], told: str, tiny_model: Any, tiny_model_path: str
 ) -> None:
-    given = make(tiny_model)
+    adapted_model = make(tiny_model)
     with pytest.raises(ConfigurationError, match=rf"^model: \w+ .*{told}.*merge_and_unload\(\)$"):
-        ScaleRL(given, "scalerl_core", [*SMALL], load_tokenizer(tiny_model_path))
+        ScaleRL(adapted_model, "scalerl_core", [*SMALL], load_tokenizer(tiny_model_path))
 
 
 def test_a_plain_model_is_left_alone(tiny_model: Any) -> None:
@@ -436,7 +442,7 @@ def test_bad_settings_name_field_value_and_remedy(given: dict[str, Any], told: s
         ("[self_attn]", r"'self_attn' matches model\.layers\.0\.self_attn, a LlamaAttention"),
     ],
 )
-def test_targets_that_are_no_linear_layers_are_named(targets: str, told: str, tiny_model_path: str) -> None:
+def test_targets_that_are_not_linear_layers_are_named(targets: str, told: str, tiny_model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, "adapter=lora", f"adapter.targets={targets}"])
 
@@ -454,11 +460,11 @@ def test_modules_without_weights_of_their_own_are_named(modules: str, told: str,
         ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, "adapter=lora", f"adapter.modules_to_save={modules}"])
 
 
-def test_without_peft_it_is_said_what_to_install(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_what_to_install(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigurationError, match=r'adapter: LoRA needs the package peft .*"lightning-scalerl\[lora\]"'):
         ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, "adapter=lora"])
-    fit(tiny_model_path, steps=1)  # which asks for none
+    fit(tiny_model_path, steps=1)  # a run without an adapter does not need peft
 
 
 def test_another_choice_than_the_module_has_is_refused(tiny_model_path: str) -> None:
@@ -477,34 +483,34 @@ def test_another_choice_than_the_module_has_is_refused(tiny_model_path: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback", [False, True], ids=["the recipe's", "a callback's"])
-def test_a_run_goes_on_from_its_checkpoint(callback: bool, tiny_model_path: str, tmp_path: Path) -> None:
-    """The same curve as undisturbed, BF16 weights and a reference included; and the weights alone can be taken."""
-    own = () if callback else ("adapter=lora", "adapter.rank=4", "adapter.modules_to_save=[lm_head]")
+def test_a_run_resumes_from_its_checkpoint(callback: bool, tiny_model_path: str, tmp_path: Path) -> None:
+    """The curve equals the undisturbed one, with BF16 weights and a reference. The weights can be loaded alone, too."""
+    adapter_overrides = () if callback else ("adapter=lora", "adapter.rank=4", "adapter.modules_to_save=[lm_head]")
 
     def run(folder: Path, steps: int, resume: bool = False) -> ScaleRL:
-        overrides = [*own, "optimizer.lr=3e-2", "kl=fixed", "precision=bf16"]
+        overrides = [*adapter_overrides, "optimizer.lr=3e-2", "kl=fixed", "precision=bf16"]
         choices = [LoRA(4, modules_to_save=["lm_head"])] if callback else []
         return fit(tiny_model_path, folder, steps, choices, overrides, resume=resume, checkpoint_every=2)
 
     whole = run(tmp_path / "whole", 4)
     run(tmp_path / "parts", 2)
     parts = run(tmp_path / "parts", 4, resume=True)
-    ours, theirs = (read_journal(tmp_path / name).deterministic() for name in ("parts", "whole"))
-    assert ours == theirs
+    resumed, undisturbed = (read_journal(tmp_path / name).deterministic() for name in ("parts", "whole"))
+    assert resumed == undisturbed
     for name, value in whole.policy.state_dict().items():
         assert torch.equal(value, parts.policy.state_dict()[name]), name
     newest = newest_checkpoint(tmp_path / "whole" / "checkpoints").path
     assert newest is not None
     loaded = ScaleRL.load_from_checkpoint(newest, weights_only=True)
     assert torch.allclose(logits(plain_model(loaded.policy)), logits(plain_model(whole.policy)), atol=1e-6)
-    assert loaded.policy.model.get_output_embeddings().weight.requires_grad, "trained on as it was"
+    assert loaded.policy.model.get_output_embeddings().weight.requires_grad, "the head stays trainable"
     trainer = Trainer(callbacks=[], **quiet())
     rates = trainer.validate(loaded, datamodule=RolloutDataModule(CountingTask()), verbose=False)
     assert any(name.startswith("eval/") for name in rates[0])
 
 
-def test_a_module_of_trained_weights_goes_on_with_the_first_reference(tiny_model_path: str, tmp_path: Path) -> None:
-    """It is read from the model's folder again, and rounded as the run's own was."""
+def test_a_loaded_module_keeps_the_initial_reference(tiny_model_path: str, tmp_path: Path) -> None:
+    """The reference is read from the model's folder again and rounded as in the run."""
     overrides = [*LORA, "kl=fixed", "precision=bf16"]
     fit(tiny_model_path, tmp_path, 2, overrides=overrides)
     newest = newest_checkpoint(tmp_path / "checkpoints").path
@@ -513,84 +519,98 @@ def test_a_module_of_trained_weights_goes_on_with_the_first_reference(tiny_model
     trainer = Trainer(max_steps=3, **quiet())
     trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=newest, weights_only=True)
     assert module.completed_steps == 3 and module.reference is not None
-    own = load_model(tiny_model_path).state_dict()
+    base_weights = load_model(tiny_model_path).state_dict()
     for name, value in module.reference.model.state_dict().items():
-        assert torch.equal(value, own[name].bfloat16().float() if "_proj" in name else own[name]), name
+        assert torch.equal(value, base_weights[name].bfloat16().float() if "_proj" in name else base_weights[name]), (
+            name
+        )
 
 
-def test_reference_and_critic_are_plain(tiny_model_path: str) -> None:
-    """The reference computes what training began with, the critic trains all of its weights."""
-    seen: dict[str, Any] = {}
+def test_reference_and_critic_have_no_adapter(tiny_model_path: str) -> None:
+    """The reference has the initial weights. The critic trains all of its weights."""
+    at_start: dict[str, Any] = {}
 
-    class Look(Callback):
+    class RecordCritic(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            seen["critic"] = {name: value.clone() for name, value in pl_module.critic.named_parameters()}
+            at_start["critic"] = {name: value.clone() for name, value in pl_module.critic.named_parameters()}
 
     overrides = ["advantage=gae", "critic=value_network", "kl=fixed", "filter=none"]
-    module = adapted(tiny_model_path, steps=2, callbacks=[Look()], overrides=overrides)
+    module = fit_adapted(tiny_model_path, steps=2, callbacks=[RecordCritic()], overrides=overrides)
     assert module.reference is not None and module.critic is not None
     assert not has_adapter(module.reference) and not has_adapter(module.critic)
     base = load_model(tiny_model_path).state_dict()
     assert all(torch.equal(value, base[name]) for name, value in module.reference.model.state_dict().items())
-    now = dict(module.critic.named_parameters())
-    assert now.keys() == seen["critic"].keys()
-    assert all(value.requires_grad and not torch.equal(value, seen["critic"][name]) for name, value in now.items())
+    trained = dict(module.critic.named_parameters())
+    assert trained.keys() == at_start["critic"].keys()
+    assert all(
+        value.requires_grad and not torch.equal(value, at_start["critic"][name]) for name, value in trained.items()
+    )
 
 
 # --- learning ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_it_learns_the_arithmetic_task_with_the_head(tmp_path: Path) -> None:
-    """A fifth of `experiment=adapter`: full fine-tuning is at 0.55 by then, LoRA without the head at 0.32."""
-    words = ["experiment=adapter", "adapter=lora", "adapter.modules_to_save=[lm_head]", "optimizer.lr=1e-3"]
-    given = [*words, "budget.steps=60", "mlflow.uri=null", f"output_dir={tmp_path}"]
-    (spec,) = plan_members([given])
+def test_lora_with_a_trained_head_learns_the_arithmetic_task(tmp_path: Path) -> None:
+    """After a fifth of `experiment=adapter`, full fine-tuning is at 0.55 and LoRA without the head at 0.32."""
+    experiment = ["experiment=adapter", "adapter=lora", "adapter.modules_to_save=[lm_head]", "optimizer.lr=1e-3"]
+    overrides = [*experiment, "budget.steps=60", "mlflow.uri=null", f"output_dir={tmp_path}"]
+    (spec,) = plan_members([overrides])
     spec.write(tmp_path / "run")
     run_member(tmp_path / "run")
     rates = [record.metrics["eval/heldout/pass_rate"] for record in read_journal(tmp_path / "run").of_kind("eval")]
     assert rates[0] < 0.3 and rates[-1] >= 0.65, rates
 
 
-def test_below_its_own_head_the_base_model_cannot_be_sure_of_a_digit() -> None:
-    """The best state there is, of the length that the last norm gives it: why LoRA needs the head trained here."""
+def test_the_frozen_head_limits_the_probability_of_a_digit() -> None:
+    """Even the best hidden state gives a digit a probability below 0.93. This is why LoRA needs a trained head here."""
     model: Any = load_model(arithmetic_base_model(digits=2))
     head = model.lm_head.weight.detach()
     states = head.clone().requires_grad_(True)
     optimizer = torch.optim.Adam([states], 0.05)
     for _ in range(1500):
         optimizer.zero_grad()
-        sure = (model.model.norm(states) @ head.T).log_softmax(-1).diagonal()
-        (-sure.sum()).backward()  # type: ignore[no-untyped-call]
+        logprobs = (model.model.norm(states) @ head.T).log_softmax(-1).diagonal()
+        (-logprobs.sum()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     digits = [tokenizer().convert_tokens_to_ids(digit) for digit in "0123456789"]
-    assert sure[digits].exp().min() > 0.89 and sure[digits].exp().max() < 0.93
+    assert logprobs[digits].exp().min() > 0.89 and logprobs[digits].exp().max() < 0.93
 
 
 # --- compute -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "down_proj"], ["1.mlp.up_proj"], ["o_proj"]])
-def test_flops_are_those_that_torch_counts(targets: Any) -> None:
-    """Generation is the plain model's; an update computes no gradient for frozen weights, nor below the first other."""
+def test_flops_equal_the_counts_of_torch(targets: Any) -> None:
+    """Generation costs as for the plain model. Updates skip gradients of frozen weights and below the first adapter."""
     model: Any = tiny("Llama", AGREE["Llama"])
     plain = FlopModel.of(model)
     add_lora(model, 4, 8.0, targets)
-    found = FlopModel.of(model)
-    assert (found.per_token, found.head, found.per_layer) == (plain.per_token, plain.head, plain.per_layer)
+    adapted_flops = FlopModel.of(model)
+    assert (adapted_flops.per_token, adapted_flops.head, adapted_flops.per_layer) == (
+        plain.per_token,
+        plain.head,
+        plain.per_layer,
+    )
     length = TOKENS.shape[1]
     with FlopCounterMode(display=False) as counter:
         model(TOKENS, use_cache=False).logits.sum().backward()
     counts = counter.get_flop_counts()["Global"]
-    torchs = sum(
+    counted_by_torch = sum(
         number for operation, number in counts.items() if "mm" in str(operation) and "bmm" not in str(operation)
     )
-    # A sequence of one token more: its last one is only predicted, and here every token has logits.
+    # `forward` counts a sequence with one more token, whose last token is only predicted. Here all tokens have logits.
     lengths, prompts = [length + 1], [1]
-    ours = 3 * found.forward(lengths, prompts) + found.adapting(lengths, prompts, updates=1, forwards=0)
-    ours -= (3 * found.layers - 2 * found.layers_below) * found.per_layer * length * (length + 1) // 2
-    assert ours == torchs
-    assert found.layers_below == (targets == ["1.mlp.up_proj"])
+    ours = 3 * adapted_flops.forward(lengths, prompts) + adapted_flops.adapting(lengths, prompts, updates=1, forwards=0)
+    ours -= (
+        (3 * adapted_flops.layers - 2 * adapted_flops.layers_below)
+        * adapted_flops.per_layer
+        * length
+        * (length + 1)
+        // 2
+    )
+    assert ours == counted_by_torch
+    assert adapted_flops.layers_below == (targets == ["1.mlp.up_proj"])
     assert plain.adapting(lengths, prompts, 1, 1) == 0.0
 
 
@@ -600,6 +620,6 @@ def test_the_meter_charges_an_update_of_an_adapter_less(tiny_model_path: str) ->
         module = fit(tiny_model_path, steps=1, overrides=overrides)
         assert isinstance(module.meter, ComputeMeter)
         flops[len(overrides)] = module.meter.metrics()
-    full, lora = flops[1], flops[4]
+    full, lora = flops[1], flops[4]  # by number of overrides
     assert lora["compute/flops_generate"] == full["compute/flops_generate"]
     assert 0.6 * full["compute/flops_train"] < lora["compute/flops_train"] < full["compute/flops_train"]

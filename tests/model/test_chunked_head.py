@@ -1,4 +1,4 @@
-"""A head in chunks: values and gradients of the whole one, and one chunk of logits alive."""
+"""A head computed in chunks: values and gradients of the whole head, with one chunk of logits alive at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_scalerl.model.head import head_logits, scaling_of
 TOKENS, VOCABULARY, WIDTH = 23, 37, 16
 
 
-def whole(
+def whole_scores(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -36,53 +36,53 @@ def whole(
 @pytest.mark.parametrize(
     "config", [{}, {"logit_scale": 0.5}, {"logits_scaling": 4.0}, {"final_logit_softcapping": 2.0, "logit_scale": 3.0}]
 )
-def test_chunks_are_the_whole(
+def test_chunks_give_values_and_gradients_of_the_whole_head(
     config: dict[str, float], temperature: float, with_bias: bool, entropy_gradient: bool
 ) -> None:
     model: Any = SimpleNamespace(config=SimpleNamespace(**config))
     rng = torch.Generator().manual_seed(0)
-    given = [torch.randn(TOKENS, WIDTH, generator=rng), 0.25 * torch.randn(VOCABULARY, WIDTH, generator=rng)]
-    given += [torch.randn(VOCABULARY, generator=rng)] if with_bias else []
+    inputs = [torch.randn(TOKENS, WIDTH, generator=rng), 0.25 * torch.randn(VOCABULARY, WIDTH, generator=rng)]
+    inputs += [torch.randn(VOCABULARY, generator=rng)] if with_bias else []
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=rng)
-    pulls = torch.randn(2, TOKENS, generator=rng)
-    found = []
+    token_weights = torch.randn(2, TOKENS, generator=rng)
+    results = []
     for chunk in (None, 5, 1, 100):
-        hidden, weight, *rest = (each.clone().requires_grad_() for each in given)
-        bias = rest[0] if rest else None
+        hidden, weight, *optional_bias = (tensor.clone().requires_grad_() for tensor in inputs)
+        bias = optional_bias[0] if optional_bias else None
         if chunk is None:
-            logprobs, entropies = whole(hidden, weight, bias, targets, model, temperature, torch.float32)
+            logprobs, entropies = whole_scores(hidden, weight, bias, targets, model, temperature, torch.float32)
         else:
             scaling = scaling_of(model, temperature)
             logprobs, entropies = chunked_scores(
                 hidden, weight, bias, targets, scaling, torch.float32, chunk, entropy_gradient
             )
             assert entropies.requires_grad == entropy_gradient
-        loss = pulls[0] @ logprobs + (pulls[1] @ entropies if entropy_gradient else 0)
+        loss = token_weights[0] @ logprobs + (token_weights[1] @ entropies if entropy_gradient else 0)
         loss.backward()  # type: ignore[no-untyped-call]
-        found.append([logprobs, entropies, hidden.grad, weight.grad, *([bias.grad] if bias is not None else [])])
-    for other in found[1:]:
-        for expected, value in zip(found[0], other, strict=True):
+        results.append([logprobs, entropies, hidden.grad, weight.grad, *([bias.grad] if bias is not None else [])])
+    for chunked in results[1:]:
+        for expected, value in zip(results[0], chunked, strict=True):
             assert (value - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
-def test_a_frozen_head_and_another_type_of_product() -> None:
+def test_a_frozen_head_and_products_in_bf16() -> None:
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, generator=rng).bfloat16().requires_grad_()
     weight, targets = torch.randn(VOCABULARY, WIDTH, generator=rng), torch.arange(TOKENS)
     logprobs, _ = chunked_scores(hidden, weight, None, targets, Scaling(), torch.bfloat16, 4, False)
     logprobs.sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is None and hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
-    own = hidden.detach().requires_grad_()
+    reference = hidden.detach().requires_grad_()
     model: Any = SimpleNamespace(config=SimpleNamespace())
-    expected, _ = whole(own, weight, None, targets, model, 1.0, torch.bfloat16)
+    expected, _ = whole_scores(reference, weight, None, targets, model, 1.0, torch.bfloat16)
     expected.sum().backward()  # type: ignore[no-untyped-call]
-    assert own.grad is not None
+    assert reference.grad is not None
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(hidden.grad, own.grad, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(hidden.grad, reference.grad, rtol=2e-2, atol=2e-2)
 
 
 def test_one_chunk_of_logits_is_alive() -> None:
-    """At most 1.2 times inputs, weights, gradients and one chunk; 8k tokens x 152k x 1,024 are in `benchmarks/`."""
+    """The peak is at most 1.2 times inputs, weights, gradients and one chunk. `benchmarks/` has a realistic size."""
     tokens, vocabulary, width, chunk = 1024, 19_000, 128, 128
     with FakeTensorMode():
         hidden = torch.zeros(tokens, width, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Fourteen families, each as a folder that a user has: trained from a script and from the command line, and exported.
+"""Fourteen model families in folders like a user's: trained from a script and from the command line, and exported.
 
-Trainer and generator agree below 1e-5 in FP32, and what leaves is what was trained.
+Trainer and generator agree to within 1e-5 in FP32, and the exported model equals the trained one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FULL = pytest.mark.full
 AGREE = 1e-5
 INSTRUCTION = "Put your final answer within \\boxed{}."
 EXACT = ("precision=fp32", "async_mode=on_policy")
-# Random models end few completions: those that are cut off train as well. The verifier is in this process.
+# Short runs with the verifier in this process. Random models end few completions, so tests add truncated=keep.
 SHORT = (
     "scale=trial",
     "optimizer.lr=1e-3",
@@ -51,7 +51,7 @@ SHORT = (
 
 
 class Gaps(Callback):
-    """The largest difference of any sampled token's log-probability, on each batch before its step."""
+    """Record the largest log-probability gap between trainer and generator, on each batch before its step."""
 
     def __init__(self) -> None:
         self.largest: list[float] = []
@@ -67,7 +67,7 @@ class Gaps(Callback):
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows, a reward and saved models are."""
+    """A folder with rows, a reward function and saved models."""
 
     root: Path
 
@@ -85,7 +85,7 @@ class Place:
         )
 
     def overrides(self, model: Path, output: Path, *more: str) -> list[str]:
-        """Of `scalerl train`."""
+        """Return overrides for `scalerl train`."""
         return [
             "model=path",
             f"model.path={model}",
@@ -109,7 +109,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(root)
 
 
-def script(place: Place, model: Path, *overrides: str, steps: int = 3, callbacks: tuple[Callback, ...] = ()) -> ScaleRL:
+def train_from_script(
+    place: Place, model: Path, *overrides: str, steps: int = 3, callbacks: tuple[Callback, ...] = ()
+) -> ScaleRL:
     module = ScaleRL(str(model), "scalerl", overrides=[*SHORT, *overrides])
     Trainer(max_steps=steps, callbacks=list(callbacks), **quiet()).fit(
         module, datamodule=RolloutDataModule(place.task())
@@ -125,21 +127,21 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def check_exported(folder: Path, trained: Any, before: Path) -> None:
-    """What leaves is what was trained, and comes with all that it came with."""
+    """Check that an export has the trained weights, and the end tokens, tokenizer and template of the original."""
     loaded = load_model(str(folder))
     assert torch.equal(logits(loaded), logits(trained))
     assert float((logits(loaded) - logits(load_model(str(before)))).abs().max()) > 1e-3
     assert loaded.generation_config.eos_token_id == trained.generation_config.eos_token_id
-    one, two = (AutoTokenizer.from_pretrained(each) for each in (before, folder))
+    one, two = (AutoTokenizer.from_pretrained(source) for source in (before, folder))
     assert one("Tom has 12 apples").input_ids == two("Tom has 12 apples").input_ids
     assert one.chat_template == two.chat_template and one.special_tokens_map == two.special_tokens_map
 
 
 def check_read(module: ScaleRL, family: Family) -> None:
-    """One first token if there is any, whoever writes it; and every token that ends a turn ends a completion."""
+    """Check that prompts have one BOS token, if any, and that every end-of-turn token ends a completion."""
     style, tokenizer = family.style, module.tokenizer
     prompts = module.sampling.sets["training"].tokens
-    assert len({len(ids) for ids in prompts}) > 1  # else all rollouts would decode at one place
+    assert len({len(ids) for ids in prompts}) > 1  # otherwise all rollouts would decode at the same position
     bos = tokenizer.bos_token_id
     if style.adds_bos or "bos_token" in (style.template or ""):
         assert all(ids[0] == bos and bos not in ids[1:] for ids in prompts)
@@ -147,7 +149,8 @@ def check_read(module: ScaleRL, family: Family) -> None:
     assert (tokenizer.pad_token is None) == (style.pad is None)
 
 
-# Soft caps and experts in every run; CI adds plain, learned positions, attention of its own; `make test-full` the rest.
+# Every test run covers soft caps and experts. CI adds a plain model, learned positions and DeepSeek's attention.
+# `make test-full` covers all families.
 USUAL_STEPS = (("GPT2", "muon"), ("Mixtral", "muon"), ("Gemma2", "adamw_bf16_kahan"), ("Llama", "adamw_8bit"))
 QUICK, USUAL = ("Gemma2", "Mixtral"), ("Llama", "GPT2", "DeepSeek-V3")
 
@@ -159,10 +162,10 @@ QUICK, USUAL = ("Gemma2", "Mixtral"), ("Llama", "GPT2", "DeepSeek-V3")
         for each in FAMILIES
     ],
 )
-def test_a_script_trains_it(name: str, place: Place, tmp_path: Path) -> None:
+def test_a_script_trains_every_family(name: str, place: Place, tmp_path: Path) -> None:
     family = FAMILIES[name]
     model, keep, gaps = place.model(family, name), Keep(), Gaps()
-    module = script(place, model, *EXACT, "truncated=keep", *family.overrides, callbacks=(keep, gaps))
+    module = train_from_script(place, model, *EXACT, "truncated=keep", *family.overrides, callbacks=(keep, gaps))
     assert len(gaps.largest) == 3 and min(gaps.tokens) > 100 and max(gaps.largest) < AGREE
     assert len(keep.of(P99)) == 3 and max(keep.of(P99)) < AGREE and max(keep.of("train/logprob_gap")) < AGREE
     assert min(keep.of("train/entropy")) > 1 and min(keep.of("train/gradient_norm")) > 0
@@ -174,30 +177,33 @@ def test_a_script_trains_it(name: str, place: Place, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        pytest.param(each, kind, marks=pytest.mark.slow if (each, kind) in USUAL_STEPS else FULL)
-        for each in FAMILIES
+        pytest.param(family, kind, marks=pytest.mark.slow if (family, kind) in USUAL_STEPS else FULL)
+        for family in FAMILIES
         for kind in ("muon", "adamw_bf16_kahan", "adamw_8bit")
     ],
 )
-def test_every_optimizer_trains_it(name: str, optimizer: str, place: Place, tmp_path: Path) -> None:
-    """All weights move; Muon has linear layers in blocks, also GPT-2's transposed ones, and no table of experts."""
+def test_every_optimizer_trains_every_family(name: str, optimizer: str, place: Place, tmp_path: Path) -> None:
+    """Muon trains the linear layers in blocks, also GPT-2's transposed ones, but no expert tables. Some move."""
     family = FAMILIES[name]
     model = place.model(family, name)
-    # A step that does not depend on the rate's size: weights in BF16 would not move by a small one.
-    chosen = (f"optimizer={optimizer}", "optimizer.lr=1e-2", "truncated=keep", *EXACT, *family.overrides)
-    module = script(place, model, *chosen, steps=2)
+    # A large learning rate, because a small step would not change weights in BF16.
+    overrides = (f"optimizer={optimizer}", "optimizer.lr=1e-2", "truncated=keep", *EXACT, *family.overrides)
+    module = train_from_script(place, model, *overrides, steps=2)
     before, after = load_model(str(model)).state_dict(), module.policy.model.state_dict()
     hidden = {id(weight) for weight in hidden_matrices(module.policy)}
-    names = {each for each, weight in module.policy.model.named_parameters() if id(weight) in hidden}
-    moved = {each for each in names if not torch.equal(before[each], after[each])}
-    assert moved and all(after[each].ndim == 2 and "embed" not in each and "lm_head" not in each for each in names)
+    names = {weight_name for weight_name, weight in module.policy.model.named_parameters() if id(weight) in hidden}
+    moved = {weight_name for weight_name in names if not torch.equal(before[weight_name], after[weight_name])}
+    assert moved and all(
+        after[weight_name].ndim == 2 and "embed" not in weight_name and "lm_head" not in weight_name
+        for weight_name in names
+    )
     assert module.save_pretrained(tmp_path / "out") == tmp_path / "out"
     check_exported(tmp_path / "out", module.policy.model, model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_differ_in_what_they_are_here_for(name: str, place: Place) -> None:
-    """A configuration whose settings nobody reads would make one Llama of all of them."""
+def test_the_settings_of_each_family_take_effect(name: str, place: Place) -> None:
+    """If models ignored their settings, all families would test the same Llama."""
     family = FAMILIES[name]
     model = load_model(str(place.model(family, name)))
     config: Any = model.config
@@ -208,44 +214,46 @@ def test_families_differ_in_what_they_are_here_for(name: str, place: Place) -> N
     assert tied == family.tied
     tokens = torch.arange(3, 23).unsqueeze(0)
     with torch.no_grad():
-        before = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)  # the last stays
-        one, two = (model(input_ids=each).logits[0, -1].log_softmax(-1) for each in (tokens, before))
-    assert float((one - two).abs().max()) > 100 * AGREE  # what came before is attended to
+        reversed_context = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)  # the last token stays in place
+        in_order, in_reverse = (
+            model(input_ids=each).logits[0, -1].log_softmax(-1) for each in (tokens, reversed_context)
+        )
+    assert float((in_order - in_reverse).abs().max()) > 100 * AGREE  # the model attends to earlier tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_loaded_computes_what_eager_attention_does(name: str, place: Place) -> None:
-    """With queries and keys so large that a soft cap of attention is felt."""
+def test_loaded_models_compute_the_same_as_eager_attention(name: str, place: Place) -> None:
+    """Queries are so large that a soft cap of attention has an effect."""
     folder = place.model(FAMILIES[name], name)
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    made = [load_model(str(folder)), eager]
+    models = [load_model(str(folder)), eager]
     with torch.no_grad():
-        for weight in (each for model in made for each in model.named_parameters() if "q_proj" in each[0]):
+        for weight in (each for model in models for each in model.named_parameters() if "q_proj" in each[0]):
             weight[1].mul_(100)
-    ours, theirs = (logits(model) for model in made)
+    ours, theirs = (logits(model) for model in models)
     assert float((ours - theirs).abs().max()) < 1e-3
 
 
 def test_a_model_whose_attention_drops_its_soft_cap_is_refused_by_name(place: Place) -> None:
-    given = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         place.model(FAMILIES["Gemma2"], "Gemma2"), attn_implementation="sdpa", dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(place.model(FAMILIES["Gemma2"], "Gemma2"))
     with pytest.raises(
         ConfigurationError, match=r"^model: attn_implementation='sdpa' ignores attn_logit_softcapping=50"
     ):
-        ScaleRL(given, "scalerl", tokenizer=tokenizer, overrides=[*SHORT])
-    given.set_attn_implementation("eager")
-    ScaleRL(given, "scalerl", tokenizer=tokenizer, overrides=[*SHORT])
+        ScaleRL(model, "scalerl", tokenizer=tokenizer, overrides=[*SHORT])
+    model.set_attn_implementation("eager")
+    ScaleRL(model, "scalerl", tokenizer=tokenizer, overrides=[*SHORT])
 
 
-def ran(folder: Path) -> tuple[Path, JournalView]:
+def only_run(folder: Path) -> tuple[Path, JournalView]:
     (run,) = (folder / "runs").iterdir()
     return run, read_journal(run)
 
 
 def trained_weights(run: Path, model: Path) -> Any:
-    """The model with the weights of the last checkpoint."""
+    """Return the model with the weights of the last checkpoint."""
     saved = torch.load(run / "checkpoints" / "step-00000003.ckpt", weights_only=True)["state_dict"]
     prefix = "policy.model."
     trained = load_model(str(model))
@@ -255,16 +263,18 @@ def trained_weights(run: Path, model: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", every(17, FAMILIES, FULL))
-def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the command line does it: in the recipe's own types and asynchrony, and exactly."""
+def test_a_run_of_every_family_is_exported(
+    name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run has the recipe's own types and asynchrony, one is exact (FP32, on policy), as from the command line."""
     family = FAMILIES[name]
     model = place.model(family, name)
     for folder, more in (("own", ()), ("exact", (*EXACT, "truncated=keep"))):
         (spec,) = plan_members([place.overrides(model, tmp_path / folder, *SHORT, *family.overrides, *more)])
         spec.write(tmp_path / folder / "runs" / spec.run)
         run_member(tmp_path / folder / "runs" / spec.run)
-    run, exact = ran(tmp_path / "exact")
-    for view in (ran(tmp_path / "own")[1], exact):
+    run, exact = only_run(tmp_path / "exact")
+    for view in (only_run(tmp_path / "own")[1], exact):
         assert view.status == "finished" and [record.step for record in view.of_kind("train")] == [1, 2, 3]
         assert [record.step for record in view.of_kind("eval")] == [0, 3]
     for record in exact.of_kind("train"):
@@ -276,7 +286,7 @@ def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys
 
 
 def scalerl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """As typed."""
+    """Run the command as a user types it."""
     environment = {**os.environ, "SCALERL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     return forked.run([sys.executable, "-m", "sweeps.cli.main", *words], cwd=folder, env=environment)
 
@@ -286,12 +296,12 @@ def scalerl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     ("name", "more"),
     every(3, [("Llama", []), ("Qwen3", ["chat.thinking=false"]), ("GPT2", ["context.max_prompt_tokens=256"])], FULL),
 )
-def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path) -> None:
-    """Nothing set that a first try would not set; the verifiers have processes of their own."""
+def test_typed_commands_train_and_export(name: str, more: list[str], place: Place, tmp_path: Path) -> None:
+    """Only settings of a first try are given. The verifiers run in their own processes."""
     model = place.model(FAMILIES[name], name)
     done = scalerl(tmp_path, "train", *place.overrides(model, tmp_path / "out", "scale=trial", *EXACT, *more))
     assert done.returncode == 0, done.stderr
-    run, view = ran(tmp_path / "out")
+    run, view = only_run(tmp_path / "out")
     assert view.status == "finished" and len(view.of_kind("train")) == 3
     assert max(record.metrics[P99] for record in view.of_kind("train")) < AGREE
     assert ("<think>" in done.stdout) == (name == "Qwen3")
@@ -301,44 +311,44 @@ def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path
     assert torch.equal(logits(loaded), logits(trained_weights(run, model)))
 
 
-# --- what cannot be -----------------------------------------------------------------------------------------
+# --- refused models and settings ----------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", every(len(STRANGERS), STRANGERS, FULL))
-def test_what_cannot_be_done_is_one_line_of_the_command(name: str, place: Place, tmp_path: Path) -> None:
+def test_an_unsupported_model_gives_one_line_on_the_command_line(name: str, place: Place, tmp_path: Path) -> None:
     model = place.model(STRANGERS[name], name)
     done = scalerl(tmp_path, "train", *place.overrides(model, tmp_path / "out", "scale=trial"))
     assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("scalerl train: ")]
-    assert len(said) == 1 and f"model: {name}ForCausalLM" in said[0] and "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("scalerl train: ")]
+    assert len(errors) == 1 and f"model: {name}ForCausalLM" in errors[0] and "Traceback" not in done.stderr
     for journal in tmp_path.rglob(JOURNAL_FILE):
         assert not read_journal(journal).records
 
 
-def refused(place: Place, model: Path, *overrides: str) -> str:
-    """In what words, in one line and before anything is computed."""
+def refusal(place: Place, model: Path, *overrides: str) -> str:
+    """Return the error, which must be one line and come before anything is computed."""
     keep = Keep()
     with pytest.raises(ConfigurationError) as caught:
-        script(place, model, *overrides, callbacks=(keep,))
+        train_from_script(place, model, *overrides, callbacks=(keep,))
     assert keep.records == [] and "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_what_cannot_be_done_is_refused_by_name(name: str, place: Place) -> None:
-    assert f"model: {name}ForCausalLM " in refused(place, place.model(STRANGERS[name], name))
+def test_an_unsupported_model_is_refused_by_name(name: str, place: Place) -> None:
+    assert f"model: {name}ForCausalLM " in refusal(place, place.model(STRANGERS[name], name))
 
 
-def test_a_token_that_the_model_has_no_row_for_is_refused_where_it_is_read(place: Place, tmp_path: Path) -> None:
-    """Others may be there: Gemma 3 without vision has no row for the token of an image."""
+def test_a_token_without_an_embedding_is_refused_if_it_is_used(place: Place, tmp_path: Path) -> None:
+    """Unused tokens are accepted: Gemma 3 without vision has no row for its image token."""
     model = shutil.copytree(place.model(FAMILIES["GPT2"], "GPT2"), tmp_path / "model")
     tokenizer, rows = AutoTokenizer.from_pretrained(model), load_model(str(model)).get_input_embeddings().num_embeddings
     while len(tokenizer) < rows:
         tokenizer.add_tokens(f"<spare {len(tokenizer)}>")
     tokenizer.add_tokens("<image>")
     tokenizer.save_pretrained(model)
-    script(place, model, *FAMILIES["GPT2"].overrides, steps=1)
+    train_from_script(place, model, *FAMILIES["GPT2"].overrides, steps=1)
 
     for token, setting, where in (
         ("<image>", "eos_token", "the tokenizer's eos_token needs"),
@@ -348,56 +358,56 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_where_it_is_read(place
         setattr(tokenizer, setting, token)
         tokenizer.save_pretrained(model)
         number = tokenizer.convert_tokens_to_ids(token)
-        said = refused(place, model, *FAMILIES["GPT2"].overrides)
-        assert f"model: it has {rows} rows of embeddings, numbered from 0, and {where} tokens without one" in said
-        assert f": {number} ({token}); give it its own tokenizer" in said
-        assert f"resize_token_embeddings({number + 1})" in said
+        error = refusal(place, model, *FAMILIES["GPT2"].overrides)
+        assert f"model: it has {rows} rows of embeddings, numbered from 0, and {where} tokens without one" in error
+        assert f": {number} ({token}); give it its own tokenizer" in error
+        assert f"resize_token_embeddings({number + 1})" in error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Mistral"])
-def test_a_template_that_takes_no_system_prompt_says_so(name: str, place: Place) -> None:
+def test_a_template_without_system_prompts_is_refused_with_one(name: str, place: Place) -> None:
     model = place.model(FAMILIES[name], name)
-    said = refused(place, model, "chat.system=Think.", *FAMILIES[name].overrides)
-    assert "does not take the conversation of prompt '0'" in said and "leave out chat.system" in said
-    assert ("System role not supported" in said) == name.startswith("Gemma")
+    error = refusal(place, model, "chat.system=Think.", *FAMILIES[name].overrides)
+    assert "does not take the conversation of prompt '0'" in error and "leave out chat.system" in error
+    assert ("System role not supported" in error) == name.startswith("Gemma")
 
 
 def test_a_base_model_has_no_place_for_a_system_prompt(place: Place) -> None:
-    said = refused(place, place.model(FAMILIES["GPT2"], "GPT2"), "chat.system=Think.", *FAMILIES["GPT2"].overrides)
-    assert "there is no chat template to put it into" in said
+    error = refusal(place, place.model(FAMILIES["GPT2"], "GPT2"), "chat.system=Think.", *FAMILIES["GPT2"].overrides)
+    assert "there is no chat template to put it into" in error
 
 
 @pytest.mark.slow
-def test_thinking_is_switched_off_where_the_template_can(place: Place) -> None:
-    """Qwen's template then writes an empty thought, which has ended: whatever is said is the answer."""
+def test_thinking_is_switched_off_if_the_template_can(place: Place) -> None:
+    """Qwen's template then writes an empty thought that has ended, so the whole completion is the answer."""
     model = place.model(FAMILIES["Qwen3"], "Qwen3")
-    module = script(place, model, "chat.thinking=false", "length_control=none", steps=1)
+    module = train_from_script(place, model, "chat.thinking=false", "length_control=none", steps=1)
     prompt = module.task.train_prompts()[0]
     assert module.sampling.rendering.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert "enable_thinking=False" in module.began[2]
     assert module.sampling.rendering._answer(prompt, [], "It is \\boxed{5}.") == "It is \\boxed{5}."
-    said = refused(place, place.model(FAMILIES["Llama"], "Llama"), "chat.thinking=false")
-    assert "the model's chat template knows no enable_thinking" in said
+    error = refusal(place, place.model(FAMILIES["Llama"], "Llama"), "chat.thinking=false")
+    assert "the model's chat template knows no enable_thinking" in error
 
 
 @pytest.mark.slow
-def test_a_template_that_opens_the_thinking(place: Place) -> None:
-    """DeepSeek's: a completion that never ends it has no answer."""
-    module = script(place, place.model(FAMILIES["DeepSeek-V3"], "DeepSeek-V3"), steps=1)
+def test_a_template_may_open_the_thinking(place: Place) -> None:
+    """DeepSeek's template does. A completion that never ends the thinking has no answer."""
+    module = train_from_script(place, place.model(FAMILIES["DeepSeek-V3"], "DeepSeek-V3"), steps=1)
     prompt = module.task.train_prompts()[0]
     assert module.sampling.rendering.text(prompt).endswith("<think>\n")
     assert module.sampling.rendering._answer(prompt, [], "It is \\boxed{5}.") == ""
     assert module.sampling.rendering._answer(prompt, [], "Well.</think>It is \\boxed{5}.") == "It is \\boxed{5}."
 
 
-def test_contexts_that_a_model_cannot_have(place: Place) -> None:
-    """As they are, Gemma 3 looks back 512 tokens and GPT-2 knows 1024 places: both take a shorter context."""
+def test_contexts_that_are_too_long_for_a_model_are_refused(place: Place) -> None:
+    """By default, Gemma 3 looks back 512 tokens and GPT-2 has 1024 positions. Other tests use shorter contexts."""
     longer = "context.max_prompt_tokens=1024"
-    said = refused(place, place.model(FAMILIES["Gemma3"], "Gemma3"), longer)
-    assert "the model's sliding_window of 512 tokens is shorter than the context of 1056" in said
-    said = refused(place, place.model(FAMILIES["GPT2"], "GPT2"), longer)
-    assert "make 1056 tokens, and GPT2LMHeadModel has 1024 positions" in said
+    error = refusal(place, place.model(FAMILIES["Gemma3"], "Gemma3"), longer)
+    assert "the model's sliding_window of 512 tokens is shorter than the context of 1056" in error
+    error = refusal(place, place.model(FAMILIES["GPT2"], "GPT2"), longer)
+    assert "make 1056 tokens, and GPT2LMHeadModel has 1024 positions" in error
 
 
 @pytest.mark.parametrize(
@@ -414,23 +424,27 @@ def test_contexts_that_a_model_cannot_have(place: Place) -> None:
         ],
     ),
 )
-def test_rotations_that_change_with_the_length(name: str, rope: dict[str, Any], limit: str, place: Place) -> None:
-    """Phi-3's of 128k, say: beyond 4096 tokens all positions turn otherwise, those that are in a cache already too."""
+def test_contexts_at_which_rotary_embeddings_change_are_refused(
+    name: str, rope: dict[str, Any], limit: str, place: Place
+) -> None:
+    """Phi-3 128k, for example, rotates all positions differently beyond 4096 tokens, also those already in a cache."""
     more = {"rope_parameters": {"rope_theta": 10000.0, **rope}, limit: 200}
     model = place.model(FAMILIES[name], f"{name}-{rope['rope_type']}", **more)
-    said = refused(place, model, *EXACT, "context.max_prompt_tokens=169")
-    assert "make 201 tokens" in said and f"{name}ForCausalLM turns all its positions anew" in said
+    error = refusal(place, model, *EXACT, "context.max_prompt_tokens=169")
+    assert "make 201 tokens" in error and f"{name}ForCausalLM turns all its positions anew" in error
     gaps = Gaps()
-    script(place, model, *EXACT, "truncated=keep", "context.max_prompt_tokens=168", steps=1, callbacks=(gaps,))
+    train_from_script(
+        place, model, *EXACT, "truncated=keep", "context.max_prompt_tokens=168", steps=1, callbacks=(gaps,)
+    )
     assert max(gaps.largest) < AGREE
 
 
-def test_settings_of_sampling_that_contradict_each_other_leave_with_the_model(place: Place, tmp_path: Path) -> None:
-    """Folders of real models hold a temperature beside `do_sample: false`, which transformers does not save."""
+def test_contradictory_sampling_settings_do_not_prevent_the_export(place: Place, tmp_path: Path) -> None:
+    """Folders of real models have a temperature along with `do_sample: false`, which transformers refuses to save."""
     model = save(FAMILIES["Llama"], tmp_path / "in")
     (model / "generation_config.json").write_text(
         '{"do_sample": false, "temperature": 0.6, "eos_token_id": [312, 315]}'
     )
-    module = script(place, model, steps=1)
+    module = train_from_script(place, model, steps=1)
     module.save_pretrained(tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [312, 315]

@@ -1,4 +1,4 @@
-"""A model in GGUF: its weights are dequantised once into the cache, and are those that the file holds."""
+"""GGUF models: weights are dequantised once into the cache and equal those in the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_scalerl.model.place import model_path
 
 @pytest.fixture(scope="module", autouse=True)
 def package() -> None:
-    """The package gguf: without it the tests are left out, or fail where every component is asked for."""
+    """Skip the tests without the package gguf, or fail them if every component is required (CI_ALL)."""
     if find_spec("gguf") is None:
         (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)("the package gguf is not installed")
 
@@ -35,7 +35,7 @@ LAYER = {
 
 
 def llama() -> Any:
-    """A random Llama of two layers whose rows are whole blocks of 32."""
+    """A random Llama of two layers, with row lengths that are multiples of the block size, 32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,11 +57,11 @@ def llama() -> Any:
 
 
 def write(model: Any, path: Path, architecture: str = "llama", raw: int | None = None) -> Path:
-    """Write a Llama as llama.cpp's converter does, matrices in blocks of 8 bits, with a tokenizer of 32 tokens."""
+    """Write a Llama as llama.cpp's converter does: matrices in blocks of 8 bits, and a tokenizer of 32 tokens."""
     import gguf
     import numpy as np
 
-    config, weights = model.config, {name: each.numpy() for name, each in model.state_dict().items()}
+    config, weights = model.config, {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(config.hidden_size)
@@ -107,7 +107,7 @@ def write(model: Any, path: Path, architecture: str = "llama", raw: int | None =
     return path
 
 
-def test_weights_tokenizer_and_template_are_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_tokenizer_and_template_come_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from lightning_scalerl.model.load import load_model, load_tokenizer
@@ -119,17 +119,17 @@ def test_weights_tokenizer_and_template_are_the_files(tmp_path: Path, monkeypatc
     assert isinstance(read, type(original)) and read.config.tie_word_embeddings
     tokens = torch.arange(32)[None]
     with torch.no_grad():
-        assert (read(tokens).logits - original(tokens).logits).abs().max() < 0.02, "8 bits a weight"
+        assert (read(tokens).logits - original(tokens).logits).abs().max() < 0.02, "8 bits per weight"
     assert (tokenizer.encode("abc"), tokenizer.eos_token, tokenizer.bos_token) == (
         [29, 5],
         "<|im_end|>",
         "<|im_start|>",
     )
-    said = [{"role": "user", "content": "abc"}]
-    assert tokenizer.apply_chat_template(said, tokenize=False) == "<|im_start|>abc<|im_end|>"
+    messages = [{"role": "user", "content": "abc"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|im_start|>abc<|im_end|>"
 
-    # A second look reads neither weights nor tokenizer of the file again, by whatever name it goes.
-    monkeypatch.setattr(ours, "_convert", lambda *given: pytest.fail("it was converted a second time"))
+    # Loading it again converts neither weights nor tokenizer again, even if the file has another name.
+    monkeypatch.setattr(ours, "_convert", lambda *arguments: pytest.fail("it was converted a second time"))
     assert model_path(str(tmp_path)) == folder and load_tokenizer(str(tmp_path)).eos_token_id == 2
     moved = file.rename(tmp_path / "other.gguf")
     assert model_path(str(moved)) == folder
@@ -143,17 +143,17 @@ def test_weights_tokenizer_and_template_are_the_files(tmp_path: Path, monkeypatc
         ("llama", 15, r"cannot convert .*'Q8_K': 1.*give a file of another architecture or quantisation"),
     ],
 )
-def test_what_transformers_cannot_convert(
+def test_files_that_transformers_cannot_convert_are_refused(
     tmp_path: Path, cache: Path, architecture: str, raw: int, message: str
 ) -> None:
     file = write(llama(), tmp_path / "tiny.gguf", architecture, raw)
     with pytest.raises(ConfigurationError, match=message) as refused:
         model_path(str(file))
     assert "\n" not in str(refused.value)
-    assert [each.name for each in (cache / "gguf").iterdir() if each.is_dir()] == [], "nothing is left half made"
+    assert [path.name for path in (cache / "gguf").iterdir() if path.is_dir()] == [], "no partial folder is left"
 
 
-def test_other_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_unusable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"there is no file 'nowhere\.gguf'"):
         model_path("nowhere.gguf")
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x00")

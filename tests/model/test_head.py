@@ -1,4 +1,4 @@
-"""The language-model head, and what ends a completion."""
+"""The language-model head, attention in 16 bits, end tokens, and where a model is loaded from."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def test_the_check_of_the_head_does_not_depend_on_the_mode() -> None:
 
 
 def attends_in_16_bit(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> tuple[Any, None]:
-    """FlashAttention as far as it matters here: causal, no mask, and no kernel for FP32 outside of autocast."""
+    """FlashAttention, as far as it matters here: causal, no mask, and no FP32 kernel outside of autocast."""
     if not torch.is_autocast_enabled("cpu"):
         raise ValueError(f"FlashAttention only supports fp16 and bf16, not {query.dtype}")
     assert mask is None
-    cast = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
-    query, *both = cast
-    grouped = (each.repeat_interleave(module.num_key_value_groups, dim=1) for each in both)
+    cast = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    query, *key_and_value = cast
+    grouped = (tensor.repeat_interleave(module.num_key_value_groups, dim=1) for tensor in key_and_value)
     out = nn.functional.scaled_dot_product_attention(query, *grouped, is_causal=True, scale=module.scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
-def test_attention_without_fp32_is_tried_in_the_policys_type(
+def test_attention_without_fp32_is_checked_in_the_policys_type(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Any, tiny_model_path: str
 ) -> None:
-    """Once the model is on its device: no kernel is asked before; and another distribution is still seen."""
+    """The check runs once the model is on its device, not before, and still detects another distribution."""
     attentions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(attentions._global_mapping, "flash_attention_2", attends_in_16_bit)
     tiny_model.config._attn_implementation = "flash_attention_2"
 
-    def tried(precision: str) -> Any:
+    def fit_one_step(precision: str) -> Any:
         overrides = [*SMALL, f"precision={precision}", "batch.packed=true"]
         module = ScaleRL(tiny_model, overrides=overrides, tokenizer=load_tokenizer(tiny_model_path))
         assert not module.policy.tried
@@ -63,25 +63,25 @@ def test_attention_without_fp32_is_tried_in_the_policys_type(
         return module
 
     with pytest.raises(ConfigurationError, match=r"^precision: fp32, and LlamaForCausalLM has .*; give precision=bf16"):
-        tried("fp32")
-    # What comes next: this generator cannot decode with it. Another one can.
+        fit_one_step("fp32")
+    # The check passes, but this generator cannot decode with such attention. Another generator can.
     with pytest.raises(ConfigurationError, match="attn_implementation='flash_attention_2' takes no mask of generator"):
-        tried("bf16")
+        fit_one_step("bf16")
     check_head(tiny_model, torch.bfloat16)
     forward = type(tiny_model).forward
 
-    def scaled(self: Any, *given: Any, **more: Any) -> Any:
-        out = forward(self, *given, **more)
+    def scaled(self: Any, *arguments: Any, **options: Any) -> Any:
+        out = forward(self, *arguments, **options)
         out.logits = 1.1 * out.logits
         return out
 
     monkeypatch.setattr(type(tiny_model), "forward", scaled)
     with pytest.raises(ConfigurationError, match="post-processes its logits in an unknown way"):
-        tried("bf16")
+        fit_one_step("bf16")
 
 
 def test_an_fp32_heads_bias_keeps_its_bits() -> None:
-    model = tiny("GPTJ", AGREE["GPTJ"])  # its head has one
+    model = tiny("GPTJ", AGREE["GPTJ"])  # its head has a bias
     bias = torch.full((16,), 1.0) + torch.arange(16) * 2**-20  # lost in BF16
     model.lm_head.bias = nn.Parameter(bias)
     copy = GeneratorPolicy(model, Precision())
@@ -93,33 +93,35 @@ def test_an_fp32_heads_bias_keeps_its_bits() -> None:
 @pytest.mark.parametrize(
     ("configured", "expected"), [(None, [14]), (14, [14]), ([3, 7], [3, 7, 14]), ((14, 2), [2, 14])]
 )
-def test_every_configured_end_ends_a_completion(configured: Any, expected: list[int]) -> None:
+def test_every_configured_end_token_ends_a_completion(configured: Any, expected: list[int]) -> None:
     model = tiny("Llama", AGREE["Llama"])
     model.generation_config.eos_token_id = configured
     assert stop_tokens(model, tokenizer()) == expected
 
 
-def test_completions_stop_at_every_end_of_the_generation_configuration(tiny_model_path: str, tmp_path: Any) -> None:
-    """Saved with the model, as chat models are; what ended a completion is not part of its text."""
+def test_completions_stop_at_every_end_token_of_the_generation_configuration(
+    tiny_model_path: str, tmp_path: Any
+) -> None:
+    """End tokens are saved with the model, as for chat models. The end token is not part of the text."""
     model = load_model(tiny_model_path)
     model.generation_config.eos_token_id = [14, 2]
     model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    seen: list[str] = []
+    completions: list[str] = []
 
     class Watching(CountingTask):
         def reward(self, prompt: Any, completion: str) -> float:
-            seen.append(completion)
+            completions.append(completion)
             return super().reward(prompt, completion)
 
     module = fit(str(tmp_path), steps=2, task=Watching())
     assert module.stop_tokens == [2, 14] and module.sampling.rendering.decode([5, 6, 2]) == "45"
-    # Token 2 is the digit 1: it can only have been the end.
-    assert any(len(text) < 9 for text in seen) and not any("1" in text for text in seen)
+    # Token 2 is the digit 1. No text contains it, because it always ended the completion.
+    assert any(len(text) < 9 for text in completions) and not any("1" in text for text in completions)
 
 
-def test_a_model_that_transformers_takes_for_its_own_backbone_is_run() -> None:
-    """Llama 4's text model: its `base_model` is itself, head and all, which was taken for no language model."""
+def test_a_model_that_is_its_own_base_model_is_supported() -> None:
+    """The `base_model` of Llama 4's text model is itself, head included. It must still count as a language model."""
     small = {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64}
     config = transformers.Llama4TextConfig(**{**AGREE["Llama"], **small})
     torch.manual_seed(1)
@@ -134,7 +136,7 @@ def test_a_folder_of_an_adapter_is_refused_as_such(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_a_place_on_this_machine_is_not_asked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_path_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_ask_hub", lambda address: pytest.fail(f"asked for {address}"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
@@ -157,8 +159,8 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(place, "_ask_hub", lambda address: answer)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    kept = "/cache/config.json" if downloaded else None
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: kept)
+    cached = "/cache/config.json" if downloaded else None
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
     if told is None:
         assert place.load_options("owner/name") == ({"local_files_only": True} if answer[0] is None else {})
     else:

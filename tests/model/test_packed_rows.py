@@ -1,4 +1,4 @@
-"""Rows packed without padding give what padded rows give, over families, terms of the loss and ranks; or are padded."""
+"""Packed rows: the same results as padded rows, over families, losses and ranks. Other models get padded rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.helpers import SMALL, fit, make_group
 from tests.model.test_shared_prompt import batch_of
 
 FP32 = Precision("fp32", False, False)
-# A window that rows are longer than, wherever a family has one.
+# The sliding window of families that have one. Some rows are longer.
 WINDOW = 4
 MIXED = ([[5, 6, 7, 8, 9], [5, 6], [11] * 7, [3]], [[14, 1, 6], [3, 1], [2], [1, 9]])
 PACKED = ("batch.packed=true", "batch.micro_tokens=40")
@@ -58,12 +58,12 @@ each_family = pytest.mark.parametrize("family", every(3, FAMILIES))
 
 @pytest.fixture
 def never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared prompt would go another way than packed rows."""
+    """Turn off shared prompts, which take another code path than packed rows."""
     monkeypatch.setattr(policy_module, "worthwhile", lambda batch: False)
 
 
-def tokens_given(model: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes of what goes through the model from now on, a pass each."""
+def record_input_shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    """Record the input shape of each pass through the model from now on."""
     shapes: list[tuple[int, ...]] = []
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     embeddings.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
@@ -80,37 +80,40 @@ def scores_and_gradient(policy: Policy, batch: TrainBatch) -> tuple[Tensor, Tens
 
 
 def alike(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-5) -> bool:
-    """Whether each differs by no more than that share of its size."""
+    """Return True if each pair differs by at most this share of its norm."""
     gaps = [float((a - b).norm()) / max(float(b.norm()), 1e-3) for a, b in zip(ours, theirs, strict=True)]
     return max(gaps) <= tolerance
 
 
 @each_family
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-def test_every_family_gives_what_padded_rows_give(
+def test_packed_rows_equal_padded_rows_in_every_family(
     family: str, recomputed: bool, tmp_path: Path, never_shared: None
 ) -> None:
-    """Log-probabilities, entropies and gradients; rows that are longer than a window, and of one token."""
+    """Log-probabilities, entropies and gradients, with rows longer than the window and rows of one token."""
     window = {"sliding_window": WINDOW} if FAMILIES[family].settings.get("sliding_window") else {}
     model = load_model(str(save(FAMILIES[family], tmp_path / family, **window)))
     if recomputed:
         recompute(model)
     policy = Policy(model, FP32)
     set_mode(model, dropout=False)
-    assert packs_rows(model) and policy.shares_prompts in (True, False)  # tried before tokens are counted
+    # Run the trial passes now, so that they are not recorded.
+    assert packs_rows(model) and policy.shares_prompts in (True, False)
     batch = batch_of(*MIXED)
-    shapes = tokens_given(model)
+    shapes = record_input_shapes(model)
     padded, packed = (scores_and_gradient(policy, replace(batch, packed=packed)) for packed in (False, True))
     assert shapes == [(len(batch.lengths), int(batch.lengths.max()) - 1), (1, int((batch.lengths - 1).sum()))]
-    # Weights of these are large, so that attention matters: sums of unlike size round a little more.
+    # The families' weights are large so that attention matters, which makes rounding errors a little larger.
     assert alike(packed, padded, 1e-4)
-    to_the_window = batch_of([[5, 6], [7]], [[WINDOW - 1, 1], [WINDOW, 2]])
-    assert int(to_the_window.lengths.max()) == WINDOW + 1  # the last token is given to no model
-    padded, packed = (scores_and_gradient(policy, replace(to_the_window, packed=way)) for way in (False, True))
+    window_batch = batch_of([[5, 6], [7]], [[WINDOW - 1, 1], [WINDOW, 2]])
+    assert int(window_batch.lengths.max()) == WINDOW + 1  # the last token is never an input
+    padded, packed = (
+        scores_and_gradient(policy, replace(window_batch, packed=is_packed)) for is_packed in (False, True)
+    )
     assert alike(packed, padded, 1e-4)
 
 
-# Of the last two short rows do not show it: chunks lie elsewhere once rows are long, and a table of the mask ends.
+# Short rows would pack in the last two. Llama 4 attends in chunks, and GPT-Neo's mask is a table of limited size.
 UNLIKE: dict[str, Callable[[Path], nn.Module]] = {
     "BloomForCausalLM": lambda folder: load_model(str(save(STRANGERS["Bloom"], folder))),
     "MambaForCausalLM": lambda folder: load_model(str(save(STRANGERS["Mamba"], folder))),
@@ -129,54 +132,60 @@ UNLIKE: dict[str, Callable[[Path], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_a_model_that_cannot_is_named_once_and_given_padded_rows(
+def test_a_model_that_cannot_pack_is_named_once_and_gets_padded_rows(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = UNLIKE[name](tmp_path)
     assert not ScaleRL(model, overrides=[*SMALL, *PACKED], tokenizer=tokenizer()).policy.packs
-    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING and "packed" in each.getMessage()]
+    (record,) = [
+        record for record in caplog.records if record.levelno == logging.WARNING and "packed" in record.getMessage()
+    ]
     assert record.getMessage().startswith(f"batch.packed: {name} ")
     caplog.clear()
-    monkeypatch.setenv("LOCAL_RANK", "1")  # of several ranks one says so
+    monkeypatch.setenv("LOCAL_RANK", "1")  # only one of several ranks warns
     assert not ScaleRL(model, overrides=[*SMALL, *PACKED], tokenizer=tokenizer()).policy.packs
-    assert not any("packed" in each.getMessage() for each in caplog.records)
+    assert not any("packed" in record.getMessage() for record in caplog.records)
 
 
-def test_it_is_not_even_tried_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_not_tried_unless_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "packs_rows", lambda model: pytest.fail("tried"))
     assert not ScaleRL(tiny("Llama", LLAMA), overrides=SMALL, tokenizer=tokenizer()).policy.packs
 
 
-def test_a_model_that_ignores_positions_or_masks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two alone, in a model that otherwise packs; of a window that short rows do not leave as well."""
-    for family, more, options in (
+def test_a_model_that_ignores_positions_or_masks_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each patch makes a model that packs ignore one of them. A window longer than short rows must be noticed, too."""
+    for family, window_options, options in (
         ("Llama", {}, {"attn_implementation": "eager"}),
         ("Mistral", {"sliding_window": 32}, {}),
     ):
-        model = tiny(family, {**LLAMA, **more}, **options)
+        model = tiny(family, {**LLAMA, **window_options}, **options)
         assert packs_rows(model)
         code = sys.modules[type(model).__module__]
-        name = "create_sliding_window_causal_mask" if more else "create_causal_mask"
-        plain = getattr(code, name)
+        name = "create_sliding_window_causal_mask" if window_options else "create_causal_mask"
+        original = getattr(code, name)
         with monkeypatch.context() as patch:
-            patch.setattr(code, name, lambda plain=plain, position_ids=None, **given: plain(**given))
+            patch.setattr(code, name, lambda original=original, position_ids=None, **arguments: original(**arguments))
             assert not packs_rows(model)
     learned = tiny("GPT2", {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64})
     assert packs_rows(learned)
-    at: Any = learned.transformer.wpe
+    position_embedding: Any = learned.transformer.wpe
     with monkeypatch.context() as patch:
-        patch.setattr(at, "forward", lambda where: at.weight[torch.arange(where.shape[-1])].unsqueeze(0))
+        patch.setattr(
+            position_embedding,
+            "forward",
+            lambda positions: position_embedding.weight[torch.arange(positions.shape[-1])].unsqueeze(0),
+        )
         assert not packs_rows(learned)
 
 
-# --- what a pass holds -----------------------------------------------------------------------------------------
+# --- sizes of passes -------------------------------------------------------------------------------------------
 
 GROUPS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
 @given(GROUPS, st.integers(1, 8), st.integers(1, 60))
 def test_passes_count_real_tokens(groups: list[list[int]], rollouts: int, tokens: int) -> None:
-    """Each rollout in one pass, within both limits, and a pass ends only where it must; `micro_batches` says so too."""
+    """Each rollout is in one pass, within both limits, and a pass ends only if the next rollout would exceed them."""
     batch = replace(batch_of([[1, 2]] * len(groups), groups), packed=True)
     size = PassSize(rollouts, tokens)
     parts = list(batch.cut(size))
@@ -197,17 +206,17 @@ def test_passes_count_real_tokens(groups: list[list[int]], rollouts: int, tokens
 @settings(max_examples=examples(80))
 @given(GROUPS, st.integers(1, 12))
 def test_a_shared_prompt_takes_no_more_tokens_than_packed_rows(groups: list[list[int]], prompt: int) -> None:
-    """Counted at the model's door, so that `batch.micro_tokens` holds whichever way a pass goes."""
-    policy = ready()
+    """Tokens are counted at the model's input, so `batch.micro_tokens` also limits passes with shared prompts."""
+    policy = tried_policy()
     prompts = [list(range(1, 1 + max(1, prompt - number))) for number in range(len(groups))]
     batch = replace(batch_of(prompts, groups), packed=True)
-    shapes = tokens_given(policy.model)
+    shapes = record_input_shapes(policy.model)
     policy(batch)
     assert sum(rows * columns for rows, columns in shapes) <= int((batch.lengths - 1).sum())
 
 
-def ready() -> Policy:
-    """A policy of the vocabulary of `batch_of` that has been tried already: only what it is given is counted."""
+def tried_policy() -> Policy:
+    """A policy with the vocabulary of `batch_of` whose trial passes are over, so that they are not counted."""
     policy = Policy(tiny("Llama", {**LLAMA, "vocab_size": 48}), FP32).eval()
     assert policy.shares_prompts
     return policy
@@ -219,16 +228,16 @@ def flops(policy: Policy, batch: TrainBatch) -> int:
     return counter.get_total_flops()
 
 
-def test_a_row_costs_what_it_costs_alone(never_shared: None) -> None:
-    """In attention too, whose cost is the square of what it sees; recomputed in the backward pass as well."""
-    policy = ready()
+def test_a_packed_row_costs_as_much_as_the_row_alone(never_shared: None) -> None:
+    """This includes attention, which is quadratic in the visible tokens, and recomputed activations."""
+    policy = tried_policy()
     batch = replace(batch_of([[1, 2, 3], [4, 5, 6]], [[30, 2, 9], [1, 17]]), packed=True)
-    alone = sum(flops(policy, batch.select(torch.tensor([number]))) for number in range(batch.rollouts))
-    assert flops(policy, batch) == alone < flops(policy, replace(batch, packed=False))
+    sum_of_rows = sum(flops(policy, batch.select(torch.tensor([number]))) for number in range(batch.rollouts))
+    assert flops(policy, batch) == sum_of_rows < flops(policy, replace(batch, packed=False))
     recompute(policy.model)
     set_mode(policy.model, dropout=False)
-    again = flops(policy, batch)
-    assert alone < again < 1.5 * alone
+    recomputed = flops(policy, batch)
+    assert sum_of_rows < recomputed < 1.5 * sum_of_rows
     eager = tiny("Llama", {**LLAMA, "vocab_size": 48}, attn_implementation="eager")
     windowed = tiny("Mistral", {**LLAMA, "sliding_window": WINDOW})
     for model, longest, by_row in (
@@ -241,35 +250,35 @@ def test_a_row_costs_what_it_costs_alone(never_shared: None) -> None:
         assert (row_mask(model, [2, longest, 1], torch.device("cpu")) is not None) == by_row
 
 
-def test_prompts_are_still_shared_where_that_saves_more() -> None:
-    policy = ready()
-    shapes = tokens_given(policy.model)
+def test_prompts_are_still_shared_if_that_saves_more() -> None:
+    policy = tried_policy()
+    shapes = record_input_shapes(policy.model)
     policy(replace(batch_of([list(range(1, 21))], [[5] * 16]), packed=True))
     assert shapes == [(1, 20), (16, 4)]
-    # Padded, these would be shared; the longest completion makes that more than the rows' own tokens.
+    # Padded rows would share this prompt. The long completion makes that more tokens than packed rows have.
     unlike = batch_of([[1, 2, 3, 4]], [[30, 1, 1, 1, 1, 1]])
     assert policy_module.worthwhile(unlike) and not policy_module.worthwhile(replace(unlike, packed=True))
 
 
-def test_a_critic_is_given_real_tokens_alone() -> None:
-    critic = ValueModel(ready().model, FP32)
+def test_a_critic_gets_no_padding() -> None:
+    critic = ValueModel(tried_policy().model, FP32)
     nn.init.normal_(critic.head.weight)
-    shapes = tokens_given(critic.body)
+    shapes = record_input_shapes(critic.body)
     batch = batch_of(*MIXED)
     padded, packed = (critic(replace(batch, packed=packed)).detach() for packed in (False, True))
     assert shapes[1] == (1, int((batch.lengths - 1).sum())) != shapes[0]
     assert padded.abs().max() > 0.1 and alike([packed], [padded])
 
 
-def test_a_probe_of_the_generator_goes_the_same_way(never_shared: None) -> None:
-    policy, group = ready(), make_group([1.0, 0.0, 1.0, 0.5])
-    shapes, found = tokens_given(policy.model), {}
+def test_the_probe_of_the_generator_packs_its_rows(never_shared: None) -> None:
+    policy, group = tried_policy(), make_group([1.0, 0.0, 1.0, 0.5])
+    shapes, logprobs = record_input_shapes(policy.model), {}
     for packs in (False, True):
         policy.packs = packs
         rollouts = [(group, rollout) for rollout in group.rollouts]
-        found[packs] = _trainer_logprobs(rollouts, TrainedPolicy(policy, Ranks), PassSize(9))
+        logprobs[packs] = _trainer_logprobs(rollouts, TrainedPolicy(policy, Ranks), PassSize(9))
     assert [rows for rows, _ in shapes] == [4, 1]
-    assert alike(found[True], found[False])
+    assert alike(logprobs[True], logprobs[False])
 
 
 # --- losses, aggregations, terms --------------------------------------------------------------------------------
@@ -294,21 +303,21 @@ def update(choices: Choices, batch: TrainBatch, size: PassSize) -> tuple[Tensor,
         loss = torch.stack([term.reduce(scored) for term in terms(choices)]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    trained = [*policy.parameters(), *(critic.parameters() if critic is not None else ())]
-    return total, torch.cat([each.grad.flatten() for each in trained if each.grad is not None])
+    parameters = [*policy.parameters(), *(critic.parameters() if critic is not None else ())]
+    return total, torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
 
 
 @pytest.mark.slow
 @each_loss
 @each_aggregation
 @each_set
-def test_any_loss_and_gradient_are_those_of_padded_rows(
+def test_any_loss_and_gradient_equal_those_of_padded_rows(
     loss: Any, aggregation: Any, names: tuple[str, ...], never_shared: None
 ) -> None:
     """Invariant 1 for packing: every loss, aggregation and set of terms, in several passes."""
     choices = choices_of(loss, aggregation, names)
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 0.5, 0.0, 1.0]]
-    groups = [make_group(each, number, prompt_length=3 + number) for number, each in enumerate(rewards)]
+    groups = [make_group(values, number, prompt_length=3 + number) for number, values in enumerate(rewards)]
     batch = assemble(groups, choices, max_new_tokens=8)
     size = PassSize(5, 40)
     padded, packed = (update(choices, replace(batch, packed=packed), size) for packed in (False, True))
@@ -319,7 +328,7 @@ def test_any_loss_and_gradient_are_those_of_padded_rows(
 # --- a whole run ------------------------------------------------------------------------------------------------
 
 
-def trained(path: str, *overrides: str) -> dict[str, Tensor]:
+def trained_weights(path: str, *overrides: str) -> dict[str, Tensor]:
     module = fit(path, steps=1, overrides=["precision=fp32", *overrides])
     return dict(module.state_dict())
 
@@ -333,38 +342,45 @@ def trained(path: str, *overrides: str) -> dict[str, Tensor]:
         pytest.param(("epochs.count=2", "batch.recompute=true"), id="two epochs", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_that_of_padded_rows(
+def test_a_packed_step_equals_a_padded_step(
     more: tuple[str, ...], tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With critic, reference and anchor; activations recomputed, so that no prompt is shared; an adapter."""
-    ways: list[bool] = []
+    """Cases: critic, reference and anchor; recomputed activations, for which no prompt is shared; an adapter."""
+    packed_flags: list[bool] = []
 
-    def noted(inner: nn.Module, batch: TrainBatch, *places: Tensor) -> Tensor:
-        ways.append(batch.packed)
+    def record_packed(inner: nn.Module, batch: TrainBatch, *places: Tensor) -> Tensor:
+        packed_flags.append(batch.packed)
         return token_states(inner, batch, *places)
 
     for module in (policy_module, value_module):
-        monkeypatch.setattr(module, "token_states", noted)
-    padded, before = trained(tiny_model_path, *more), len(ways)
-    packed = trained(tiny_model_path, *more, *PACKED)
-    assert not any(ways[:before]) and all(ways[before:]) and len(ways) > before > 0
+        monkeypatch.setattr(module, "token_states", record_packed)
+    padded, padded_passes = trained_weights(tiny_model_path, *more), len(packed_flags)
+    packed = trained_weights(tiny_model_path, *more, *PACKED)
+    assert (
+        not any(packed_flags[:padded_passes])
+        and all(packed_flags[padded_passes:])
+        and len(packed_flags) > padded_passes > 0
+    )
     # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
     assert all(torch.allclose(packed[name], padded[name], atol=2e-5) for name in padded)
 
 
-def test_a_run_whose_model_cannot_is_the_padded_one_bit_for_bit(
+def test_a_run_whose_model_cannot_pack_equals_the_padded_run_bit_for_bit(
     tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes are cut as ever too: what would be packed would be cut elsewhere."""
+    """Passes are cut as for padded rows. Packed rows would be cut elsewhere."""
     monkeypatch.setattr(trials, "packs_rows", lambda model, dtype: False)
     limit = "batch.micro_tokens=40"
-    padded, packed = trained(tiny_model_path, limit), trained(tiny_model_path, limit, "batch.packed=true")
+    padded, packed = (
+        trained_weights(tiny_model_path, limit),
+        trained_weights(tiny_model_path, limit, "batch.packed=true"),
+    )
     assert all(torch.equal(packed[name], padded[name]) for name in padded)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """A forked child has none of its parent's worker threads."""
+    """Use one thread, because a forked child has none of its parent's worker threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -382,10 +398,10 @@ def one_thread() -> Iterator[None]:
         pytest.param(4, "fsdp2", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.full, id="4, fsdp2"),
     ],
 )
-def test_ranks_that_pack_train_as_one_that_pads(
+def test_ranks_with_packed_rows_train_as_one_with_padded_rows(
     ranks: int, strategy: str, more: tuple[str, ...], tiny_model_path: str, tmp_path: Path, one_thread: None
 ) -> None:
-    """Of unlike numbers of rows and tokens, so that some have blank passes where all make as many."""
+    """Ranks have unequal rows and tokens, so some need blank passes to make as many passes as the others."""
     test_ranks.fit(tiny_model_path, tmp_path / "one", 1, overrides=more)
 
     def work(rank: int) -> str:
@@ -395,6 +411,6 @@ def test_ranks_that_pack_train_as_one_that_pads(
         assert module.policy.packs
         return weights(module) if strategy == "fsdp2" else test_ranks.fingerprint(module)
 
-    said = test_ranks.on_ranks(ranks, work)
-    assert len(set(said)) == 1 and len(said[0]) == 64, said
+    results = test_ranks.on_ranks(ranks, work)
+    assert len(set(results)) == 1 and len(results[0]) == 64, results
     test_ranks.check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "several"), steps=4)

@@ -1,4 +1,4 @@
-"""A model that is nowhere whole is written as transformers writes a whole one, one file of weights after the other."""
+"""A model that no rank holds whole is written as transformers writes a whole one, one weight file at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.families import FAMILIES, save
 
 
 class Fetched:
-    """Copies of a model's weights, and the bytes of those that anybody still has."""
+    """Return copies of a model's weights and count the bytes of copies that are still alive."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", every(3, sorted(FAMILIES)))
 def test_families_are_written_byte_for_byte_as_if_whole(family: str, dtype: str, tmp_path: Path) -> None:
-    """Tied weights once, experts under the names of their files, the same configuration and card."""
+    """Tied weights are written once, experts under their names in files; configuration and card are the same."""
     source = str(save(FAMILIES[family], tmp_path / "source"))
     model, tokenizer = load_model(source), load_tokenizer(source)
     for blank, name in ((blank_copy(model), "copied"), (load_model(source, blank=True), "loaded")):
@@ -60,31 +60,33 @@ def test_families_are_written_byte_for_byte_as_if_whole(family: str, dtype: str,
 
 @pytest.mark.parametrize("family", ["Qwen3", pytest.param("Qwen3-MoE", marks=pytest.mark.full)])
 def test_no_more_than_a_file_and_a_layer_is_held(family: str, tmp_path: Path) -> None:
-    """In files as transformers lays them out, with their index; what is loaded is what there was."""
+    """The files and their index are laid out as by transformers, and loading them returns the same weights."""
     source = str(save(FAMILIES[family], tmp_path / "source"))
     model, tokenizer = load_model(source), load_tokenizer(source)
     fetched = Fetched(model)
     total = sum(parameter.nbytes for parameter in model.parameters())
     experts = model.model.layers[0].mlp if "MoE" in family else None  # type: ignore[union-attr]
-    layer = 0 if experts is None else 2 * sum(parameter.nbytes for parameter in experts.parameters())
+    layer_bytes = 0 if experts is None else 2 * sum(parameter.nbytes for parameter in experts.parameters())
     largest = max(parameter.nbytes for parameter in model.parameters())
-    most = max(total // 6, largest)
-    save_in_parts(blank_copy(model), fetched, tokenizer, tmp_path / "parts", max_file_bytes=most)
-    assert fetched.most <= most + layer < total and fetched.alive == 0
+    max_bytes = max(total // 6, largest)
+    save_in_parts(blank_copy(model), fetched, tokenizer, tmp_path / "parts", max_file_bytes=max_bytes)
+    assert fetched.most <= max_bytes + layer_bytes < total and fetched.alive == 0
     files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
     assert len(files) >= 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
     assert {*index["weight_map"].values()} == {*files}
     assert index["metadata"]["total_size"] == total
-    if experts is None:  # of experts transformers counts the layer's joint size once for each, and makes more files
-        model.save_pretrained(tmp_path / "theirs", max_shard_size=most)  # type: ignore[operator]
-        theirs = contents(tmp_path / "theirs")
-        assert all(contents(tmp_path / "parts")[name] == theirs[name] for name in theirs)
+    if (
+        experts is None
+    ):  # transformers counts the joint size of a layer's experts once per expert, and so makes more files
+        model.save_pretrained(tmp_path / "theirs", max_shard_size=max_bytes)  # type: ignore[operator]
+        from_transformers = contents(tmp_path / "theirs")
+        assert all(contents(tmp_path / "parts")[name] == from_transformers[name] for name in from_transformers)
     loaded = load_model(str(tmp_path / "parts")).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
-def test_what_cannot_be_written_is_one_line(tiny_model: Any, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_no_files(tiny_model: Any, tmp_path: Path) -> None:
     def broken(name: str) -> Tensor:
         raise OSError("a rank is gone")
 

@@ -1,4 +1,4 @@
-"""A prompt's forward once for all of its rollouts: values and gradients of the plain form, over families of models."""
+"""Shared prompts: one forward pass over a prompt serves all its rollouts, with unchanged values and gradients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WINDOWED = MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)
 
 
 def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> TrainBatch:
-    """Completions of so many tokens, of each prompt."""
+    """A batch of random completions with these numbers of tokens for each prompt."""
     rows: list[Any] = []
     source = torch.Generator().manual_seed(sum(map(len, prompts)))
     for number, (tokens, lengths) in enumerate(zip(prompts, completions, strict=True)):
@@ -72,10 +72,12 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> TrainBat
     return lay_out(rows)
 
 
-def both(model: nn.Module, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
-    """Log-probabilities, entropies and the gradient of a sum of both, plain and shared."""
+def plain_and_shared(
+    model: nn.Module, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[torch.Tensor, ...]]:
+    """Log-probabilities, entropies and the gradient of a sum of both, without and with shared prompts."""
     policy = Policy(model, Precision("fp32", False, False)).eval()
-    found = []
+    results = []
     for share in (False, True):
         monkeypatch.setattr(policy_module, "worthwhile", lambda batch, share=share: share)
         policy.zero_grad()
@@ -83,18 +85,18 @@ def both(model: nn.Module, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch) -
         weights = torch.linspace(0.5, 2.0, logprobs.numel()).reshape(logprobs.shape)
         (weights * logprobs + 0.3 * entropies).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-        found.append((logprobs.detach(), entropies.detach(), gradient))
-    return found
+        results.append((logprobs.detach(), entropies.detach(), gradient))
+    return results
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_are_those_of_the_plain_form(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of unlike length, completions of one token among them, a prompt with a single rollout."""
+def test_sharing_changes_no_values_or_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have unequal lengths, one completion has one token, and one prompt has a single rollout."""
     torch.manual_seed(0)
     model = FAMILIES[family]()
     batch = batch_of([[5, 6, 7, 8, 9], [5, 6], [11] * 7], [[4, 1, 6], [3, 3, 2, 5], [2]])
     assert shares_prompts(model)
-    plain, shared = both(model, batch, monkeypatch)
+    plain, shared = plain_and_shared(model, batch, monkeypatch)
     for ours, theirs in zip(shared, plain, strict=True):
         assert float((ours - theirs).norm()) <= 2e-6 * max(float(theirs.norm()), 1.0)
 
@@ -103,18 +105,18 @@ def test_values_and_gradients_are_those_of_the_plain_form(family: str, monkeypat
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     rollouts=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5), min_size=5, max_size=5),
 )
-def test_any_batch(lengths: list[int], rollouts: list[list[int]]) -> None:
+def test_sharing_changes_nothing_in_any_batch(lengths: list[int], rollouts: list[list[int]]) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1))
     batch = batch_of([list(range(1, length + 1)) for length in lengths], rollouts[: len(lengths)])
     with pytest.MonkeyPatch.context() as patch:
-        plain, shared = both(model, batch, patch)
+        plain, shared = plain_and_shared(model, batch, patch)
     for ours, theirs in zip(shared, plain, strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=3e-5)
 
 
-def test_it_is_left_where_it_would_compute_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that a prompt may leave, training mode (dropout acts there), too little to save, no group known."""
+def test_prompts_are_not_shared_if_results_could_differ_or_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that a prompt may exceed, training mode (dropout), too little to save, unknown groups."""
     assert not shares_prompts(MistralForCausalLM(WINDOWED))
     model = FAMILIES["llama, grouped heads"]()
     policy = Policy(model, Precision("fp32", False, False))
@@ -128,15 +130,17 @@ def test_it_is_left_where_it_would_compute_something_else(monkeypatch: pytest.Mo
     assert not worthwhile(unknown)
 
 
-def test_tokens_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, not timed: sixteen rollouts of a prompt of twenty tokens put it through the model once."""
+def test_a_shared_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen rollouts of a prompt of twenty tokens pass it through the model once."""
     model = FAMILIES["llama, grouped heads"]()
     policy = Policy(model, Precision("fp32", False, False)).eval()
     assert policy.shares_prompts
-    seen: list[int] = []
-    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
+    token_counts: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: token_counts.append(inputs[0].numel())
+    )
     policy(batch_of([list(range(1, 21))], [[5] * 16]))
-    assert seen == [20, 16 * 4]
+    assert token_counts == [20, 16 * 4]
 
 
 def test_micro_batches_keep_groups_together() -> None:
@@ -153,7 +157,7 @@ def test_micro_batches_keep_groups_together() -> None:
     st.integers(1, 60),
 )
 def test_passes_stay_within_their_limits(groups: list[list[int]], rollouts: int, tokens: int) -> None:
-    """Of any batch: each rollout in one pass, padded rows within the tokens, and a pass ends only where it must."""
+    """Each rollout is in one pass, padded rows stay within the token limit, and a pass ends only if it must."""
     batch = batch_of([[1, 2]] * len(groups), groups)
     size = PassSize(rollouts, tokens)
     parts = list(batch.cut(size))

@@ -1,4 +1,4 @@
-"""Which chat templates can be used over several turns, and the text between two turns of the model."""
+"""Chat templates over several turns: which ones can be used, and the text between two turns of the model."""
 
 from __future__ import annotations
 
@@ -35,50 +35,52 @@ REFUSED = {("DeepSeek-V3", "user"), ("DeepSeek-V3", "tool"), ("Mistral", "tool")
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_templates_of_families(family: str, role: str) -> None:
-    made = Rendering(tokenizer_of(FAMILIES[family].style), Chat())
+def test_which_families_templates_can_be_used(family: str, role: str) -> None:
+    chat_rendering = Rendering(tokenizer_of(FAMILIES[family].style), Chat())
     if (family, role) in REFUSED:
         with pytest.raises(ConfigurationError, match=r"^chat\.template: the template of the model (rewrites|does not)"):
-            Turns(made, role=role)
+            Turns(chat_rendering, role=role)
     else:
-        (text,) = Turns(made, role=role).following([["A", "B"]])
+        (text,) = Turns(chat_rendering, role=role).following([["A", "B"]])
         assert "A" in text and "B" in text
 
 
 def test_following_text_and_tokens() -> None:
-    made = rendering(CHATML + BEGIN)
-    turns = Turns(made, role="tool")
+    chat_rendering = rendering(CHATML + BEGIN)
+    turns = Turns(chat_rendering, role="tool")
     text = "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
     assert turns.following([["7"], ["7"]]) == [text, text]
-    end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = chat_rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
     closed, open_ = turns.following_tokens([["7"], ["7"]], [[5, end], [5]])
-    assert open_ == [end, *closed] and made.tokenizer.decode(open_, skip_special_tokens=False) == text
+    assert open_ == [end, *closed] and chat_rendering.tokenizer.decode(open_, skip_special_tokens=False) == text
 
 
-def test_a_template_that_names_the_tool_of_an_answer() -> None:
-    """As Hermes' own template does, which refuses answers without a name."""
+def test_a_template_may_name_the_tool_of_an_answer() -> None:
+    """Hermes' own template does so and refuses answers without a name."""
     named = "{% if m.role == 'tool' %}{{ m.name if m.name is defined else raise_exception('no name') }}: {% endif %}"
-    made = rendering("{{ tools }}" + CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + BEGIN)
-    turns = Turns(made, TOOLS, role="tool")
+    chat_rendering = rendering("{{ tools }}" + CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + BEGIN)
+    turns = Turns(chat_rendering, TOOLS, role="tool")
     first = TOOLS[0]["function"]["name"]
     assert f"tool\n{first}: 7" in turns.following([["7"]])[0]
     (text,) = turns.following([["7", "8"]], [["divide", ""]])
-    assert "tool\ndivide: 7" in text and f"tool\n{first}: 8" in text, "a malformed call has no name"
+    assert "tool\ndivide: 7" in text and f"tool\n{first}: 8" in text, (
+        "the answer to a malformed call gets the first tool's name"
+    )
 
 
-def test_sampled_tokens_and_following_ones_are_the_whole_conversation() -> None:
-    """Token in, token out: of the tokens that the template would give for all of it, none is another."""
-    made = rendering()
+def test_sampled_and_following_tokens_make_the_whole_conversation() -> None:
+    """Sampled and following tokens, joined, equal the tokens that the template gives for the whole conversation."""
+    chat_rendering = rendering()
     conversation = [{"role": "user", "content": "How many?"}]
-    tokens = made.tokenizer(made.conversation(conversation), add_special_tokens=False)["input_ids"]
-    turns = Turns(made)
-    for said, reply in [("Seven, I think.", "No."), ("Eight!", "Yes.")]:
-        sampled = made.tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
+    tokens = chat_rendering.tokenizer(chat_rendering.conversation(conversation), add_special_tokens=False)["input_ids"]
+    turns = Turns(chat_rendering)
+    for answer, reply in [("Seven, I think.", "No."), ("Eight!", "Yes.")]:
+        sampled = chat_rendering.tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
         (following,) = turns.following_tokens([[reply]], [sampled])
         tokens = [*tokens, *sampled, *following]
-        conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
-        rendered = made.conversation(conversation)
-        assert tokens == made.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        conversation += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
+        rendered = chat_rendering.conversation(conversation)
+        assert tokens == chat_rendering.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
 def test_without_a_template_texts_follow_each_other() -> None:
@@ -99,7 +101,7 @@ def test_a_template_that_strips_earlier_thinking_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("template", "role", "tools", "why"),
     [
-        # The last answer is written in another way than earlier ones.
+        # The last answer is rendered differently from earlier ones.
         (
             CHATML.replace("m.content", "m.content if loop.last or m.role != 'assistant' else 'gone'"),
             "user",
@@ -114,7 +116,7 @@ def test_a_template_that_strips_earlier_thinking_is_refused(tmp_path: Path) -> N
         (CHATML + "{% for m in messages if m.role == 'user' %}.{% endfor %}", "user", [], "rewrites"),
     ],
 )
-def test_refused(template: str, role: str, tools: list[Any], why: str) -> None:
+def test_unusable_templates_are_refused(template: str, role: str, tools: list[Any], why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         Turns(rendering(template + BEGIN), tools, role)
 
@@ -130,14 +132,14 @@ def test_a_text_that_depends_on_earlier_turns_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def real() -> Path:
-    """Chat templates in TRL's distribution (Apache-2.0), which are copies of the models' and changed ones."""
+    """The folder of chat templates in TRL (Apache-2.0): copies of the models' templates, and changed ones."""
     python = os.environ.get("PEERS_PYTHON", sys.executable)
     find = "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"
-    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
-    if found.returncode:
-        absent = f"{python} has no trl; tests/parity/make_peer_arrays.py says how to make one, PEERS_PYTHON names it"
-        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(absent)
-    return Path(found.stdout.strip()) / "chat_templates"
+    location = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
+    if location.returncode:
+        reason = f"{python} has no trl; tests/parity/make_peer_arrays.py says how to make one, PEERS_PYTHON names it"
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(reason)
+    return Path(location.stdout.strip()) / "chat_templates"
 
 
 @pytest.mark.peers
@@ -155,15 +157,15 @@ def real() -> Path:
         ("deepseek_r1_distill", "user", {}, "rewrites earlier turns"),
     ],
 )
-def test_real_templates(real: Path, name: str, role: str, chat: dict[str, Any], refused: str) -> None:
+def test_templates_of_real_models(real: Path, name: str, role: str, chat: dict[str, Any], refused: str) -> None:
     path = real / f"{name}.jinja"
-    made = Rendering(tokenizer_of(QWEN2), Chat(template=str(path), **chat))
+    chat_rendering = Rendering(tokenizer_of(QWEN2), Chat(template=str(path), **chat))
     tools = TOOLS if role == "tool" else []
     if refused:
         with pytest.raises(ConfigurationError, match=refused):
-            Turns(made, tools, role)
+            Turns(chat_rendering, tools, role)
         return
-    (text,) = Turns(made, tools, role).following([["seven"]])
+    (text,) = Turns(chat_rendering, tools, role).following([["seven"]])
     assert "seven" in text
     expected = {"llama3_1": "llama"}.get(name, "hermes")
     assert convention_of(path.read_text()) == expected

@@ -1,9 +1,9 @@
-"""What TRL and verl compute on a few small rollouts; writes peer_arrays.json for test_peers.py.
+"""Compute losses, advantages and weights of a few small rollouts with TRL and verl; write peer_arrays.json.
 
-Runs in an environment of its own that holds the peers and not this package: verl wants an older transformers
-than the vLLM backend does. Python 3.11 and a CPU build of torch are enough; torch goes first, so that nothing
-replaces it. Every version is within what both peers declare, and verl comes without its dependencies because
-its losses need few of them. One command each:
+test_peers.py compares our own values with this file. The script runs in an environment that has the peers and not
+this package, because verl needs an older transformers than the vLLM backend. Python 3.11 and a CPU build of torch are
+enough. Install torch first, so that nothing replaces it. All versions are within what both peers declare. verl is
+installed without its dependencies, because its losses need few of them. The commands:
 
     python3.11 -m venv /tmp/peers
     /tmp/peers/bin/pip install torch==2.13.0
@@ -11,10 +11,10 @@ its losses need few of them. One command each:
     /tmp/peers/bin/pip install --no-deps verl==0.9.1
     /tmp/peers/bin/python tests/parity/make_peer_arrays.py
 
-Both peers compute in float64 here. Repositories: huggingface/trl, verl-project/verl; each entry names the
-released version and the function. Neither has a prompt average: TRL runs once a prompt and the results are
-averaged. TRL goes its own way from rewards to loss; verl's actor and critic losses are those of its workers
-(`ppo_loss`, `value_loss`) with the batch's counts, and bare functions where the name of a case says so.
+Both peers compute in float64 here. Repositories: huggingface/trl, verl-project/verl; each entry names the released
+version and the function. Neither can average over prompts, so TRL runs once for each prompt and the results are
+averaged. TRL computes everything itself from rewards to loss. verl's actor and critic losses come from its workers
+(`ppo_loss`, `value_loss`) with the batch's counts, or from a single function if the entry names one.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.utils import losses as verl_losses
 
 SEED = 1
-# Dyadic, so that every reward minus its group's mean is exact in float32 too. The second group is constant
-# but not zero: a standard deviation of rewards sees its level, one of advantages does not.
+# Multiples of powers of two: each reward minus its group's mean is exact in float32. The second group is constant but
+# not zero, which changes a standard deviation of rewards, but not one of advantages.
 REWARDS = [[1.0, 0.0, 0.25, 0.5], [0.75, 0.75, 0.75, 0.75], [0.0, 0.0, 1.0, 0.0]]
 LENGTHS = [[7, 3, 5, 1], [2, 1, 4, 3], [5, 2, 7, 6]]
-# Rollouts that hit the completion limit, one a group.
+# Rollouts that reached the completion limit, one per group.
 TRUNCATED = (1, 6, 10)
-# More than the longest completion: a divisor that is the padded width is then another one.
+# More than the longest completion, so that a divisor of the padded width gives another result.
 MAX_TOKENS = 9
 
 TRL_LOSS = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
@@ -71,7 +71,7 @@ CENTRED = "reward minus group mean"
 class Rollouts:
     """All rollouts of all prompts, in order: lists (R) of (T) without padding; rewards (P) of (G), truncated (R).
 
-    `proximal_logprobs` are the trainer's before the update, `values` the critic's then, `new_values` in the update.
+    `proximal_logprobs` are the trainer's before the update. `values` are the critic's before it, `new_values` in it.
     """
 
     rewards: list[list[float]]
@@ -86,26 +86,26 @@ class Rollouts:
     new_values: list[list[float]]
 
     def plain(self) -> dict[str, Any]:
-        """As stored."""
+        """Return the content to store."""
         return {"seed": SEED, **vars(self)}
 
     def table(self, name: str) -> Tensor:
-        """One of the ragged lists as (R, T) float64, padded at the right."""
+        """Return one of the ragged lists as (R, T) float64, padded at the right."""
         rows = [torch.tensor(row, dtype=torch.float64) for row in getattr(self, name)]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def mask(self, with_forced: bool) -> Tensor:
-        """(R, T): 1 where a token was sampled."""
+        """Return (R, T): 1 for sampled tokens; forced tokens count as sampled unless `with_forced`."""
         rows = [torch.tensor([int(not (with_forced and flag)) for flag in row]) for row in self.forced]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def advantages(self) -> Tensor:
-        """Reward minus group mean, (R,)."""
+        """Return rewards minus the group's mean, (R,)."""
         centred = [reward - sum(group) / len(group) for group in self.rewards for reward in group]
         return torch.tensor(centred, dtype=torch.float64)
 
     def token_rewards(self, mask: Tensor) -> Tensor:
-        """(R, T): a rollout's reward on its last token inside the mask."""
+        """Return (R, T): each rollout's reward at its last token inside the mask."""
         table = torch.zeros(mask.shape, dtype=torch.float64)
         for row, reward in enumerate(reward for group in self.rewards for reward in group):
             places = mask[row].nonzero()
@@ -114,22 +114,22 @@ class Rollouts:
         return table
 
     def ragged(self, table: Tensor) -> list[list[float]]:
-        """(R, T) as stored: without padding."""
+        """Return a table (R, T) in its stored form: without padding, with rounded numbers."""
         rows = zip(table.tolist(), self.forced, strict=True)
         return [[digits(number) for number in row[: len(forced)]] for row, forced in rows]
 
     def rows(self, prompts: list[int]) -> list[int]:
-        """Where the rollouts of these prompts are."""
+        """Return the indices of these prompts' rollouts."""
         size = len(self.rewards[0])
         return [row for prompt in prompts for row in range(prompt * size, (prompt + 1) * size)]
 
 
 def make_rollouts() -> Rollouts:
-    """Ratios spread over [0.25, 8], so that a cap at 5 bites as well as a clip at 0.8.
+    """Make rollouts whose ratios cover [0.25, 8], so that both a cap at 5 and a clip at 0.8 have an effect.
 
-    Those of whole sequences lie in [0.9, 2.7]: a clip to [0.95, 1.1] bites on either side, and not everywhere.
-    Each rollout opens with 1.27, which is between the two upper clips in use, 1.26 and 1.28.
-    Log-probabilities are multiples of 2**-10: float32 holds them exactly.
+    Ratios of whole sequences cover [0.9, 2.7], so that a clip to [0.95, 1.1] has an effect on both sides, but not
+    always. The first ratio of each rollout is 1.27, between the two upper clips in use, 1.26 and 1.28.
+    Log-probabilities are multiples of 2**-10, which float32 holds exactly.
     """
     draw = random.Random(SEED)
     lengths = [length for group in LENGTHS for length in group]
@@ -142,20 +142,22 @@ def make_rollouts() -> Rollouts:
         anchors = [exact(draw.uniform(-4.5, -2.5)) for _ in chosen]
         generator.append(anchors)
         trainer.append([exact(a + math.log(r)) for a, r in zip(anchors, chosen, strict=True)])
-        # In the cases with forced tokens: all of rollout 3, and some within and at the end of others.
+        # Forced tokens, for the cases that use them: all of rollout 3, and some inside and at the end of others.
         forced.append([int(row == 3 or (row % 4 == 0 and token in (2, 4))) for token in range(length)])
     truncated = [int(row in TRUNCATED) for row in range(len(lengths))]
     return Rollouts(REWARDS, generator, trainer, forced, truncated, **make_before_update(trainer))
 
 
 def make_before_update(trainer: list[list[float]]) -> dict[str, list[list[float]]]:
-    """What the models say before the update, and of values and entropies in it.
+    """Make the models' outputs before the update, and values and entropies in it.
 
-    Ratios to the proximal anchor lie in [0.3, 6.6]; each rollout opens with 1.23, where a clip at 0.2 bites and one at
-    0.26 does not. The reference is between anchor and trainer, where the estimate of its distance is below 10. Values
-    move by up to 0.5, so that a clip at 0.2 bites. The seed was sought: of the rollouts that have an advantage, with
-    and without forced tokens, some have weights below 0.5, some above 3, some between, each so large a share of the
-    loss that a bound shows; and ratios of whole sequences are on either side of, and between, all of GSPO's clips.
+    Ratios to the proximal anchor cover [0.3, 6.6]. The first of each rollout is 1.23, where a clip at 0.2 has an effect
+    and one at 0.26 has none. The reference is between anchor and trainer, where k3 is below 10. Values move by up to
+    0.5, so that a clip at 0.2 has an effect.
+
+    The seed was searched for. With and without forced tokens, rollouts with an advantage have weights below 0.5,
+    above 3 and in between. Each kind is a large enough part of the loss to show a bound. Ratios of whole
+    sequences are on both sides of all GSPO clips, and between them.
     """
     draw = random.Random(30845)
     spread = sum(map(len, trainer)) - len(trainer)
@@ -179,15 +181,16 @@ def make_before_update(trainer: list[list[float]]) -> dict[str, list[list[float]
 
 
 def exact(value: float) -> float:
-    """A multiple of 2**-10, which float32 holds exactly."""
+    """Round to a multiple of 2**-10, which float32 holds exactly."""
     return round(value * 1024) / 1024
 
 
 def trl_trainer(**settings: Any) -> Any:
-    """A GRPOTrainer that never saw a model: only what the two methods read. `settings` may be of its arguments too.
+    """Make a GRPOTrainer without a model, with the attributes that the two methods read.
 
-    One process, no gradient accumulation, one step a generation: TRL's normalizers are then the batch's. A loss type
-    "gmpo", which TRL does not have, is its trainer of that name.
+    `settings` are attributes of the trainer or of its arguments. With one process, no gradient accumulation and one
+    step per generation, TRL normalizes by the whole batch. The loss type "gmpo" selects TRL's GMPOTrainer, because TRL
+    has no such loss type.
     """
     kind = GMPOTrainer if settings.get("loss_type") == "gmpo" else GRPOTrainer
     trainer = kind.__new__(kind)
@@ -231,7 +234,7 @@ def trl_trainer(**settings: Any) -> Any:
         "aux_loss_enabled": False,
         "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
         "use_adaptive_entropy": False,
-        # From here on for what comes before the loss.
+        # The following attributes are read before the loss.
         "environment_factories": None,
         "environments": None,
         "tools": None,
@@ -239,7 +242,7 @@ def trl_trainer(**settings: Any) -> Any:
         "eos_token_ids": [1],
         "pad_to_multiple_of": None,
         "mask_truncated_completions": False,
-        # Of one iteration TRL would not ask for the log-probabilities before the update.
+        # With one iteration, TRL would not compute the log-probabilities before the update.
         "num_iterations": 2,
         "num_generations": len(REWARDS[0]),
         "multi_objective_aggregation": "sum_then_normalize",
@@ -264,7 +267,7 @@ def trl_trainer(**settings: Any) -> Any:
 
 @dataclass
 class Leaves:
-    """What gradients are taken by, each (R, T)."""
+    """Inputs (R, T) by which gradients are taken."""
 
     gradient: Tensor
     entropy_gradient: Tensor
@@ -272,24 +275,24 @@ class Leaves:
 
     @classmethod
     def of(cls, rollouts: Rollouts) -> Leaves:
-        """The trainer's log-probabilities, entropies and values in the update; named as they are stored."""
+        """Return the trainer's log-probabilities, entropies and values in the update, named as in the file."""
         names = ("trainer_logprobs", "entropies", "new_values")
         return cls(*(rollouts.table(name).requires_grad_(True) for name in names))
 
     def result(self, loss: Tensor) -> dict[str, Tensor]:
-        """The loss and its gradients."""
+        """Return the loss and its gradients."""
         named = vars(self)
         gradients = torch.autograd.grad(loss, tuple(named.values()), materialize_grads=True)
         return {"value": loss.detach(), **dict(zip(named, gradients, strict=True))}
 
 
 def trl_scored(rollouts: Rollouts, rows: list[int], mask: Tensor, trainer: Any) -> dict[str, Any]:
-    """What TRL makes of the rollouts in these rows before the loss: advantages, masks, weights.
+    """Return TRL's results before the loss for the rollouts in these rows: advantages, masks, weights.
 
-    `mask` reaches TRL as its tool mask: that is how TRL keeps tokens out of the loss that were not sampled.
+    `mask` is passed as TRL's tool mask, which keeps tokens that were not sampled out of the loss.
     """
     lengths = [len(rollouts.forced[row]) for row in rows]
-    # 1 is the end of sequence, which a truncated completion lacks.
+    # Token 1 is the end of sequence, which truncated completions lack.
     completions = [
         [2] * (length - 1) + [2 if rollouts.truncated[row] else 1] for row, length in zip(rows, lengths, strict=True)
     ]
@@ -304,20 +307,20 @@ def trl_scored(rollouts: Rollouts, rows: list[int], mask: Tensor, trainer: Any) 
 
 
 def trl_step(rollouts: Rollouts, rows: list[int], mask: Tensor, anchor: str, **settings: Any) -> Any:
-    """Loss and gradients (all R, T) of these rows in one call, and what came before the loss.
+    """Return loss and gradients (all R, T) of these rows in one call, and TRL's results before the loss.
 
-    `anchor` is what the trainer says before the update: with weights TRL takes it over the generator's.
+    `anchor` names the trainer's log-probabilities before the update. TRL's weights are their ratio to the generator's.
     """
     leaves = Leaves.of(rollouts)
     trainer = trl_trainer(**settings)
     width = max(len(rollouts.forced[row]) for row in rows)
-    said = {
+    logprobs_by_model = {
         None: leaves.gradient,
         trainer.model: rollouts.table(anchor),
         trainer.ref_model: rollouts.table("reference_logprobs"),
     }
     trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (
-        said[model][rows, :width],
+        logprobs_by_model[model][rows, :width],
         leaves.entropy_gradient[rows, :width],
         None,
     )
@@ -326,7 +329,7 @@ def trl_step(rollouts: Rollouts, rows: list[int], mask: Tensor, anchor: str, **s
 
 
 def trl_advantages(rollouts: Rollouts, **settings: Any) -> Tensor:
-    """(R,), by TRL's own path from rewards."""
+    """Return advantages (R,), computed by TRL from rewards."""
     everything = rollouts.rows(list(range(len(REWARDS))))
     _, scored = trl_step(rollouts, everything, rollouts.mask(False), "generator_logprobs", loss_type="grpo", **settings)
     advantages: Tensor = scored["advantages"]
@@ -334,12 +337,12 @@ def trl_advantages(rollouts: Rollouts, **settings: Any) -> Tensor:
 
 
 def verl_loss(rollouts: Rollouts, mask: Tensor, name: str, loss_agg_mode: str, **settings: float) -> Any:
-    """Loss and gradients (R, T) of the bare function, which counts what it is shown."""
+    """Return loss and gradients (R, T) of verl's single function, which counts only the tokens that it gets."""
     leaves = Leaves.of(rollouts)
-    named = {key: value for key, value in settings.items() if key in vars(PolicyLossConfig())}
-    others = {key: value for key, value in settings.items() if key not in named}
+    policy_settings = {key: value for key, value in settings.items() if key in vars(PolicyLossConfig())}
+    others = {key: value for key, value in settings.items() if key not in policy_settings}
     common = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-    config = ActorConfig(**common, policy_loss=PolicyLossConfig(loss_mode=name, **named), **others)
+    config = ActorConfig(**common, policy_loss=PolicyLossConfig(loss_mode=name, **policy_settings), **others)
     loss, _ = get_policy_loss_fn(name)(
         old_log_prob=rollouts.table("generator_logprobs"),
         log_prob=leaves.gradient,
@@ -352,23 +355,24 @@ def verl_loss(rollouts: Rollouts, mask: Tensor, name: str, loss_agg_mode: str, *
 
 
 def verl_weights(rollouts: Rollouts, mask: Tensor, **settings: Any) -> Tensor:
-    """(R, T): of the trainer before the update over the generator; 0 outside the mask."""
+    """Return weights (R, T): the ratio of the trainer before the update to the generator; 0 outside the mask."""
     weights, _, _ = compute_rollout_correction_and_rejection_mask(
         rollouts.table("proximal_logprobs"), rollouts.table("generator_logprobs"), mask, **settings
     )
-    found: Tensor = weights.batch["rollout_is_weights"]
-    return found
+    sampled_weights: Tensor = weights.batch["rollout_is_weights"]
+    return sampled_weights
 
 
 def verl_gae(rollouts: Rollouts, mask: Tensor, beta: float, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages, whitened, and returns (R, T); `beta` times k3 is taken from rewards, which stand on last tokens.
+    """Return whitened advantages and returns, (R, T).
 
-    The deduction is that of `apply_kl_penalty` in verl.trainer.ppo.ray_trainer, which cannot be imported alone.
+    Rewards are at last tokens. `beta` times k3 is subtracted from them, as `apply_kl_penalty` does in
+    verl.trainer.ppo.ray_trainer, which cannot be imported alone.
     """
     distance = kl_penalty(rollouts.table("proximal_logprobs"), rollouts.table("reference_logprobs"), "low_var_kl")
     rewards = rollouts.token_rewards(mask) - beta * distance * mask
-    found: tuple[Tensor, Tensor] = compute_gae_advantage_return(rewards, rollouts.table("values"), mask, gamma, lam)
-    return found
+    estimates: tuple[Tensor, Tensor] = compute_gae_advantage_return(rewards, rollouts.table("values"), mask, gamma, lam)
+    return estimates
 
 
 def verl_step(
@@ -380,9 +384,9 @@ def verl_step(
     gae: dict[str, float] | None,
     critic: dict[str, Any],
 ) -> Any:
-    """Loss and gradients (R, T) of verl's workers; with `gae` the critic's loss is added to the actor's.
+    """Return loss and gradients (R, T) of verl's workers; with `gae`, the critic's loss is added to the actor's.
 
-    Log-probabilities come as tables already, so verl's way to make such of them is left out.
+    Log-probabilities are tables already, so verl's conversion into tables is replaced by the identity.
     """
     leaves = Leaves.of(rollouts)
     verl_losses.no_padding_2_padding = lambda values, _: values
@@ -403,15 +407,15 @@ def verl_step(
     data = TensorDict(tables, batch_size=[len(mask)])
     counts = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
     tensordict_utils.assign_non_tensor(data, **counts)
-    said = {"log_probs": leaves.gradient, "entropy": leaves.entropy_gradient, "values": leaves.value_gradient}
-    loss, _ = verl_losses.ppo_loss(ActorConfig(**common, policy_loss=policy_loss, **chosen), said, data)
+    outputs = {"log_probs": leaves.gradient, "entropy": leaves.entropy_gradient, "values": leaves.value_gradient}
+    loss, _ = verl_losses.ppo_loss(ActorConfig(**common, policy_loss=policy_loss, **chosen), outputs, data)
     if gae is not None:
-        loss = loss + verl_losses.value_loss(CriticConfig(**common, **critic), said, data)[0]
+        loss = loss + verl_losses.value_loss(CriticConfig(**common, **critic), outputs, data)[0]
     return leaves.result(loss)
 
 
 def verl_advantages(rollouts: Rollouts, estimator: str, **settings: Any) -> Tensor:
-    """(R,). Completions of one token: where verl weighs by tokens, every rollout then weighs the same."""
+    """Return advantages (R,) for completions of one token, because then verl's weights by tokens are equal."""
     rewards = torch.tensor(rollouts.rewards, dtype=torch.float64).reshape(-1, 1)
     index: Any = np.repeat(np.arange(len(rollouts.rewards)), len(rollouts.rewards[0]))
     advantages, _ = get_adv_estimator_fn(estimator)(
@@ -421,12 +425,12 @@ def verl_advantages(rollouts: Rollouts, estimator: str, **settings: Any) -> Tens
 
 
 def digits(value: float) -> float:
-    """Twelve significant digits: the same text on every machine."""
+    """Round to twelve significant digits, so that the text is the same on every machine."""
     return float(f"{value:.12g}") + 0.0  # no negative zero
 
 
 def loss_entry(rollouts: Rollouts, name: str, result: dict[str, Tensor], origin: dict[str, Any]) -> dict[str, Any]:
-    """A stored case; gradients are ragged as the completions are, and those that are 0 throughout are left out."""
+    """Return a stored case. Gradients are ragged like the completions; gradients that are 0 everywhere are left out."""
     lengths = [len(row) for row in rollouts.forced]
     gradients = {key: value for key, value in result.items() if key != "value"}
     for gradient in gradients.values():
@@ -442,7 +446,7 @@ def loss_entry(rollouts: Rollouts, name: str, result: dict[str, Tensor], origin:
 
 
 def trl_weighted(mode: str, low: float | None = None) -> dict[str, Any]:
-    """TRL's settings for weights of the trainer before the update over the generator, within [low, 3]."""
+    """Return TRL's settings for weights of the trainer before the update over the generator, within [low, 3]."""
     return {
         "use_vllm": True,
         "vllm_importance_sampling_correction": True,
@@ -459,7 +463,7 @@ TRL_PLAIN = {"loss_type": "grpo", "scale_rewards": "none"}
 
 
 def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Losses under TRL, which has no filter: where ours drops the constant group, TRL is not shown it."""
+    """Return losses of TRL, which has no filter: the constant group is left out where our filter drops it."""
     everything = list(range(len(REWARDS)))
     varied = [prompt for prompt in everything if len(set(REWARDS[prompt])) > 1]
     entries = []
@@ -477,7 +481,7 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         calls = [[prompt] for prompt in prompts] if average == "prompt" else [prompts]
         given = {"scale_rewards": scale_rewards or "none", **settings}
         results = [trl_step(rollouts, rollouts.rows(call), mask, anchor, **given)[0] for call in calls]
-        result = {key: sum(each[key] for each in results) / len(calls) for key in results[0]}
+        result = {key: sum(result_[key] for result_ in results) / len(calls) for key in results[0]}
         origin = {
             "peer": "trl",
             "version": version("trl"),
@@ -499,7 +503,7 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         ratio = {"importance_sampling_level": "sequence"}
         return {"loss_type": loss_type, "epsilon_low": low, "epsilon_high": high, **ratio}
 
-    # `epsilon_high` of TRL's cispo is the absolute cap on the ratio.
+    # TRL's `epsilon_high` is an absolute cap on the ratio in the loss type cispo.
     cap = {"loss_type": "cispo", "epsilon_high": 5.0}
     for high in (0.26, 0.28):
         add(f"trl dapo {high} token", clip("dapo", high), everything)
@@ -513,7 +517,7 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("trl dapo 0.26 token forced", clip("dapo", 0.26), everything, forced=True)
     add("trl dapo 0.26 sample forced", clip("grpo", 0.26), everything, forced=True)
     add("trl cispo prompt forced", cap, everything, "prompt", forced=True)
-    # GSPO is loss type grpo; under dapo TRL warns that sequences weigh by length.
+    # GSPO is loss type grpo. With dapo, TRL warns that sequences are weighted by their length.
     add("trl gspo 0.005 sample", sequence("grpo", 3e-3, 5e-3), everything)
     add("trl gspo 0.1 sample", sequence("grpo", 0.05, 0.1), everything)
     add("trl gspo 0.1 token", sequence("dapo", 0.05, 0.1), everything)
@@ -521,8 +525,8 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("trl gspo 0.1 sample forced", sequence("grpo", 0.05, 0.1), everything, forced=True)
     add("trl grpo from rewards", clip("grpo", 0.2), everything, scale_rewards="group")
 
-    # TRL's aggregation is a part of its loss type: dapo and cispo are token, grpo sample, dr_grpo constant; it has no
-    # sum over the batch.
+    # TRL's loss type determines the aggregation: token for dapo and cispo, sample for grpo, constant for dr_grpo.
+    # TRL has no sum over the batch.
     token, sample, constant = clip("dapo", 0.2), clip("grpo", 0.2), clip("dr_grpo", 0.2)
     add("trl ppo token", token)
     add("trl ppo sample", sample)
@@ -552,7 +556,7 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("trl ppo token kl truncated", token | distance | masked)
     add("trl ppo token kl biased", token | distance | {"use_bias_correction_kl": True})
 
-    # One coefficient, and a mean over tokens under every loss type.
+    # The entropy bonus has one coefficient, and is a mean over tokens for every loss type.
     bonus = {"_entropy_bonus_enabled": True, "entropy_coef": 0.01}
     add("trl ppo token entropy", token | bonus)
     add("trl ppo sample entropy", sample | bonus)
@@ -588,7 +592,7 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
 
 
 def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Losses under verl."""
+    """Return losses of verl."""
     entries = []
 
     def add(name: str, loss: str, mode: str, settings: dict[str, float], forced: bool = False) -> None:
@@ -629,10 +633,10 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         result = verl_step(rollouts, rollouts.mask(forced), settings, **given)
         entries.append(loss_entry(rollouts, name, result, origin))
 
-    # verl bounds the loss of a negative advantage at ratio c, "dual clip". We do not: c is put out of reach,
-    # and one case keeps verl's default, 3, to show that it is another surrogate.
+    # verl bounds the loss of a negative advantage at the ratio c ("dual clip"), and we do not. A huge c turns this off.
+    # One case keeps verl's default, 3, to show the difference.
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e6}
-    # verl clips the weight of cispo to [1 - low, 1 + high]: low 1 means no lower bound, high 4 a cap at 5.
+    # verl clips the weight of cispo to [1 - low, 1 + high]: low 1 means no lower bound, and high 4 a cap at 5.
     cap = {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}
     add("verl dapo 0.28 token", "vanilla", "token-mean", clip)
     add("verl dapo 0.28 sample", "vanilla", "seq-mean-token-mean", clip)
@@ -650,13 +654,13 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     geometric = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
     add("verl gmpo sample", "geo_mean", "seq-mean-token-mean", geometric)
     add("verl gmpo sample forced", "geo_mean", "seq-mean-token-mean", geometric, forced=True)
-    # verl's `clip_ratio_c` is the cap on the ratio here.
+    # verl's `clip_ratio_c` is the cap on the ratio in these losses.
     for divergence, low, high in (("tv", 0.02, 0.05), ("kl", 0.01, 0.02)):
         region = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": 3.0}
         add(f"verl dppo {divergence} token", f"dppo_{divergence}", "token-mean", region)
         add(f"verl dppo {divergence} sample", f"dppo_{divergence}", "seq-mean-token-mean", region)
         add(f"verl dppo {divergence} token forced", f"dppo_{divergence}", "token-mean", region, forced=True)
-    # verl draws tokens at random: here so many that it takes all in the interval. The ratio is not clipped.
+    # verl draws tokens at random. With a share of 1 it takes all tokens in the interval. The ratio is not clipped.
     drawn = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.5}
     opened = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6}
     ranked = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}
@@ -713,8 +717,8 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     decayed = {"beta": 0.0, "gamma": 0.9, "lam": 0.5}
     value = {"cliprange_value": 0.2}
     for named in ("token", "sample", "sum"):
-        own = value | aggregations[named]
-        add_step(f"verl ppo gae {named}", ppo | aggregations[named], gae=gae, critic=own)
+        critic_settings = value | aggregations[named]
+        add_step(f"verl ppo gae {named}", ppo | aggregations[named], gae=gae, critic=critic_settings)
     add_step("verl ppo gae token forced", ppo | token, gae=gae, critic=value | token, forced=True)
     add_step("verl ppo gae sample, critic token", ppo | sample, gae=decayed, critic=value | token)
     charged = gae | {"beta": 0.2}
@@ -724,7 +728,7 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
 
 
 def advantage_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Advantages (P) of (G)."""
+    """Return advantages, (P) of (G)."""
     entries = []
 
     def add(peer: str, name: str, function: str, settings: dict[str, Any], values: Tensor) -> None:
@@ -748,7 +752,7 @@ def advantage_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         values = verl_advantages(rollouts, "grpo", **settings)
         function = f"{VERL}.compute_grpo_outcome_advantage"
         add("verl", f"verl grpo {'scaled' if scaled else 'unscaled'}", function, settings, values)
-    # Group mean out, then whitened over the batch: the peers' only standard deviation of *advantages*.
+    # The peers' only standard deviation of advantages: subtract the group's mean, then whiten over the batch.
     whiten = "reinforce_plus_plus_baseline"
     function = f"{VERL}.compute_reinforce_plus_plus_baseline_outcome_advantage"
     add("verl", "verl whitened", function, {}, verl_advantages(rollouts, whiten))
@@ -759,14 +763,14 @@ def advantage_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
 
 
 def token_cases(rollouts: Rollouts) -> dict[str, list[dict[str, Any]]]:
-    """What both have a number a token for, (R) of (T), by what it is: credit, weights, distances."""
-    found: dict[str, list[dict[str, Any]]] = {"token_advantages": [], "weights": [], "distances": []}
+    """Return results per token, (R) of (T), by kind: token advantages, weights, distances."""
+    by_kind: dict[str, list[dict[str, Any]]] = {"token_advantages": [], "weights": [], "distances": []}
 
     def add(kind: str, name: str, function: str, settings: dict[str, Any], forced: bool, **tables: Tensor) -> None:
         peer = name.split()[0]
         origin = {"name": name, "peer": peer, "version": version(peer), "function": function, "settings": settings}
         ragged = {key: rollouts.ragged(table) for key, table in tables.items()}
-        found[kind].append({**origin, "forced": forced, **ragged})
+        by_kind[kind].append({**origin, "forced": forced, **ragged})
 
     for forced in (False, True):
         mask, suffix = rollouts.mask(forced), " forced" if forced else ""
@@ -789,7 +793,7 @@ def token_cases(rollouts: Rollouts) -> dict[str, list[dict[str, Any]]]:
                 weights = verl_weights(rollouts, mask, **settings)
                 add("weights", f"verl {level} {named}{suffix}", VERL_WEIGHTS, settings, forced, weights=weights)
 
-    # Of rollouts as they are, and of a reference so far away that verl's bound at 10 is reached.
+    # The second reference is so far away that verl's bound of 10 is reached.
     for name, shift in (("verl k3", 0.0), ("verl k3 far", 2.0)):
         leaf = rollouts.table("trainer_logprobs").requires_grad_(True)
         present = rollouts.mask(with_forced=False)
@@ -797,20 +801,20 @@ def token_cases(rollouts: Rollouts) -> dict[str, list[dict[str, Any]]]:
         (gradient,) = torch.autograd.grad(distance.sum(), leaf)
         settings = {"kl_penalty": "low_var_kl", "shift": shift}
         add("distances", name, f"{VERL}.kl_penalty", settings, False, distance=distance.detach(), gradient=gradient)
-    return found
+    return by_kind
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """JSON with every innermost list on one line, so that a difference names its rollout."""
+    """Write JSON with every innermost list on one line, so that a diff shows the rollout."""
 
-    def joined(found: re.Match[str]) -> str:
-        return "[" + " ".join(found[1].split()) + "]"
+    def joined(match: re.Match[str]) -> str:
+        return "[" + " ".join(match[1].split()) + "]"
 
     path.write_text(re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", joined, json.dumps(content, indent=1)) + "\n")
 
 
 def main() -> None:
-    """Command line."""
+    """Write the arrays to the file given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("peer_arrays.json"))
     output = parser.parse_args().output

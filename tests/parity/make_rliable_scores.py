@@ -1,11 +1,11 @@
-"""Compute rliable's statistics of a few scores; writes rliable_scores.json for test_rliable.py.
+"""Compute rliable's statistics of a few scores; write rliable_scores.json for test_rliable.py.
 
 Runs in the environment of make_peer_arrays.py, which tests/parity/peers.txt describes:
 
     /tmp/peers/bin/python tests/parity/make_rliable_scores.py
 
-arch 7.2, which draws rliable's resamples, cannot be imported with pandas 3, hence the pin of pandas. rliable 1.2.0
-draws from numpy's global generator whatever `random_state` it gets, so the global generator is seeded here.
+pandas is pinned because arch 7.2, which draws rliable's resamples, cannot be imported with pandas 3. rliable 1.2.0
+ignores `random_state` and draws from numpy's global generator, so the global generator is seeded here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from rliable import library, metrics
 
 SEED, REPS = 7, 100
-# Shapes (runs of x, runs of y, sets).
+# Numbers of runs of x, runs of y, and evaluation sets.
 SHAPES = ((5, 3, 4), (2, 2, 3), (4, 4, 1), (3, 5, 7), (1, 2, 2))
 THRESHOLDS = [0.0, 0.2, 0.25, 0.5, 0.7, 1.0]
 
 
 def case(runs_x: int, runs_y: int, sets: int) -> dict[str, Any]:
-    """Return scores of two recipes with every statistic and its interval; scores are eighths, so that some tie."""
+    """Return scores of two recipes with every statistic and its interval; scores are multiples of 1/8, so some tie."""
     random = np.random.RandomState(100 * runs_x + 10 * runs_y + sets)
     x, y = (random.randint(0, 9, (runs, sets)) / 8 for runs in (runs_x, runs_y))
     np.random.seed(SEED)
@@ -52,7 +52,7 @@ def case(runs_x: int, runs_y: int, sets: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Write the scores to the file given on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("rliable_scores.json"))
     content = {

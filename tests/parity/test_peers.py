@@ -1,8 +1,8 @@
-"""Our losses, aggregations, credit, weights and distances against TRL and verl, as stored by make_peer_arrays.py.
+"""Tests of our losses, aggregations, credit, weights and distances against TRL and verl.
 
-Every loss case goes the whole way: rewards and what the models say in, `credit.assemble`, `token_credit`, the terms
-of the loss, and out come the value and the gradients. Where a peer does otherwise under the same name, a test says
-what and where.
+The peers' values are stored by make_peer_arrays.py. Every loss case runs all our code: rewards and the models' outputs
+go through `credit.assemble`, `token_credit` and the loss terms, and the value and the gradients are compared. If a
+peer does something else under the same name, a test of its own states the difference.
 """
 
 import json
@@ -59,7 +59,7 @@ PEER_ADVANTAGES = {case["name"]: case for case in STORED["advantages"]}
 PEER_TOKEN_ADVANTAGES = {case["name"]: case for case in STORED["token_advantages"]}
 PEER_WEIGHTS = {case["name"]: case for case in STORED["weights"]}
 PEER_DISTANCES = {case["name"]: case for case in STORED["distances"]}
-# More than the longest completion, 7.
+# More than the longest completion, which has 7 tokens.
 MAX_TOKENS = 9
 GRADIENTS = ("gradient", "entropy_gradient", "value_gradient")
 
@@ -78,10 +78,10 @@ SUM, CONSTANT = SumAggregation(), ConstantAggregation()
 NAMED = {"token": TOKEN, "sample": SAMPLE, "sum": SUM, "constant": CONSTANT}
 ZERO_VARIANCE, MASK_TRUNCATED = ZeroVariance(), MaskTruncated()
 DISTANCE, BONUS = FixedKL(0.2), FixedEntropy(0.01)
-# TRL's bonus is a mean over tokens under every loss type.
+# TRL's entropy bonus is a mean over tokens for every loss type.
 TOKEN_BONUS = FixedEntropy(0.01, aggregation="token")
 PROXIMAL = Proximal(mode="none")
-# By TRL's names, and "0.5" for what is bounded from below too; verl's masks are.
+# Named as in TRL; names with "0.5" have a lower bound too. verl's masks always have one.
 WEIGHTS = {
     f"{level} {mode}{f' {low}' if low else ''}": Proximal(level, mode, low, 3.0)
     for low in (0.0, 0.5)
@@ -90,8 +90,8 @@ WEIGHTS = {
 }
 TRL_WEIGHTS = {name: choice for name, choice in WEIGHTS.items() if not name.endswith("0.5")}
 VERL_WEIGHTS = {name: choice for name, choice in WEIGHTS.items() if (choice.mode == "mask") == name.endswith("0.5")}
-# verl whitens credit by rsqrt(variance + 1e-8), the variance unbiased. No eps at all is nearest to that: of the
-# variances here, above 0.1, the two differ by less than 1e-7 of the result.
+# verl whitens advantages with rsqrt(variance + 1e-8) and the unbiased variance. Without any eps ours is closest: the
+# variances here are above 0.1, so that the results differ by less than 1e-7 of their size.
 WHITENED = BatchNormalization(ddof=1, eps=0.0, centre=True)
 
 
@@ -119,7 +119,7 @@ SAME_LOSS = {
     "trl gspo 0.1 token": choices(GSPO_1, TOKEN),
     "trl gspo 0.1 prompt": choices(GSPO_1, PROMPT),
     "trl gspo 0.1 sample forced": choices(GSPO_1, SAMPLE),
-    # GRPO as TRL runs it, from rewards to loss.
+    # GRPO as in TRL, from rewards to loss.
     "trl grpo from rewards": choices(PPO_2, SAMPLE, normalization=PromptNormalization(1, 1e-4)),
     "trl ppo token": choices(PPO_2, TOKEN),
     "trl ppo sample": choices(PPO_2, SAMPLE),
@@ -128,7 +128,7 @@ SAME_LOSS = {
     "trl dapo 0.28 constant": choices(DAPO_28, CONSTANT),
     "trl gspo 0.1 constant": choices(GSPO_1, CONSTANT),
     "trl ppo prompt forced": choices(PPO_2, PROMPT),
-    # A rollout without a credited token is still one of the twelve that the divisor counts.
+    # The divisor counts all twelve rollouts, also the one without a credited token.
     "trl ppo constant forced": choices(PPO_2, CONSTANT),
     "trl ppo token batch rewards": choices(PPO_2, TOKEN, normalization=BatchRewardNormalization(1, 1e-4)),
     "trl ppo token truncated": choices(PPO_2, TOKEN, truncated=MASK_TRUNCATED),
@@ -184,14 +184,14 @@ SAME_LOSS = {
     "verl cispo token": choices(CISPO_5, TOKEN),
     "verl cispo sample": choices(CISPO_5, SAMPLE),
     "verl cispo token forced": choices(CISPO_5, TOKEN),
-    # verl gives each token its own share of the gradient; ours and TRL's spread the sequence's. The same, as
-    # long as advantages are constant along a sequence.
+    # verl gives each token its own part of the gradient; ours and TRL's spread the sequence's gradient. Both are equal
+    # if advantages are constant along a sequence.
     "verl gspo 0.005 sample": choices(GSPO_005, SAMPLE),
     "verl gspo 0.1 sample": choices(GSPO_1, SAMPLE),
     "verl gspo 0.1 token": choices(GSPO_1, TOKEN),
     "verl gspo 0.1 token forced": choices(GSPO_1, TOKEN),
-    # From here on by verl's workers, which are told how many rollouts the batch has: a sample average counts those
-    # without a credited token too. The constant is `loss_scale_factor`.
+    # The following cases use verl's workers, which get the batch's number of rollouts: their sample average counts
+    # rollouts without a credited token too. The constant is `loss_scale_factor`.
     **{
         f"verl {head} {name}{tail}": choices(loss, aggregation, **others)
         for name, aggregation in NAMED.items()
@@ -223,7 +223,7 @@ SAME_LOSS = {
         )
     },
     "verl cispo sample weights token truncate": choices(CISPO_5, SAMPLE, correction=WEIGHTS["token truncate"]),
-    # The actor's loss and the critic's as one sum; their gradients do not meet.
+    # The sum of the actor's and the critic's losses; each has gradients of its own.
     "verl ppo gae token": actor_critic(TOKEN, GAE(1.0, 0.95), ValueNetwork()),
     "verl ppo gae sample": actor_critic(SAMPLE, GAE(1.0, 0.95), ValueNetwork()),
     "verl ppo gae sum": actor_critic(SUM, GAE(1.0, 0.95), ValueNetwork()),
@@ -233,7 +233,7 @@ SAME_LOSS = {
         TOKEN, GAE(1.0, 0.95), ValueNetwork(), correction=PROXIMAL, kl=FixedKL(0.2, "reward")
     ),
 }
-# verl selects by the current policy's log-probabilities, in every call; ours by the anchor's, once per step.
+# verl selects tokens by the current policy's log-probabilities in every call; we do by the anchor's, once per step.
 SELECTS = {
     "verl clip_cov token": ClipCov(share=1.0, low=0.1, high=0.5, clip_low=1.0, clip_high=1e6),
     "verl kl_cov token": KLCov(share=0.2, coefficient=0.5),
@@ -255,10 +255,10 @@ SAME_ADVANTAGE = {
     "trl none": NoNormalization(),
     "verl grpo scaled": PromptNormalization(ddof=1, eps=1e-6),
     "verl grpo unscaled": NoNormalization(),
-    # On completions of one token: verl weighs by tokens there, our batch scale counts each rollout once.
+    # With completions of one token: verl weights by tokens, and our batch scale counts each rollout once.
     "verl whitened": BatchNormalization(ddof=1, eps=0.0),
 }
-# Advantages of the rollouts that masking leaves.
+# Advantages of the rollouts that are not masked.
 MASKED_ADVANTAGE = {
     "trl group truncated": PromptNormalization(ddof=1, eps=1e-4),
     "trl batch truncated": BatchRewardNormalization(ddof=1, eps=1e-4),
@@ -277,7 +277,7 @@ SAME_WEIGHTS = {
 
 
 def stored_groups(with_forced: bool) -> list[Group]:
-    """The stored rollouts as they would leave a generator; prompts differ in length, to no effect."""
+    """The stored rollouts as a generator would return them. The prompts' different lengths have no effect."""
     rows = iter(zip(INPUTS["generator_logprobs"], INPUTS["forced"], strict=True))
     truncated = iter(INPUTS["truncated"])
     groups = []
@@ -294,17 +294,17 @@ def stored_groups(with_forced: bool) -> list[Group]:
 
 
 def padded(rows: list[list[float]], fill: float) -> Tensor:
-    """(R, T) float64."""
+    """Return rows as (R, T) float64, padded with `fill`."""
     width = max(map(len, rows))
     return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.float64)
 
 
 def credited(picked: Choices, with_forced: bool) -> TrainBatch:
-    """The batch as the update gets it, with what its choices ask of the models before; padding holds junk."""
+    """Return the batch for an update, with the models' outputs that its choices need. Padding is filled with junk."""
     batch = assemble(stored_groups(with_forced), picked, MAX_TOKENS)
 
-    def before(name: str, asked: bool) -> Tensor | None:
-        return padded(INPUTS[name], fill=-1.0)[batch.row, : batch.loss_mask.shape[1]] if asked else None
+    def before(name: str, needed: bool) -> Tensor | None:
+        return padded(INPUTS[name], fill=-1.0)[batch.row, : batch.loss_mask.shape[1]] if needed else None
 
     rows = replace(
         batch,
@@ -316,12 +316,12 @@ def credited(picked: Choices, with_forced: bool) -> TrainBatch:
 
 
 def ours(picked: Choices, with_forced: bool, micro_batch: int) -> dict[str, Tensor]:
-    """Our loss and its gradients (R, T) by what the models say, summed over micro-batches; padding holds junk."""
+    """Return our loss and its gradients (R, T), summed over micro-batches. Padding of inputs is filled with junk."""
     return on_batch(credited(picked, with_forced), picked, micro_batch)
 
 
 def on_batch(batch: TrainBatch, picked: Choices, micro_batch: int) -> dict[str, Tensor]:
-    """`ours`, of a batch with credit."""
+    """Return the same as `ours` for a batch that already has credit."""
     names = ("trainer_logprobs", "entropies", "new_values")
     leaves = [padded(INPUTS[name], fill=-1.0).requires_grad_(True) for name in names]
     total = torch.zeros((), dtype=torch.float64)
@@ -333,7 +333,7 @@ def on_batch(batch: TrainBatch, picked: Choices, micro_batch: int) -> dict[str, 
 
 
 def theirs(name: str) -> dict[str, Tensor]:
-    """As `ours`; a gradient that is not stored is 0."""
+    """Return the peer's loss and gradients in the form of `ours`; gradients that are not stored are 0."""
     case = PEER_LOSSES[name]
     nothing = [[0.0] * len(row) for row in INPUTS["forced"]]
     gradients = {key: padded(case.get(key, nothing), fill=0.0) for key in GRADIENTS}
@@ -341,12 +341,12 @@ def theirs(name: str) -> dict[str, Tensor]:
 
 
 def sampled(with_forced: bool) -> Tensor:
-    """(R, T, bool): what is neither padding nor forced."""
+    """Return (R, T, bool): True for tokens that are neither padding nor forced."""
     return padded([[1 - (with_forced and flag) for flag in row] for row in INPUTS["forced"]], fill=0.0) > 0
 
 
 def our_advantages(normalization: Normalization) -> Tensor:
-    """(P, G) float64."""
+    """Return our advantages, (P, G) float64."""
     rewards = [torch.tensor(group, dtype=torch.float64) for group in INPUTS["rewards"]]
     return torch.stack(normalization.scale([GroupAdvantage().estimate(group) for group in rewards], rewards))
 
@@ -356,12 +356,12 @@ def their_advantages(name: str) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """The peers compute in float64; a TrainBatch holds advantages, masks and counts in float32."""
+    """Compare with a tolerance: peers use float64; a TrainBatch holds advantages, masks and counts in float32."""
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-12)
 
 
 def assert_same_step(actual: dict[str, Tensor], expected: dict[str, Tensor], times: float = 1.0) -> None:
-    """The loss and all its gradients, `times` as large."""
+    """Compare the loss and all gradients, ours multiplied by `times`."""
     for name in ("value", *GRADIENTS):
         assert_same(actual[name] * times, expected[name])
 
@@ -376,15 +376,15 @@ def test_every_stored_case_is_compared() -> None:
 
 @pytest.mark.parametrize("micro_batch", [12, 5])
 @pytest.mark.parametrize("name", SAME_LOSS)
-def test_loss_and_gradient_are_the_peers(name: str, micro_batch: int) -> None:
+def test_loss_and_gradients_are_those_of_the_peers(name: str, micro_batch: int) -> None:
     assert_same_step(ours(SAME_LOSS[name], PEER_LOSSES[name]["forced"], micro_batch), theirs(name))
 
 
 @pytest.mark.parametrize("micro_batch", [12, 5])
 @pytest.mark.parametrize("name", SELECTS)
 @pytest.mark.parametrize("forced", [False, True])
-def test_selected_tokens_and_their_loss_are_verls(name: str, forced: bool, micro_batch: int) -> None:
-    """On the log-probabilities that verl selects by."""
+def test_selected_tokens_and_their_loss_are_those_of_verl(name: str, forced: bool, micro_batch: int) -> None:
+    """Our selection runs on the log-probabilities by which verl selects."""
     loss, picked = SELECTS[name], choices(SELECTS[name], TOKEN)
     batch = credited(picked, forced)
     trainer = padded(INPUTS["trainer_logprobs"], fill=-1.0)[batch.row, : batch.loss_mask.shape[1]]
@@ -392,13 +392,13 @@ def test_selected_tokens_and_their_loss_are_verls(name: str, forced: bool, micro
     assert 3 < chosen.sum() < batch.loss_mask.sum() / 2
     expected = theirs(name + " forced" * forced)
     assert_same_step(on_batch(replace(batch, selected=chosen), picked, micro_batch), expected)
-    # By the anchor, as in a run, tokens and loss are others: the inputs tell the two apart.
+    # Selected by the anchor, as in a run, tokens and loss differ. So the inputs distinguish the two.
     by_anchor = with_selection(batch, picked, key=(0,))
     assert (on_batch(by_anchor, picked, 12)["gradient"] - expected["gradient"]).abs().max() > 1e-3
 
 
-def departures(right: Choices) -> Iterator[Choices]:
-    """Other choices that a wrong implementation may amount to: loss and aggregation, or one on another axis."""
+def other_choices(right: Choices) -> Iterator[Choices]:
+    """Yield choices that a wrong implementation could equal: other losses and aggregations, or one other axis."""
     clipped = (PPO_2, PPO(0.3), DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0), REINFORCE)
     sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3), GMPO(0.3, 0.4), GMPO(0.4, 0.2))
     regions = (DPPO("tv", 0.05, 0.05), DPPO("tv", 0.02, 0.02), DPPO("kl", 0.02, 0.02), DPPO("kl", 0.01, 0.01))
@@ -412,30 +412,34 @@ def departures(right: Choices) -> Iterator[Choices]:
 
 def other_corrections(right: Choices) -> list[DesignChoice]:
     if not right.correction.recomputes:
-        # REINFORCE has no ratio, to whatever that would be.
+        # REINFORCE has no ratio, so the anchor of a ratio does not matter.
         return [WEIGHTS["sequence mask"], *([] if isinstance(right.loss, Reinforce) else [PROXIMAL])]
     tighter = [Proximal(level, mode, 0.0, 2.0) for level in ("token", "sequence") for mode in ("truncate", "mask")]
     return [Behaviour(), PROXIMAL, *WEIGHTS.values(), *tighter]
 
 
 def other_credit(right: Choices) -> list[DesignChoice]:
-    found: list[DesignChoice] = [KeepTruncated(), MASK_TRUNCATED, NoNormalization(), BatchNormalization(1, 0.0)]
-    return [*found, *((GAE(1.0, 0.9), GAE(0.99, 0.95)) if right.critic.has_values else ())]
+    wrong_choices: list[DesignChoice] = [KeepTruncated(), MASK_TRUNCATED, NoNormalization(), BatchNormalization(1, 0.0)]
+    return [*wrong_choices, *((GAE(1.0, 0.9), GAE(0.99, 0.95)) if right.critic.has_values else ())]
 
 
 def other_terms(right: Choices) -> list[DesignChoice]:
-    found: list[DesignChoice] = [DISTANCE, BONUS]
+    wrong_choices: list[DesignChoice] = [DISTANCE, BONUS]
     if right.kl.where:
-        found += [NoKL(), FixedKL(0.1, right.kl.where), *(FixedKL(0.2, "loss", name) for name in NAMED)]
+        wrong_choices += [NoKL(), FixedKL(0.1, right.kl.where), *(FixedKL(0.2, "loss", name) for name in NAMED)]
     if right.entropy.acts:
-        found += [NoEntropyBonus(), FixedEntropy(0.005), *(FixedEntropy(0.01, name) for name in NAMED)]
+        wrong_choices += [NoEntropyBonus(), FixedEntropy(0.005), *(FixedEntropy(0.01, name) for name in NAMED)]
     if right.critic.has_values:
-        found += [ValueNetwork(0.4), ValueNetwork(clip=0.1), *(ValueNetwork(aggregation=name) for name in NAMED)]
-    return found
+        wrong_choices += [
+            ValueNetwork(0.4),
+            ValueNetwork(clip=0.1),
+            *(ValueNetwork(aggregation=name) for name in NAMED),
+        ]
+    return wrong_choices
 
 
 def meaning(picked: Choices, axis: str) -> dict[str, Any]:
-    """What the choice on an axis is, with the aggregation of its own or else the run's."""
+    """Return the semantics of the choice on an axis, with its own aggregation or the run's."""
     choice = picked.on(axis)
     assert choice is not None
     name = getattr(choice, "aggregation", None)
@@ -444,11 +448,11 @@ def meaning(picked: Choices, axis: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", every(12, SAME_LOSS, pytest.mark.full))
-def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
-    """The inputs reach every branch that tells the choices apart; else the parity above would say little."""
+def test_every_other_loss_or_aggregation_would_fail(name: str) -> None:
+    """The inputs distinguish all choices; otherwise the comparison with the peers would prove little."""
     right, peer, with_forced = SAME_LOSS[name], theirs(name), PEER_LOSSES[name]["forced"]
     batch = credited(right, with_forced)
-    for other in departures(right):
+    for other in other_choices(right):
         changed = [axis for axis, choice in other.items() if choice is not right.on(axis)]
         if all(meaning(other, axis) == meaning(right, axis) for axis in changed):
             continue
@@ -459,16 +463,16 @@ def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
 
 
 def test_verl_does_not_count_a_rollout_without_credited_tokens() -> None:
-    """verl's bare averages leave it out of the count; ours, TRL's and verl's workers' keep it, one of twelve here."""
+    """verl's single functions leave it out of the average. We, TRL and verl's workers count it, as one of twelve."""
     cispo = ours(choices(CISPO_5, SAMPLE), with_forced=True, micro_batch=12)
     assert_same_step(cispo, theirs("verl cispo sample forced"), times=12 / 11)
-    # Without a `loss_scale_factor` the divisor is the padded width.
+    # Without a `loss_scale_factor`, verl divides by the padded width.
     ppo = ours(choices(PPO_2, CONSTANT), with_forced=True, micro_batch=12)
     assert_same_step(ppo, theirs("verl ppo constant forced bare"), times=12 / 11 * 9 / 7)
 
 
 def test_trl_adds_a_constant_for_a_sequence_without_credited_tokens() -> None:
-    """Its mean of no ratios is 1 there, so its loss has minus the advantage, without a gradient; ours has not."""
+    """TRL's mean over no ratios is 1 there, so minus the advantage is added to its loss, without a gradient."""
     gmpo, peer = ours(choices(GMPO(0.2, 0.3), SAMPLE), True, micro_batch=12), theirs("trl gmpo 0.2 sample forced")
     (advantage,) = (
         reward - sum(group) / len(group)
@@ -478,60 +482,62 @@ def test_trl_adds_a_constant_for_a_sequence_without_credited_tokens() -> None:
     assert_same_step({**gmpo, "value": gmpo["value"] - advantage / 12}, peer)
 
 
-def test_the_constant_of_verl_is_the_padded_width_by_default() -> None:
-    """7 here, where the completion limit is 9: it moves from micro-batch to micro-batch, ours and TRL's do not."""
+def test_verls_constant_is_the_padded_width_by_default() -> None:
+    """The width is 7 here and the limit 9. verl's constant varies with the micro-batch; ours and TRL's do not."""
     ppo = ours(choices(PPO_2, CONSTANT), with_forced=False, micro_batch=12)
     assert_same_step(ppo, theirs("verl ppo constant width"), times=9 / 7)
 
 
-def test_a_filter_does_not_move_the_constant() -> None:
-    """TRL, which has none, keeps the constant group in the divisor; its advantages are 0 anyway. So do we."""
+def test_a_filter_does_not_change_the_constant() -> None:
+    """The divisor still counts the constant group, as in TRL, which has no filter; the group's advantages are 0."""
     filtered = ours(choices(PPO_2, CONSTANT, filter=ZERO_VARIANCE), with_forced=False, micro_batch=12)
     assert_same_step(filtered, theirs("trl ppo constant"))
 
 
-def test_trl_counts_a_masked_completion_in_its_sample_average() -> None:
-    """As one that weighs nothing: twelve rollouts, where ours divides by the nine that are left."""
-    left = ours(choices(PPO_2, SAMPLE, truncated=MASK_TRUNCATED), with_forced=False, micro_batch=12)
+def test_trl_counts_masked_completions_in_its_sample_average() -> None:
+    """TRL divides by all twelve rollouts; we divide by the nine that are not masked."""
+    masked = ours(choices(PPO_2, SAMPLE, truncated=MASK_TRUNCATED), with_forced=False, micro_batch=12)
     assert sum(INPUTS["truncated"]) == 3
-    assert_same_step(left, theirs("trl ppo sample truncated"), times=9 / 12)
+    assert_same_step(masked, theirs("trl ppo sample truncated"), times=9 / 12)
 
 
-def test_trl_weighs_the_distance_by_the_ratio_by_default() -> None:
-    """`use_bias_correction_kl`: k3 is unbiased for tokens of the policy, and these are of the weights before.
+def test_trl_weights_the_distance_by_the_ratio_by_default() -> None:
+    """TRL's default `use_bias_correction_kl` corrects k3, because tokens were sampled by the weights before the update.
 
-    Ours is k3 of the tokens as they are, as in GRPO's paper and in TRL without that setting.
+    Ours is k3 without the correction, as in GRPO's paper and in TRL without that setting.
     """
     plain, peer = choices(PPO_2, TOKEN, kl=DISTANCE), theirs("trl ppo token kl biased")
     assert not torch.allclose(ours(plain, False, 12)["gradient"], peer["gradient"], rtol=1e-2)
     policy = ours(choices(PPO_2, TOKEN), with_forced=False, micro_batch=12)
     logprobs = padded(INPUTS["trainer_logprobs"], 0.0).requires_grad_(True)
     ratio = (logprobs - padded(INPUTS["generator_logprobs"], 0.0)).exp()
-    weighed = 0.2 * (ratio * k3(logprobs, padded(INPUTS["reference_logprobs"], 0.0)))[sampled(False)].mean()
-    assert_same(policy["value"] + weighed.detach(), peer["value"])
-    assert_same(policy["gradient"] + torch.autograd.grad(weighed, logprobs)[0], peer["gradient"])
+    scaled_distance = 0.2 * (ratio * k3(logprobs, padded(INPUTS["reference_logprobs"], 0.0)))[sampled(False)].mean()
+    assert_same(policy["value"] + scaled_distance.detach(), peer["value"])
+    assert_same(policy["gradient"] + torch.autograd.grad(scaled_distance, logprobs)[0], peer["gradient"])
 
 
 @pytest.mark.parametrize("name", [name for name in SAME_LOSS if " kl weights " in name])
-def test_the_weight_never_scales_the_distance(name: str) -> None:
-    """In TRL, in verl and here: what the KL term adds to a weighted loss is what it adds to one without weights."""
+def test_importance_weights_never_scale_the_distance(name: str) -> None:
+    """In TRL, verl and ours: the KL term adds the same to a loss with weights as to one without."""
     peer = name.split()[0]
 
-    def added(to: str, by: Any) -> tuple[Tensor, Tensor]:
-        with_kl, without = by(to), by(to.replace(" kl", ""))
+    def kl_contribution(case_name: str, step_of: Any) -> tuple[Tensor, Tensor]:
+        with_kl, without = step_of(case_name), step_of(case_name.replace(" kl", ""))
         return with_kl["value"] - without["value"], with_kl["gradient"] - without["gradient"]
 
     def ours_of(case: str) -> dict[str, Tensor]:
         return ours(SAME_LOSS[case], with_forced=False, micro_batch=12)
 
-    for by in (theirs, ours_of):
-        for weighted, plain in zip(added(name, by), added(f"{peer} ppo token kl proximal", by), strict=True):
+    for step_of in (theirs, ours_of):
+        for weighted, plain in zip(
+            kl_contribution(name, step_of), kl_contribution(f"{peer} ppo token kl proximal", step_of), strict=True
+        ):
             assert plain.abs().max() > 1e-4
             torch.testing.assert_close(weighted, plain, rtol=1e-6, atol=1e-10)
 
 
 def test_verl_drops_the_gradient_of_large_ratios_under_its_default_dual_clip() -> None:
-    """Only where the advantage is negative and the ratio above 3."""
+    """The gradient is dropped where the advantage is negative and the ratio above 3."""
     gradient = ours(choices(DAPO_28, TOKEN), with_forced=False, micro_batch=12)["gradient"]
     ratio = (padded(INPUTS["trainer_logprobs"], 0.0) - padded(INPUTS["generator_logprobs"], 0.0)).exp()
     dropped = (ratio > 3) & (our_advantages(NoNormalization()).reshape(-1, 1) < 0)
@@ -541,8 +547,8 @@ def test_verl_drops_the_gradient_of_large_ratios_under_its_default_dual_clip() -
 
 
 @pytest.mark.parametrize("name", SAME_WEIGHTS)
-def test_weights_are_the_peers(name: str) -> None:
-    """Inside the mask: outside it verl's are 0 and ours are 1, to no effect."""
+def test_weights_are_those_of_the_peers(name: str) -> None:
+    """Compared inside the mask only. Outside it verl's are 0 and ours are 1, which has no effect."""
     case = PEER_WEIGHTS[name]
     weights = SAME_WEIGHTS[name].weights(credited(choices(PPO_2, TOKEN, correction=SAME_WEIGHTS[name]), case["forced"]))
     assert weights is not None
@@ -550,13 +556,13 @@ def test_weights_are_the_peers(name: str) -> None:
     assert_same(weights[inside], peer[inside])
     for other in WEIGHTS.values():
         if not other.same_as(SAME_WEIGHTS[name]):
-            found = other.weights(credited(choices(PPO_2, TOKEN, correction=other), case["forced"]))
-            assert found is not None
-            assert not torch.allclose(found[inside], peer[inside], rtol=1e-2)
+            other_weights = other.weights(credited(choices(PPO_2, TOKEN, correction=other), case["forced"]))
+            assert other_weights is not None
+            assert not torch.allclose(other_weights[inside], peer[inside], rtol=1e-2)
 
 
-def test_distances_are_verls_up_to_its_bound() -> None:
-    """verl bounds k3 at 10 and drops the gradient beyond; ours is bounded where its exponential would overflow."""
+def test_distances_are_those_of_verl_below_its_bound() -> None:
+    """verl bounds k3 at 10 and drops the gradient above. Ours is bounded only where its exponential would overflow."""
     for name in ("verl k3", "verl k3 far"):
         case, inside = PEER_DISTANCES[name], sampled(False)
         logprobs = padded(INPUTS["trainer_logprobs"], 0.0).requires_grad_(True)
@@ -571,13 +577,13 @@ def test_distances_are_verls_up_to_its_bound() -> None:
 
 
 @pytest.mark.parametrize("name", SAME_ADVANTAGE)
-def test_advantages_are_the_peers(name: str) -> None:
+def test_advantages_are_those_of_the_peers(name: str) -> None:
     assert_same(our_advantages(SAME_ADVANTAGE[name]), their_advantages(name))
 
 
 @pytest.mark.parametrize("name", MASKED_ADVANTAGE)
 def test_a_masked_completion_counts_in_the_baseline(name: str) -> None:
-    """In TRL as here: its reward stays in the mean and in the deviation, only its tokens leave."""
+    """As in TRL, its reward counts in the mean and the standard deviation; only its tokens are left out."""
     picked = choices(PPO_2, TOKEN, truncated=MASK_TRUNCATED, normalization=MASKED_ADVANTAGE[name])
     batch = credited(picked, with_forced=False)
     assert batch.rollouts == len(INPUTS["truncated"]) - sum(INPUTS["truncated"])
@@ -587,8 +593,8 @@ def test_a_masked_completion_counts_in_the_baseline(name: str) -> None:
 
 @pytest.mark.parametrize("normalization", [WHITENED, RunningNormalization(ddof=1, eps=0.0, centre=True)])
 @pytest.mark.parametrize("name", SAME_TOKEN_ADVANTAGE)
-def test_advantages_a_token_are_the_peers(name: str, normalization: Normalization) -> None:
-    """With rewards on the last sampled token. The first batch of a running scale is whitened by itself."""
+def test_token_advantages_are_those_of_the_peers(name: str, normalization: Normalization) -> None:
+    """Rewards are at the last sampled token. A running scale whitens its first batch by that batch alone."""
     case, (gae, distance) = PEER_TOKEN_ADVANTAGES[name], SAME_TOKEN_ADVANTAGE[name]
     others = {"critic": ValueNetwork(), "kl": distance, "normalization": normalization}
     batch = credited(choices(PPO_2, TOKEN, advantage=gae, **others), case["forced"])
@@ -598,8 +604,8 @@ def test_advantages_a_token_are_the_peers(name: str, normalization: Normalizatio
     assert_same(batch.returns, padded(case["returns"], fill=0.0) * inside)
 
 
-def test_the_batch_scale_of_trl_is_not_ours() -> None:
-    """TRL divides by the standard deviation of raw rewards, which the difficulty of the prompts widens."""
+def test_trls_batch_scale_differs_from_ours() -> None:
+    """TRL divides by the standard deviation of raw rewards, which grows if prompts differ in difficulty."""
     value, peer = our_advantages(BatchNormalization(ddof=1, eps=1e-4)), their_advantages("trl batch")
     assert not torch.allclose(value, peer, rtol=1e-2)
     rewards = torch.tensor(INPUTS["rewards"], dtype=torch.float64)
@@ -608,31 +614,31 @@ def test_the_batch_scale_of_trl_is_not_ours() -> None:
 
 @pytest.mark.slow
 @pytest.mark.peers
-def test_the_stored_arrays_are_what_the_peers_compute(tmp_path: Path) -> None:
-    """Made again, by the interpreter PEERS_PYTHON if set: the peers live in an environment of their own."""
+def test_the_stored_arrays_can_be_computed_again(tmp_path: Path) -> None:
+    """Uses the interpreter named by PEERS_PYTHON if set, because the peers need an environment of their own."""
     python = os.environ.get("PEERS_PYTHON", sys.executable)
     probe = "import importlib.util as u; raise SystemExit(not (u.find_spec('trl') and u.find_spec('verl')))"
     if subprocess.run([python, "-c", probe], check=False).returncode:
-        absent = f"{python} has no trl and verl; make_peer_arrays.py says how to make one, PEERS_PYTHON names it"
+        absent = f"{python} has no trl and verl; set PEERS_PYTHON to an interpreter made as in make_peer_arrays.py"
         if os.environ.get("CI_ALL") == "1":
             pytest.fail(absent)
         pytest.skip(absent)
-    again = tmp_path / "peer_arrays.json"
-    made = subprocess.run([python, MAKER, "--output", again], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    fresh = json.loads(again.read_text())
+    output = tmp_path / "peer_arrays.json"
+    done = subprocess.run([python, MAKER, "--output", output], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    fresh = json.loads(output.read_text())
     assert without_versions(fresh) == approximately(without_versions(STORED)), fresh["environment"]
 
 
 def without_versions(content: Any) -> Any:
-    """A peer of another version may well compute the same."""
+    """Drop versions from the tree: another version of a peer may compute the same."""
     if isinstance(content, dict):
         return {k: without_versions(v) for k, v in content.items() if k not in ("environment", "version")}
     return [without_versions(value) for value in content] if isinstance(content, list) else content
 
 
 def approximately(content: Any) -> Any:
-    """The same tree with each number as pytest.approx, which does not descend into nested lists itself."""
+    """Return the tree with each number as pytest.approx, which itself does not support nested lists."""
     if isinstance(content, dict):
         return {key: approximately(value) for key, value in content.items()}
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""Several evaluation sets as one, against rliable's own functions on the same scores and resamples."""
+"""Tests of statistics over several evaluation sets, against rliable's functions on the same scores and resamples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT: dict[str, Any] = {"rel": 1e-12, "abs": 1e-12}
 
 
 def indices(*shapes: tuple[int, ...]) -> list[Any]:
-    """The runs that rliable draws for each matrix: numpy's global generator, one resample after the other."""
+    """Return the runs that rliable draws for each matrix, in the order of numpy's global generator."""
     random = np.random.RandomState(STORED["seed"])
     drawn = [[random.choice(shape[0], shape, replace=True) for shape in shapes] for _ in range(REPS)]
     return [np.array(runs) for runs in zip(*drawn, strict=True)]
@@ -45,18 +45,18 @@ def test_statistics_and_intervals_are_those_of_rliable(case: dict[str, Any]) -> 
 
 @pytest.mark.slow
 @pytest.mark.peers
-def test_the_stored_scores_are_what_rliable_computes(tmp_path: Path) -> None:
-    """Made again, by the interpreter PEERS_PYTHON if set."""
+def test_the_stored_scores_can_be_computed_again(tmp_path: Path) -> None:
+    """Uses the interpreter named by PEERS_PYTHON if set."""
     python = os.environ.get("PEERS_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import rliable.library"], capture_output=True, check=False).returncode:
-        absent = f"{python} has no rliable; make_peer_arrays.py says how to make one that has, PEERS_PYTHON names it"
+        absent = f"{python} has no rliable; set PEERS_PYTHON to an interpreter made as in make_peer_arrays.py"
         if os.environ.get("CI_ALL") == "1":
             pytest.fail(absent)
         pytest.skip(absent)
-    again = tmp_path / "scores.json"
-    made = subprocess.run([python, MAKER, "--output", again], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    fresh = json.loads(again.read_text())
+    output = tmp_path / "scores.json"
+    done = subprocess.run([python, MAKER, "--output", output], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    fresh = json.loads(output.read_text())
     for new, old in zip(fresh["cases"], STORED["cases"], strict=True):
         assert set(new) == set(old)
         for name in new:

@@ -1,4 +1,4 @@
-"""Every test of what the sandbox contains runs behind both kinds of walls, as root and as an ordinary user."""
+"""Fixtures that run the sandbox's tests with both kinds of walls, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.sandbox.jail import landlock_abi, seccomp_obstacle
 from tests.sandbox.places import NOBODY, Place, missing, ordinary
 
-# Each kind of walls and each user once; crossed the other way by test-full.
+# By default each kind of walls and each user is tested once; test-full adds the other two combinations.
 PLACES = [
     pytest.param(("bubblewrap", "root"), marks=pytest.mark.full, id="bubblewrap-root"),
     pytest.param(("bubblewrap", "ordinary"), id="bubblewrap-ordinary"),
@@ -25,23 +25,23 @@ PLACES = [
 
 
 @contextmanager
-def stand(mode: str, user: str) -> Iterator[Place]:
+def open_place(mode: str, user: str) -> Iterator[Place]:
     if user == "root":
         if os.geteuid() != 0:
             missing("the tests do not run as root")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SANDBOX_SECRET", "not for programs")
-            yield checked(Place(mode))
+            yield require_walls(Place(mode))
     else:
         with ordinary(mode) as place:
-            yield checked(place)
+            yield require_walls(place)
 
 
-def checked(place: Place) -> Place:
+def require_walls(place: Place) -> Place:
     try:
         assert place.protections.walls.isolated
     except ConfigurationError as error:
-        # Asked in another way: a fault of ours that makes the trial run fail is no reason to skip.
+        # Check the machine in another way, so that a bug in our trial run does not skip tests.
         assert not machine_has(place), error
         missing(f"this machine has no {place.mode}: {error}")
     return place
@@ -51,29 +51,29 @@ def machine_has(place: Place) -> bool:
     if place.mode == "landlock":
         return landlock_abi() > 0 and seccomp_obstacle() is None
     command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--dev", "/dev", "true"]
-    who = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if place.uid != os.geteuid() else {}
+    identity = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if place.uid != os.geteuid() else {}
     try:
-        return subprocess.run(command, cwd="/", capture_output=True, **who).returncode == 0  # type: ignore[call-overload]
+        return subprocess.run(command, cwd="/", capture_output=True, **identity).returncode == 0  # type: ignore[call-overload]
     except OSError:
         return False
 
 
 @pytest.fixture(scope="session", params=PLACES)
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    with stand(*request.param) as found:
-        yield found
+    with open_place(*request.param) as entered:
+        yield entered
 
 
 @pytest.fixture(scope="session")
 def any_place() -> Iterator[Place]:
-    """For what does not depend on the walls."""
-    with stand("landlock", "root" if os.geteuid() == 0 else "ordinary") as found:
-        yield found
+    """One place, for tests that do not depend on the walls."""
+    with open_place("landlock", "root" if os.geteuid() == 0 else "ordinary") as entered:
+        yield entered
 
 
 @pytest.fixture
 def outside(place: Place) -> Iterator[Path]:
-    """A folder that the sandbox's user could use, were it not for the walls."""
+    """A folder outside the sandbox that its user could read and write without the walls."""
     with TemporaryDirectory(prefix="outside-") as folder:
         path = Path(folder)
         path.chmod(0o777)
@@ -81,6 +81,6 @@ def outside(place: Place) -> Iterator[Path]:
         secret.write_text("a secret")
         secret.chmod(0o666)
         if place.uid == NOBODY and os.geteuid() == 0:
-            for made in (path, secret):
-                os.chown(made, NOBODY, NOBODY)
+            for path_ in (path, secret):
+                os.chown(path_, NOBODY, NOBODY)
         yield path

@@ -1,4 +1,4 @@
-"""Where the sandbox is tested: behind which walls, and as which user."""
+"""Places in which the sandbox is tested: a kind of walls and a user."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_scalerl.sandbox.walls import Protections, Walls
 from tests.paths import ROOT
 from tests.sandbox import worker
 
-# A user without rights; each worker has one of its own, since the kernel counts the threads of a user on the machine.
+# A user without rights. Each xdist worker uses its own, because the kernel counts threads per user of the machine.
 NOBODY = 65534 - int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 RAISED = {"ConfigurationError": ConfigurationError, "SandboxError": SandboxError}
 
 
 def missing(why: str) -> None:
-    """Skip; but where everything must run, that is a failure."""
+    """Skip the test, or fail where CI_ALL demands that everything runs."""
     (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(why)
 
 
 class Place:
-    """The sandbox in one mode, in this process or in a worker's."""
+    """The sandbox in one mode, in this process or in a worker process."""
 
     def __init__(self, mode: str, process: subprocess.Popen[str] | None = None) -> None:
         self.mode, self._process = mode, process
@@ -50,12 +50,12 @@ class Place:
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         if "raised" in answer:
-            kind, said = answer["raised"]
-            raise RAISED[kind](said)
-        given = answer["gave"]
+            kind, message = answer["raised"]
+            raise RAISED[kind](message)
+        reply = answer["gave"]
         if what == "protections":
-            return Protections(Walls(**given["walls"]), tuple(map(tuple, given["obstacles"])))  # type: ignore[arg-type]
-        return (JudgeResult if what in ("judge", "stdio") else ProgramResult)(**given)
+            return Protections(Walls(**reply["walls"]), tuple(map(tuple, reply["obstacles"])))  # type: ignore[arg-type]
+        return (JudgeResult if what in ("judge", "stdio") else ProgramResult)(**reply)
 
     def judge(
         self,
@@ -79,22 +79,22 @@ class Place:
         return result
 
     def behind(self, walls: Walls, source: str, **limits: Any) -> ProgramResult:
-        """With some walls only."""
+        """Run a program with the given walls only."""
         result: ProgramResult = self._ask("behind", limits, source=source, walls=dataclasses.asdict(walls))
         return result
 
     def bare(self, source: str, **limits: Any) -> ProgramResult:
-        """Without any walls: what an escape does where nothing is in its way."""
+        """Run a program without walls, to show that an attempt would succeed."""
         return self.behind(Walls(), source, **limits)
 
     @property
     def protections(self) -> Protections:
-        found: Protections = self._ask("protections", {})
-        return found
+        tested: Protections = self._ask("protections", {})
+        return tested
 
 
 def interpreter_for_all() -> str | None:
-    """A Python that an ordinary user can start: this one may lie in root's own folder."""
+    """Return a Python that an ordinary user can start: this one may be in root's private folder."""
     for candidate in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")):
         if candidate is not None:
             check = [candidate, "-c", "import sys, os; os.stat(sys.executable); sys.exit(sys.version_info < (3, 11))"]
@@ -109,14 +109,14 @@ def interpreter_for_all() -> str | None:
 
 @contextmanager
 def ordinary(mode: str) -> Iterator[Place]:
-    """The sandbox as a user without any rights."""
+    """Yield a place in which the sandbox runs as a user without rights."""
     if os.geteuid() != 0:
         yield Place(mode)
         return
     python = interpreter_for_all()
     if python is None:
         missing("no Python 3.11 that an ordinary user can start")
-    # A variable that must not be seen inside.
+    # SANDBOX_SECRET below must not be visible in the sandbox.
     environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
     with subprocess.Popen(
         [str(python), "-m", "tests.sandbox.worker"],

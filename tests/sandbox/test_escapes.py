@@ -1,4 +1,4 @@
-"""What foreign code cannot do: each attempt works without walls, and is contained behind them."""
+"""Tests that sandboxed code cannot escape: each attempt works without walls, and is contained by them."""
 
 # ruff: noqa: E501 (programs are easier to compare with one or two lines each)
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_scalerl.sandbox.jail import landlock_abi
 from lightning_scalerl.sandbox.walls import Walls
 from tests.sandbox.places import NOBODY, Place
 
-# What surrounds every attempt: "reached" if it works, the error's type otherwise; the program itself goes on.
-AROUND = """
+# Every attempt is wrapped in this program. It prints "reached" if the attempt works, else the type of the error.
+WRAPPER = """
 import ctypes, os, signal, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,10 +46,10 @@ else:
 
 
 def attempt(body: str) -> str:
-    return AROUND.format(body="\n".join("    " + line for line in body.strip().splitlines()))
+    return WRAPPER.format(body="\n".join("    " + line for line in body.strip().splitlines()))
 
 
-# What is tried without walls does not depend on the kind that is left out: once for each user.
+# Results of attempts without walls, per user: they do not depend on the kind of walls.
 TRIED: dict[tuple[str, int], str] = {}
 
 
@@ -59,13 +59,13 @@ def works_without_walls(place: Place, name: str, source: str) -> bool:
     return "reached" in TRIED[name, place.uid]
 
 
-def sound(place: Place) -> None:
-    """The harness still works: a right program passes, a wrong one fails."""
+def check_judge(place: Place) -> None:
+    """Check that judging still works: a right program passes and a wrong one fails."""
     assert place.judge("def f(x):\n    return x * 2", "assert f(21) == 42").passed
     assert not place.judge("def f(x):\n    return x * 3", "assert f(21) == 42").passed
 
 
-# Files: {secret} exists and is the user's own to read and write; {folder} is where it lies.
+# Attempts on files. {secret} is a file that the user may read and write, in {folder}.
 FILES = {
     "read": "assert open({secret!r}).read() == 'a secret'",
     "read by descriptor": "os.read(os.open({secret!r}, os.O_RDONLY), 10)",
@@ -89,7 +89,8 @@ FILES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if number % 9 else ()) for number, each in enumerate(FILES)]
+    "name",
+    [pytest.param(attempted, marks=pytest.mark.slow if number % 9 else ()) for number, attempted in enumerate(FILES)],
 )
 def test_files_outside(place: Place, outside: Path, name: str) -> None:
     source = attempt(FILES[name].format(secret=str(outside / "secret"), folder=str(outside)))
@@ -103,24 +104,24 @@ def test_files_outside(place: Place, outside: Path, name: str) -> None:
     assert works_without_walls(place, name, source)
 
 
-def test_reading_what_only_root_may(place: Place) -> None:
+def test_files_of_root_cannot_be_read(place: Place) -> None:
     source = attempt("open('/etc/shadow').read()")
     assert place.run(source).stdout == "contained PermissionError\n" or "FileNotFoundError" in place.run(source).stdout
     if place.uid == 0:
         assert place.bare(source).stdout == "reached\n"
 
 
-def test_the_parents_environment_and_memory(place: Place) -> None:
+def test_environment_and_memory_of_the_parent_cannot_be_read(place: Place) -> None:
     for path in ("environ", "mem", "maps", "fd/0"):
         source = attempt(f"open('/proc/{place.pid}/{path}', 'rb').read(1)")
         assert place.run(source).stdout.startswith("contained"), path
     reads_environment = attempt(f"assert b'PATH' in open('/proc/{place.pid}/environ', 'rb').read()")
-    if place.uid != 0:  # Root has given up its rights even there.
+    if place.uid != 0:  # Without walls too, root's program has given up its capabilities.
         assert place.bare(reads_environment).stdout == "reached\n"
 
 
-def test_its_own_process_is_not_in_view_either(place: Place) -> None:
-    """There the arguments of its start would be."""
+def test_a_program_cannot_see_its_own_process(place: Place) -> None:
+    """The files of its process include the arguments of its start."""
     source = attempt("open('/proc/self/cmdline', 'rb')")
     assert place.run(source).stdout.startswith("contained")
     assert place.bare(source).stdout == "reached\n"
@@ -135,7 +136,7 @@ def test_environment_variables(place: Place) -> None:
 
 @contextlib.contextmanager
 def listening(kind: str, folder: Path) -> Iterator[tuple[str, list[socket.socket]]]:
-    """A socket of the test's, and the Python expression that reaches it."""
+    """Yield the address of a listening socket as a Python expression, and the socket in a list."""
     name = f"sandbox-{secrets.token_hex(8)}"
     family = socket.AF_INET if kind in ("tcp", "udp") else socket.AF_UNIX
     with socket.socket(family, socket.SOCK_DGRAM if kind in ("udp", "datagram") else socket.SOCK_STREAM) as listener:
@@ -157,12 +158,12 @@ CONNECTS = {
     "udp": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', {0})",
     "unix": "socket.socket(socket.AF_UNIX).connect({0})",
     "abstract": "socket.socket(socket.AF_UNIX).connect({0})",
-    # A pair needs no address, and its halves could send to one.
+    # A socket pair needs no address, but each end of a datagram pair can send to any address.
     "datagram": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {0})",
 }
 
 
-def somebody_came(listener: socket.socket, kind: str) -> bool:
+def was_contacted(listener: socket.socket, kind: str) -> bool:
     try:
         listener.recv(1) if kind in ("udp", "datagram") else listener.accept()
     except TimeoutError:
@@ -176,18 +177,18 @@ def test_sockets(place: Place, outside: Path, kind: str) -> None:
         source = attempt(CONNECTS[kind].format(address))
         result = place.run(source)
         assert result.status == "ok" and result.stdout.startswith("contained"), result
-        assert not somebody_came(listener, kind)
+        assert not was_contacted(listener, kind)
         assert place.bare(source).stdout == "reached\n"
-        assert somebody_came(listener, kind)
+        assert was_contacted(listener, kind)
 
 
 def test_each_wall_stands_alone(place: Place, outside: Path) -> None:
-    """Walls overlap, so that a hole in one shows only without the others."""
-    whole = place.protections.walls
+    """Walls overlap, so a gap in one wall is visible only without the others."""
+    all_walls = place.protections.walls
     secret = str(outside / "secret")
-    bubblewrap = replace(whole, landlock=0, seccomp=False)
-    landlock = replace(whole, bubblewrap="", seccomp=False)
-    seccomp = replace(whole, bubblewrap="", landlock=0)
+    bubblewrap = replace(all_walls, landlock=0, seccomp=False)
+    landlock = replace(all_walls, bubblewrap="", seccomp=False)
+    seccomp = replace(all_walls, bubblewrap="", landlock=0)
 
     def contained(walls: Walls, source: str) -> None:
         result = place.behind(walls, attempt(source))
@@ -197,7 +198,7 @@ def test_each_wall_stands_alone(place: Place, outside: Path) -> None:
         for name in ("read", "write", "append", "truncate while opening", "make", "delete", "list", "move in"):
             contained(walls, FILES[name].format(secret=secret, folder=str(outside)))
         contained(walls, PROCESSES["signal"].format(pid=place.pid))
-        for kind in ("tcp", "abstract") if whole.landlock >= 6 or walls is bubblewrap else ():
+        for kind in ("tcp", "abstract") if all_walls.landlock >= 6 or walls is bubblewrap else ():
             with listening(kind, outside) as (address, _):
                 contained(walls, CONNECTS[kind].format(address))
     for name in ("signal", "signal by input", "limits", "fork", "execute", "clone3"):
@@ -214,7 +215,7 @@ def test_names_are_not_looked_up(place: Place) -> None:
     )
 
 
-# Other processes: {pid} is the parent's. Each is harmless where it works.
+# Attempts on other processes. {pid} is the parent. All are harmless if they work.
 PROCESSES = {
     "signal": "os.kill({pid}, 0)",
     "signal the group": "os.kill(0, signal.SIGCONT)",
@@ -244,12 +245,12 @@ def test_other_processes(place: Place, name: str) -> None:
     source = attempt(PROCESSES[name].format(pid=place.pid))
     result = place.run(source)
     assert result.status == "ok" and result.stdout.startswith("contained"), result
-    # Root has given up its rights even there, and its parent has not.
+    # Without walls too, root's program has given up its capabilities, but its parent has not.
     if not (place.uid == 0 and name in ("priority", "processors", "read memory")):
         assert works_without_walls(place, name, source)
 
 
-# By number on x86_64: the kernel's own interfaces, which hold most of its holes. EFAULT or EINVAL: it was let in.
+# System calls by their number on x86_64: interfaces with many known exploits. EFAULT or EINVAL would mean "let in".
 KERNEL = {
     "execve": 59, "ptrace": 101, "bpf": 321, "perf_event_open": 298, "io_uring_setup": 425, "userfaultfd": 323,
     "keyctl": 250, "add_key": 248, "unshare": 272, "setns": 308, "mount": 165, "pivot_root": 155, "chroot": 161,
@@ -259,7 +260,7 @@ KERNEL = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
 def test_the_kernels_interfaces_are_closed(place: Place) -> None:
     source = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -268,26 +269,26 @@ def test_the_kernels_interfaces_are_closed(place: Place) -> None:
         "    print(name, libc.syscall(number, -1, -1, -1, -1, -1), ctypes.get_errno())\n"
         "print('young', libc.syscall(9999, 0), ctypes.get_errno())\n"
     )
-    said = dict(line.split(" ", 1) for line in place.run(source).stdout.splitlines())
-    assert said.pop("young") == "-1 38"
-    assert said == dict.fromkeys(KERNEL, "-1 1")
+    results = dict(line.split(" ", 1) for line in place.run(source).stdout.splitlines())
+    assert results.pop("young") == "-1 38"
+    assert results == dict.fromkeys(KERNEL, "-1 1")
     foreign = "import ctypes\nprint('before', flush=True)\nctypes.CDLL(None).syscall(0x40000000 + 39)\nprint('after')"
     result = place.run(foreign)
     assert (result.status, result.stdout) == ("killed", "before\n")
 
 
-def test_it_is_nobody_without_rights(place: Place) -> None:
+def test_a_program_has_an_unprivileged_user(place: Place) -> None:
     source = (
         "import ctypes, os, struct\nheader = ctypes.create_string_buffer(struct.pack('=Ii', 0x20080522, 0))\n"
         "sets = ctypes.create_string_buffer(24)\nassert ctypes.CDLL(None).capget(header, sets) == 0\n"
         "print(os.getuid(), os.getgroups(), struct.unpack('=6I', sets.raw)[:2])"
     )
-    uid, rest = place.run(source).stdout.split(maxsplit=1)
-    groups, rights = rest.strip().rsplit("] (", 1)
+    uid, remainder = place.run(source).stdout.split(maxsplit=1)
+    groups, rights = remainder.strip().rsplit("] (", 1)
     if place.uid == 0:
         assert int(uid) not in (0, NOBODY) and groups == "["
-        assert place.run(source).stdout.split()[0] != uid, "one for every sandbox"
-    # The right to read is kept where Python lies in root's own folder, and Landlock decides what.
+        assert place.run(source).stdout.split()[0] != uid, "every sandbox has a user of its own"
+    # The capability to read is kept if Python is in root's private folder; Landlock then decides what may be read.
     assert rights in ("0, 0)", "4, 4)") and (rights == "0, 0)" or (place.mode, place.uid) == ("landlock", 0))
 
 
@@ -347,12 +348,12 @@ SLOW = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in BOMBS])
-def test_bombs(place: Place, name: str) -> None:
+def test_programs_that_use_too_much_of_a_resource_end(place: Place, name: str) -> None:
     source, limits, statuses = BOMBS[name]
-    marker, where = f"b{secrets.token_hex(6)}", "import os\nprint(os.getcwd(), flush=True)\n"
-    named = f"import ctypes\nctypes.CDLL(None).prctl(15, {marker.encode()!r}, 0, 0, 0)\n"
+    marker, print_folder = f"b{secrets.token_hex(6)}", "import os\nprint(os.getcwd(), flush=True)\n"
+    set_name = f"import ctypes\nctypes.CDLL(None).prctl(15, {marker.encode()!r}, 0, 0, 0)\n"
     began = time.monotonic()
-    result = place.run(where + named + source, **limits)
+    result = place.run(print_folder + set_name + source, **limits)
     assert result.status in statuses, result
     assert time.monotonic() - began < 20
     assert not running(marker)
@@ -360,7 +361,7 @@ def test_bombs(place: Place, name: str) -> None:
     assert len(result.stdout) <= 256 << 10
 
 
-# Each holds up to 24 MiB of disk that no look at the scratch directory finds in time, and prints how much.
+# Each way holds up to 24 MiB of disk space that no scan of the scratch directory sees in time, and prints how much.
 HOLDS = """
 import mmap, os
 
@@ -412,21 +413,21 @@ WAYS = range(7)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_more_disk_than_given(place: Place, way: int) -> None:
+def test_no_more_disk_space_than_the_limit(place: Place, way: int) -> None:
     source = HOLDS.replace("WAY", str(way))
-    whole = place.protections.walls
-    assert whole.bounded, place.protections.lines()
-    unbounded = replace(whole, bubblewrap="", bounded=False, landlock=landlock_abi(), seccomp=True)
+    all_walls = place.protections.walls
+    assert all_walls.bounded, place.protections.lines()
+    unbounded = replace(all_walls, bubblewrap="", bounded=False, landlock=landlock_abi(), seccomp=True)
     for result in (
         place.run(source, file_mib=2),
         *([place.behind(unbounded, source, file_mib=2)] if place.uid else []),
     ):
-        # One beyond the limit is what a look takes for too much, and one more what the file system holds.
+        # A scan allows one MiB beyond the limit, and the file system holds one more.
         held = int(result.stdout or 0)
-        # A page that finds no room is a signal.
+        # A write to a mapped page without room raises a signal.
         assert result.status in ("disk_limit", "killed") or (result.status == "ok" and held <= 4), result
     if place.uid == 0:
-        assert place.bare(source, file_mib=2).stdout in ("24\n", ""), "it works without walls"
+        assert place.bare(source, file_mib=2).stdout in ("24\n", ""), "all 24 MiB can be held without walls"
 
 
 SOCKETS = """
@@ -452,34 +453,34 @@ print(held >> 20)
 """
 
 
-def test_sockets_hold_no_more_than_they_do_by_themselves(place: Place) -> None:
-    by_themselves = int(place.run(SOCKETS.replace("setsockopt", "getsockopt")).stdout)
-    assert int(place.run(SOCKETS).stdout) == by_themselves <= 16
-    assert int(place.bare(SOCKETS).stdout) > by_themselves, "it works without walls"
+def test_socket_buffers_cannot_be_enlarged(place: Place) -> None:
+    by_default = int(place.run(SOCKETS.replace("setsockopt", "getsockopt")).stdout)
+    assert int(place.run(SOCKETS).stdout) == by_default <= 16
+    assert int(place.bare(SOCKETS).stdout) > by_default, "buffers can be enlarged without walls"
 
 
 def running(marker: str) -> list[int]:
-    """Processes and threads of that name."""
-    found = []
+    """Return the processes that have a thread of this name, once per such thread."""
+    process_ids = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
-                found += [
+                process_ids += [
                     int(process.name)
                     for t in (process / "task").iterdir()
                     if (t / "comm").read_text().strip() == marker
                 ]
-    return found
+    return process_ids
 
 
-def test_the_threads_limit_is_what_ends_them(place: Place) -> None:
+def test_the_number_of_threads_is_limited(place: Place) -> None:
     source = (
         "import threading, time\nthreading.stack_size(32768)\nn = 0\ntry:\n    while n < 1000:\n"
         "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        n += 1\n"
         "except RuntimeError:\n    pass\nprint(n)\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
     )
-    given = int(place.run(source, processes=16).stdout)
-    assert 8 <= given <= (16 if place.uid == 0 else 300)
+    started = int(place.run(source, processes=16).stdout)
+    assert 8 <= started <= (16 if place.uid == 0 else 300)
     assert int(place.bare(source, memory_mib=4096, processes=5000).stdout) > 300
 
 
@@ -505,11 +506,11 @@ def test_usual_libraries_work(place: Place) -> None:
     assert (result.status, result.stdout) == ("ok", "5\nkept\n['a', 'c']\n4 0\n"), result
 
 
-def test_nothing_is_left_running(place: Place) -> None:
-    """A process that wants to outlive its sandbox, in every way there is."""
+def test_no_process_outlives_its_sandbox(place: Place) -> None:
+    """A program tries every way to leave a process behind."""
     marker = f"l{secrets.token_hex(6)}"
     name = f"import ctypes, os, time\nlibc = ctypes.CDLL(None)\nlibc.prctl(15, {marker.encode()!r}, 0, 0, 0)\n"
-    # Each has left before the next begins: the end of the program must find them gone.
+    # Each process has detached before the next one starts, so that they all exist when the program ends.
     stay = (
         "gone, left = os.pipe()\n"
         "for leave in (os.fork, lambda: libc.fork(), lambda: libc.syscall(57), lambda: libc.syscall(56, 17, 0, 0, 0, 0)):\n"
@@ -521,17 +522,17 @@ def test_nothing_is_left_running(place: Place) -> None:
     result = place.run(name + stay + "print('done')")
     assert (result.status, result.stdout) == ("ok", "done\n")
     assert not running(marker)
-    # Without walls they would be there; ended here by hand.
-    bare = place.bare(name + stay, processes=5000)  # a limit on all of a user's, and others test as the same user
+    # Without walls the processes stay, and this test must kill them.
+    bare = place.bare(name + stay, processes=5000)  # the limit counts all processes of a user, and other tests share it
     deadline = time.monotonic() + 10
     while not (left := running(marker)) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a busy machine
+        time.sleep(0.05)  # the machine may be busy
     assert left, bare
     for pid in left:
         os.kill(pid, 9)
 
 
-def test_odd_permissions_and_names_are_deleted(place: Place) -> None:
+def test_files_with_odd_permissions_and_names_are_deleted(place: Place) -> None:
     source = (
         "import os\nprint(os.getcwd(), flush=True)\nos.mkdir('closed', 0)\nos.mkdir('d')\nos.mkdir('d/e')\n"
         "open('d/e/\\udcff\\n', 'w').close()\nos.symlink('/', 'root')\nos.symlink('..', 'd/up')\n"
@@ -542,8 +543,8 @@ def test_odd_permissions_and_names_are_deleted(place: Place) -> None:
     assert not Path(result.stdout.strip()).exists()
 
 
-def test_the_parent_may_die(place: Place, outside: Path) -> None:
-    """What it ran then ends, too; tried with a parent of our own, killed in the middle."""
+def test_programs_end_if_their_parent_is_killed(place: Place, outside: Path) -> None:
+    """The parent is a process of this test, killed while its program runs."""
     import subprocess
 
     from tests.paths import ROOT
@@ -565,12 +566,12 @@ def test_the_parent_may_die(place: Place, outside: Path) -> None:
     wait_for(lambda: not running(marker))
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 20
-    while not happened():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
-def test_sound_after_all(place: Place) -> None:
-    sound(place)
+def test_judging_works_after_all_attempts(place: Place) -> None:
+    check_judge(place)

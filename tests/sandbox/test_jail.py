@@ -1,4 +1,4 @@
-"""The filter of system calls, run by an interpreter of its own: also for the machine that the tests do not run on."""
+"""Tests of the system call filter with an interpreter of its own, also for the other architecture."""
 
 # ruff: noqa: E501 (tables)
 from __future__ import annotations
@@ -17,28 +17,28 @@ ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None, bounded: bool = True) -> int:
-    """What the filter says of a call; classic BPF as the kernel runs it."""
+    """Return the filter's decision on a system call, by interpreting classic BPF as the kernel does."""
     program = seccomp_program(machine, PID, bounded)
     words = {0: number, 4: ARCHITECTURE[machine] if architecture is None else architecture}
     for at, argument in enumerate((*arguments, 0, 0, 0, 0, 0, 0)[:6]):
         words[16 + 8 * at] = argument & 0xFFFFFFFF
-    at, held = 0, 0
+    at, register = 0, 0
     while True:
         code, true, false, operand = program[at]
         at += 1
         if code == 0x20:
-            held = words[operand]
+            register = words[operand]
         elif code == 0x54:
-            held &= operand
+            register &= operand
         elif code == 0x06:
             return operand
         else:
-            holds = {0x15: held == operand, 0x35: held >= operand, 0x25: held > operand}[code]
+            holds = {0x15: register == operand, 0x35: register >= operand, 0x25: register > operand}[code]
             at += true if holds else false
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURE)
-def test_every_path_ends(machine: str) -> None:
+def test_every_path_of_the_filter_ends(machine: str) -> None:
     program = seccomp_program(machine, PID)
     assert len(program) < 4096
     for at, (code, true, false, _) in enumerate(program):
@@ -49,7 +49,7 @@ def test_every_path_ends(machine: str) -> None:
     assert {verdict(machine, n) for n in range(600)} == {ALLOW, EPERM, ENOSYS}
 
 
-def test_another_architecture_ends_the_process() -> None:
+def test_a_call_of_another_architecture_kills_the_process() -> None:
     for machine in ARCHITECTURE:
         assert verdict(machine, 0, architecture=0x40000003) == KILL
     assert verdict("x86_64", 0x40000000 + 1) == KILL
@@ -57,7 +57,7 @@ def test_another_architecture_ends_the_process() -> None:
     assert verdict("x86_64", 463) == ENOSYS and verdict("x86_64", 0) == ALLOW
 
 
-# Numbers as the kernel's tables have them: x86_64, aarch64.
+# Numbers from the kernel's tables: x86_64, aarch64.
 CALLS = {
     "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "tkill": (200, 130), "openat": (257, 56),
     "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29), "prctl": (157, 167), "prlimit64": (302, 261), "read": (0, 63),
@@ -94,24 +94,24 @@ EXPECTED = [
 
 @pytest.mark.parametrize("machine", ARCHITECTURE)
 @pytest.mark.parametrize(("call", "arguments", "expected"), EXPECTED)
-def test_calls(machine: str, call: str, arguments: tuple[int, ...], expected: int) -> None:
+def test_decisions_on_calls(machine: str, call: str, arguments: tuple[int, ...], expected: int) -> None:
     assert verdict(machine, CALLS[call][machine == "aarch64"], *arguments) == expected
 
 
-# Without a scratch directory of bounded size: what takes room at once, or where no look at it sees it.
-SHARED, PRIVATE, NOBODYS, FIXED = 1, 2, 0x20, 0x10
+# Without a scratch directory of bounded size: calls that take space at once, or where a scan does not see it.
+SHARED, PRIVATE, ANONYMOUS, FIXED = 1, 2, 0x20, 0x10
 UNBOUNDED = [
     ("fallocate", (3, 0, 0, 4096), EOPNOTSUPP), ("openat", (-100, 0, 0o20200002), EOPNOTSUPP), ("openat", (-100, 0, 0o200000), ALLOW),
     ("openat", (-100, 0, 0o1000), EPERM), ("openat", (-100, 0, 0o1002), ALLOW),
     ("mmap", (0, 4096, 1, PRIVATE, 3), ALLOW), ("mmap", (0, 4096, 5, PRIVATE | FIXED | 0x800, 3), ALLOW),
     ("mmap", (0, 4096, 3, SHARED, 3), EPERM), ("mmap", (0, 4096, 3, 3, 3), EPERM), ("mmap", (0, 4096, 3, SHARED | FIXED, 3), EPERM),
-    ("mmap", (0, 4096, 3, SHARED | NOBODYS, -1), ALLOW), ("mmap", (0, 4096, 3, PRIVATE | NOBODYS, -1), ALLOW),
+    ("mmap", (0, 4096, 3, SHARED | ANONYMOUS, -1), ALLOW), ("mmap", (0, 4096, 3, PRIVATE | ANONYMOUS, -1), ALLOW),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURE)
 @pytest.mark.parametrize(("call", "arguments", "expected"), UNBOUNDED)
-def test_calls_where_the_scratch_is_not_bounded(
+def test_decisions_on_calls_if_the_scratch_directory_is_not_bounded(
     machine: str, call: str, arguments: tuple[int, ...], expected: int
 ) -> None:
     number = {**CALLS, "fallocate": (285, 47)}[call][machine == "aarch64"]
@@ -120,7 +120,7 @@ def test_calls_where_the_scratch_is_not_bounded(
 
 
 @pytest.mark.parametrize("call", ["fork", "vfork", "open", "chmod"])
-def test_calls_that_only_x86_has(call: str) -> None:
+def test_decisions_on_calls_that_only_x86_has(call: str) -> None:
     assert verdict("x86_64", {"fork": 57, "vfork": 58, "open": 2, "chmod": 90}[call], 0, 0o1000) == EPERM
 
 
@@ -128,9 +128,9 @@ def test_calls_that_only_x86_has(call: str) -> None:
     ("header", "column"),
     [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 1), ("/usr/include/asm-generic/unistd.h", 2)],
 )
-def test_numbers_are_the_kernels(header: str, column: int) -> None:
+def test_call_numbers_are_the_kernels(header: str, column: int) -> None:
     if not Path(header).exists():
-        pytest.skip("no headers of the kernel here")
+        pytest.skip("the kernel's headers are not installed")
     text = Path(header).read_text()
     known = {n: int(v) for n, v in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
     ours = {row.split()[0]: row.split()[column] for row in jail._REFUSED.split(",")}
@@ -138,5 +138,5 @@ def test_numbers_are_the_kernels(header: str, column: int) -> None:
     checked = {n: v for n, v in ours.items() if v != "-" and n in known}
     assert len(checked) > 100
     assert {n: known[n] for n in checked} == {n: int(v) for n, v in checked.items()}
-    if column == 1:  # One table has it all; aarch64 lacks the older ones.
+    if column == 1:  # x86_64 has all calls; aarch64 lacks the older ones
         assert not [n for n, v in ours.items() if v == "-" and n in known]

@@ -1,4 +1,4 @@
-"""Verdicts: right programs pass, wrong ones fail, and none gets by on anything but its answers."""
+"""Tests of verdicts: right programs pass, wrong ones fail, and a program passes by its answers only."""
 
 # ruff: noqa: E501 (programs are easier to compare with one or two lines each)
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.sandbox.places import Place
 TESTS = "assert f(2) == {marker!r}\nassert f(3) == {marker!r} + '3'\n"
 RIGHT = "def f(x):\n    return {marker!r} + ('3' if x == 3 else '')\n"
 
-# Programs that do not know the answer. True: a judge that runs program and tests in one process believes it.
+# Programs that do not know the answer. True: the program passes if it runs in one process with the tests.
 FAKES: dict[str, tuple[str, bool]] = {
     "exits": ("import sys\nsys.exit(0)", True),
     "exits at once": ("import os\nos._exit(0)", True),
@@ -107,14 +107,14 @@ FAKES: dict[str, tuple[str, bool]] = {
 
 
 @pytest.mark.parametrize("name", every(4, FAKES))
-def test_fakes_fail(place: Place, name: str) -> None:
+def test_programs_that_do_not_know_the_answer_fail(place: Place, name: str) -> None:
     program, fools_others = FAKES[name]
     marker = f"MARK{secrets.token_hex(8)}"
     tests = TESTS.format(marker=marker)
     result = place.judge(program, tests)
     assert not result.passed, result
     assert marker not in result.reason
-    # Such a fake gets by where program and tests share a process.
+    # Make sure that this program would pass if it shared a process with the tests.
     if fools_others and place.mode == "landlock":
         together = place.bare(program + "\n" + tests)
         assert together.status == "ok", together
@@ -126,13 +126,13 @@ def test_the_tests_of_the_fakes_pass_a_right_program(place: Place) -> None:
         assert place.judge(RIGHT.format(marker=marker), TESTS.format(marker=marker)).passed
 
 
-def test_a_right_program_that_tampers_still_passes_only_by_its_answers(any_place: Place) -> None:
+def test_a_program_that_tampers_passes_only_by_right_answers(any_place: Place) -> None:
     program = "import builtins\nbuiltins.AssertionError = builtins.exec = builtins.compile = None\ndef f(x):\n    return x + 1"
-    ok(any_place, program, "assert f(1) == 2")
-    fails(any_place, program, "assert f(1) == 3")
+    check_passes(any_place, program, "assert f(1) == 2")
+    check_fails(any_place, program, "assert f(1) == 3")
 
 
-def test_endless_programs_end(place: Place) -> None:
+def test_endless_programs_time_out(place: Place) -> None:
     for program in ("def f(x):\n    while True: pass", "import time\ndef f(x):\n    time.sleep(99)"):
         began = time.monotonic()
         result = place.judge(program, "assert f(1) == 1", wall_s=0.3)
@@ -140,14 +140,14 @@ def test_endless_programs_end(place: Place) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_one_clock_for_all_calls(any_place: Place) -> None:
+def test_all_calls_share_one_time_limit(any_place: Place) -> None:
     program = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
     assert any_place.judge(program, "for i in range(3):\n    assert f(i) == i", wall_s=8).passed
     assert any_place.judge(program, "for i in range(10):\n    assert f(i) == i", wall_s=0.5).reason == "timeout"
 
 
 @pytest.mark.slow
-def test_bombs_are_failures_and_end(place: Place) -> None:
+def test_programs_that_use_too_many_resources_fail(place: Place) -> None:
     for body in (
         "    held = []\n    while True:\n        held.append(bytearray(1 << 24))",
         "    import os\n    while True:\n        os.write(1, b'x' * 65536)",
@@ -158,22 +158,22 @@ def test_bombs_are_failures_and_end(place: Place) -> None:
         assert time.monotonic() - began < 8
 
 
-def test_the_disk_is_not_filled(place: Place) -> None:
+def test_a_program_cannot_fill_the_disk(place: Place) -> None:
     program = "def f(x):\n    n = 0\n    while True:\n        n += 1\n        open(str(n), 'wb').write(bytes(1 << 20))"
     assert place.judge(program, "f(1)", file_mib=4).reason == "disk_limit"
 
 
-# The rest is about tests and calls, whatever the walls.
+# The remaining tests are about tests and calls, which do not depend on the walls.
 
 
-def ok(
+def check_passes(
     place: Place, program: str, tests: str, entry_point: str | None = "f", prelude: str = "", names: Sequence[str] = ()
 ) -> None:
     result = place.judge(program, tests, entry_point, prelude, names)
     assert result.passed, result
 
 
-def fails(
+def check_fails(
     place: Place,
     program: str,
     tests: str,
@@ -186,7 +186,7 @@ def fails(
     assert not result.passed and why in result.reason, result
 
 
-def test_in_the_manner_of_human_eval(any_place: Place) -> None:
+def test_tests_in_the_form_of_human_eval(any_place: Place) -> None:
     prelude = (
         "from typing import List\n\ndef encode(s: str):\n    return s[::-1]\n\ndef decode(s: str):\n    '''inverse'''\n"
     )
@@ -194,17 +194,17 @@ def test_in_the_manner_of_human_eval(any_place: Place) -> None:
         "METADATA = {'author': 'x'}\n\ndef check(candidate):\n    import math\n    for word in ('abc', 'xyz'):\n"
         "        assert candidate(encode(word)) == word\n"
     )
-    ok(any_place, "def decode(s):\n    return s[::-1]", tests, "decode", prelude)
-    fails(any_place, "def decode(s):\n    return s", tests, "decode", prelude, "AssertionError in line 6")
-    # The helper that the tests call is the data set's, even where the program has one of its own.
-    fails(any_place, "def encode(s):\n    return s\ndef decode(s):\n    return s", tests, "decode", prelude)
+    check_passes(any_place, "def decode(s):\n    return s[::-1]", tests, "decode", prelude)
+    check_fails(any_place, "def decode(s):\n    return s", tests, "decode", prelude, "AssertionError in line 6")
+    # A helper that the tests call is the data set's, even if the program defines one of that name.
+    check_fails(any_place, "def encode(s):\n    return s\ndef decode(s):\n    return s", tests, "decode", prelude)
 
 
-def test_in_the_manner_of_mbpp(any_place: Place) -> None:
+def test_tests_in_the_form_of_mbpp(any_place: Place) -> None:
     tests = "assert f(3) == 6\nassert math.isclose(f(1.5), 3.0)\nassert Counter(g('aab')) == Counter('aab')"
-    ok(any_place, "def f(x):\n    return 2 * x\ndef g(s):\n    return s", tests, None, names=("f", "g"))
+    check_passes(any_place, "def f(x):\n    return 2 * x\ndef g(s):\n    return s", tests, None, names=("f", "g"))
     lying = "class math:\n    isclose = lambda *a: True\nclass Counter:\n    __eq__ = lambda *a: True\n    __init__ = lambda *a: None\n"
-    fails(
+    check_fails(
         any_place,
         lying + "def f(x):\n    return 6\ndef g(s):\n    return s",
         tests,
@@ -212,7 +212,7 @@ def test_in_the_manner_of_mbpp(any_place: Place) -> None:
         why="line 2",
         names=("f", "g"),
     )
-    fails(
+    check_fails(
         any_place,
         lying + "def f(x):\n    return 2 * x\ndef g(s):\n    return 'b'",
         tests,
@@ -220,67 +220,69 @@ def test_in_the_manner_of_mbpp(any_place: Place) -> None:
         why="line 3",
         names=("f", "g"),
     )
-    # A function under test may bear a library's name.
-    ok(any_place, "def gcd(a, b):\n    return gcd(b, a % b) if b else a", "assert gcd(12, 18) == 6", None)
-    fails(any_place, "def gcd(a, b):\n    return 1", "assert gcd(12, 18) == 6", None)
+    # A function under test may have the name of a library function.
+    check_passes(any_place, "def gcd(a, b):\n    return gcd(b, a % b) if b else a", "assert gcd(12, 18) == 6", None)
+    check_fails(any_place, "def gcd(a, b):\n    return 1", "assert gcd(12, 18) == 6", None)
 
 
-def test_in_the_manner_of_leet_code(any_place: Place) -> None:
+def test_tests_in_the_form_of_leet_code(any_place: Place) -> None:
     program = (
         "class Solution:\n    def __init__(self):\n        self.calls = 0\n"
         "    def twice(self, x):\n        self.calls += 1\n        return 2 * x * self.calls\n"
     )
     for entry_point in ("Solution.twice", "Solution().twice"):
-        ok(
+        check_passes(
             any_place,
             program,
             "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(2) == 4",
             entry_point,
         )
-        fails(any_place, program, "assert candidate(2) == 5", entry_point)
-    ok(any_place, program, "s = Solution()\nassert s.twice(2) == 4\nassert s.twice(2) == 8\nassert s.calls == 2", None)
+        check_fails(any_place, program, "assert candidate(2) == 5", entry_point)
+    check_passes(
+        any_place, program, "s = Solution()\nassert s.twice(2) == 4\nassert s.twice(2) == 8\nassert s.calls == 2", None
+    )
 
 
 def test_arguments_changed_in_place(any_place: Place) -> None:
     program = "def f(a, more=None, *rest):\n    a.sort()\n    if more:\n        more['k'] = a[0]\n        more['l'][0].append(5)\n        del more['gone']\n"
-    ok(any_place, program, "x = y = [3, 1, 2]\nassert f(x) is None\nassert y == [1, 2, 3] and x is y")
-    ok(
+    check_passes(any_place, program, "x = y = [3, 1, 2]\nassert f(x) is None\nassert y == [1, 2, 3] and x is y")
+    check_passes(
         any_place,
         program,
         "d = {'gone': 0, 'l': [[]]}\ninner = d['l'][0]\nf([2, 1], more=d)\nassert d == {'l': [[5]], 'k': 1} and inner == [5]",
     )
-    ok(
+    check_passes(
         any_place,
         "def f(s, b):\n    s.add(3)\n    b[:] = b'xy'",
         "s, b = {1}, bytearray(b'q')\nf(s, b)\nassert s == {1, 3} and b == b'xy'",
     )
-    ok(any_place, "def f(m):\n    m[0][1] = 9", "row = [1, 2]\nf([row])\nassert row == [1, 9]")
-    ok(
+    check_passes(any_place, "def f(m):\n    m[0][1] = 9", "row = [1, 2]\nf([row])\nassert row == [1, 9]")
+    check_passes(
         any_place,
         "def f(m):\n    m.append(1)\n    raise ValueError('x')",
         "m = []\ntry:\n    f(m)\nexcept ValueError:\n    pass\nassert m == [1]",
     )
-    fails(any_place, "def f(a):\n    return sorted(a)", "x = [3, 1]\nf(x)\nassert x == [1, 3]")
+    check_fails(any_place, "def f(a):\n    return sorted(a)", "x = [3, 1]\nf(x)\nassert x == [1, 3]")
 
 
 def test_exceptions(any_place: Place) -> None:
     program = "class Own(Exception):\n    pass\ndef f(x):\n    if x == 5:\n        raise Own('own')\n    if x == 6:\n        raise SystemExit(0)\n    raise ValueError('bad', x)"
     tests = "try:\n    f({0})\n    assert False\nexcept {1} as error:\n    assert {2}"
-    ok(any_place, program, tests.format(1, "ValueError", "error.args == ('bad', 1)"))
-    fails(any_place, program, tests.format(1, "KeyError", "True"), why="ValueError")
-    fails(any_place, program, tests.format(5, "ValueError", "True"), why="Own")
-    ok(any_place, program, tests.format(5, "Exception", "'Own' in str(error)"))
-    fails(any_place, program, tests.format(6, "SystemExit", "True"), why="SystemExit")
-    # Where a loop of the tests asks, it would end the loop, and with it the tests.
+    check_passes(any_place, program, tests.format(1, "ValueError", "error.args == ('bad', 1)"))
+    check_fails(any_place, program, tests.format(1, "KeyError", "True"), why="ValueError")
+    check_fails(any_place, program, tests.format(5, "ValueError", "True"), why="Own")
+    check_passes(any_place, program, tests.format(5, "Exception", "'Own' in str(error)"))
+    check_fails(any_place, program, tests.format(6, "SystemExit", "True"), why="SystemExit")
+    # StopIteration in a loop of the tests would end the loop, and with it the tests.
     stops = "def f(x):\n    raise StopIteration"
-    fails(any_place, stops, "for given in map(f, [1, 2]):\n    assert given == 2", why="StopIteration")
-    fails(any_place, stops, "for given in iter(lambda: f(1), 0):\n    assert given == 2", why="StopIteration")
+    check_fails(any_place, stops, "for given in map(f, [1, 2]):\n    assert given == 2", why="StopIteration")
+    check_fails(any_place, stops, "for given in iter(lambda: f(1), 0):\n    assert given == 2", why="StopIteration")
 
 
-def test_a_program_that_dies_fails_though_the_tests_catch_everything(any_place: Place) -> None:
+def test_a_program_that_dies_fails_even_if_the_tests_catch_everything(any_place: Place) -> None:
     tests = "for i in range(3):\n    try:\n        f(i)\n    except BaseException:\n        pass\n"
-    ok(any_place, "def f(x):\n    raise ValueError", tests)
-    fails(any_place, "import os\ndef f(x):\n    os._exit(0)", tests, why="ended")
+    check_passes(any_place, "def f(x):\n    raise ValueError", tests)
+    check_fails(any_place, "import os\ndef f(x):\n    os._exit(0)", tests, why="ended")
 
 
 def test_values_of_all_kinds(any_place: Place) -> None:
@@ -289,31 +291,31 @@ def test_values_of_all_kinds(any_place: Place) -> None:
         "    assert f(v) == v and type(f(v)) is type(v), v\n"
         "assert type(f(True)) is bool and str(f(-0.0)) == '-0.0' and f(float('nan')) != f(float('nan'))\n"
     )
-    ok(any_place, "def f(x):\n    return x", tests)
-    ok(
+    check_passes(any_place, "def f(x):\n    return x", tests)
+    check_passes(
         any_place,
         "def f(x):\n    return (i * i for i in range(x))",
         "assert list(f(3)) == [0, 1, 4] and sum(f(3)) == 5",
     )
-    ok(
+    check_passes(
         any_place,
         "import collections\ndef f(x):\n    return collections.Counter(x)",
         "assert f('aab') == {'a': 2, 'b': 1}",
     )
-    ok(
+    check_passes(
         any_place,
         "def f(*a, k=1, **more):\n    return [a, k, more]",
         "assert f(1, 2, k=3, z=4) == [(1, 2), 3, {'z': 4}]",
     )
-    fails(any_place, "def f(x):\n    return [1]", "assert f(0) == (1,)")
-    fails(any_place, "def f(x):\n    return '1'", "assert f(0) == 1")
+    check_fails(any_place, "def f(x):\n    return [1]", "assert f(0) == (1,)")
+    check_fails(any_place, "def f(x):\n    return '1'", "assert f(0) == 1")
 
 
 def test_numpy_may_be_used(any_place: Place) -> None:
     pytest.importorskip("numpy")
     if any_place.run("import numpy").status != "ok":
         pytest.skip("this user's Python has no NumPy")
-    ok(
+    check_passes(
         any_place,
         "import numpy as np\ndef f(x):\n    return np.sum(x)",
         "assert f([1, 2]) == 3\nassert np.isclose(f([0.5]), 0.5)",
@@ -325,27 +327,27 @@ def test_objects_of_the_program(any_place: Place) -> None:
         "LIMIT = 7\nclass Stack:\n    def __init__(self, *items):\n        self.items = list(items)\n    def push(self, x):\n        self.items.append(x)\n"
         "        return self\n    def top(self):\n        return self.items[-1]\n    def same(self, other):\n        return other is self\n    def __eq__(self, other):\n        return True\n"
     )
-    ok(
+    check_passes(
         any_place,
         program,
         "s = Stack(1)\nassert s.push(2).push(3).top() == 3\nassert s.items == [1, 2, 3]\nassert s.same(s) and LIMIT == 7",
         None,
         names=("Stack", "LIMIT"),
     )
-    fails(any_place, program, "assert Stack(1) == 1", None)
-    fails(any_place, program, "assert Stack(1).top == 1", None)
+    check_fails(any_place, program, "assert Stack(1) == 1", None)
+    check_fails(any_place, program, "assert Stack(1).top == 1", None)
 
 
-def test_functions_and_cases_run(any_place: Place) -> None:
+def test_test_functions_and_test_cases_run(any_place: Place) -> None:
     functions = "def test_one():\n    assert f(1) == 2\ndef helper(x):\n    return x"
-    ok(any_place, "def f(x):\n    return x + 1", functions)
-    fails(any_place, "def f(x):\n    return x", functions)
+    check_passes(any_place, "def f(x):\n    return x + 1", functions)
+    check_fails(any_place, "def f(x):\n    return x", functions)
     cases = "import unittest\nclass TestIt(unittest.TestCase):\n    def test_one(self):\n        self.assertEqual(f(1), 2)\n        with self.assertRaises(TypeError):\n            f('a')\n"
-    ok(any_place, "def f(x):\n    return x + 1", cases)
-    fails(any_place, "def f(x):\n    return 2", cases)
+    check_passes(any_place, "def f(x):\n    return x + 1", cases)
+    check_fails(any_place, "def f(x):\n    return 2", cases)
 
 
-def test_tests_that_ask_nothing_pass_nothing(any_place: Place) -> None:
+def test_tests_without_a_check_fail_every_program(any_place: Place) -> None:
     for tests in (
         "",
         "x = 5",
@@ -353,30 +355,30 @@ def test_tests_that_ask_nothing_pass_nothing(any_place: Place) -> None:
         "assert True\nimport sys\nsys.exit(0)",
         "import os\nos._exit(0)",
     ):
-        fails(any_place, "def f(x):\n    return x", tests)
+        check_fails(any_place, "def f(x):\n    return x", tests)
 
 
-def test_faults_of_the_data_set_are_told(any_place: Place) -> None:
+def test_faults_of_the_data_set_are_reported(any_place: Place) -> None:
     with pytest.raises(ConfigurationError, match="tests: the tests cannot be compiled: SyntaxError"):
         any_place.judge("def f(x):\n    return x", "assert f(1) ==")
-    fails(
+    check_fails(
         any_place, "def f(x):\n    return x", "f(1)", prelude="1 / 0", why="the data set's own code: ZeroDivisionError"
     )
-    fails(any_place, "def f(x):\n    return x", "f(object())", why="plain")
+    check_fails(any_place, "def f(x):\n    return x", "f(object())", why="plain")
 
 
-def test_names_that_the_tests_make_are_theirs(any_place: Place) -> None:
+def test_names_defined_by_the_tests_override_the_programs(any_place: Place) -> None:
     lying = "def helper(x):\n    return 5\ndef e(x):\n    return 5\n"
-    for made in (
+    for definition in (
         "def helper(x):\n    return x", "from operator import pos as helper", "helper = lambda e: e", "class helper(int):\n    pass",
     ):  # fmt: skip
-        ok(any_place, lying + "def f(x):\n    return x", f"{made}\nassert f(3) == helper(3)")
-        fails(any_place, lying + "def f(x):\n    return 5", f"{made}\nassert f(3) == helper(3)")
+        check_passes(any_place, lying + "def f(x):\n    return x", f"{definition}\nassert f(3) == helper(3)")
+        check_fails(any_place, lying + "def f(x):\n    return 5", f"{definition}\nassert f(3) == helper(3)")
 
 
 def test_a_built_in_name_under_test(any_place: Place) -> None:
-    ok(any_place, "def sorted(x):\n    return 'mine'", "assert sorted([1]) == 'mine'", "sorted")
-    fails(any_place, "x = 1", "assert sorted([2, 1]) == [1, 2]", "sorted", why="does not define")
+    check_passes(any_place, "def sorted(x):\n    return 'mine'", "assert sorted([1]) == 'mine'", "sorted")
+    check_fails(any_place, "x = 1", "assert sorted([2, 1]) == [1, 2]", "sorted", why="does not define")
 
 
 def test_standard_input_and_output(any_place: Place) -> None:
@@ -397,7 +399,7 @@ def test_each_case_has_its_own_clock_and_all_of_them_one_together(any_place: Pla
     assert not together.passed and "timeout" in together.reason and together.seconds < 5
 
 
-def test_what_a_program_is_to_print_it_may_print(any_place: Place) -> None:
+def test_the_output_limit_grows_with_the_expected_output(any_place: Place) -> None:
     long = "12345678 " * 4000
     assert any_place.stdio("print('12345678\\n' * 4000)", [("", long)], output_kib=8).passed
     assert any_place.stdio("print('12345678\\n' * 40000)", [("", long)], output_kib=8).reason == "case 1: output_limit"
@@ -450,12 +452,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_sandbox_that_does_not_stand_is_no_verdict(
+def test_a_sandbox_that_does_not_start_gives_no_verdict(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     protections = Protections(BROKEN[name])
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others have sandboxes in the usual place
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests use the default folder
     if name.startswith("an interpreter"):
         monkeypatch.setattr(launch, "_python", lambda: "/bin/false")
     with pytest.raises(SandboxError, match="does not start"):
@@ -465,17 +467,17 @@ def test_a_sandbox_that_does_not_stand_is_no_verdict(
     assert not list(tmp_path.iterdir())
 
 
-def test_one_that_ends_before_it_was_heard_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end may be noticed first; whether it had started is looked up then."""
+def test_a_program_that_ends_before_it_reports_its_start_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end may be noticed before the start was reported; then it must be checked whether the program had started."""
     monkeypatch.setattr(launch, "_listen", lambda children, *_: [child.wait() for child in children])
     with pytest.raises(SandboxError, match="does not start"):
         run_program("print(1)", "", Limits(), Protections(Walls(bubblewrap="/bin/false")))
     assert run_program("print(1)", "", Limits(), Protections(Walls())).stdout == "1\n"
 
 
-def test_many_at_once(any_place: Place) -> None:
+def test_programs_are_judged_concurrently(any_place: Place) -> None:
     if any_place.pid != __import__("os").getpid():
-        pytest.skip("the worker answers one at a time")
+        pytest.skip("the worker process answers one request at a time")
     verdicts: list[bool] = []
 
     def one(number: int) -> None:
@@ -491,13 +493,13 @@ def test_many_at_once(any_place: Place) -> None:
     assert verdicts == [True] * 8
 
 
-def test_no_descriptor_is_left_open(any_place: Place) -> None:
-    def opened() -> int:
+def test_descriptors_are_closed(any_place: Place) -> None:
+    def open_descriptors() -> int:
         return len(list(Path(f"/proc/{any_place.pid}/fd").iterdir()))
 
     any_place.judge("def f(x):\n    return x", "f(1)")
-    before = opened()
+    before = open_descriptors()
     for program in ("def f(x):\n    return x", "while True: pass", "import os\nos._exit(1)"):
         any_place.judge(program, "f(1)", wall_s=0.3)
         any_place.run(program, wall_s=0.3)
-    assert opened() == before
+    assert open_descriptors() == before

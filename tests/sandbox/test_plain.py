@@ -1,4 +1,4 @@
-"""What crosses from a program to its judge is rebuilt from built-in types, or refused."""
+"""Tests of values sent from a program to its judge: they are rebuilt from built-in types, or refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ values = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all through: 1, 1.0 and True are not the same."""
+    """Equal and of equal types at all levels: 1, 1.0 and True differ."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple):
@@ -60,7 +60,7 @@ def test_round_trip(value: Any) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_foreign_bytes_are_a_value_or_refused(message: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_value_or_are_refused(message: bytes) -> None:
     try:
         decode(message)
     except MalformedError:
@@ -68,7 +68,7 @@ def test_foreign_bytes_are_a_value_or_refused(message: bytes) -> None:
 
 
 @given(values, st.data())
-def test_a_damaged_message_is_a_value_or_refused(value: Any, data: st.DataObject) -> None:
+def test_a_damaged_message_decodes_to_a_value_or_is_refused(value: Any, data: st.DataObject) -> None:
     message = bytearray(encode(value))
     message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -132,11 +132,11 @@ class Colour(enum.IntEnum):
         (np.bool_(True), True),
     ],
 )
-def test_subclasses_become_what_they_are_made_from(value: Any, plain: Any) -> None:
+def test_subclasses_become_their_base_types(value: Any, plain: Any) -> None:
     assert same(decode(encode(value)), plain)
 
 
-def test_iterators_become_what_they_give() -> None:
+def test_iterators_become_lists() -> None:
     assert list(decode(encode(i * i for i in range(4)))) == [0, 1, 4, 9]
     with pytest.raises(NotPlainError, match="iterator of more"):
         encode(iter(range(MAX_ITEMS_OF_ITERATOR + 1)))
@@ -149,23 +149,23 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-def test_too_deep() -> None:
+def test_values_nested_too_deep_are_refused() -> None:
     assert decode(encode(nested(MAX_DEPTH - 1))) == nested(MAX_DEPTH - 1)
     with pytest.raises(NotPlainError, match="deep"):
         encode(nested(MAX_DEPTH))
     with pytest.raises(NotPlainError, match="deep"):
         encode(nested(100_000))
-    around: list[Any] = []
-    around.append(around)
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
     with pytest.raises(NotPlainError, match="deep"):
-        encode(around)
+        encode(cyclic)
     message = b"l\x01\x00\x00\x00" * 100_000 + b"N"
     with pytest.raises(MalformedError, match="deep"):
         decode(message)
 
 
 @pytest.mark.slow
-def test_too_large() -> None:
+def test_values_that_are_too_large_are_refused() -> None:
     for large in ("a" * (MAX_BYTES + 1), [0.5] * MAX_BYTES, 1 << (8 * MAX_BYTES), [1] * MAX_BYTES):
         with pytest.raises(NotPlainError, match="more than"):
             encode(large)
@@ -178,13 +178,13 @@ def test_too_large() -> None:
         decode(b"s" + bytes(MAX_BYTES + 5))
 
 
-def test_a_claimed_length_makes_nothing() -> None:
+def test_a_false_length_allocates_nothing() -> None:
     for tag in b"lstSZIdbBq":
         with pytest.raises(MalformedError):
             decode(bytes([tag]) + b"\xff\xff\xff\xff")
 
 
-def test_objects_are_refused_or_stand_ins() -> None:
+def test_objects_are_refused_or_become_handles() -> None:
     thing = object()
     with pytest.raises(NotPlainError, match="object"):
         encode([thing])

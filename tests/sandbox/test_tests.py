@@ -1,4 +1,4 @@
-"""Tests that a data set defines: all of them run, or the row is refused before anything does."""
+"""Tests of the tests that a data set defines: all of them run, or the row is refused before anything runs."""
 
 # ruff: noqa: E501 (tests are easier to compare with a line each)
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.sandbox.places import Place
 A = "assert f(1) == 2"
 CASE = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 2)\n"
 
-# Each passes `x + 1` and fails `0`. Those that begin with `f(0)` would pass anything if the rest did not run.
+# Each passes `x + 1` and fails `0`. Those with `f(0)` at module level would pass anything if their test did not run.
 RUN = {
     "coroutine": f"f(0)\nasync def test_a():\n    {A}",
     "a coroutine as check": "async def check(candidate):\n    assert candidate(1) == 2",
@@ -40,7 +40,7 @@ RUN = {
 
 
 @pytest.mark.parametrize("name", every(4, RUN))
-def test_whatever_the_tests_define_is_run(any_place: Place, name: str) -> None:
+def test_all_tests_that_are_defined_run(any_place: Place, name: str) -> None:
     if name == "parametrised" and any_place.run("import pytest").status != "ok":
         pytest.skip("this user's Python has no pytest")
     assert any_place.judge("def f(x):\n    return x + 1", RUN[name]).passed
@@ -80,7 +80,7 @@ def test_tests_that_cannot_be_judged_are_refused_before_they_run(any_place: Plac
         any_place.judge("def allclose(a, b):\n    return True\ndef f(x):\n    return 0", "assert allclose(f(1), 2)")
 
 
-def test_usual_tests_are_not_refused() -> None:
+def test_common_tests_are_not_refused() -> None:
     for tests in (
         *RUN.values(),
         "try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass",
@@ -104,7 +104,7 @@ def test_only_names_that_the_solution_defines_come_from_the_program(any_place: P
     assert unjudgeable("assert gcd(4, 6) == 2", entry_point=None) is None
 
 
-def test_an_exception_that_the_tests_would_not_see_fails_the_program(any_place: Place) -> None:
+def test_an_exception_that_the_tests_would_hide_fails_the_program(any_place: Place) -> None:
     tests = "class C:\n    @property\n    def v(self): return f(1)\nassert getattr(C(), 'v', 2) == 2"
     assert not any_place.judge("def f(x):\n    raise AttributeError", tests).passed
     loop = "for v in iter(lambda: f(1), 0): assert v == 2"

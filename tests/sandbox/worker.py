@@ -1,4 +1,4 @@
-"""The sandbox in a process of its own, for the tests that start it as another user: requests and answers as JSON."""
+"""Runs the sandbox for tests that start it as another user: requests and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def protections(mode: str) -> Protections:
 
 
 def perform(what: str, mode: str, limits: dict[str, Any], asked: dict[str, Any]) -> Any:
-    """One request, in whatever process this is."""
+    """Perform one request in the current process."""
     allowed = Limits(**limits)
     if what == "behind":
         return run_in(Walls(**asked["walls"]), asked["source"], "", allowed)
-    found = protections(mode)
+    tested = protections(mode)
     if what == "protections":
-        return found
+        return tested
     if what == "judge":
-        return judge(**asked, limits=allowed, protections=found)
+        return judge(**asked, limits=allowed, protections=tested)
     if what == "stdio":
-        return judge_stdio(asked["program"], [(i, o) for i, o in asked["cases"]], allowed, found, asked["total_s"])
-    return run_program(asked["source"], asked["stdin"], allowed, found)
+        return judge_stdio(asked["program"], [(i, o) for i, o in asked["cases"]], allowed, tested, asked["total_s"])
+    return run_program(asked["source"], asked["stdin"], allowed, tested)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""SIGKILL after every single scheduler event of a run, and resume: the journal of an undisturbed run, bit for bit.
+"""Tests of resuming a run that was killed with SIGKILL after any scheduler event.
 
-Nothing but its files outlives a process that is killed. So the undisturbed run notes after every event, byte for byte,
-what it would leave; of events after which it would leave the same, one is killed in earnest and resumed, once it is
-shown that the kill did leave this. Children are forked from this process, which has imported everything and loaded
-the model already.
+The resumed run's journal must equal the journal of a run that was never killed, bit for bit. Only files survive a kill,
+so the uninterrupted run records the bytes of its files after every event. Events after which these bytes are the same
+need only one real kill. Each killed run must leave the recorded files. Child processes are forked from this process,
+which has imported everything and loaded the model already.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TINY = (
     "thinking.interrupt_to=1",
     "precision=fp32",
 )
-# With the completion limit: no more events than MAX_EVENTS, and in the pipelines weights change within a rollout.
+# Mode and its limit of new tokens: at most MAX_EVENTS events, and in pipelines weights change during a rollout.
 MODES: dict[str, tuple[Callable[[], Any], int]] = {
     "on_policy": (OnPolicy, 3),
     "ppo_off_policy": (lambda: PPOOffPolicy(2), 3),
@@ -50,32 +50,32 @@ MODES: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-Left = dict[str, bytes]
+Files = dict[str, bytes]
 
 
-def left_in(run_dir: Path) -> Left:
-    """Every file below a run's directory, by name: all of the run that a kill leaves, but what tells of the clock."""
+def files_in(run_dir: Path) -> Files:
+    """Return the content of every file in a run's directory, by name, without the heartbeat, which depends on time."""
     files = [path for path in run_dir.rglob("*") if path.is_file() and HEARTBEAT_FILE not in path.name]
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
 
 
 class OnEvent(Callback):
-    """Notes the stream's events and what a kill would leave after each; after number `kill_after` it is one."""
+    """Record each event and the run's files after it; kill the process after event number `kill_after`."""
 
     def __init__(self, run_dir: Path, kill_after: int | None = None, pause_s: float = 0.0) -> None:
         self.run_dir = run_dir
         self.kill_after = kill_after
         self.pause_s = pause_s
-        self.seen: list[str] = []
-        self.left: list[Left] = []
+        self.kinds: list[str] = []
+        self.run_files: list[Files] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.driver.listeners.append(self.on_event)
 
     def on_event(self, event: Event) -> None:
-        self.seen.append(event.kind)
-        self.left.append(left_in(self.run_dir))
-        if len(self.seen) == self.kill_after:
+        self.kinds.append(event.kind)
+        self.run_files.append(files_in(self.run_dir))
+        if len(self.kinds) == self.kill_after:
             time.sleep(self.pause_s)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -95,7 +95,7 @@ def run(model_path: str, run_dir: Path, mode: str, watch: OnEvent, resume: bool 
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """What `os.waitstatus_to_exitcode` says of a forked child that does the work."""
+    """Call `work` in a forked child process; return its exit code, or minus the number of the signal that killed it."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -117,7 +117,7 @@ def undisturbed(model_path: str, run_dir: Path, mode: str) -> tuple[JournalView,
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """A forked child has none of its parent's worker threads."""
+    """A forked child has none of its parent's worker threads, so torch must not use any."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -130,7 +130,9 @@ def check(model_path: str, tmp_path: Path, mode: str, kill_points: Sequence[int]
         run_dir = tmp_path / f"killed_after_{event}"
         killed = in_child(lambda: run(model_path, run_dir, mode, OnEvent(run_dir, event)))  # noqa: B023
         assert killed == -signal.SIGKILL
-        assert without_clock(left_in(run_dir)) == without_clock(undisturbed.left[event - 1]), f"after event {event}"
+        assert without_clock(files_in(run_dir)) == without_clock(undisturbed.run_files[event - 1]), (
+            f"after event {event}"
+        )
         assert in_child(lambda: run(model_path, run_dir, mode, OnEvent(run_dir), resume=True)) == 0  # noqa: B023
         view = read_journal(run_dir)
         assert view.status == "finished"
@@ -139,47 +141,49 @@ def check(model_path: str, tmp_path: Path, mode: str, kill_points: Sequence[int]
             check_hours(record.metrics)
 
 
-def without_clock(left: Left) -> tuple[list[str], list[tuple[str, int | None, Any]]]:
-    """What two runs of one identity leave alike: their files, and the journal line by line."""
-    lines = [json.loads(line) for line in left["metrics.jsonl"].splitlines()]
+def without_clock(run_files: Files) -> tuple[list[str], list[tuple[str, int | None, Any]]]:
+    """Return the file names and the journal's lines without measured times: equal for two runs of one identity."""
+    lines = [json.loads(line) for line in run_files["metrics.jsonl"].splitlines()]
     clock = ("compute/device_hours", "compute/wasted_", "time/")
     metrics = [{k: v for k, v in line.get("metrics", {}).items() if not k.startswith(clock)} for line in lines]
-    return sorted(left), [(line["kind"], line.get("step"), m) for line, m in zip(lines, metrics, strict=True)]
+    return sorted(run_files), [(line["kind"], line.get("step"), m) for line, m in zip(lines, metrics, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", every(len(MODES), reversed(MODES), pytest.mark.full))
 def test_killed_after_every_event(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
-    """Invariant 5, with everything that can be in flight in flight."""
+    """Resume after a kill with groups, tokens and weights in flight (invariant 5)."""
     whole, watch = undisturbed(tiny_model_path, tmp_path / "whole", mode)
-    events = watch.seen
+    events = watch.kinds
     assert len(events) <= MAX_EVENTS
     assert {"admit", "decode", "finish", "batch", "trained", "publish"} <= set(events)
     swapped = [record.metrics["train/staleness_in_flight_max"] for record in whole.of_kind("train")]
     assert (max(swapped) > 0) == mode.startswith("pipeline")
-    # The last of all events after which a kill leaves the same bytes stands for them.
-    alike = {left_alike(left): event for event, left in enumerate(watch.left, start=1)}
-    assert len(watch.left) == len(events) and len(alike) == STEPS, "it stops before each step, everything in flight"
+    # Test only the last of all events after which a kill leaves the same files.
+    alike = {files_key(run_files): event for event, run_files in enumerate(watch.run_files, start=1)}
+    assert len(watch.run_files) == len(events) and len(alike) == STEPS, (
+        "files change at checkpoints only: one kill per step"
+    )
     check(tiny_model_path, tmp_path, mode, sorted(alike.values()), watch)
 
 
-def left_alike(left: Left) -> tuple[tuple[str, bytes], ...]:
-    """The same for two events if, and only if, a kill leaves the same bytes after both."""
-    return tuple(sorted(left.items()))
+def files_key(run_files: Files) -> tuple[tuple[str, bytes], ...]:
+    """Key that is the same for two events exactly when a kill leaves the same bytes after both."""
+    return tuple(sorted(run_files.items()))
 
 
 @pytest.mark.slow
 def test_killed_with_a_pipeline_full(tiny_model_path: str, tmp_path: Path) -> None:
-    """The fast version: one mode, a few events."""
+    """A faster version of the test above: one mode and every eighth event."""
     _, watch = undisturbed(tiny_model_path, tmp_path / "whole", "pipeline_stale")
-    check(tiny_model_path, tmp_path, "pipeline_stale", range(3, len(watch.seen), 8), watch)
+    check(tiny_model_path, tmp_path, "pipeline_stale", range(3, len(watch.kinds), 8), watch)
 
 
 @pytest.mark.slow
 def test_three_kills_before_the_first_record_are_counted(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of the work is in any record."""
+    """Killed before the first record, a run's compute is known from its heartbeat file alone."""
     monkeypatch.setattr(heartbeat, "FIRST_INTERVAL_S", 0.02)
     monkeypatch.setattr(heartbeat, "MAX_INTERVAL_S", 0.02)
     run_dir, spent = tmp_path / "run", []
@@ -189,7 +193,7 @@ def test_three_kills_before_the_first_record_are_counted(
         assert not read_journal(run_dir).of_kind("train")
         spent.append(heartbeat_cost(run_dir))
     assert spent[0]["flops"] > 0 and spent[0]["device_hours"] > 0.2 / 3600
-    assert [each["flops"] for each in spent] == pytest.approx([spent[0]["flops"] * kills for kills in (1, 2, 3)])
+    assert [cost["flops"] for cost in spent] == pytest.approx([spent[0]["flops"] * kills for kills in (1, 2, 3)])
     run(tiny_model_path, run_dir, "ppo_off_policy", OnEvent(run_dir), resume=True)
     for record in read_journal(run_dir).of_kind("train"):
         assert {f"compute/wasted_{name}": record.metrics[f"compute/wasted_{name}"] for name in spent[2]} == (

@@ -1,4 +1,4 @@
-"""Conversations between a generator and environments, with a pool that answers when the test says so."""
+"""Tests of conversations between a generator and environments, with a pool whose answers the test controls."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from lightning_scalerl.stream.conversations import Conversations, Dialogue, Limi
 
 START = Observation(("begin",))
 PROMPT = Prompt("p", "question", "", opening=({}, 7, START))
-SAID = Observation(("said",), reward=0.25)
+ANSWER = Observation(("said",), reward=0.25)
 
 
 class Pool:
-    """Notes requests, and answers them in order with what it is given."""
+    """Records requests, and returns the answers that the test sets."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []  # pairs of a request and its argument
+        self.requests: list[Any] = []  # pairs of a request's name and its argument
         self.answers: dict[int, Answer] = {}
         self.opened = 0
 
     def open(self, row: Any, seed: int, history: History) -> int:
         self.opened += 1
-        self.asked.append(("open", history))
+        self.requests.append(("open", history))
         return self.opened
 
     def act(self, number: int, turn: Turn) -> None:
-        self.asked.append(("step", turn))
+        self.requests.append(("step", turn))
 
     def finish(self, number: int) -> None:
-        self.asked.append(("finish", number))
+        self.requests.append(("finish", number))
 
     def close(self, number: int) -> None:
-        self.asked.append(("close", number))
+        self.requests.append(("close", number))
 
     def done(self) -> Sequence[tuple[int, Answer]]:
         answered = list(self.answers.items())
@@ -51,8 +51,8 @@ class Pool:
         return self.answers.pop(number)
 
 
-class Speaker:
-    """Dialogue whose turns are their tokens in words, and whose observations are one token."""
+class FakeDialogue:
+    """Dialogue whose text of a turn is its token numbers, and whose observations are one token (99)."""
 
     def __init__(self, **declared: Any) -> None:
         self.settings = EnvironmentSettings(processes=1)
@@ -72,8 +72,8 @@ class Speaker:
         return [[99] for _ in prompts]
 
 
-def conversations(pool: Pool, turns: int, **declared: Any) -> Conversations:
-    dialogue = cast(Dialogue, Speaker(**declared))
+def make_conversations(pool: Pool, turns: int, **declared: Any) -> Conversations:
+    dialogue = cast(Dialogue, FakeDialogue(**declared))
     return Conversations(dialogue, cast(EnvironmentPool, pool), Limits(turns, None), lambda key: PROMPT)
 
 
@@ -86,26 +86,26 @@ def waiting(*tokens: int, index: int = 0, room: int = 20) -> WaitingRollout:
     return WaitingRollout(0, index, rollout(*tokens), room, tokens.count(99))
 
 
-def test_a_turn_that_a_limit_ends_is_sent_once_more_after_a_resume_and_recorded_once() -> None:
-    """The environment has answered the last turn, and has not yet been asked for its reward: then a checkpoint."""
+def test_a_turn_ended_by_a_limit_is_sent_again_after_a_resume_and_recorded_once() -> None:
+    """Save a checkpoint after the environment answered the last turn and before it returned its reward."""
     pool = Pool()
-    ours = conversations(pool, turns=1)
-    ours.start(waiting(1, 2))
-    for answer in (START, SAID):
+    conversations = make_conversations(pool, turns=1)
+    conversations.start(waiting(1, 2))
+    for answer in (START, ANSWER):
         pool.answers = {1: answer}
-        assert ours.ready() == {}
-    assert [kind for kind, _ in pool.asked] == ["open", "step", "finish"]
-    state = ours.state_dict()
+        assert conversations.ready() == {}
+    assert [kind for kind, _ in pool.requests] == ["open", "step", "finish"]
+    state = conversations.state_dict()
 
-    again = Pool()
-    resumed = conversations(again, turns=1)
+    new_pool = Pool()
+    resumed = make_conversations(new_pool, turns=1)
     resumed.load_state_dict(state)
     resumed.start(waiting(1, 2))
-    for answer in (START, SAID):
-        again.answers = {1: answer}
+    for answer in (START, ANSWER):
+        new_pool.answers = {1: answer}
         assert resumed.ready() == {}
-    assert again.asked[0] == ("open", History(START, ()))
-    again.answers = {1: Observation(reward=1.0, terminated=True)}
+    assert new_pool.requests[0] == ("open", History(START, ()))
+    new_pool.answers = {1: Observation(reward=1.0, terminated=True)}
     assert resumed.ready() == {(0, 0): Reply("end", truncated=True)}
     finished = FinishedRollout(0, 0, rollout(1, 2))
     resumed.conclude(finished)
@@ -115,76 +115,77 @@ def test_a_turn_that_a_limit_ends_is_sent_once_more_after_a_resume_and_recorded_
 
 def test_earlier_turns_are_replayed_after_a_resume() -> None:
     pool = Pool()
-    ours = conversations(pool, turns=3)
-    ours.start(waiting(1, 2))
-    for answer in (START, SAID):
+    conversations = make_conversations(pool, turns=3)
+    conversations.start(waiting(1, 2))
+    for answer in (START, ANSWER):
         pool.answers = {1: answer}
-        replies = ours.ready()
+        replies = conversations.ready()
     assert replies == {(0, 0): Reply("insert", (99,))}
-    again = Pool()
-    resumed = conversations(again, turns=3)
-    resumed.load_state_dict(ours.state_dict())
+    new_pool = Pool()
+    resumed = make_conversations(new_pool, turns=3)
+    resumed.load_state_dict(conversations.state_dict())
     resumed.start(waiting(1, 2, 99, 3))
-    kind, history = again.asked[0]
-    assert kind == "open" and history.exchanges == ((Turn("1 2", (Call("tool"),)), SAID),)
-    again.answers = {1: SAID}
+    kind, history = new_pool.requests[0]
+    assert kind == "open" and history.exchanges == ((Turn("1 2", (Call("tool"),)), ANSWER),)
+    new_pool.answers = {1: ANSWER}
     resumed.ready()
-    kind, turn = again.asked[1]
+    kind, turn = new_pool.requests[1]
     assert kind == "step" and turn == Turn("3", (Call("tool"),))
 
 
-def test_a_rollout_that_a_lost_engine_samples_again_begins_a_new_conversation() -> None:
+def test_a_rollout_sampled_again_begins_a_new_conversation() -> None:
     pool = Pool()
-    ours = conversations(pool, turns=3)
-    ours.start(waiting(1, 2))
-    for answer in (START, SAID):
+    conversations = make_conversations(pool, turns=3)
+    conversations.start(waiting(1, 2))
+    for answer in (START, ANSWER):
         pool.answers = {1: answer}
-        ours.ready()
-    ours.start(waiting(5, 6))
-    assert ("close", 1) in pool.asked and pool.asked[-1] == ("open", History(START, ()))
-    # An answer to the forgotten conversation means nothing.
-    pool.answers = {1: SAID, 2: START}
-    assert ours.ready() == {}
-    _, turn = pool.asked[-1]
+        conversations.ready()
+    conversations.start(waiting(5, 6))
+    assert ("close", 1) in pool.requests and pool.requests[-1] == ("open", History(START, ()))
+    # An answer to the closed conversation is ignored.
+    pool.answers = {1: ANSWER, 2: START}
+    assert conversations.ready() == {}
+    _, turn = pool.requests[-1]
     assert turn == Turn("5 6", (Call("tool"),))
-    ours.start(waiting(5, 6))
-    assert pool.asked[-1][0] == "step", "it is known to wait"
+    count = len(pool.requests)
+    conversations.start(waiting(5, 6))
+    assert len(pool.requests) == count, "start() does nothing for a turn that waits for its answer"
 
 
 @pytest.mark.parametrize(("replayable", "kind"), [(True, "end"), (False, "restart")])
-def test_a_conversation_that_cannot_be_replayed(replayable: bool, kind: str) -> None:
+def test_a_failed_replay_ends_the_conversation_or_restarts_it(replayable: bool, kind: str) -> None:
     pool = Pool()
-    ours = conversations(pool, turns=3, replayable=replayable)
-    ours.start(waiting(1, 2))
+    conversations = make_conversations(pool, turns=3, replayable=replayable)
+    conversations.start(waiting(1, 2))
     pool.answers = {1: Failure("replay", "it differs")}
-    assert [reply.kind for reply in ours.ready().values()] == [kind]
+    assert [reply.kind for reply in conversations.ready().values()] == [kind]
 
 
 def test_an_observation_without_room_is_not_inserted() -> None:
     pool = Pool()
-    ours = conversations(pool, turns=3, owns_reward=False)
-    ours.start(waiting(1, 2, room=1))
-    for answer in (START, SAID):
+    conversations = make_conversations(pool, turns=3, owns_reward=False)
+    conversations.start(waiting(1, 2, room=1))
+    for answer in (START, ANSWER):
         pool.answers = {1: answer}
-        replies = ours.ready()
+        replies = conversations.ready()
     assert replies == {(0, 0): Reply("end", truncated=True)}
 
 
-def test_conversations_take_turns_with_the_processes() -> None:
-    """One process, two conversations: the first is replayed at its next turn, because its process was given away."""
+def test_conversations_share_processes() -> None:
+    """With one process and two conversations, the first loses its process and is replayed at its next turn."""
     pool = Pool()
-    ours = conversations(pool, turns=3)
-    ours.start(waiting(1, 2))
-    for answer in (START, SAID):
+    conversations = make_conversations(pool, turns=3)
+    conversations.start(waiting(1, 2))
+    for answer in (START, ANSWER):
         pool.answers = {1: answer}
-        ours.ready()
-    ours.start(waiting(7, index=1))
-    assert pool.asked[-2:] == [("close", 1), ("open", History(START, ()))]
-    ours.start(waiting(1, 2, 99, 3))
-    assert pool.opened == 2, "it waits for the process"
-    for answer in (START, SAID):
+        conversations.ready()
+    conversations.start(waiting(7, index=1))
+    assert pool.requests[-2:] == [("close", 1), ("open", History(START, ()))]
+    conversations.start(waiting(1, 2, 99, 3))
+    assert pool.opened == 2, "it waits until the process is free"
+    for answer in (START, ANSWER):
         pool.answers = {2: answer}
-        replies = ours.ready()
+        replies = conversations.ready()
     assert replies == {(0, 1): Reply("insert", (99,))}
-    ours.ready()
-    assert pool.opened == 3 and len(pool.asked[-1][1].exchanges) == 1
+    conversations.ready()
+    assert pool.opened == 3 and len(pool.requests[-1][1].exchanges) == 1

@@ -1,4 +1,4 @@
-"""The virtual cluster: which rates make sense, and what a step costs on it."""
+"""Tests of the virtual cluster's cost model: which rates are valid, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
 
-# Powers of ten, so that one can see in a sum what each has added.
+# Powers of ten, so that each digit of a sum shows which rate contributed to it.
 RATES: dict[str, Any] = {
     "generator_devices": 1,
     "trainer_devices": 1,
@@ -44,7 +44,7 @@ def report(decoded: int, context: int, prefill: int = 0) -> StepReport:
 
 @pytest.mark.parametrize("bad", [-1.0, -1e-9, float("inf"), float("nan"), "1.0", None, True])
 @pytest.mark.parametrize("field", SECONDS)
-def test_times_that_make_no_sense(field: str, bad: Any) -> None:
+def test_invalid_times_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"cost_model\.{field}: .* must be a number of seconds") as error:
         model(**{field: bad})
     assert "\n" not in str(error.value) and repr(bad) in str(error.value)
@@ -52,20 +52,20 @@ def test_times_that_make_no_sense(field: str, bad: Any) -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, 1.5, True, "2", None])
 @pytest.mark.parametrize("field", ["generator_devices", "trainer_devices"])
-def test_numbers_of_devices_that_make_no_sense(field: str, bad: Any) -> None:
+def test_invalid_numbers_of_devices_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"cost_model\.{field}: .* must be a whole number") as error:
         model(**{field: bad})
     assert "\n" not in str(error.value) and repr(bad) in str(error.value)
 
 
 @pytest.mark.parametrize("bad", ["false", 0, None])
-def test_colocated_is_yes_or_no(bad: Any) -> None:
+def test_colocated_must_be_a_boolean(bad: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"cost_model\.colocated: {bad!r} must be true or false"):
         model(colocated=bad)
 
 
 @pytest.mark.parametrize("pair", [("decode_s", "decode_rollout_s"), ("train_s", "train_token_s")])
-def test_work_takes_time(pair: tuple[str, str]) -> None:
+def test_decoding_and_training_must_take_time(pair: tuple[str, str]) -> None:
     for free in pair:
         model(**{free: 0})
     with pytest.raises(ConfigurationError, match="cost_model: decoding and training must take time"):
@@ -73,11 +73,11 @@ def test_work_takes_time(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("field", ["decode_context_s", "prefill_token_s", "publish_s"])
-def test_the_rest_may_be_free(field: str) -> None:
+def test_other_rates_may_be_zero(field: str) -> None:
     assert getattr(model(**{field: 0}), field) == 0
 
 
-def test_colocated_devices_are_the_same_and_paid_for_once() -> None:
+def test_colocated_devices_are_counted_once() -> None:
     apart, together = (model(generator_devices=4, trainer_devices=4, colocated=both) for both in (False, True))
     assert (apart.devices, together.devices) == (8, 4)
     assert model(generator_devices=64, trainer_devices=16).devices == 80
@@ -89,7 +89,7 @@ def test_colocated_devices_are_the_same_and_paid_for_once() -> None:
 
 @pytest.mark.parametrize("colocated", [False, True])
 @pytest.mark.parametrize("drains", [False, True])
-def test_only_modes_that_drain_can_take_turns(colocated: bool, drains: bool) -> None:
+def test_only_modes_that_drain_can_be_colocated(colocated: bool, drains: bool) -> None:
     problem = model(colocated=colocated).conflict(drains)
     assert (problem is None) is (drains or not colocated)
     assert problem is None or ("cost_model.colocated: true" in problem and "\n" not in problem)
@@ -98,7 +98,7 @@ def test_only_modes_that_drain_can_take_turns(colocated: bool, drains: bool) -> 
 @pytest.mark.parametrize(
     ("devices", "seconds"),
     [
-        # 10 rollouts attend to 20 tokens each, 0.1 + 20 * 0.01 s a rollout; 30 prompt tokens are 0.03 s.
+        # 10 rollouts attend to 20 tokens each: 0.1 + 20 * 0.01 s per rollout. 30 prompt tokens take 0.03 s.
         (1, 1 + 10 * 0.3 + 0.03),
         (2, 1 + 5 * 0.3 + 0.015),
         (3, 1 + 4 * 0.3 + 0.01),
@@ -115,12 +115,12 @@ def test_a_token_step_takes_as_long_as_its_fullest_device(devices: int, seconds:
 @pytest.mark.parametrize(
     ("devices", "partners", "seconds"),
     [
-        # An engine of 4 decodes what 4 would, with the weights read by parts: (1 + 10 * 0.3) / 4.
+        # Each device of an engine of 4 reads a quarter of the weights and does a quarter of the work.
         (4, 4, (1 + 10 * 0.3) / 4 + 0.5 + 0.0075),
         (8, 4, (1 + 5 * 0.3) / 4 + 0.5 + 0.03 / 8),
         (6, 2, (1 + 4 * 0.3) / 2 + 0.5 + 0.005),
         (64, 64, (1 + 10 * 0.3) / 64 + 0.5 + 0.03 / 64),
-        (64, 1, 1 + 0.3 + 0.03 / 64),  # nobody to exchange sums with
+        (64, 1, 1 + 0.3 + 0.03 / 64),  # engines of one device exchange nothing
     ],
 )
 def test_engines_of_several_devices_share_each_step(devices: int, partners: int, seconds: float) -> None:
@@ -129,7 +129,7 @@ def test_engines_of_several_devices_share_each_step(devices: int, partners: int,
     assert cluster.devices == devices + 1, "each device is paid for"
 
 
-def test_devices_that_make_no_whole_engines() -> None:
+def test_devices_must_be_a_multiple_of_the_engine_size() -> None:
     with pytest.raises(ConfigurationError, match=r"^cost_model.tensor_parallel: 6 generator devices do not make eng"):
         model(generator_devices=6, tensor_parallel=4)
     with pytest.raises(ConfigurationError, match=r"cost_model\.tensor_parallel: 0 must be a whole number"):
@@ -143,7 +143,7 @@ def test_a_step_that_only_prefills() -> None:
 
 
 def batch_of() -> TrainBatch:
-    """Prompts of 4 and 6 tokens, two rollouts each, of 3, 5, 2 and 1 tokens; the 5 were truncated."""
+    """Two prompts of 4 and 6 tokens; their rollouts have 3 and 5, then 2 and 1 tokens. The one of 5 was truncated."""
     groups = [make_group([1.0, 0.0], number, prompt_length=length) for number, length in enumerate((4, 6))]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for rollout, size in zip(rollouts, (3, 5, 2, 1), strict=True):
@@ -155,12 +155,12 @@ def batch_of() -> TrainBatch:
 
 @pytest.mark.parametrize(("devices", "seconds"), [(1, 100 + 220), (2, 100 + 110), (16, 100 + 220 / 16)])
 def test_training_reads_prompts_and_credited_completions(devices: int, seconds: float) -> None:
-    """(4 + 3) + (6 + 2) + (6 + 1) tokens."""
+    """The trained tokens are (4 + 3) + (6 + 2) + (6 + 1) = 22; the truncated rollout is masked."""
     cluster = model(trainer_devices=devices, generator_devices=7)
     assert cluster.train_step_s(batch_of()) == pytest.approx(seconds)
 
 
-def test_a_step_without_credit_costs_what_every_step_does() -> None:
+def test_a_step_without_credit_takes_the_fixed_time() -> None:
     groups = [make_group([1.0, 0.0])]
     for rollout in groups[0].rollouts:
         rollout.finish_reason = "length"
@@ -168,7 +168,7 @@ def test_a_step_without_credit_costs_what_every_step_does() -> None:
     assert model(trainer_devices=3).train_step_s(batch) == 100
 
 
-# A rate of 1e-313 has no digits left to divide.
+# Without subnormal numbers: a rate of 1e-313 has no digits left to divide.
 rate = st.floats(0, 10, allow_subnormal=False)
 
 
@@ -189,12 +189,12 @@ def test_more_devices_are_never_slower(
     one = model(**rates)
     assert large.generator_step_s(work) <= small.generator_step_s(work) * (1 + 1e-12)
     assert large.train_step_s(batch) <= small.train_step_s(batch) * (1 + 1e-12)
-    # And n devices are at most n times as fast as one.
+    # n devices are at most n times as fast as one.
     assert small.generator_step_s(work) * few >= one.generator_step_s(work) * (1 - 1e-12)
     assert small.train_step_s(batch) * few >= one.train_step_s(batch) * (1 - 1e-12)
 
 
-def test_every_rate_is_part_of_the_record() -> None:
+def test_semantics_include_every_rate() -> None:
     cluster = model(generator_devices=3)
     later = {"grade_s": 0.0, "tensor_parallel": 1, "tensor_parallel_s": 0.0}
     assert cluster.semantics() == {**RATES, "generator_devices": 3, **later}

@@ -1,4 +1,4 @@
-"""A pool without a prompt left ends a fit as one that is done: evaluated, saved, and never continued."""
+"""Tests of a run whose prompt pool is exhausted: it is evaluated, saved, marked finished, and never continued."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.progress import is_done, why_final
 from tests.helpers import CountingTask, fit
 
-# Any group that passes at all retires its prompt.
+# A prompt retires as soon as its pass rate reaches 0.1.
 RUNS_DRY = ("resampling=no_positive", "resampling.pass_rate=0.1")
 STEPS = 40
 
@@ -32,21 +32,21 @@ def test_a_run_whose_prompts_are_all_retired_is_finished(tiny_model_path: str, t
     fit(tiny_model_path, tmp_path, steps=STEPS, overrides=RUNS_DRY)
     view = check_ended(tmp_path)
     assert "all 8 prompts of the pool are retired" in str(view.reason)
-    # Killed between its last checkpoint and its last line, and under a larger budget: it ends where it was.
+    # Without the last journal line, as after a kill, and with a larger budget the resumed run ends again.
     path = view.path
     path.write_bytes(b"".join(line + b"\n" for line in path.read_bytes().splitlines()[:-1]))
     fit(tiny_model_path, tmp_path, steps=2 * STEPS, overrides=RUNS_DRY, resume=True)
-    again = check_ended(tmp_path)
-    assert again.deterministic() == view.deterministic() and again.reason == view.reason
+    resumed_view = check_ended(tmp_path)
+    assert resumed_view.deterministic() == view.deterministic() and resumed_view.reason == view.reason
 
 
-def test_a_trainer_that_does_not_stop_for_it_fails(tiny_model_path: str) -> None:
+def test_an_exhausted_pool_is_an_error_if_the_trainer_must_continue(tiny_model_path: str) -> None:
     with pytest.raises(PoolExhaustedError, match="all 8 prompts"):
         fit(tiny_model_path, steps=STEPS, overrides=RUNS_DRY, min_steps=STEPS)
 
 
 class Fading(CountingTask):
-    """After some steps every completion is right."""
+    """Task in which every completion is right from the 40th graded one on."""
 
     left = 40
 
@@ -55,7 +55,7 @@ class Fading(CountingTask):
         return super().reward(prompt, completion) if self.left > 0 else 1.0
 
 
-def test_a_filter_that_no_group_passes_any_more_ends_the_run_too(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_filter_that_drops_every_group_ends_the_run(tiny_model_path: str, tmp_path: Path) -> None:
     fit(
         tiny_model_path,
         tmp_path,

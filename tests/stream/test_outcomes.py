@@ -1,4 +1,4 @@
-"""What becomes of completions without a score: in a group, in a batch, in virtual time, across a checkpoint."""
+"""Tests of completions without a score: in a group, in a batch, in virtual time, across a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def stream_of(
     )
 
 
-def rollout(length: int = 2) -> Rollout:
+def make_rollout(length: int = 2) -> Rollout:
     return Rollout([3] * length, [-0.5] * length, [0] * length, [False] * length, "stop")
 
 
 def grade_group(stream: RolloutStream, *outcomes: Outcome) -> int:
-    """A group with these outcomes; returns its admission."""
+    """Admit a group whose completions have these outcomes; return its admission number."""
     request = stream.admit(0)
     for index, outcome in enumerate(outcomes):
-        stream.ended(FinishedRollout(request.key, index, rollout()))
+        stream.ended(FinishedRollout(request.key, index, make_rollout()))
         stream.graded((request.key, index), outcome)
     return request.key
 
@@ -70,13 +70,13 @@ def test_only_scores_enter_a_group() -> None:
     assert [group.rewards.tolist() for group in batch.groups] == [[1.0, 0.0], [1.0, 0.0]]
     assert [group.pass_rate for group in batch.groups] == [0.5, 0.5]
     assert batch.rollouts == 4 and batch.denominators.samples == 4 and batch.denominators.sampled == 4
-    left_out = [each for group in batch.groups for each in group.ungraded]
-    assert [each.outcome for each in left_out] == ["abstain", "error"]
-    assert [each.extra["why"] for each in left_out] == ["no idea", "raised KeyError: x"]
+    left_out = [rollout for group in batch.groups for rollout in group.ungraded]
+    assert [rollout.outcome for rollout in left_out] == ["abstain", "error"]
+    assert [rollout.extra["why"] for rollout in left_out] == ["no idea", "raised KeyError: x"]
 
 
 @pytest.mark.parametrize("filter", [NoFilter(), ZeroVariance()])
-def test_a_group_of_one_that_was_more_carries_nothing(filter: Filter) -> None:
+def test_a_group_with_one_score_left_carries_no_signal(filter: Filter) -> None:
     stream = stream_of(filter=filter)
     grade_group(stream, SCORE[1], ABSTAIN, ERROR)
     grade_group(stream, SCORE[1], SCORE[0], SCORE[0])
@@ -84,7 +84,7 @@ def test_a_group_of_one_that_was_more_carries_nothing(filter: Filter) -> None:
     assert batch.rollouts == 3 and batch.denominators.prompts == 1
 
 
-def test_a_group_of_nothing_keeps_its_place_and_has_no_history() -> None:
+def test_a_group_without_scores_keeps_its_place_and_has_no_history() -> None:
     stream = stream_of()
     key = grade_group(stream, ABSTAIN, ABSTAIN, ERROR)
     empty = stream._ready[0]
@@ -107,7 +107,7 @@ def test_dynamic_sampling_replaces_a_group_without_scores() -> None:
     assert (stream.dropped, len(stream._ready)) == (1, 0)
 
 
-def test_an_error_may_be_a_zero_or_the_end() -> None:
+def test_an_error_can_count_as_zero_or_end_the_run() -> None:
     zero = stream_of(verification=Verification(on_error="zero"))
     grade_group(zero, SCORE[1], ERROR, SCORE[1])
     assert zero._ready[0].rewards.tolist() == [1.0, 0.0, 1.0] and not zero._ready[0].rollouts[1].correct
@@ -116,7 +116,7 @@ def test_an_error_may_be_a_zero_or_the_end() -> None:
         grade_group(stop, SCORE[1], ERROR)
 
 
-def test_a_batch_of_errors_alone_ends_the_run_and_one_of_abstentions_does_not() -> None:
+def test_a_batch_ends_the_run_if_all_its_completions_are_ungraded_and_one_is_an_error() -> None:
     stream = stream_of()
     for _ in range(2):
         grade_group(stream, SCORE[1], SCORE[0], ERROR)
@@ -124,7 +124,7 @@ def test_a_batch_of_errors_alone_ends_the_run_and_one_of_abstentions_does_not() 
     stream.step_completed()
     for _ in range(2):
         grade_group(stream, ABSTAIN, ABSTAIN, ABSTAIN)
-    assert stream.take().rollouts == 0, "an error of before has no say"
+    assert stream.take().rollouts == 0, "an error in an earlier batch does not count"
     stream.step_completed()
     for _ in range(2):
         grade_group(stream, ABSTAIN, ABSTAIN, ERROR)
@@ -132,32 +132,32 @@ def test_a_batch_of_errors_alone_ends_the_run_and_one_of_abstentions_does_not() 
         stream.take()
 
 
-def test_a_graders_own_verdict_goes_before_the_tasks() -> None:
-    """CountingTask passes a reward of 0.1; the grader says otherwise, and the other way round."""
+def test_the_graders_verdict_overrides_the_tasks() -> None:
+    """CountingTask passes a reward of 0.1 or more. Here the grader fails 0.5 and passes 0.0."""
     stream = stream_of()
     grade_group(stream, Outcome("score", 0.5, correct=False), Outcome("score", 0.0, correct=True), SCORE[1])
-    assert [each.correct for each in stream._ready[0].rollouts] == [False, True, True]
+    assert [rollout.correct for rollout in stream._ready[0].rollouts] == [False, True, True]
 
 
 def test_rollouts_keep_outcome_parts_and_texts_in_a_checkpoint() -> None:
-    ended = [rollout(), rollout(3)]
+    ended = [make_rollout(), make_rollout(3)]
     ended[0].outcome, ended[0].parts, ended[1].extra = "abstain", {"length": 2.0}, {"why": "so"}
     assert unpacked(packed(ended)) == ended
     old = {key: value for key, value in packed(ended).items() if key not in ("outcome", "parts", "extra")}
-    assert [each.outcome for each in unpacked(old)] == ["score", "score"]
+    assert [rollout.outcome for rollout in unpacked(old)] == ["score", "score"]
 
 
-def test_credit_is_what_it_would_be_had_they_not_been_sampled() -> None:
+def test_ungraded_rollouts_do_not_change_credit() -> None:
     choices = row(ZeroVariance())
 
     def batch(*ungraded: Rollout) -> Any:
         group = CountingTask().pool[0]
-        ends = [rollout(), rollout(4), rollout(3)]
-        for each, reward in zip(ends, (1.0, 0.0, 0.0), strict=True):
-            each.reward = reward
+        ends = [make_rollout(), make_rollout(4), make_rollout(3)]
+        for rollout, reward in zip(ends, (1.0, 0.0, 0.0), strict=True):
+            rollout.reward = reward
         return assemble([Group(0, group, [1, 2], ends, (), list(ungraded))], choices, 10)
 
-    one, two = batch(), batch(rollout(7), rollout(1))
+    one, two = batch(), batch(make_rollout(7), make_rollout(1))
     assert torch.equal(one.advantages, two.advantages) and torch.equal(one.loss_mask, two.loss_mask)
     assert one.denominators == two.denominators
 
@@ -173,15 +173,15 @@ def driver_of(
 
 
 def run(driver: VirtualDriver, steps: int) -> list[tuple[float, list[int], list[float]]]:
-    found = []
+    results = []
     for _ in range(steps):
         batch = driver.next_batch()
         assert batch is not None
         groups = sorted(batch.groups, key=lambda group: group.admission)
         rewards = [float(reward) for group in groups for reward in group.rewards]
-        found.append((driver.clock.now_s, [group.admission for group in groups], rewards))
+        results.append((driver.clock.now_s, [group.admission for group in groups], rewards))
         driver.stream.step_completed()
-    return found
+    return results
 
 
 def test_grading_delays_a_batch_by_its_time_and_nothing_else() -> None:
@@ -190,11 +190,11 @@ def test_grading_delays_a_batch_by_its_time_and_nothing_else() -> None:
 
 
 def test_generation_goes_on_while_others_are_graded() -> None:
-    """On a pipeline that is far ahead, grading that takes less than the trainer's step costs nothing in the end."""
+    """On a pipeline far ahead of the trainer, grading that is faster than a training step delays the run only once."""
     times = [run(driver_of(stream_of(Pipeline(4, "stale")), grade_s), 12)[-1][0] for grade_s in (0.0, 1.0)]
     assert times[1] - times[0] < 12 * 1.0
     slow = run(driver_of(stream_of(Pipeline(4, "stale")), 500.0), 12)[-1][0]
-    # Of 4 steps ahead all are graded side by side.
+    # The groups of 4 steps ahead are graded in parallel.
     assert slow < 12 * 500.0
 
 
@@ -216,7 +216,7 @@ def test_what_is_being_graded_is_in_a_checkpoint(taken: int) -> None:
 
 
 class ByGroup:
-    """Rewards a completion by its place among those of its group; notes how many it is called with."""
+    """Grader that rewards a completion by its index in the group, and records the size of each call."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -235,7 +235,7 @@ class ByGroup:
 @pytest.mark.parametrize("grade_s", [0.0, 7.0])
 @pytest.mark.parametrize("events", [3, 17, 31, 40, 52])
 def test_a_group_is_graded_whole_also_across_a_checkpoint(grade_s: float, events: int) -> None:
-    """Wherever it is taken: rollouts that have ended wait for the others, and none is graded twice or without them."""
+    """Rollouts wait until their whole group has finished. After a checkpoint at any event, none is graded twice."""
 
     def new(grader: ByGroup) -> VirtualDriver:
         stream = stream_of(Pipeline(3, "stale"))
@@ -249,7 +249,7 @@ def test_a_group_is_graded_whole_also_across_a_checkpoint(grade_s: float, events
     assert set(whole.calls) == {3} and all(rewards[:3] == [0.0, 1.0, 2.0] for _, _, rewards in straight)
     first, asked = new(ByGroup()), iter(range(1000))
     done: list[Any] = []
-    while True:  # up to so many events
+    while True:  # until that many events have passed
         batch = first.next_batch(lambda: next(asked) >= events)
         if batch is None:
             break
@@ -257,21 +257,26 @@ def test_a_group_is_graded_whole_also_across_a_checkpoint(grade_s: float, events
         first.stream.step_completed()
     parts = ("prompts", "stream", "driver", "generator")
     saved = pickle.loads(pickle.dumps({name: _part(first, name).state_dict() for name in parts}))
-    again = ByGroup()
-    second = new(again)
+    second_grader = ByGroup()
+    second = new(second_grader)
     for name, state in saved.items():
         _part(second, name).load_state_dict(state)
     assert run(second, 14 - len(done)) == straight[len(done) :]
-    assert set(again.calls) == {3}
+    assert set(second_grader.calls) == {3}
 
 
 def _part(driver: VirtualDriver, name: str) -> Any:
-    of = {"driver": driver, "stream": driver.stream, "prompts": driver.stream.prompts, "generator": driver.generator}
-    return of[name]
+    parts_by_name = {
+        "driver": driver,
+        "stream": driver.stream,
+        "prompts": driver.stream.prompts,
+        "generator": driver.generator,
+    }
+    return parts_by_name[name]
 
 
-def test_all_that_end_together_are_submitted_before_the_first_is_waited_for() -> None:
-    """So that as many are graded side by side as there are workers."""
+def test_all_rollouts_that_end_together_are_submitted_before_any_grade_is_awaited() -> None:
+    """Otherwise only one worker of the pool would grade at a time."""
     order: list[str] = []
 
     class Noting(InlineVerifiers):

@@ -1,4 +1,4 @@
-"""Rollouts in a checkpoint: few tensors, and every value as it was."""
+"""Tests of packing rollouts for a checkpoint: few tensors, and every value is restored exactly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpacked
 def rollouts(draw: st.DrawFn) -> Rollout:
     n = draw(st.integers(0, 6))
 
-    def each(values: st.SearchStrategy[object]) -> list[object]:
+    def draw_list(values: st.SearchStrategy[object]) -> list[object]:
         return draw(st.lists(values, min_size=n, max_size=n))
 
     finite = st.floats(allow_nan=False)
     return Rollout(
-        each(st.integers(0, 2**31 - 1)),  # type: ignore[arg-type]
-        each(finite),  # type: ignore[arg-type]
-        each(st.integers(0, 10**6)),  # type: ignore[arg-type]
-        each(st.sampled_from(Source)),  # type: ignore[arg-type]
+        draw_list(st.integers(0, 2**31 - 1)),  # type: ignore[arg-type]
+        draw_list(finite),  # type: ignore[arg-type]
+        draw_list(st.integers(0, 10**6)),  # type: ignore[arg-type]
+        draw_list(st.sampled_from(Source)),  # type: ignore[arg-type]
         draw(st.sampled_from(["stop", "length"])),
         draw(finite),
         draw(st.booleans()),
@@ -31,16 +31,16 @@ def rollouts(draw: st.DrawFn) -> Rollout:
 
 
 @given(st.lists(rollouts(), max_size=5))
-def test_what_is_packed_comes_back(given_: list[Rollout]) -> None:
+def test_packing_is_lossless(originals: list[Rollout]) -> None:
     file = io.BytesIO()
-    torch.save(packed(given_), file)
+    torch.save(packed(originals), file)
     file.seek(0)
     back = unpacked(torch.load(file, weights_only=True))
-    assert back == given_
+    assert back == originals
     assert all(type(token) is int for rollout in back for token in rollout.tokens)
 
 
-def test_it_is_a_copy() -> None:
+def test_packing_copies_the_values() -> None:
     rollout = Rollout([1, 2], [-0.5, -1.0], [0, 1], [False, True], "stop")
     state = packed([rollout])
     rollout.tokens[0] = 9

@@ -1,4 +1,4 @@
-"""filter=dynamic_sampling in the stream: full batches with variance, the same bound on staleness, and an end."""
+"""Tests of filter=dynamic_sampling in the stream: full batches with variance, bounded staleness, and an end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Lengths = dict[tuple[int, int], int]
 
 
 class ByLength(CountingTask):
-    """A completion's text says how long it is; an odd number of tokens passes."""
+    """Task in which a completion's text is its number of tokens; an odd number passes."""
 
     def reward(self, prompt: Any, completion: str) -> float:
         return float(int(completion) % 2)
@@ -54,7 +54,7 @@ def driver_of(
     chosen: Filter | None = None,
     pool: int = 99,
 ) -> tuple[VirtualDriver, list[Event]]:
-    """Two rollouts a group: it has variance if one length is odd and the other even."""
+    """Two rollouts per group: a group has variance if one length is odd and the other even."""
     events: list[Event] = []
     task = ByLength(prompts=pool)
     choices = row(mode, chosen or DynamicSampling(most_dropped=1000), *more)
@@ -74,7 +74,7 @@ def driver_of(
 
 
 def some_lengths(seed: int, giant: bool = False, share: float = 0.5) -> Lengths:
-    """Random ones, for more groups than there will be; about `share` of the groups have no variance."""
+    """Random lengths for more groups than will be sampled; about `share` of the groups have no variance."""
     source = random.Random(seed)
     lengths: Lengths = {}
     for group in range(900):
@@ -104,7 +104,7 @@ def varies(lengths: Lengths, group: int) -> bool:
 def test_batches_are_full_and_no_staler_than_the_mode_says(
     mode: AsyncMode, cost_model: CostModel, slots: int, groups: int, seed: int, giant: bool, share: float
 ) -> None:
-    """Invariant 4 with holes: for random lengths, rates and k, whoever is dropped, nothing else is lost."""
+    """Invariant 4 with dropped groups: for random lengths, rates and k, no group is lost or trained twice."""
     lengths = some_lengths(seed, giant, share)
     driver, events = driver_of(mode, lengths, groups=groups, slots=slots, cost_model=cost_model)
     stream = driver.stream
@@ -127,17 +127,17 @@ def test_batches_are_full_and_no_staler_than_the_mode_says(
     assert len(seen) + len(waiting) + len(stream._open) + len(gone) == stream.admitted, "none twice"
     assert not any(varies(lengths, group) for group in gone)
     assert len(gone) == stream.dropped == dropped + stream._dropped_unattributed
-    assert len(resolved) == stream.admitted - len(stream._open), "the pass rate of a dropped group counts too"
+    assert len(resolved) == stream.admitted - len(stream._open), "the pass rate of a dropped group is recorded too"
     assert (len(gone) == 0) if share == 0 else stream.dropped > 0 or stream.admitted < 20
     times = [event.time_s for event in events]
     assert times == sorted(times)
 
 
-def test_each_dropped_group_opens_one_admission_by_hand() -> None:
-    """On-policy, two groups a step: of 0 to 4 only 1 and 4 vary, so that five are admitted before the first step.
+def test_each_dropped_group_allows_one_more_admission() -> None:
+    """On-policy, two groups per step: of groups 0 to 4 only 1 and 4 vary, so five are admitted before the first step.
 
-    Two slots; a token takes 1 s. Group 0 ends at 3 s and is dropped: group 2 may start. That ends at 5 s, and group 3
-    may, until 8 s; then group 4.
+    With two slots and 1 s per token, group 0 ends at 3 s and is dropped, so group 2 starts. Group 2 ends at 5 s and
+    group 3 starts. Group 3 ends at 8 s and group 4 starts.
     """
     lengths = {(0, 0): 1, (0, 1): 3, (1, 0): 1, (1, 1): 2, (2, 0): 1, (2, 1): 1, (3, 0): 3, (3, 1): 3}
     lengths |= {(group, index): 1 + index for group in range(4, 20) for index in range(2)}
@@ -151,13 +151,13 @@ def test_each_dropped_group_opens_one_admission_by_hand() -> None:
     (second,) = train(driver, 1)
     assert [group.admission for group in second.groups] == [5, 6]
     assert (stream.admitted, stream.dropped, stream.dropped_for_batch) == (7, 3, 0)
-    # What a step reports of it: three of five groups that were sampled for the first batch are gone.
+    # The step reports that three of the five groups sampled for the first batch were dropped.
     metrics = step_metrics(batch, [Pass([], {}, {})], stream.choices, 0, dropped=3)
     assert metrics["train/groups_dropped"] == metrics["train/zero_variance"] == pytest.approx(3 / 5)
     assert metrics["train/groups_kept"] == 1
 
 
-def test_a_filter_that_does_not_refill_drops_nothing_here() -> None:
+def test_a_filter_that_does_not_refill_drops_no_group() -> None:
     lengths = some_lengths(0)
     driver, _ = driver_of(OnPolicy(), lengths, chosen=ZeroVariance())
     batches = train(driver, 9)
@@ -178,21 +178,21 @@ each_mode = pytest.mark.parametrize("mode", MODE_OF.values(), ids=MODE_OF)
 @each_mode
 @pytest.mark.parametrize(("most", "groups"), [(1, 2), (3, 2), (2, 3)])
 def test_a_pool_that_teaches_nothing_ends_the_run(mode: Callable[[], AsyncMode], most: int, groups: int) -> None:
-    """After exactly one group more than is allowed for what is sampled at a time; by field, with what to do."""
+    """One dropped group more than the limit of the batches sampled together raises an error with field and remedy."""
     lengths = {(group, index): 3 for group in range(99) for index in range(2)}
     driver, _ = driver_of(mode(), lengths, groups=groups, slots=2, chosen=DynamicSampling(most))
     with pytest.raises(PoolExhaustedError, match=r"^filter\.most_dropped: .* filter=zero_variance$") as caught:
         driver.next_batch()
     batches = 3 if type(driver.stream.choices.async_mode) is PPOOffPolicy else 1
-    dropped, whose = most * groups * batches + 1, f"{batches} batches" if batches > 1 else "one batch"
-    assert f"{dropped} groups were dropped for {whose} of {groups}, more than {most} for each" in str(caught.value)
+    dropped, purpose = most * groups * batches + 1, f"{batches} batches" if batches > 1 else "one batch"
+    assert f"{dropped} groups were dropped for {purpose} of {groups}, more than {most} for each" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert driver.stream.dropped == dropped
 
 
 @each_mode
-def test_the_limit_is_a_batchs_not_the_runs(mode: Callable[[], AsyncMode]) -> None:
-    """One group in two is dropped, for as long as the run lasts; three for each of a batch are allowed."""
+def test_the_limit_holds_per_batch_and_not_per_run(mode: Callable[[], AsyncMode]) -> None:
+    """With one group in two dropped for the whole run, a limit of three per trained group is never exceeded."""
     lengths = {(group, index): 1 + index * (group % 2) for group in range(900) for index in range(2)}
     driver, _ = driver_of(mode(), lengths, chosen=DynamicSampling(3))
     train(driver, 20)
@@ -200,8 +200,8 @@ def test_the_limit_is_a_batchs_not_the_runs(mode: Callable[[], AsyncMode]) -> No
 
 
 @pytest.mark.parametrize("k", [4, 8])
-def test_a_phase_of_several_batches_may_drop_for_each_of_them(k: int) -> None:
-    """One of two dropped is one for each of a batch, whatever k: on-policy runs with it, and so must this."""
+def test_a_phase_of_several_batches_may_drop_the_limit_for_each_batch(k: int) -> None:
+    """With one group in two dropped, a limit that suffices on-policy must suffice for every k."""
     lengths = {(group, index): 1 + index * (group % 2) for group in range(900) for index in range(2)}
     driver, _ = driver_of(OnPolicy(), lengths, chosen=DynamicSampling(2))
     train(driver, 2 * k)
@@ -210,8 +210,8 @@ def test_a_phase_of_several_batches_may_drop_for_each_of_them(k: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [OnPolicy, lambda: PPOOffPolicy(4), lambda: Pipeline(3)])
-def test_each_batch_counts_the_drops_that_are_its_own(mode: Callable[[], AsyncMode]) -> None:
-    """A phase of four batches is sampled before the first of them is taken: each has a quarter of its drops."""
+def test_each_batch_counts_its_own_dropped_groups(mode: Callable[[], AsyncMode]) -> None:
+    """A phase of four batches is sampled before its first batch is taken: each batch gets a quarter of its drops."""
     lengths = {(group, index): 1 + index * (group % 2) for group in range(900) for index in range(2)}
     driver, _ = driver_of(mode(), lengths, chosen=DynamicSampling(30))
     counts = []
@@ -224,8 +224,8 @@ def test_each_batch_counts_the_drops_that_are_its_own(mode: Callable[[], AsyncMo
         assert all(max(phase) - min(phase) <= 1 and min(phase) > 0 for phase in (counts[:4], counts[4:]))
 
 
-def test_a_phase_is_not_over_while_a_dropped_group_is_to_be_replaced() -> None:
-    """Two steps of two groups: four are admitted, one is dropped; three are ready, and a fifth may start."""
+def test_a_phase_continues_until_dropped_groups_are_replaced() -> None:
+    """Two steps of two groups: four are admitted and one is dropped. Three are ready, so a fifth may start."""
     driver, _ = driver_of(PPOOffPolicy(2))
     stream = driver.stream
     for key in range(4):
@@ -247,8 +247,10 @@ def test_the_limit_is_a_whole_number(bad: Any) -> None:
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8), events=st.integers(0, 40))
-def test_a_stream_with_holes_resumes(mode: AsyncMode, cost_model: CostModel, seed: int, stop: int, events: int) -> None:
-    """After any step, and any event in the middle of a generation: batches, counts and clock as without a stop."""
+def test_a_stream_with_dropped_groups_resumes(
+    mode: AsyncMode, cost_model: CostModel, seed: int, stop: int, events: int
+) -> None:
+    """Resume after any step, or after any event during generation: batches, counts and clock are the same."""
     lengths = some_lengths(seed, giant=True)
 
     def fresh() -> VirtualDriver:
@@ -271,7 +273,7 @@ def test_a_stream_with_holes_resumes(mode: AsyncMode, cost_model: CostModel, see
     assert outcome(first, stop) == expected_after[0]
     asked = iter([False] * events)
     reached = first.next_batch(lambda: next(asked, True)) if stop < 8 else None
-    if reached is not None:  # the batch was due before that many events
+    if reached is not None:  # the batch was due before `events` events
         return
     state = pickle.dumps([part.state_dict() for part in parts(first)])
     second = fresh()
@@ -280,7 +282,8 @@ def test_a_stream_with_holes_resumes(mode: AsyncMode, cost_model: CostModel, see
     assert outcome(second, 8 - stop) == expected_after[1]
 
 
-def test_a_checkpoint_from_before_there_was_refilling_is_read() -> None:
+def test_a_checkpoint_without_the_counts_of_refilling_is_read() -> None:
+    """Checkpoints written before filters could refill have no `dropped` and no `surplus`."""
     driver, _ = driver_of(OnPolicy(), some_lengths(1), chosen=ZeroVariance())
     train(driver, 2)
     state = {key: value for key, value in driver.stream.state_dict().items() if key not in ("dropped", "surplus")}
@@ -289,15 +292,15 @@ def test_a_checkpoint_from_before_there_was_refilling_is_read() -> None:
     assert (resumed.stream.dropped, resumed.stream.surplus, resumed.stream.completed_steps) == (0, 0, 2)
 
 
-def test_what_was_dropped_counts_in_its_prompts_history() -> None:
-    """All pass: nobody is worth a second group, and the pool runs out before the limit is reached."""
+def test_dropped_groups_count_in_their_prompts_history() -> None:
+    """Every group passes, so every prompt retires, and the pool is exhausted before the limit is reached."""
     lengths = {(group, index): 3 for group in range(99) for index in range(2)}
     driver, _ = driver_of(OnPolicy(), lengths, NoPositiveResampling(1.0), pool=9)
     with pytest.raises(PoolExhaustedError, match="all 6 prompts of the pool are retired"):
         driver.next_batch()
     assert driver.stream.prompts.retired == 6 == driver.stream.dropped
     assert UniformResampling().same_as(driver_of(OnPolicy())[0].stream.choices.resampling)
-    lengths[5, 1] = 2  # but for one: what has been sampled cannot fill a batch either
+    lengths[5, 1] = 2  # one group varies: too few to fill a batch
     driver, _ = driver_of(OnPolicy(), lengths, NoPositiveResampling(1.0), pool=9)
     with pytest.raises(PoolExhaustedError):
         for _ in range(9):

@@ -1,4 +1,4 @@
-"""The stream and its virtual driver, with scripted generators: staleness, order, nothing lost, one rule at a time."""
+"""Tests of the stream and its virtual driver with scripted generators: staleness, order, and no group lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def script_of(lengths: Mapping[tuple[int, int], int] | None) -> Script:
 
 
 def rates(**options: Any) -> CostModel:
-    """A second a token step, five a training step, unless said otherwise."""
+    """Cost model with 1 s per token step and 5 s per training step, unless `options` change it."""
     free = dict.fromkeys(("decode_rollout_s", "decode_context_s", "prefill_token_s", "train_token_s", "publish_s"), 0.0)
     values = {**free, "decode_s": 1.0, "train_s": 5.0, "generator_devices": 1, "trainer_devices": 1, **options}
     return CostModel(**{"colocated": False, "source": "test", **values})
@@ -108,7 +108,7 @@ RATES = st.builds(
 
 
 @settings(max_examples=examples(150))
-# Two late groups of one version, with one place left.
+# Two late groups of the same version while the batch has one place left.
 @example(mode=Pipeline(4, "stale"), cost_model=rates(), slots=5, groups=1, seed=2, giant=True)
 @given(
     mode=MODES,
@@ -118,10 +118,10 @@ RATES = st.builds(
     seed=st.integers(0, 10**6),
     giant=st.booleans(),
 )
-def test_staleness_bounded_nothing_lost_nothing_stuck(
+def test_staleness_is_bounded_and_no_group_is_lost_or_stuck(
     mode: AsyncMode, cost_model: CostModel, slots: int, groups: int, seed: int, giant: bool
 ) -> None:
-    """Invariant 4, for random lengths, rates and k, also with one rollout a hundred times longer than the rest."""
+    """Invariant 4: for random lengths, rates and k, also with one rollout a hundred times longer than the others."""
     driver, events = driver_of(mode, random_lengths(seed, giant), slots, groups, size=2, cost_model=cost_model)
     resolved: list[str] = []
     stream = driver.stream
@@ -135,12 +135,12 @@ def test_staleness_bounded_nothing_lost_nothing_stuck(
             assert all(versions == sorted(versions) for versions in (r.weight_versions for r in group.rollouts))
             seen.append(group.admission)
         assert len(batch.groups) == groups
-    # Every admission is trained, ready or open, each once: nothing is dropped, nothing is seen twice.
+    # Every admitted group is trained, ready or open, exactly once.
     waiting = [group.admission for group in stream._ready]
     assert sorted([*seen, *waiting, *stream._open]) == list(range(stream.admitted))
     complete = [group.prompt.prompt_id for batch in batches for group in batch.groups]
     assert sorted(resolved) == sorted(complete + [group.prompt.prompt_id for group in stream._ready])
-    # Nothing waits for ever: what was admitted early enough has been trained.
+    # No group waits for ever: those admitted early enough have been trained.
     overdue = max(0, steps - 1 - mode.max_staleness) * groups
     assert set(range(overdue if not mode.drains else (steps - steps % mode.k) * groups)) <= set(seen)  # type: ignore[attr-defined]
     times = [event.time_s for event in events]
@@ -148,7 +148,7 @@ def test_staleness_bounded_nothing_lost_nothing_stuck(
 
 
 def parts(driver: VirtualDriver) -> list[Any]:
-    """All that has state, in the order in which a run puts it back."""
+    """All objects with state, in the order in which a run restores them."""
     return [driver.stream.prompts, driver.stream, driver, driver.generator]
 
 
@@ -158,7 +158,7 @@ def parts(driver: VirtualDriver) -> list[Any]:
 def test_a_stream_resumes_with_everything_in_flight(
     mode: AsyncMode, cost_model: CostModel, seed: int, stop: int
 ) -> None:
-    """Queued and half-generated rollouts, the clock, pass-rate history: as if it had never stopped."""
+    """Queued and half-generated rollouts, the clock and the pass-rate history continue as without a stop."""
     lengths = random_lengths(seed, giant=True)
 
     def fresh() -> tuple[VirtualDriver, list[Event]]:
@@ -178,12 +178,12 @@ def test_a_stream_resumes_with_everything_in_flight(
     assert outcome(train(second, 9 - stop), second) == expected
 
 
-def test_pipeline_by_hand() -> None:
-    """One group of one rollout a step, three tokens each, two slots; a token takes 1 s, training 2 s.
+def test_a_pipeline_against_times_computed_by_hand() -> None:
+    """One group of one rollout per step, three tokens each, two slots; 1 s per token, 2 s per training step.
 
-    Groups 0 and 1 run from 0 to 3 s; step 1 trains on group 0 from 3 to 5, step 2 on group 1 from 5 to 7. Groups
-    2 and 3 start at 3, see the first update at 5 (before their third token) and end at 6; the trainer is busy
-    until 7, then takes group 2.
+    Groups 0 and 1 run from 0 to 3 s. Step 1 trains on group 0 from 3 to 5 s, step 2 on group 1 from 5 to 7 s. Groups 2
+    and 3 start at 3 s, get the first update at 5 s (before their third token) and end at 6 s. The trainer is busy until
+    7 s, then takes group 2.
     """
     mode = Pipeline(3, "stale")
     lengths = {(group, 0): 3 for group in range(20)}
@@ -200,8 +200,8 @@ def test_pipeline_by_hand() -> None:
     assert metrics["virtual/generator_idle"] == 0
 
 
-def test_draining_by_hand() -> None:
-    """The same work on-policy, alternating: 3 s of generation, 2 s of training, 1 s until the weights have arrived."""
+def test_draining_against_times_computed_by_hand() -> None:
+    """The same work on-policy, in turns: 3 s of generation, 2 s of training, 1 s to publish the weights."""
     lengths = {(group, 0): 3 for group in range(20)}
     cost_model = rates(train_s=2.0, publish_s=1.0)
     driver, events = driver_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
@@ -224,8 +224,8 @@ def test_one_straggler_holds_up_a_drain_but_not_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize("mode", [OnPolicy(), PPOOffPolicy(3), Pipeline(3, "stale")], ids=lambda m: type(m).__name__)
-def test_an_exhausted_pool_trains_what_it_has_and_says_so(mode: AsyncMode) -> None:
-    """Everything is solved at once: 96 prompts, two a step, and the 48 steps they are good for."""
+def test_an_exhausted_pool_trains_on_all_its_groups_before_the_error(mode: AsyncMode) -> None:
+    """Every prompt is solved at its first group, so 96 prompts at two per step last for 48 steps."""
     lengths = {(group, index): 3 for group in range(200) for index in range(3)}
     driver, _ = driver_of(mode, lengths, slots=8, resampling=NoPositiveResampling(0.5))
     batches = train(driver, 48)
@@ -234,7 +234,7 @@ def test_an_exhausted_pool_trains_what_it_has_and_says_so(mode: AsyncMode) -> No
         train(driver, 1)
 
 
-def test_rules_that_contradict_each_other_are_a_clear_error() -> None:
+def test_contradictory_rules_of_a_mode_are_an_error() -> None:
     class Never(Pipeline):
         def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
             return admission < 3
@@ -244,7 +244,7 @@ def test_rules_that_contradict_each_other_are_a_clear_error() -> None:
         train(driver, 9)
 
 
-def test_colocated_devices_are_idle_when_they_do_neither() -> None:
+def test_colocated_devices_are_idle_only_while_weights_are_published() -> None:
     lengths = {(group, 0): 3 for group in range(20)}
     cost_model = rates(train_s=2.0, publish_s=1.0, colocated=True)
     driver, _ = driver_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
@@ -267,14 +267,14 @@ def test_ppo_off_policy_generates_for_k_steps_then_trains_k_steps(k: int) -> Non
     staleness = [[step - g.oldest_version for g in batch.groups] for step, batch in enumerate(batches)]
     assert staleness == [[step % k] * 2 for step in range(2 * k)]
     order = [event.kind for event in events if event.kind in ("admit", "batch", "publish")]
-    # The last publish comes when somebody asks for the next batch: until then the step has not ended.
+    # The last publish happens when the next batch is requested: until then the step has not ended.
     phase = ["admit"] * (2 * k) + ["batch"] * k + ["publish"]
     assert order == (phase * 2)[:-1]
-    # Batches come in order of admission: none is short of long completions.
+    # Batches are taken in order of admission, so long completions do not end up in later batches.
     assert [g.admission for batch in batches for g in batch.groups] == list(range(4 * k))
 
 
-def test_on_policy_is_k_one() -> None:
+def test_on_policy_is_off_policy_with_k_one() -> None:
     assert OnPolicy().max_staleness == 0
     assert OnPolicy().parameters() == {}
     assert OnPolicy().state_key == "async_mode:OnPolicy"

@@ -1,4 +1,4 @@
-"""sweeps.api: what the commands compute, under the same names, for notebooks."""
+"""Tests of sweeps.api, which offers the commands as functions for notebooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def same(ours: Any, theirs: Any) -> None:
+def check_same(ours: Any, theirs: Any) -> None:
     assert json.loads(json.dumps(ours)) == theirs
 
 
@@ -48,20 +48,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_it_is_what_the_command_prints(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_equal_the_json_of_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, options = CASES[command]
-    same(getattr(api, command)(CURVES, **options).to_json(), printed(capsys, command, CURVES, *words))
+    check_same(getattr(api, command)(CURVES, **options).to_json(), printed(capsys, command, CURVES, *words))
 
 
-def test_fits_are_made_once_and_go_on(fits: api.Fits, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fits_are_reused_by_rank(fits: api.Fits, capsys: pytest.CaptureFixture[str]) -> None:
     ranking = api.rank(fits, budget=16000.0)
     assert ranking.fits is fits
-    same(ranking.to_json(), printed(capsys, "rank", CURVES, "--max-compute", "8000", "--budget", "16000"))
-    same(api.fit(api.load(CURVES), max_compute=8000).to_json(), json.loads(json.dumps(fits.to_json())))
+    check_same(ranking.to_json(), printed(capsys, "rank", CURVES, "--max-compute", "8000", "--budget", "16000"))
+    check_same(api.fit(api.load(CURVES), max_compute=8000).to_json(), json.loads(json.dumps(fits.to_json())))
 
 
-def test_tables_as_they_are(fits: api.Fits) -> None:
-    """A frame is read as its file would be, to the last digit."""
+def test_data_frames_are_read_like_files(fits: api.Fits) -> None:
+    """A data frame gives exactly the same result as its CSV file."""
     study = api.load(FRAME)
     assert study.to_json() == api.load(CURVES).to_json()
     one, two = (FRAME[FRAME["recipe"] == name] for name in FRAME["recipe"].unique()[:2])
@@ -85,15 +85,17 @@ def test_results_have_the_warnings_that_commands_print() -> None:
         {"step": range(100, 1300, 100), "reward": np.linspace(0.2, 0.5, 12), "recipe": ["a", "b"] * 6}
     )
     study = api.load(one_seed)
-    told = [f"{name}: step counts steps, not compute: the compute of a step differs between recipes" for name in "ab"]
-    assert study.remarks()[-2:] == told
+    step_warnings = [
+        f"{name}: step counts steps, not compute: the compute of a step differs between recipes" for name in "ab"
+    ]
+    assert study.remarks()[-2:] == step_warnings
     fits = api.fit(study)
     for result in (fits, api.rank(fits)):
-        assert all(result.remarks().count(each) == 1 for each in told)
+        assert all(result.remarks().count(each) == 1 for each in step_warnings)
 
 
 @pytest.mark.slow
-def test_plots_are_drawn_where_they_are_told_to(fits: api.Fits) -> None:
+def test_plots_are_drawn_into_the_given_axes(fits: api.Fits) -> None:
     _, ax = pyplot.subplots()
     results = [api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, target=0.6), api.compare(fits)]
     for result in results:
@@ -108,7 +110,7 @@ def test_plots_are_drawn_where_they_are_told_to(fits: api.Fits) -> None:
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_little(fits: api.Fits) -> None:
+def test_notebooks_show_short_tables(fits: api.Fits) -> None:
     for result in (api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, budget=1e5)):
         page = result._repr_html_()
         assert page.startswith("<table") and len(page) < 20000 and "NaN" not in page
@@ -116,7 +118,7 @@ def test_a_notebook_shows_little(fits: api.Fits) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "said"),
+    ("call", "kind", "expected"),
     [
         (lambda: api.fit(), UserError, "give a source"),
         (lambda: api.fit("nowhere.csv"), UserError, "nowhere.csv"),
@@ -126,16 +128,16 @@ def test_a_notebook_shows_little(fits: api.Fits) -> None:
         (lambda: api.compare(FRAME, recipes=["other"]), UserError, "no such recipe"),
     ],
 )
-def test_mistakes_are_those_of_the_commands(call: Any, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
+def test_invalid_arguments_are_refused_like_in_commands(call: Any, kind: type[Exception], expected: str) -> None:
+    with pytest.raises(kind, match=expected):
         call()
 
 
-def test_what_is_settled_cannot_be_changed_later(fits: api.Fits) -> None:
+def test_options_of_fit_cannot_be_changed_in_rank(fits: api.Fits) -> None:
     with pytest.raises(TypeError, match="robust: has been settled by fit"):
         api.rank(fits, robust=True)
 
 
-def test_sources_of_a_script_are_paths_too(tmp_path: Path) -> None:
+def test_sources_can_be_paths(tmp_path: Path) -> None:
     FRAME.to_csv(tmp_path / "a.csv", index=False)
     assert api.load(tmp_path / "a.csv").to_json() == api.load(CURVES).to_json()

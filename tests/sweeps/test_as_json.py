@@ -1,4 +1,4 @@
-"""Records as JSON: by field, renamed or left out by a table, and never a number that JSON does not have."""
+"""Tests of records as JSON: `JSON` renames or omits fields, and NaN and infinity are errors."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ class Entry(AsJson):
     JSON: ClassVar = {"a": "A", "hidden": None}
 
 
-def test_fields_by_name_with_what_the_table_says() -> None:
+def test_fields_are_renamed_or_omitted_by_the_table() -> None:
     bounds = Bounds(0.5, None)
     entry = Entry("scalerl", None, (bounds, bounds), {"B": bounds}, hidden=object())
-    said = {"low": 0.5, "high": None}
-    assert entry.to_json() == {"recipe": "scalerl", "A": None, "rows": [said, said], "by_name": {"B": said}}
+    bounds_json = {"low": 0.5, "high": None}
+    assert entry.to_json() == {
+        "recipe": "scalerl",
+        "A": None,
+        "rows": [bounds_json, bounds_json],
+        "by_name": {"B": bounds_json},
+    }
     assert list(entry.to_json()) == ["recipe", "A", "rows", "by_name"]
     assert as_json([entry]) == [entry.to_json()]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_an_error_that_names_the_field(value: float) -> None:
+def test_numbers_that_are_not_finite_are_an_error_naming_the_field(value: float) -> None:
     with pytest.raises(ValueError, match="high"):
         Entry("x", Bounds(0.0, value), (), {}).to_json()

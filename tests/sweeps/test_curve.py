@@ -1,4 +1,4 @@
-"""Truths about sources: what can be read becomes a curve, anything else one line that says what is wrong."""
+"""Tests of sources: readable tables and journals become curves; others raise a one-line error with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(
     device: str = "cpu",
     **more: object,
 ) -> Path:
-    """A run directory with an evaluation every step."""
+    """Write a run directory with an evaluation at every step, and return it."""
     journal = Journal(root / name, clock=lambda: 0.0)
     journal.header(run=name, curve=f"curve-{recipe}", recipe=recipe, seed=seed, device=device, **more)
     for step in range(steps):
@@ -75,7 +75,7 @@ def test_csv_with_named_columns_and_the_file_as_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "ndjson", "parquet"])
 def test_every_table_format_gives_the_same_curves(tmp_path: Path, form: str) -> None:
-    """Keys in any order, a column that some rows lack, whole numbers and text as they come."""
+    """JSON keys are in another order, one row has an additional column, and values are integers, floats and text."""
     rows: list[dict[str, object]] = [
         {"recipe": "a", "seed": seed, "compute": step * 1.5e9, "reward": 0.1 + 0.07 * step + 0.01 * seed}
         for seed in range(2)
@@ -131,18 +131,18 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     assert any("dropped 2 repeated rows" in note for note in curve.warnings)
 
 
-def test_two_rewards_at_one_compute_are_kept_and_said() -> None:
+def test_two_rewards_at_one_compute_are_kept_with_a_warning() -> None:
     curve = make_curve("x", [0, 1200, 1200, 2400, 2400, 2400], [0.1, 0.47, 0.41, 0.5, 0.6, 0.6])
     assert curve.reward.tolist() == [0.1, 0.41, 0.47, 0.5, 0.6]
     (note,) = [note for note in curve.warnings if "different rewards" in note]
     assert note.startswith("seed 0: 2 compute values have two different rewards (first at 1200: 0.41 and 0.47)")
     assert "do two runs share one name? give them seeds, or use --by" in note
-    assert not make_curve("x", [1, 1, 2], [0.1, 0.2, 0.1], ["a", "b", "a"]).warnings  # two seeds may differ
+    assert not make_curve("x", [1, 1, 2], [0.1, 0.2, 0.1], ["a", "b", "a"]).warnings  # rewards of two seeds may differ
     (one,) = make_curve("x", [1, 1, 1], [0.1, 0.2, 0.3], ["run 0"] * 3).warnings
     assert one.startswith("run 0: 1 compute value has up to 3 different rewards")
 
 
-def test_of_many_seeds_with_two_rewards_a_few_are_named() -> None:
+def test_warnings_name_only_a_few_of_many_seeds() -> None:
     seeds = [str(seed) for seed in range(9) for _ in range(2)]
     notes = make_curve("x", [1.0] * 18, np.linspace(0, 1, 18), seeds).warnings
     assert len(notes) == 4 and notes[0].startswith("seed 0:") and notes[-1] == "6 more seeds have such values"
@@ -178,30 +178,37 @@ def test_unusable_tables_say_why(tmp_path: Path, text: str | bytes, message: str
     assert "\n" not in str(caught.value) and "curves.csv" in str(caught.value)
 
 
-@pytest.mark.parametrize("none", ["", " ", "nan", "NaN", "NA", "N/A", "null", "None", "-", "#N/A"])
-def test_rows_without_a_value_are_skipped_and_counted_once(tmp_path: Path, none: str) -> None:
-    rows = ["a,0,1,0.1", f"a,0,2,{none}", f"a,0,{none},{none}", f"a,0,{none},0.3", f"b,0,1,{none}", "a,0,4,0.4"]
+@pytest.mark.parametrize("missing_value", ["", " ", "nan", "NaN", "NA", "N/A", "null", "None", "-", "#N/A"])
+def test_rows_without_a_value_are_skipped_and_counted_once(tmp_path: Path, missing_value: str) -> None:
+    rows = [
+        "a,0,1,0.1",
+        f"a,0,2,{missing_value}",
+        f"a,0,{missing_value},{missing_value}",
+        f"a,0,{missing_value},0.3",
+        f"b,0,1,{missing_value}",
+        "a,0,4,0.4",
+    ]
     text = "\n".join(["recipe,seed,compute,reward", *rows])
     study = load([csv_file(tmp_path, text)])
     (curve,) = study.curves
     assert curve.compute.tolist() == [1, 4] and curve.reward.tolist() == [0.1, 0.4] and not curve.warnings
-    said = "skipped 3 rows without a reward and 1 row without compute; no row is left of b"
-    assert study.warnings == [f"{tmp_path / 'curves.csv'}: {said}"]
+    expected_warning = "skipped 3 rows without a reward and 1 row without compute; no row is left of b"
+    assert study.warnings == [f"{tmp_path / 'curves.csv'}: {expected_warning}"]
     assert "6 rows: 2 points" in study.mapping[0]
 
 
-def test_rows_that_never_have_both_are_an_error(tmp_path: Path) -> None:
+def test_a_table_without_a_complete_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no row has both compute and reward"):
         load([csv_file(tmp_path, "compute,reward\n1,\n,0.5\n")])
 
 
-def test_a_blank_standard_error_is_an_unknown_one(tmp_path: Path) -> None:
+def test_a_blank_standard_error_makes_all_of_the_curve_unknown(tmp_path: Path) -> None:
     text = "recipe,compute,reward,sd\na,1,0.1,0.01\na,2,0.2,\nb,1,0.1,0.02\n"
     a, b = load([csv_file(tmp_path, text)]).curves
     assert a.sd is None and b.sd is not None and b.sd.tolist() == [0.02]
 
 
-def test_headers_in_any_case_and_two_that_differ_in_nothing_else(tmp_path: Path) -> None:
+def test_headers_are_matched_in_any_case_unless_ambiguous(tmp_path: Path) -> None:
     path = csv_file(tmp_path, "\ufeff Recipe ,SEED, Compute ,REWARD,Size\na,3,1,0.5,7b\n")
     (curve,) = load([path], factors=("size",)).curves
     assert (curve.recipe, curve.seed.tolist(), curve.axis, curve.metric) == ("a size=7b", ["3"], "compute", "reward")
@@ -212,7 +219,7 @@ def test_headers_in_any_case_and_two_that_differ_in_nothing_else(tmp_path: Path)
     assert load([path], y="Reward").curves[0].reward.tolist() == [0.5]
 
 
-def test_a_step_stands_in_for_compute_and_is_said_to_be_none(tmp_path: Path) -> None:
+def test_steps_replace_missing_compute_with_a_warning(tmp_path: Path) -> None:
     study = load([csv_file(tmp_path, "Step,REWARD\n1,0.5\n2,0.6\n", "run.csv")])
     (curve,) = study.curves
     assert curve.axis == "step" and any("Step counts steps, not compute" in note for note in curve.warnings)
@@ -238,9 +245,9 @@ def test_tables_as_a_german_spreadsheet_writes_them(tmp_path: Path) -> None:
     (curve,) = study.curves
     assert curve.compute.tolist() == [0, 1.5, 3] and curve.reward.tolist() == [0.1, 1, 0.45]
     assert "cells separated by ';', decimal commas in Compute, Reward" in study.shown[0]
-    said = csv_file(tmp_path, 'sep=;\r\nrecipe;compute;reward\r\na;1;"21,5%"\r\n')
-    assert load([said]).curves[0].reward.tolist() == pytest.approx([0.215])
-    for cell, line in (("abc", 4), ("1.234,5", 3), ("0.5", 3)):  # a column with a point is not one with commas
+    with_separator_line = csv_file(tmp_path, 'sep=;\r\nrecipe;compute;reward\r\na;1;"21,5%"\r\n')
+    assert load([with_separator_line]).curves[0].reward.tolist() == pytest.approx([0.215])
+    for cell, line in (("abc", 4), ("1.234,5", 3), ("0.5", 3)):  # a column with a decimal point has no decimal commas
         with pytest.raises(UserError, match=rf"column reward is not a finite number .*first at line {line} "):
             load(
                 [
@@ -260,7 +267,7 @@ def test_tables_as_a_german_spreadsheet_writes_them(tmp_path: Path) -> None:
 
 
 def test_a_table_with_a_column_a_run(tmp_path: Path) -> None:
-    """Of different lengths, with an index as pandas writes it, and with seeds in the names."""
+    """Columns have different lengths, one is the index that pandas writes, and names contain seeds."""
     text = ",Step,grpo-seed1,grpo-seed2,dapo,note\n0,0,0.1,0.2,0.1,x\n1,10,0.3,0.4,,y\n2,,0.3,0.4,0.5,\n3,30,50%,,,\n"
     study = load([csv_file(tmp_path, text, "runs.csv")])
     dapo, grpo = study.curves
@@ -311,7 +318,7 @@ def test_a_wide_table_of_grouped_runs(tmp_path: Path) -> None:
     assert [(curve.recipe, curve.seed.tolist()) for curve in bare] == [("grpo", ["1", "2"])]
 
 
-def test_a_chart_of_runs_without_their_ranges(tmp_path: Path) -> None:
+def test_a_wandb_chart_export_without_min_and_max_columns(tmp_path: Path) -> None:
     study = load([csv_file(tmp_path, "Step,a-seed0 - eval/reward,a-seed1 - eval/reward\n1,0.1,0.2\n2,0.2,\n")])
     (curve,) = study.curves
     assert curve.recipe == "a" and curve.seed.tolist() == ["0", "0", "1"] and curve.metric == "eval/reward"
@@ -327,7 +334,7 @@ def test_a_chart_of_runs_without_their_ranges(tmp_path: Path) -> None:
     ),
     delimiter=st.sampled_from([",", ";", "\t"]),
 )
-def test_a_wide_table_reads_as_the_long_one_does(
+def test_a_wide_table_gives_the_same_curves_as_a_long_one(
     tmp_path_factory: pytest.TempPathFactory, columns: dict[str, list[float | None]], delimiter: str
 ) -> None:
     folder = tmp_path_factory.mktemp("wide")
@@ -363,7 +370,7 @@ def _cased(name: str, case: str) -> str:
     commas=st.booleans(),
     order=st.permutations(range(4)),
 )
-def test_a_table_however_it_is_written_reads_to_the_same_curves(
+def test_curves_do_not_depend_on_how_a_table_is_written(
     tmp_path_factory: pytest.TempPathFactory,
     rows: list[tuple[str, int, int, float]],
     blanks: list[tuple[int, str]],
@@ -378,17 +385,17 @@ def test_a_table_however_it_is_written_reads_to_the_same_curves(
     written = [[_cased(name, case) for name in lines[0]], *lines[1:]]
     if commas and delimiter != ",":
         written[1:] = [[*line[:3], line[3].replace(".", ",")] for line in written[1:]]
-    for at, none in blanks:
-        written.insert(1 + at % len(written), ["a", "0", "5", none])
+    for insert_position, none in blanks:
+        written.insert(1 + insert_position % len(written), ["a", "0", "5", none])
     text = "\r\n".join(delimiter.join(line[i] for i in order) for line in written)
-    other = load([csv_file(folder, text, "other.tsv")]).curves
-    assert [curve.recipe for curve in other] == [curve.recipe for curve in plain]
-    for one, two in zip(plain, other, strict=True):
+    rewritten = load([csv_file(folder, text, "other.tsv")]).curves
+    assert [curve.recipe for curve in rewritten] == [curve.recipe for curve in plain]
+    for one, two in zip(plain, rewritten, strict=True):
         assert one.compute.tolist() == two.compute.tolist() and one.reward.tolist() == two.reward.tolist()
         assert one.seed.tolist() == two.seed.tolist() and one.warnings == two.warnings
 
 
-def test_missing_sources_say_so(tmp_path: Path) -> None:
+def test_missing_sources_are_errors(tmp_path: Path) -> None:
     for source, message in ((tmp_path / "no", "no such file"), (tmp_path, "no run in this directory")):
         with pytest.raises(UserError, match=message):
             load([source])
@@ -396,7 +403,7 @@ def test_missing_sources_say_so(tmp_path: Path) -> None:
 
 @settings(max_examples=examples(80))
 @given(st.one_of(st.binary(max_size=300), st.text(max_size=300).map(str.encode)))
-def test_junk_never_gives_a_traceback(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
+def test_junk_raises_only_user_errors(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     for content in (
         junk,
         b"recipe,seed,compute,reward\n" + junk,
@@ -433,12 +440,12 @@ def test_a_journal_with_a_hole_is_named(tmp_path: Path) -> None:
     journal.close()
     run(tmp_path, "r1", seed=1)
     (curve,) = load([tmp_path]).curves
-    (said,) = [warning for warning in curve.warnings if "no records" in warning]
+    (warning_text,) = [warning for warning in curve.warnings if "no records" in warning]
     text = (
         "run r0 (seed 0) has no records of steps 3 to 5: it continued from a checkpoint that is newer than its journal"
     )
-    assert said == text
-    assert said in fit_curves([curve])[0].warnings
+    assert warning_text == text
+    assert warning_text in fit_curves([curve])[0].warnings
 
 
 def test_axis_follows_the_device(tmp_path: Path) -> None:
@@ -454,7 +461,7 @@ def test_axis_follows_the_device(tmp_path: Path) -> None:
         load([tmp_path / "gpu"], metric="eval/x")
 
 
-def test_every_set_of_a_run_is_a_curve_of_its_own(tmp_path: Path) -> None:
+def test_every_evaluation_set_of_a_run_is_a_separate_curve(tmp_path: Path) -> None:
     run(tmp_path, "r0", seed=0)
     run(tmp_path, "r1", seed=1)
     down, heldout = load([tmp_path], metric="all").curves
@@ -494,7 +501,7 @@ def test_factors_of_tables_are_columns(tmp_path: Path) -> None:
         load([csv_file(tmp_path, text)], factors=("width",))
 
 
-def test_the_mapping_says_what_became_of_the_columns(tmp_path: Path) -> None:
+def test_the_mapping_shows_how_columns_were_used(tmp_path: Path) -> None:
     path = csv_file(tmp_path, "recipe,seed,compute,reward\na,0,1,0.5\n")
     study = load([path])
     assert study.shown == [] and "compute <- compute (default); reward <- reward (default)" in study.mapping[0]
@@ -559,7 +566,7 @@ def test_two_runs_of_one_seed_under_one_label(tmp_path: Path) -> None:
     run(tmp_path, "two", steps=2)
     (curve,) = load([tmp_path]).curves
     assert set(curve.seed.tolist()) == {"0", "0#2"}
-    # The same run given twice is one run.
+    # A run that is given twice counts once.
     assert len(load([tmp_path / "one", tmp_path]).runs) == 2
 
 
@@ -575,7 +582,7 @@ def test_counters_name_variants_that_did_nothing(tmp_path: Path) -> None:
     assert other.startswith("scalerl+loss=gspo: this variant changed nothing")
 
 
-def test_a_curve_knows_what_it_departs_from_by_the_header_and_not_by_its_label(tmp_path: Path) -> None:
+def test_baselines_come_from_the_header_not_from_the_label(tmp_path: Path) -> None:
     run(tmp_path, "base", recipe="ours", baseline="ours")
     run(tmp_path, "variant", recipe="hotter", baseline="ours", departures={"optimizer": "hot"})
     run(tmp_path, "else", recipe="ours+looks=like")
@@ -595,7 +602,7 @@ def test_a_curve_knows_what_it_departs_from_by_the_header_and_not_by_its_label(t
         (r"-s(\d+)", "other", "other", "0"),
     ],
 )
-def test_seeds_hidden_in_names(tmp_path: Path, pattern: str, name: str, label: str, seed: str) -> None:
+def test_seed_from_extracts_seeds_from_names(tmp_path: Path, pattern: str, name: str, label: str, seed: str) -> None:
     table = tmp_path / "runs.csv"
     table.write_text("recipe,compute,reward\n" + "".join(f"{name},{c},0.{c}\n" for c in range(1, 5)))
     (curve,) = load([table], seed_from=pattern).curves
@@ -619,15 +626,15 @@ def test_seeds_hidden_in_names(tmp_path: Path, pattern: str, name: str, label: s
         ("seed3", "seed3", "0"),
     ],
 )
-def test_a_seed_that_a_name_says_in_a_word(tmp_path: Path, name: str, recipe: str, seed: str) -> None:
+def test_seeds_written_out_in_names_are_found(tmp_path: Path, name: str, recipe: str, seed: str) -> None:
     study = load([csv_file(tmp_path, f'recipe,compute,reward\n"{name}",1,0.5\n"{name}",2,0.5\n')])
     (curve,) = study.curves
     assert (curve.recipe, curve.seed.tolist()) == (recipe, [seed] * 2)
-    said = [f"seeds from the runs' names: {recipe} <- {name} (seed {seed})"] if name != recipe else []
-    assert study.shown == said
+    expected_note = [f"seeds from the runs' names: {recipe} <- {name} (seed {seed})"] if name != recipe else []
+    assert study.shown == expected_note
 
 
-def test_a_letter_for_the_seed_counts_if_two_runs_differ_in_it(tmp_path: Path) -> None:
+def test_an_s_suffix_is_a_seed_if_two_runs_differ_only_in_it(tmp_path: Path) -> None:
     def table(*names: str, seed: str = "") -> Path:
         header = f"recipe,compute,reward{',seed' if seed else ''}\n"
         return csv_file(tmp_path, header + "".join(f"{name},1,0.5{seed and ',' + seed}\n" for name in names))
@@ -636,14 +643,14 @@ def test_a_letter_for_the_seed_counts_if_two_runs_differ_in_it(tmp_path: Path) -
     assert [curve.recipe for curve in study.curves] == ["base", "dapo-s1", "grpo"]
     assert study.curves[2].seed.tolist() == ["1", "2"]
     assert study.shown == ["seeds from the runs' names: grpo <- grpo_s1 (seed 1), grpo_s2 (seed 2)"]
-    for kept in (table("grpo_s1", "grpo_s2", "a-seed3", seed="7"), table("grpo_s1", "grpo_s1")):
-        study = load([kept])
+    for table_path in (table("grpo_s1", "grpo_s2", "a-seed3", seed="7"), table("grpo_s1", "grpo_s1")):
+        study = load([table_path])
         assert not study.shown and "grpo_s1" in [curve.recipe for curve in study.curves]
     assert [curve.recipe for curve in load([table("a-seed1-b2")], seed_from=r"b(\d)").curves] == ["a-seed1"]
 
 
 def test_seeds_in_the_names_of_files_and_folders(tmp_path: Path) -> None:
-    """Also two recipes whose folders hold nothing but seeds; a seed that is there already gets another label."""
+    """Folders named after recipes may contain only files named after seeds. A repeated seed gets another label."""
     paths = [tmp_path / name for name in ("grpo_s0.csv", "grpo_s1.csv", "dapo/seed0.csv", "dapo/seed1.csv")]
     for path in paths:
         path.parent.mkdir(exist_ok=True)
@@ -657,8 +664,8 @@ def test_seeds_in_the_names_of_files_and_folders(tmp_path: Path) -> None:
     assert set(grpo.seed.tolist()) == {"0", "1", "1#2"} and grpo.baseline == "grpo"
 
 
-def test_a_pattern_that_matches_no_name_is_said(tmp_path: Path) -> None:
-    """It also switches off the search for seeds in names, so `grpo-seed1` and `grpo-seed2` stay two recipes."""
+def test_a_seed_pattern_that_matches_no_name_gives_a_warning(tmp_path: Path) -> None:
+    """It also turns off the search for seeds in names, so `grpo-seed1` and `grpo-seed2` stay two recipes."""
     long = csv_file(tmp_path, "recipe,compute,reward\ngrpo-seed1,1,0.5\ngrpo-seed2,1,0.5\n", "long.csv")
     wide = csv_file(tmp_path, "compute,grpo-seed1,grpo-seed2\n1,0.5,0.5\n2,0.6,0.6\n", "wide.csv")
     log = csv_file(tmp_path, "run,_step,reward\ngrpo-seed1,1,0.5\ngrpo-seed2,1,0.5\n", "log.csv")
@@ -673,7 +680,7 @@ def test_a_pattern_that_matches_no_name_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "seed", r"(a)(\d)"])
-def test_a_pattern_for_seeds_has_one_group(tmp_path: Path, pattern: str) -> None:
+def test_a_seed_pattern_needs_exactly_one_group(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "runs.csv").write_text("recipe,compute,reward\na,1,0.5\n")
     with pytest.raises(UserError, match="--seed-from"):
         load([tmp_path / "runs.csv"], seed_from=pattern)
@@ -691,7 +698,7 @@ def losses(tmp_path: Path) -> Path:
     return csv_file(tmp_path, "recipe,compute,loss\na,0,3.2\na,1,2.5\nb,0,3.0\nb,1,0\n")
 
 
-def test_bounds_are_those_given_and_hold_all_rewards(tmp_path: Path) -> None:
+def test_given_bounds_are_used_and_must_hold_all_rewards(tmp_path: Path) -> None:
     path = losses(tmp_path)
     assert [curve.range for curve in load([path], y="loss").curves] == [(0, 100), (0, 100)]
     for curve in load([path], y="loss", bounds=(0, 8)).curves:
@@ -714,12 +721,12 @@ def test_the_scale_is_inferred_once_for_all_recipes_of_a_study(tmp_path: Path) -
         == ("rewards range from 0.1 to 2, outside [0, 1], so A has no bounds; set them with --bounds",)
     )
     assert low.take(low.compute < 1).range is None
-    # Rewards of two metrics are on two scales.
+    # Another metric has its own scale.
     other = with_shared_scale([low, replace(high, metric="score")])
     assert [curve.range for curve in other] == [(0, 1), None]
 
 
-def test_a_loss_is_a_reward_with_the_other_sign(tmp_path: Path) -> None:
+def test_a_loss_becomes_a_reward_with_the_opposite_sign(tmp_path: Path) -> None:
     study = load([losses(tmp_path)], y="loss", lower_is_better=True)
     a, b = study.curves
     assert a.metric == "-loss" and a.column == "loss" and a.reward.tolist() == [-3.2, -2.5]
@@ -730,7 +737,7 @@ def test_a_loss_is_a_reward_with_the_other_sign(tmp_path: Path) -> None:
 
 
 def test_pass_rates_of_our_own_runs_keep_their_bounds(tmp_path: Path) -> None:
-    """Those of another trainer's runs, which a journal calls so too, may be any reward."""
+    """In journals of other trainers, a metric named pass_rate may be any reward."""
     ours, theirs = run(tmp_path / "a", "ours"), run(tmp_path / "b", "theirs", axis="compute/flops")
     study = load([ours], bounds=(-1, 1))
     assert study.curves[0].range == (0, 1)

@@ -1,4 +1,4 @@
-"""Sharing work among processes changes nothing but the time it takes."""
+"""Tests of work in several processes: the number of workers does not change results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_order_is_kept(workers: int) -> None:
     assert cores() >= 1
 
 
-def test_errors_arrive_as_they_are() -> None:
+def test_errors_of_workers_keep_their_type() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         mapped(int, ["1"] * 30 + ["x"], 2)
 
 
-def test_sigterm_exits_by_an_exception_where_nobody_handles_it() -> None:
-    """`tests/sweeps/launch/test_planning.py` has the process whose pool this is for."""
-    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def test_sigterm_raises_systemexit_unless_it_is_handled() -> None:
+    """tests/sweeps/launch/test_planning.py tests it with a real pool of processes."""
+    previous_handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit, match="143"), exit_on_sigterm():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -37,7 +37,7 @@ def test_sigterm_exits_by_an_exception_where_nobody_handles_it() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 @pytest.mark.full
@@ -45,5 +45,5 @@ def test_fits_and_ranking_do_not_depend_on_workers() -> None:
     curves = [curve(f"recipe{n}", a=0.5 + 0.01 * n, points=17, rng=n) for n in range(16)]
     alone, shared = fit_curves(curves), fit_curves(curves, workers=2)
     assert [fit.to_json() for fit in shared] == [fit.to_json() for fit in alone]
-    assert [fit.curve for fit in shared] == curves  # the very objects: curves compare by identity
+    assert [fit.curve for fit in shared] == curves  # the same objects: curves compare by identity
     assert rank(shared, workers=2).to_json() == rank(alone).to_json()

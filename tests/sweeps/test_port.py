@@ -1,4 +1,4 @@
-"""A port that a server can bind a moment later, whatever else asks for any port meanwhile."""
+"""Tests of free_port: a server can still bind the port later, even if other sockets request any port meanwhile."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sweeps import port
 from sweeps.port import free_port
 
 
-def test_no_socket_that_asks_for_any_port_gets_it() -> None:
-    given = {free_port() for _ in range(20)}
-    assert len(given) > 10
-    held = []
+def test_free_ports_are_outside_the_systems_ephemeral_range() -> None:
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 10
+    sockets = []
     for _ in range(200):
         other = socket.socket()
         other.bind(("127.0.0.1", 0))
-        held.append(other)
-    assert given.isdisjoint(other.getsockname()[1] for other in held)
-    lowest = min(other.getsockname()[1] for other in held)
-    assert max(given) < lowest, "below the system's own range"
-    for other in held:
+        sockets.append(other)
+    assert ports.isdisjoint(other.getsockname()[1] for other in sockets)
+    lowest = min(other.getsockname()[1] for other in sockets)
+    assert max(ports) < lowest, "below the system's own range"
+    for other in sockets:
         other.close()
 
 
-def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         monkeypatch.setattr(port, "_FIRST", taken.getsockname()[1])
         # Two ports: the taken one and its neighbour, or any port if that one is taken too.

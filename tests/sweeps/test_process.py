@@ -1,4 +1,4 @@
-"""Truths about a command's processes: all of them end with it, with its time to stop, and with this one."""
+"""Tests of a command's process tree: it is ended when the command ends, times out on stopping, or we are killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.paths import ROOT
 from tests.sweeps.command.toy import wait_until
 
 PYTHON = [sys.executable, "-S", "-c"]
-# A child in a session of its own, as Ray's are, that writes its number and does not heed SIGTERM.
+# Starts a grandchild in its own session, as Ray does. It writes its pid and ignores SIGTERM.
 STUBBORN = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -37,35 +37,35 @@ def number(folder: Path) -> int:
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended, or waits only for its parent to notice."""
+    """Whether a process has ended. A zombie, which its parent has not waited for, counts as ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
 
 
-def test_exit_code_environment_folder_and_output_are_the_commands(tmp_path: Path) -> None:
+def test_a_command_gets_environment_and_folder_and_returns_its_exit_code(tmp_path: Path) -> None:
     code = "import os; print(os.getcwd(), os.environ['LOSS']); os._exit(3) if False else exit(3)"
     with Tree([sys.executable, "-c", code], {"LOSS": "dapo"}, tmp_path, tmp_path / "out.txt") as tree:
         assert tree.wait(60) == Ended(3, 0, False)
     assert (tmp_path / "out.txt").read_text() == f"{tmp_path} dapo\n"
 
 
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=r"^'no-such-program' cannot be started in .*No such file"):
         Tree(["no-such-program"], {}, tmp_path)
 
 
-def test_what_it_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_processes_end_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Tree([*PYTHON, f"{STUBBORN}\nwhile not os.path.exists('number'): time.sleep(0.01)"], {}, tmp_path) as tree:
-        left = number(tmp_path)
+        remaining_pid = number(tmp_path)
         ended = tree.wait(60)
-    assert ended == Ended(0, 1, False) and gone(left)
+    assert ended == Ended(0, 1, False) and gone(remaining_pid)
 
 
-def test_what_is_left_behind_is_asked_to_end_once(tmp_path: Path) -> None:
-    """It saves what it has for a moment; a second SIGTERM would cut that short."""
-    left = """
+def test_remaining_processes_get_one_sigterm(tmp_path: Path) -> None:
+    """A remaining process may need a moment to save its data; a second SIGTERM would interrupt that."""
+    program_start = """
 import os, signal, time
 if os.fork() == 0:
     def ask(*_):
@@ -78,13 +78,13 @@ if os.fork() == 0:
     open("number", "w").close()
     time.sleep(600)
 """
-    code = f"{left}\nwhile not os.path.exists('number'): time.sleep(0.01)"
+    code = f"{program_start}\nwhile not os.path.exists('number'): time.sleep(0.01)"
     with Tree([*PYTHON, code], {}, tmp_path) as tree:
         assert tree.wait(60) == Ended(0, 0, False)
     assert (tmp_path / "saved").exists()
 
 
-def test_a_command_that_stops_when_asked_has_its_time(tmp_path: Path) -> None:
+def test_a_command_that_handles_sigterm_has_time_to_stop(tmp_path: Path) -> None:
     code = "import signal, time, sys; " + WAIT.format("lambda *_: sys.exit(5)")
     with Tree([*PYTHON, code], {}, tmp_path) as tree:
         wait_until(lambda: (tmp_path / "ready").exists())
@@ -93,28 +93,32 @@ def test_a_command_that_stops_when_asked_has_its_time(tmp_path: Path) -> None:
         assert tree.wait(60) == Ended(5, 0, False)
 
 
-def test_a_tree_that_does_not_stop_when_asked_is_killed(tmp_path: Path) -> None:
+def test_a_tree_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     with Tree([*PYTHON, f"{STUBBORN}\n{WAIT.format('signal.SIG_IGN')}"], {}, tmp_path) as tree:
-        left = number(tmp_path)
+        ignoring_pid = number(tmp_path)
         wait_until(lambda: (tmp_path / "ready").exists())
         tree.stop(signal.SIGTERM, 0.05)
         ended = tree.wait(60)
-    assert ended is not None and (ended.code, ended.killed, ended.how) == (-9, True, "killed by SIGKILL") and gone(left)
+    assert (
+        ended is not None
+        and (ended.code, ended.killed, ended.how) == (-9, True, "killed by SIGKILL")
+        and gone(ignoring_pid)
+    )
 
 
-def test_all_is_killed_when_the_member_is(tmp_path: Path) -> None:
+def test_the_tree_is_killed_with_the_member(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\nfrom sweeps.process import Tree\n"
         f"Tree({[*PYTHON, STUBBORN + 'time.sleep(600)']!r}, {{}}, Path({str(tmp_path)!r})).wait(600)"
     )
     member = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    left = number(tmp_path)
+    grandchild_pid = number(tmp_path)
     member.kill()
     member.wait()
-    wait_until(lambda: gone(left))
+    wait_until(lambda: gone(grandchild_pid))
 
 
-def test_all_is_killed_when_the_process_between_is(tmp_path: Path) -> None:
+def test_the_tree_is_killed_with_its_guard(tmp_path: Path) -> None:
     with Tree([*PYTHON, "import time; time.sleep(600)"], {}, tmp_path) as tree:
         os.kill(tree._guard.pid, signal.SIGKILL)
         ended = tree.wait(60)

@@ -1,4 +1,4 @@
-"""Truths about secrets: none is written down, and nothing else is changed."""
+"""Tests of redaction: secrets are masked, and other text is not changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.paths import ROOT
 
 CONF = ROOT / "conf"
-few = settings(max_examples=examples(40), derandomize=True)
+few_examples = settings(max_examples=examples(40), derandomize=True)
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 words = st.text(LETTERS + "_.-+=", min_size=1, max_size=20)
@@ -46,9 +46,9 @@ SECRET_NAMES = [
     *("PGPASSWORD", "SSHPASS", "MYSQL_PWD", "DB_PASS", "OPENAI_API_KEY", "AZURE_CLIENT_SECRET", "SLURM_JWT"),
     *("MLFLOW_FLASK_SERVER_SECRET_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "accountKey", "SSH_PASSPHRASE"),
 ]
-# Where the name alone does not say it: their values look like keys, or are not looked for.
+# Names that do not prove a secret: their values are masked only if they look like keys.
 KEYS = ["OPENAI_KEY", "ANTHROPIC_KEY", "WANDB_KEY", "GITHUB_PAT", "AZURE_DEVOPS_EXT_PAT", "DEEPL_AUTH_KEY"]
-# Names of this project, of torch's, Lightning's, SLURM's and of other trainers' configurations.
+# Names from this project, torch, Lightning, SLURM and other trainers' configurations that are not secrets.
 HARMLESS = [
     *("PATH", "PWD", "OLDPWD", "MONKEY", "KEYBOARD", "COMPASS", "BYPASS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SSH_AUTH_SOCK", "XAUTHORITY", "TOKENIZERS_PARALLELISM", "NETRC"),
@@ -58,7 +58,7 @@ HARMLESS = [
 ]
 
 
-# --- what is no secret stays as it is ------------------------------------------------------------------------
+# --- text without secrets is not changed ---------------------------------------------------------------------
 
 
 def recipes() -> list[str]:
@@ -94,36 +94,36 @@ ORDINARY = [
 
 
 @pytest.mark.parametrize("text", ORDINARY)
-def test_ordinary_text_is_left_alone(text: str) -> None:
+def test_ordinary_text_is_not_changed(text: str) -> None:
     assert redact(text, {}) == text
     environment = {"HOME": "/home/me", "USER": "me", "PATH": "/usr/bin", "SLURM_JOB_ID": "123456", "TOKENIZERS": text}
     assert redact(text, environment) == text
 
 
-@few
+@few_examples
 @given(st.lists(words, max_size=6), st.sampled_from([" ", "/", ":", ", ", "\n", "="]))
-def test_words_and_paths_are_left_alone(parts: list[str], between: str) -> None:
+def test_words_and_paths_are_not_changed(parts: list[str], between: str) -> None:
     text = between.join(parts)
     assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA|=", text))
     assert redact(text, {}) == text
 
 
-@few
+@few_examples
 @given(schemes, hosts, st.lists(words, max_size=3))
-def test_an_address_without_a_login_is_left_alone(scheme: str, host: str, path: list[str]) -> None:
+def test_an_address_without_a_login_is_not_changed(scheme: str, host: str, path: list[str]) -> None:
     text = f"{scheme}://{'/'.join([host, *path])}"
     assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA|=", text))
     assert redact(text, {}) == text
 
 
-@few
+@few_examples
 @given(st.text(), st.sampled_from(["HOME", "EDITOR", "MONKEY", "TOKENIZERS_PARALLELISM", "SECRETARY", "KEYBOARD"]))
-def test_variables_whose_names_say_nothing_are_not_looked_for(value: str, name: str) -> None:
+def test_values_of_ordinary_variables_are_not_masked(value: str, name: str) -> None:
     assert redact(f"a {value} b", {name: value}) == redact(f"a {value} b", {})
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_names_that_only_sound_like_a_secrets_are_none(name: str) -> None:
+def test_names_that_only_resemble_secrets_are_not_masked(name: str) -> None:
     assert not is_secret_name(name)
     assert redact("a value-of-1-kind b", {name: "value-of-1-kind"}) == "a value-of-1-kind b"
     assert redact_config({name: "value"}) == {name: "value"}
@@ -131,7 +131,7 @@ def test_names_that_only_sound_like_a_secrets_are_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["completion", "step", "/usr", "~", "a_column"])
-def test_a_key_that_is_a_word_or_a_folder_is_not_looked_for(value: str) -> None:
+def test_a_key_whose_value_is_a_word_or_folder_is_not_masked(value: str) -> None:
     assert redact(f"by {value}", {"GROUPING_KEY": value}) == f"by {value}"
 
 
@@ -140,8 +140,8 @@ def test_a_secret_that_only_looks_like_a_path_is_masked(value: str) -> None:
     assert redact(f"by {value}", {"DB_PASSWORD": value}) == "by ***"
 
 
-def test_so_is_one_that_nobody_may_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key's file in somebody else's folder: what cannot be known must not end the caller, who has more to say."""
+def test_a_secret_that_is_an_unreadable_path_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value looks like a path, but cannot be read. The PermissionError must not reach the caller."""
 
     def stat(path: Path, **options: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -151,25 +151,25 @@ def test_so_is_one_that_nobody_may_look_at(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("value", ["", "a", "yes", "token", "12345"])
-def test_values_that_occur_everywhere_are_not_looked_for(value: str) -> None:
+def test_short_and_common_values_are_not_masked(value: str) -> None:
     assert redact(f"aggregation: {value}", {"MY_TOKEN": value}) == f"aggregation: {value}"
 
 
 # --- secrets -------------------------------------------------------------------------------------------------
 
 
-@few
+@few_examples
 @given(st.text(max_size=30), schemes, logins, logins, hosts, around)
 def test_a_login_in_an_address_is_masked_and_the_address_kept(
     before: str, scheme: str, user: str, password: str, host: str, edge: str
 ) -> None:
     text = f"{before}{edge}{scheme}://{user}:{password}@{host}/path"
-    said = redact(text, {})
-    assert f"{scheme}://{MASK}@{host}/path" in said
-    assert f"{user}:{password}@" not in said
+    masked_text = redact(text, {})
+    assert f"{scheme}://{MASK}@{host}/path" in masked_text
+    assert f"{user}:{password}@" not in masked_text
 
 
-@few
+@few_examples
 @given(
     st.lists(st.tuples(schemes, logins, logins, hosts), min_size=2, max_size=4),
     st.sampled_from([" ", ", ", "\n", "' '"]),
@@ -179,49 +179,49 @@ def test_every_address_in_a_text_is_masked(addresses: list[tuple[str, str, str, 
     assert redact(text, {}) == between.join(f"{scheme}://{MASK}@{host}" for scheme, _, _, host in addresses)
 
 
-@few
+@few_examples
 @given(tokens, around, around)
-def test_a_well_known_token_is_masked_wherever_it_stands(token: str, before: str, after: str) -> None:
-    said = redact(f"see{before or ' '}{token}{after or ' '}there", {})
-    assert token.rstrip("-") not in said
-    assert MASK in said
+def test_a_well_known_token_is_masked_anywhere(token: str, before: str, after: str) -> None:
+    masked_token = redact(f"see{before or ' '}{token}{after or ' '}there", {})
+    assert token.rstrip("-") not in masked_token
+    assert MASK in masked_token
 
 
-@few
+@few_examples
 @given(
     st.text(st.characters(exclude_characters="*"), min_size=6, max_size=40),
     st.sampled_from(SECRET_NAMES),
     st.text(max_size=20),
 )
-def test_the_value_of_a_secret_variable_is_masked_wherever_it_stands(value: str, name: str, text: str) -> None:
-    said = redact(f"{text}{value}{text}{value}", {name: value})
-    assert value not in said
+def test_the_value_of_a_secret_variable_is_masked_anywhere(value: str, name: str, text: str) -> None:
+    masked_value = redact(f"{text}{value}{text}{value}", {name: value})
+    assert value not in masked_value
 
 
-@few
+@few_examples
 @given(
     st.from_regex(r"[A-Za-z0-9+_-][A-Za-z0-9/+_-]{4,30}[0-9]", fullmatch=True),
     st.sampled_from(KEYS),
     st.text(max_size=9),
 )
-def test_so_are_keys_that_look_like_some(value: str, name: str, text: str) -> None:
+def test_values_that_look_like_keys_are_masked(value: str, name: str, text: str) -> None:
     assert value not in redact(f"{text} {value} {text}", {name: value})
 
 
 assigned = st.sampled_from([name for name in SECRET_NAMES + KEYS if name.isupper()])
 
 
-@few
+@few_examples
 @given(
     st.sampled_from(["", "export ", "env A=b ", "('", "setup=[export "]),
     assigned,
     st.text(LETTERS + "!%+,-./:@_~", min_size=1, max_size=20).filter(lambda text: any(map(str.isalnum, text))),
     st.sampled_from(["", "'", '"']),
 )
-def test_what_is_assigned_to_a_secrets_name_is_masked(before: str, name: str, value: str, quote: str) -> None:
+def test_values_assigned_to_secret_names_are_masked(before: str, name: str, value: str, quote: str) -> None:
     assume(re.search(r"[a-zA-Z]", value) and not re.match(r"(?i)(none|null|true|false)\b", value))
-    said = redact(f"{before}{name}={quote}{value}{quote} command", {})
-    assert said == f"{before}{name}={MASK} command"
+    masked_command = redact(f"{before}{name}={quote}{value}{quote} command", {})
+    assert masked_command == f"{before}{name}={MASK} command"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_what_is_assigned_to_a_secrets_name_is_masked(before: str, name: str, va
         ("https://hooks.slack.com/services/T0/B0/abcdef", "https://hooks.slack.com/services/***"),
     ],
 )
-def test_secrets_in_the_ways_that_commands_and_messages_bring_them(text: str, expected: str) -> None:
+def test_secrets_in_commands_and_messages_are_masked(text: str, expected: str) -> None:
     assert redact(text, {}) == expected
     assert redact(expected, {}) == expected
 
@@ -255,15 +255,15 @@ def test_a_private_key_is_masked_whole_or_cut_off(kind: str, between: str, cut: 
     assert redact(f"see: {whole}", {}) == f"see: {MASK}"
 
 
-@few
+@few_examples
 @given(st.text(st.characters(exclude_characters="*")), tokens, logins, st.text("abc", min_size=6, max_size=9))
-def test_what_is_masked_once_is_masked(text: str, token: str, login: str, value: str) -> None:
+def test_masking_twice_changes_nothing(text: str, token: str, login: str, value: str) -> None:
     environment = {"MY_SECRET": value}
     once = redact(f"{text} {token} http://{login}:{login}@host {value} PGPASSWORD={login}", environment)
     assert redact(once, environment) == once
 
 
-def test_a_word_of_a_command_is_masked_by_its_key() -> None:
+def test_an_override_is_masked_by_its_key() -> None:
     assert redact_override("+wandb.token=abc") == f"+wandb.token={MASK}"
     assert redact_override("seed=0,1") == "seed=0,1"
     assert redact_override("aggregation=token") == "aggregation=token"
@@ -273,7 +273,7 @@ def test_a_word_of_a_command_is_masked_by_its_key() -> None:
 
 
 @pytest.mark.parametrize("names", [("A_TOKEN", "B_TOKEN"), ("B_TOKEN", "A_TOKEN")])
-def test_of_two_secrets_with_a_common_part_neither_leaks(names: tuple[str, str]) -> None:
+def test_two_secrets_with_a_common_part_are_both_masked(names: tuple[str, str]) -> None:
     short, long = "hunter2", "hunter2-of-production"
     environment = dict(sorted({names[0]: short, names[1]: long}.items()))
     reverse = dict(reversed(environment.items()))
@@ -289,7 +289,7 @@ def test_unusual_logins_are_masked_too(text: str) -> None:
     assert redact(text, {}) == f"https://{MASK}@host/path"
 
 
-def test_the_environment_is_ones_own_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_environment_is_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUR_API_KEY", "something-of-ours")
     assert redact("with something-of-ours") == f"with {MASK}"
     assert redact("with something-of-ours", {}) == "with something-of-ours"
@@ -305,19 +305,19 @@ values = st.recursive(
 plain_keys = ["aggregation", "token_level", "prefill_token_s", "keys", "monkey", "path", "secretary"]
 
 
-@few
+@few_examples
 @given(
     st.dictionaries(st.sampled_from(plain_keys), st.one_of(st.integers(), st.sampled_from(["token", "none", "prompt"])))
 )
 @example({"aggregation": "token"})
 @example({"max_new_tokens": 5, "max_prompt_tokens": 7})
 @example({"context.max_new_tokens": "18,24,30"})
-def test_a_configuration_without_secrets_is_left_alone(config: dict[str, Any]) -> None:
+def test_a_configuration_without_secrets_is_not_changed(config: dict[str, Any]) -> None:
     assert redact_config(config) == config
     assert redact_config({"a": {"b": [config, config]}}) == {"a": {"b": [config, config]}}
 
 
-def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret() -> None:
+def test_our_configuration_files_contain_no_secrets() -> None:
     for path in sorted(CONF.rglob("*.yaml")):
         config = yaml.safe_load(path.read_text())
         assert redact_config(config) == config, path
@@ -325,8 +325,8 @@ def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret() -> Non
 
 
 @pytest.mark.full
-def test_nothing_of_a_members_own_configuration_is_taken_for_a_secret(tmp_path: Path) -> None:
-    """As it stands in its spec and at the head of its journal: a study would be refused, or would lie about it."""
+def test_specs_and_headers_of_members_are_not_changed(tmp_path: Path) -> None:
+    """Masking part of a spec or of a journal's header would make a study refuse its runs or misreport them."""
     experiments = ("variant=none", "experiment=replication", "aggregation=token context.max_new_tokens=18")
     for spec in plan_members([["study=x", "model.batches=1", *words.split()] for words in experiments], []):
         spec.write(tmp_path / spec.run)
@@ -336,7 +336,7 @@ def test_nothing_of_a_members_own_configuration_is_taken_for_a_secret(tmp_path: 
         assert redact_config(spec.header()) == spec.header()
 
 
-@few
+@few_examples
 @given(values)
 def test_a_configuration_keeps_its_shape_and_its_numbers(config: Any) -> None:
     def shape(value: Any) -> Any:
@@ -351,14 +351,14 @@ def test_a_configuration_keeps_its_shape_and_its_numbers(config: Any) -> None:
     assert redact_config(once) == once
 
 
-@few
+@few_examples
 @given(
     st.sampled_from(
         ["token", "hf_token", "api_key", "apikey", "password", "db.password", "AWS_SECRET", "credentials", "tokens"]
     ),
     st.text(min_size=1),
 )
-def test_what_stands_under_a_secrets_name_is_masked_at_any_depth(name: str, value: str) -> None:
+def test_values_under_secret_names_are_masked_at_any_depth(name: str, value: str) -> None:
     assert redact_config({name: value}) == {name: MASK}
     assert redact_config({"a": [{name: value}]}) == {"a": [{name: MASK}]}
     assert redact_config({name: [value, value]}) == {name: [MASK, MASK]}

@@ -1,4 +1,4 @@
-"""A loop of anybody's that reports itself: its decisions are the live race's, and no fault reaches it."""
+"""Tests of a user's training loop in a race: it decides like the live race, and faults never stop it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES: dict[str, Any] = {"budget": 1.0, "p_ahead": 0.05, "growth": 1.8}
 
 
 def curve_of(a: float, seed: int) -> list[tuple[int, float, float, float]]:
-    """Step, reward, compute and standard error of each evaluation of a member of the tests' race."""
+    """Return (step, reward, compute, standard error) of each evaluation of a member of the simulated race."""
     spec = member(a, seed)
     rows = [(step, evaluation(spec, step)) for step in range(0, UNTIL + 1, EVERY)]
     return [(step, row[METRIC], row[AXIS], row[f"{METRIC}_se"]) for step, row in rows]
@@ -56,27 +56,27 @@ def rows_in(run: RacingRun) -> list[tuple[int, float, float]]:
 # --- decisions -------------------------------------------------------------------------------------------------
 
 
-def test_loops_decide_as_the_live_race_does(tmp_path: Path) -> None:
+def test_loops_decide_like_the_live_race(tmp_path: Path) -> None:
     seed, tops = 0, (0.7, 0.66, 0.4)
     study = Study(tmp_path / "live", [member(a, seed) for a in tops])
     study.run(Runners(slots=3), decider=LiveRace(study, RaceSettings(mode="live", **RULES)))
     live = RaceRecord.read(study.directory)
-    assert live.stopped, "there is something to compare"
+    assert live.stopped, "the live race stops a member, so that there is something to compare"
 
     runs = {a: RacingRun(tmp_path / "loops", f"scalerl+a={a:g}", seed, axis=AXIS, members=3, **RULES) for a in tops}
-    left, reasons = dict.fromkeys(tops, 0), {}
-    while left:
-        for a in list(left):
-            why = report(runs[a], curve_of(a, seed)[left[a]])
-            left[a] += 1
-            if why is not None:
-                reasons[a] = why
-            if why is not None or left[a] == len(curve_of(a, seed)):
+    next_row, reasons = dict.fromkeys(tops, 0), {}
+    while next_row:
+        for a in list(next_row):
+            reason = report(runs[a], curve_of(a, seed)[next_row[a]])
+            next_row[a] += 1
+            if reason is not None:
+                reasons[a] = reason
+            if reason is not None or next_row[a] == len(curve_of(a, seed)):
                 runs[a].end()
-                del left[a]
+                del next_row[a]
     for look in live.stopped.values():
         for name in look.stopped:
-            assert reasons[float(name.partition("=")[2])] == look.why(name, live.rules or runs[0.7].rules)
+            assert reasons[float(name.partition("=")[2])] == look.reason(name, live.rules or runs[0.7].rules)
     assert len(reasons) == len(live.stopped)
     looks = [json.loads(line)["look"] for line in (runs[0.7].run_dir / "race.jsonl").read_text().splitlines()]
     taken = [look.to_json() for look in live.looks]
@@ -85,19 +85,19 @@ def test_loops_decide_as_the_live_race_does(tmp_path: Path) -> None:
     ]
     for mine, theirs in zip(looks, taken, strict=True):
         mine, theirs = ({c["recipe"]: c["p_ahead"] for c in each["chances"]} for each in (mine, theirs))
-        assert mine == pytest.approx(theirs), "to the last digits, which the order of sums decides"
+        assert mine == pytest.approx(theirs), "equal up to the order of sums"
 
 
-def test_a_loop_races_members_that_were_adopted(tmp_path: Path) -> None:
+def test_a_loop_races_against_adopted_members(tmp_path: Path) -> None:
     rows = [{"recipe": "good", "seed": 0, "hours": c, "reward": y, "sd": e} for _, y, c, e in curve_of(0.7, 0)]
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     adopt(tmp_path / "study", [str(tmp_path / "good.jsonl")], ["recipe,seed"], x="hours", unit="device_hours")
     run = RacingRun(tmp_path / "study", "bad", 0, **RULES)
-    assert run.axis == "compute/device_hours", "the study's"
+    assert run.axis == "compute/device_hours", "the axis is that of the study"
     reasons = [report(run, row) for row in curve_of(0.4, 0)]
     assert any("of ending ahead of good" in str(why) for why in reasons) and reasons[0] is None
     first = next(n for n, why in enumerate(reasons) if why)
-    assert all(reasons[first:]), "and it stays so"
+    assert all(reasons[first:]), "a stopped run stays stopped"
     assert {(view.recipe, view.state) for view in overview(tmp_path / "study")} == {
         ("good", "finished"),
         ("bad", "running"),
@@ -121,30 +121,30 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     assert not curve.warnings and {view.state for view in overview(tmp_path)} == {"finished"}
 
 
-# --- what is written -------------------------------------------------------------------------------------------
+# --- journals --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kills=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=4))
-def test_however_often_it_is_resumed_each_step_is_there_once(
+def test_every_step_is_recorded_once_after_any_number_of_resumes(
     kills: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A run is killed after some evaluations and goes on from an earlier step: as if nothing had been."""
+    """Kills after some evaluations and resuming from earlier steps leave the journal of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("loop")
-    at = 0
+    next_step = 0
     for until, back in [*kills, (13, 0)]:
         run = RacingRun(folder, "mine", 3, budget=20.0, members=9)
-        for step in range(at, until):
+        for step in range(next_step, until):
             assert run.should_stop(step, step / 20, float(step)) is None
-        run._lease.release()  # as the end of the process does
-        at = min(at if until <= at else until, back)
+        run._lease.release()  # the end of a process releases it too
+        next_step = min(next_step if until <= next_step else until, back)
     whole = rows_in(run)
     assert whole == [(step, float(step), step / 20) for step in range(whole[0][0], 13)] and whole[0][0] == 0
     assert read_journal(run.run_dir).missing is None and len(list((folder / "runs").iterdir())) == 1
 
 
 def loop(study: Path, recipe: str, top: float, pause_s: float, until: int = UNTIL) -> subprocess.Popen[str]:
-    """A real process with a loop of somebody's."""
+    """Start a process that runs a user's training loop."""
     code = f"""
 import sys, time
 from pathlib import Path
@@ -168,27 +168,29 @@ finished({str(study)!r}, {recipe!r}, 0)
 
 @pytest.mark.live
 @pytest.mark.slow
-def test_processes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
+def test_a_killed_loop_resumes_without_loss(tmp_path: Path) -> None:
     good, bad = loop(tmp_path, "good", 0.7, 0.0), loop(tmp_path, "bad", 0.4, 9.0, until=8)
-    assert bad.stdout is not None and bad.stdout.readline() == "0 \n", "without what a light installation lacks"
+    assert bad.stdout is not None and bad.stdout.readline() == "0 \n", (
+        "no package is imported that scalerl-curves does not install"
+    )
     bad.send_signal(signal.SIGKILL)
     bad.wait()
-    again = loop(tmp_path, "bad", 0.4, 0.0)
-    said, _ = again.communicate(timeout=120)
-    assert again.returncode == 0 and "of ending ahead of good" in said.splitlines()[-1], said
-    out, _ = good.communicate(timeout=120)
-    assert good.returncode == 0 and "ahead" not in out and "Traceback" not in out
-    found = {curve.recipe: curve for curve in load([tmp_path]).curves}
+    resumed_loop = loop(tmp_path, "bad", 0.4, 0.0)
+    resumed_output, _ = resumed_loop.communicate(timeout=120)
+    assert resumed_loop.returncode == 0 and "of ending ahead of good" in resumed_output.splitlines()[-1], resumed_output
+    good_output, _ = good.communicate(timeout=120)
+    assert good.returncode == 0 and "ahead" not in good_output and "Traceback" not in good_output
+    curves_by_recipe = {curve.recipe: curve for curve in load([tmp_path]).curves}
     for recipe, top in (("good", 0.7), ("bad", 0.4)):
-        rows = curve_of(top, 0)[: len(found[recipe].compute)]
-        assert found[recipe].reward.tolist() == [reward for _, reward, _, _ in rows]
-    assert len(found["good"].compute) == len(curve_of(0.7, 0)) > len(found["bad"].compute)
+        rows = curve_of(top, 0)[: len(curves_by_recipe[recipe].compute)]
+        assert curves_by_recipe[recipe].reward.tolist() == [reward for _, reward, _, _ in rows]
+    assert len(curves_by_recipe["good"].compute) == len(curve_of(0.7, 0)) > len(curves_by_recipe["bad"].compute)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_written_now_is_written_later(
+def test_evaluations_that_cannot_be_written_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20)
@@ -201,13 +203,13 @@ def test_what_cannot_be_written_now_is_written_later(
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patched:
         patched.setattr(Journal, "record", full)
         assert run.should_stop(1, 0.2) is None and run.should_stop(2, 0.3) is None
-    assert caplog.text.count("No space left on device") == 1, "said once"
+    assert caplog.text.count("No space left on device") == 1, "warned once"
     assert Journal.record is real and len(rows_in(run)) == 1
     run.should_stop(3, 0.4)
     assert [step for step, _, _ in rows_in(run)] == [0, 1, 2, 3]
 
 
-def test_a_look_that_fails_stops_nothing_and_is_said(
+def test_a_failing_look_is_warned_about_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20, members=1, axis=STEPS)
@@ -217,24 +219,24 @@ def test_a_look_that_fails_stops_nothing_and_is_said(
     assert caplog.text.count("ZeroDivisionError") == 1 and len(rows_in(run)) == 2
 
 
-def test_a_look_that_takes_long_holds_nothing_up(
+def test_a_slow_look_does_not_delay_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20, members=1, wait_s=0.2, axis=STEPS)
-    let_go = tmp_path / "go"
+    release_file = tmp_path / "go"
 
     def slow() -> str:
-        while not let_go.exists():
+        while not release_file.exists():
             time.sleep(0.01)
         return "enough"
 
     monkeypatch.setattr(run._looks, "take", slow)
-    began = time.monotonic()
+    started_at = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(0, 0.1) is None
         assert run.should_stop(1, 0.1) is None
-    assert time.monotonic() - began < 2 and caplog.text.count("no answer within 0.2 s") == 1
-    let_go.touch()
+    assert time.monotonic() - started_at < 2 and caplog.text.count("no answer within 0.2 s") == 1
+    release_file.touch()
     run._wait_s = 20.0
     assert run.should_stop(2, 0.1) == "enough"
     assert [step for step, _, _ in rows_in(run)] == [0, 1, 2]
@@ -243,7 +245,7 @@ def test_a_look_that_takes_long_holds_nothing_up(
 @pytest.mark.parametrize(
     ("reward", "compute"), [(float("nan"), 1.0), (0.5, float("inf")), (0.5, -1.0), (None, 1.0), (0.5, "many")]
 )
-def test_what_is_no_evaluation_is_told_and_left_out(
+def test_invalid_evaluations_are_warned_about_and_not_recorded(
     reward: Any, compute: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20)
@@ -252,9 +254,7 @@ def test_what_is_no_evaluation_is_told_and_left_out(
     assert " is not valid, and was not recorded" in caplog.text and len(rows_in(run)) == 1
 
 
-def test_steps_do_not_pass_for_the_compute_that_a_call_has_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_do_not_replace_compute_that_a_call_omits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=2e9, axis="compute/tokens")
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(1, 0.1, 1e8) is None and run.should_stop(2, 0.2) is None
@@ -262,7 +262,9 @@ def test_steps_do_not_pass_for_the_compute_that_a_call_has_left_out(
     assert [step for step, _, _ in rows_in(run)] == [1]
 
 
-def test_a_counter_that_began_again_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compute_that_decreases_is_warned_about_and_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20)
     for step, compute in ((0, 0.0), (1, 5.0), (2, 10.0)):
         run.should_stop(step, 0.1, compute)
@@ -271,9 +273,7 @@ def test_a_counter_that_began_again_is_told_and_left_out(tmp_path: Path, caplog:
     assert "compute 1 is less than the 10 of step 2" in caplog.text and len(rows_in(run)) == 3
 
 
-def test_another_process_that_writes_the_run_is_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_process_writes_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20, wait_s=0.3)
     monkeypatch.setattr(stopping, "EXPIRY_S", 0.1)
     monkeypatch.setattr(stopping, "BEAT_S", 0.0)
@@ -285,7 +285,7 @@ def test_another_process_that_writes_the_run_is_not_written_over(
     assert run.should_stop(1, 0.1) is None and [step for step, _, _ in rows_in(run)] == [0, 1]
 
 
-def test_what_is_wrong_from_the_beginning_is_said_at_once(tmp_path: Path) -> None:
+def test_invalid_rules_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"p-ahead 0\.9"):
         RacingRun(tmp_path, "mine", 0, budget=1.0, p_ahead=0.9)
     with pytest.raises(UserError, match=r"budget: .* has no race whose budget is known"):
@@ -293,11 +293,11 @@ def test_what_is_wrong_from_the_beginning_is_said_at_once(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
     (tmp_path / "launch.json").write_text(json.dumps({"race": {"mode": "live", "budget": 7.0, "p_ahead": 0.02}}))
     run = RacingRun(tmp_path, "mine", 0)
-    assert (run.rules.budget, run.rules.p_ahead) == (7.0, 0.02), "the study's own"
+    assert (run.rules.budget, run.rules.p_ahead) == (7.0, 0.02), "rules of the study"
 
 
-def test_a_training_with_a_trial_of_ranks_asks_once(tmp_path: Path) -> None:
-    """The callback without transformers: what each event does."""
+def test_the_transformers_callback_records_rewards_and_stops_training(tmp_path: Path) -> None:
+    """Call the events of the transformers callback directly, without transformers."""
 
     class State:
         is_world_process_zero, global_step, total_flos, num_input_tokens_seen = True, 0, 0.0, 0

@@ -1,4 +1,4 @@
-"""How far something is: a bar on a terminal, a line a while elsewhere."""
+"""Tests of terminal output: progress bars, or occasional lines where there is no terminal, and tables that fit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_without_a_terminal_it_is_a_line_a_while() -> None:
-    clock, said = Clock(), io.StringIO()
-    bar = Bar("training", 100, stream=said, every_s=30, clock=clock)
+def test_without_a_terminal_progress_is_an_occasional_line() -> None:
+    clock, output_stream = Clock(), io.StringIO()
+    bar = Bar("training", 100, stream=output_stream, every_s=30, clock=clock)
     for step in range(1, 41):
         clock.now += 2.0
         bar.update(step, f"reward 0.{step:02d}")
     bar.close()
-    assert said.getvalue().splitlines() == [
+    assert output_stream.getvalue().splitlines() == [
         "training 0/100",
         "training 15/100: reward 0.15, 3 min left",
         "training 30/100: reward 0.30, 2 min left",
@@ -47,29 +47,29 @@ def test_without_a_terminal_it_is_a_line_a_while() -> None:
     ]
 
 
-def test_time_left_is_at_the_pace_of_this_process_without_its_first_step() -> None:
-    """What an earlier process has done says nothing of how fast this one is; the first step loads and compiles."""
-    clock, said = Clock(), io.StringIO()
-    bar = Bar("training", 100, done=60, stream=said, every_s=0, clock=clock)
+def test_time_left_ignores_earlier_processes_and_the_first_step() -> None:
+    """Steps of an earlier process do not count for the pace, nor does the first step, which loads and compiles."""
+    clock, output_stream = Clock(), io.StringIO()
+    bar = Bar("training", 100, done=60, stream=output_stream, every_s=0, clock=clock)
     for step in range(61, 64):
         clock.now += 60.0 if step == 61 else 2.0
         bar.update(step)
-    assert said.getvalue().splitlines() == [
+    assert output_stream.getvalue().splitlines() == [
         "training 60/100", "training 61/100", "training 62/100: 76 s left", "training 63/100: 74 s left",
     ]  # fmt: skip
 
 
-def test_a_count_has_its_noun() -> None:
+def test_counted_nouns_are_singular_or_plural() -> None:
     assert [counted(count, "group") for count in (0, 1, 2)] == ["0 groups", "1 group", "2 groups"]
 
 
-def test_on_a_terminal_it_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    said = Terminal()
-    bar = Bar("training", 10, done=4, stream=said)
+    output_stream = Terminal()
+    bar = Bar("training", 10, done=4, stream=output_stream)
     bar.update(7, "pass rate 0.500 [ok]")
     bar.close()
-    shown = plain(said.getvalue())
+    shown = plain(output_stream.getvalue())
     assert "training" in shown and "━" in shown and "7/10" in shown and "pass rate 0.500 [ok]" in shown
     bar.close()
 
@@ -78,31 +78,29 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bar_fits_its_terminal_and_keeps_the_time_left(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    clock, said = Clock(), Terminal()
-    bar = Bar("training", 10, stream=said, clock=clock)
+    clock, output_stream = Clock(), Terminal()
+    bar = Bar("training", 10, stream=output_stream, clock=clock)
     for step in range(1, 4):
         clock.now += 2.0
         bar.update(step, "heldout 0.250 (step 2)", "pass rate 0.500, reward 0.500", "1.2e+12 FLOPs")
     bar.close()
-    last = re.split(r"[\r\n]+", plain(said.getvalue()).rstrip())[-1]
+    last = re.split(r"[\r\n]+", plain(output_stream.getvalue()).rstrip())[-1]
     assert cell_len(last) <= width and "3/10" in last and "0:00:14" in last
     assert ("heldout 0.250 (step 2)" in last) is (width >= 80)
 
 
 @pytest.mark.parametrize(("term", "is_terminal"), [("xterm", True), ("dumb", False), ("unknown", False)])
-def test_a_dumb_terminal_is_written_to_as_a_log_is(
-    term: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dumb_terminal_gets_lines_like_a_log(term: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
     assert on_screen(Terminal()) is is_terminal and not on_screen(io.StringIO())
-    said = Terminal()
-    Bar("training", 10, stream=said).close()
-    assert ("\x1b" in said.getvalue()) is is_terminal
+    output_stream = Terminal()
+    Bar("training", 10, stream=output_stream).close()
+    assert ("\x1b" in output_stream.getvalue()) is is_terminal
 
 
-# --- what fits a terminal --------------------------------------------------------------------------------------
+# --- tables that fit a terminal --------------------------------------------------------------------------------
 
-# Names as people and their tools make them: wide, combining, right to left, with line breaks and escape sequences.
+# Unusual names: wide and combining characters, emoji, line breaks and escape sequences.
 NAMES = st.one_of(
     st.text(max_size=60),
     st.sampled_from(
@@ -125,12 +123,12 @@ def test_no_row_is_wider_than_its_terminal(rows: list[tuple[str, str, int, str]]
     console = Console(file=screen, width=width, force_terminal=True, color_system="truecolor", legacy_windows=False)
     console.print(fitted(COLUMNS, cells, width))
     printed = plain(screen.getvalue()).split("\n")
-    assert len(printed) == len(rows) + 2 or not rows, "none is wrapped"
+    assert len(printed) == len(rows) + 2 or not rows, "no row is wrapped"
     assert all(cell_len(line) <= width for line in printed)
     assert all(character.isprintable() for line in printed for character in line)
 
 
-def test_long_texts_give_way_and_a_narrow_terminal_has_fewer_columns() -> None:
+def test_long_texts_are_cut_and_narrow_terminals_have_fewer_columns() -> None:
     rows: list[list[Cell]] = [["running", "scalerl+loss=dapo+batch.prompts=32", "120", "no sign of life"]]
 
     def shown(width: int) -> list[str]:
@@ -141,10 +139,10 @@ def test_long_texts_give_way_and_a_narrow_terminal_has_fewer_columns() -> None:
     assert shown(80)[1] == "running  scalerl+loss=dapo+batch.prompts=32   120  no sign of life"
     assert shown(40) == ["state    recipe                     step", "running  scalerl+loss=dapo+batch.…   120"]
     rows[0][3] = ""
-    assert shown(80)[0].endswith("step"), "what nothing fills is left out"
+    assert shown(80)[0].endswith("step"), "empty columns are omitted"
 
 
-def test_a_sparkline_is_on_the_scale_that_it_is_given() -> None:
+def test_a_sparkline_uses_the_given_scale() -> None:
     assert sparkline([0, 0.5, 1], 0, 1, 10) == "▁▅█"
     assert sparkline([0, 0.5, 1], 0, 2, 10) == "▁▃▅"
     assert sparkline([float(value) for value in range(100)], 0, 99, 8) == "▁▂▃▄▅▆▇█"

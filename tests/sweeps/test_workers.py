@@ -1,4 +1,4 @@
-"""What the processes that run the study's tests have imported."""
+"""Test that workers which run only tests/sweeps do not import torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import pytest
 from tests.conftest import TORCH_IMPORTED
 
 
-def test_no_module_of_these_tests_imports_torch(pytestconfig: pytest.Config) -> None:
-    """It costs each worker five seconds, and every fork of theirs more. A test that needs it imports it itself."""
+def test_collecting_these_tests_does_not_import_torch(pytestconfig: pytest.Config) -> None:
+    """Torch costs each worker five seconds, and more in every fork. A test that needs it imports it in the function."""
     assert not pytestconfig.stash[TORCH_IMPORTED]

@@ -1,4 +1,4 @@
-"""A data set as a task: what is left out and said, what a prompt is made of, what the verifier is tried on."""
+"""Tests of a data set as a task: rows that are left out, how prompts are built, and how the verifier is checked."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def rows(*texts: str) -> list[dict[str, Any]]:
 
 
 def task_of(folder: Path, train: list[Any], heldout: list[Any], **more: Any) -> DatasetTask:
-    """Of rows; format columns, graded to the letter."""
+    """Task of these rows, in the format `columns` and graded by `exact_match` unless `more` says otherwise."""
     paths = []
-    for name, those in (("train", train), ("test", heldout)):
+    for name, part in (("train", train), ("test", heldout)):
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in those), encoding="utf-8")
+        path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         paths.append(str(path))
     settings = {"format": "columns", "rewards": "exact_match", **more}
     return DatasetTask(train=paths[0], heldout={"test": paths[1]}, **settings)
@@ -44,7 +44,7 @@ def texts(task: DatasetTask) -> list[str]:
 
 # --- duplicates and leaks ------------------------------------------------------------------------------------
 
-# b twice more, in other case and space; c and C are held out.
+# "b" occurs twice more, with different case and space; "c" and "C" are held out.
 TRAIN = rows("a", "b", "c", " B", "d", "b\n", "C")
 HELDOUT = rows("c", "x")
 DUPLICATES = "task.duplicates: {} of 7 training prompts occur more than once (the first is '3'); {}"
@@ -60,15 +60,17 @@ LEAKS = "task.leaks: 2 of 7 training prompts are in a held-out set too (the firs
         ("keep", "keep", ["a", "b", "c", " B", "d", "b\n", "C"], [DUPLICATES.format(3, "kept"), LEAKS.format("kept")]),
     ],
 )
-def test_rules(duplicates: str, leaks: str, kept: list[str], notes: list[str], tmp_path: Path) -> None:
+def test_duplicates_and_leaks_are_dropped_or_kept(
+    duplicates: str, leaks: str, kept: list[str], notes: list[str], tmp_path: Path
+) -> None:
     task = task_of(tmp_path, TRAIN, HELDOUT, duplicates=duplicates, leaks=leaks)
     assert texts(task) == kept
     assert list(task.notes()) == notes
-    assert [prompt.text for prompt in task.eval_sets()["test"]] == ["c", "x"], "what is held out stays"
+    assert [prompt.text for prompt in task.eval_sets()["test"]] == ["c", "x"], "held-out rows are not removed"
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         (
             {"duplicates": "refuse"},
@@ -80,17 +82,17 @@ def test_rules(duplicates: str, leaks: str, kept: list[str], notes: list[str], t
         ({"leaks": None}, r"^task\.leaks: None must be one of"),
     ],
 )
-def test_rules_that_refuse(rules: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_duplicates_and_leaks_can_be_refused(rules: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         task_of(tmp_path, TRAIN, HELDOUT, **rules)
 
 
-def test_clean_data_is_not_spoken_of(tmp_path: Path) -> None:
+def test_clean_data_has_no_notes(tmp_path: Path) -> None:
     task = task_of(tmp_path, rows("a", "b"), rows("c"), duplicates="refuse", leaks="refuse")
     assert texts(task) == ["a", "b"] and list(task.notes()) == []
 
 
-def test_a_pool_that_leaks_altogether(tmp_path: Path) -> None:
+def test_a_pool_whose_prompts_are_all_held_out_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.train: every prompt of it is in a held-out set"):
         task_of(tmp_path, rows("a", "b"), rows("A", "b "))
 
@@ -100,7 +102,7 @@ def test_a_pool_that_leaks_altogether(tmp_path: Path) -> None:
     st.lists(st.sampled_from("abcdefABCDEF"), min_size=1, max_size=12),
     st.lists(st.sampled_from("abcXYZ"), min_size=1, max_size=4),
 )
-def test_what_is_kept_occurs_once_and_is_not_held_out(tmp_path: Path, train: list[str], heldout: list[str]) -> None:
+def test_kept_prompts_occur_once_and_are_not_held_out(tmp_path: Path, train: list[str], heldout: list[str]) -> None:
     lower = [text.lower() for text in train]
     held = {text.lower() for text in heldout}
     expected = [text for place, text in enumerate(lower) if text not in held and text not in lower[:place]]
@@ -112,16 +114,16 @@ def test_what_is_kept_occurs_once_and_is_not_held_out(tmp_path: Path, train: lis
     assert [text.lower() for text in texts(task)] == expected
     leaked = sum(text in held for text in lower)
     twice = sum(text not in held and text in lower[:place] for place, text in enumerate(lower))
-    said = " ".join(task.notes())
-    assert (f"{leaked} of {len(train)} training prompts are in" in said) == (leaked > 0)
-    assert (f"{twice} of {len(train)} training prompts occur" in said) == (twice > 0)
+    message = " ".join(task.notes())
+    assert (f"{leaked} of {len(train)} training prompts are in" in message) == (leaked > 0)
+    assert (f"{twice} of {len(train)} training prompts occur" in message) == (twice > 0)
 
 
 def conversation(*contents: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def test_conversations_that_end_alike_are_two(tmp_path: Path) -> None:
+def test_conversations_with_the_same_last_message_are_not_duplicates(tmp_path: Path) -> None:
     train = [
         {"prompt": conversation("What is 2+2?", "4", "Are you sure?"), "answer": "yes"},
         {"prompt": conversation("What is 2+3?", "6", "Are you sure?"), "answer": "no"},
@@ -160,11 +162,11 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None
         ),
     ],
 )
-def test_rows_that_no_completion_could_be_compared_with_are_left_out(
+def test_rows_without_a_usable_answer_are_left_out(
     tmp_path: Path, format: str, good: dict[str, Any], bad: list[dict[str, Any]]
 ) -> None:
     rewards = {"mbpp": "code", "livecodebench": "code", "math": "math"}.get(format, "exact_match")
-    train = [good, *({**good, **each} for each in bad)]
+    train = [good, *({**good, **changed} for changed in bad)]
     task = task_of(tmp_path, train, [good], format=format, rewards=rewards, duplicates="keep", leaks="keep")
     assert len(task.train_prompts()) == 1
     assert f"{len(bad)} of {len(bad) + 1} rows have no answer (first row 1)" in task.notes()[0]
@@ -207,7 +209,7 @@ def test_rows_without_a_prompt_are_left_out_and_counted(
     tmp_path: Path, format: str, good: dict[str, Any], bad: list[dict[str, Any]]
 ) -> None:
     rewards = {"mbpp": "code", "livecodebench": "code", "math": "math"}.get(format, "exact_match")
-    train = [good, *({**good, **each} for each in bad)]
+    train = [good, *({**good, **changed} for changed in bad)]
     task = task_of(tmp_path, train, [good], format=format, rewards=rewards, duplicates="keep", leaks="keep")
     assert len(task.train_prompts()) == 1
     assert f"task.train: {len(bad)} of {len(train)} rows have no prompt (first row 1); left out" == task.notes()[0]
@@ -215,12 +217,12 @@ def test_rows_without_a_prompt_are_left_out_and_counted(
         task_of(tmp_path, train[1:], [good], format=format, rewards=rewards)
 
 
-def test_a_null_is_an_answer_that_is_missing(tmp_path: Path) -> None:
+def test_null_is_a_missing_answer(tmp_path: Path) -> None:
     task = task_of(tmp_path, [*rows("a"), {"prompt": "b", "answer": None}], rows("x"))
     assert list(task.notes()) == ["task.train: 1 of 2 rows have no answer (first row 1); left out"]
 
 
-def test_a_users_reward_may_do_without_an_answer(tmp_path: Path) -> None:
+def test_a_users_reward_may_need_no_answer(tmp_path: Path) -> None:
     place = tmp_path / "mine.py"
     place.write_text("def reward(completions, wish, **kwargs):\n    return [float(wish[0] in completions[0])]\n")
     train = [{"ask": "a", "wish": "yes"}, {"ask": "b", "wish": "no"}]
@@ -242,27 +244,27 @@ def test_a_users_reward_may_do_without_an_answer(tmp_path: Path) -> None:
     ],
 )
 def test_ids_that_repeat_are_made_unique(ids: list[str], unique: list[str] | None, tmp_path: Path) -> None:
-    train = [{"prompt": f"q{n}", "answer": "a", "id": own} for n, own in enumerate(ids)]
+    train = [{"prompt": f"q{n}", "answer": "a", "id": row_id} for n, row_id in enumerate(ids)]
     task = task_of(
         tmp_path, train, [{"prompt": "x", "answer": "a", "id": "p"}], fields={"prompt": "prompt", "id": "id"}
     )
-    found = [prompt.prompt_id for prompt in task.train_prompts()]
-    assert len(set(found)) == len(found)
-    assert unique is None or found == unique
+    prompt_ids = [prompt.prompt_id for prompt in task.train_prompts()]
+    assert len(set(prompt_ids)) == len(prompt_ids)
+    assert unique is None or prompt_ids == unique
 
 
 @QUIET
 @given(st.lists(st.sampled_from(["p", "q", "r", "s"]), min_size=1, max_size=8))
-def test_ids_are_unique_and_the_first_keeps_its_own(tmp_path: Path, ids: list[str]) -> None:
-    train = [{"prompt": f"q{n}", "answer": "a", "id": own} for n, own in enumerate(ids)]
+def test_ids_are_unique_and_first_occurrences_keep_theirs(tmp_path: Path, ids: list[str]) -> None:
+    train = [{"prompt": f"q{n}", "answer": "a", "id": row_id} for n, row_id in enumerate(ids)]
     task = task_of(
         tmp_path, train, [{"prompt": "x", "answer": "a", "id": "p"}], fields={"prompt": "prompt", "id": "id"}
     )
-    found = [prompt.prompt_id for prompt in task.train_prompts()]
-    assert len(set(found)) == len(found) and set(ids) <= set(found)
+    prompt_ids = [prompt.prompt_id for prompt in task.train_prompts()]
+    assert len(set(prompt_ids)) == len(prompt_ids) and set(ids) <= set(prompt_ids)
 
 
-# --- what a prompt is made of --------------------------------------------------------------------------------
+# --- how a prompt is built -----------------------------------------------------------------------------------
 
 
 def test_fields_of_any_row(tmp_path: Path) -> None:
@@ -275,18 +277,18 @@ def test_fields_of_any_row(tmp_path: Path) -> None:
 
 
 def test_prefix_and_instruction_of_a_conversation(tmp_path: Path) -> None:
-    asked = conversation("first", "then", "last")
+    turns = conversation("first", "then", "last")
     (prompt,) = task_of(
-        tmp_path, [{"prompt": asked, "answer": "a"}], rows("x"), prefix="P: ", instruction="Go."
+        tmp_path, [{"prompt": turns, "answer": "a"}], rows("x"), prefix="P: ", instruction="Go."
     ).train_prompts()
     assert prompt.text == "P: last\nGo."
-    assert list(prompt.messages) == [*asked[:2], {"role": "user", "content": "P: last\nGo."}]
-    (bare,) = task_of(tmp_path, [{"prompt": asked, "answer": "a"}], rows("x")).train_prompts()
-    assert list(bare.messages) == asked
+    assert list(prompt.messages) == [*turns[:2], {"role": "user", "content": "P: last\nGo."}]
+    (bare,) = task_of(tmp_path, [{"prompt": turns, "answer": "a"}], rows("x")).train_prompts()
+    assert list(bare.messages) == turns
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (
             {"fields": {"question": "prompt"}},
@@ -303,8 +305,8 @@ def test_prefix_and_instruction_of_a_conversation(tmp_path: Path) -> None:
         ({"rewards": []}, r"task\.rewards: give at least one of exact_match"),
     ],
 )
-def test_mistakes(more: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=said) as error:
+def test_invalid_settings_are_refused_in_one_line(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
         task_of(tmp_path, rows("a"), rows("x"), **more)
     assert "\n" not in str(error.value)
 
@@ -316,47 +318,47 @@ def test_a_task_names_its_heldout_sets(heldout: Any, tmp_path: Path) -> None:
 
 
 def test_a_share_of_the_prompts_is_held_out() -> None:
-    """The same ones in any order of the rows; twins fall on one side; the share is part of the identity."""
-    given = [{"prompt": f"What is {number}?", "answer": str(number)} for number in range(40)]
-    given.append({"prompt": "what is  3?", "answer": "3"})
+    """The same prompts for any order of rows; equal prompts are on the same side; the share is part of the identity."""
+    all_rows = [{"prompt": f"What is {number}?", "answer": str(number)} for number in range(40)]
+    all_rows.append({"prompt": "what is  3?", "answer": "3"})
 
     def sides(rows: list[dict[str, str]], share: float) -> list[set[str]]:
         task = DatasetTask(train=rows, heldout=share, rewards="exact_match")
-        return [{each.answer for each in those} for those in (task.eval_sets()["heldout"], task.train_prompts())]
+        return [{each.answer for each in part} for part in (task.eval_sets()["heldout"], task.train_prompts())]
 
-    apart, kept = sides(given, 0.1)
+    apart, kept = sides(all_rows, 0.1)
     assert len(apart) == 4 and len(kept) == 36 and not apart & kept
-    assert sides(given[::-1], 0.1) == [apart, kept] and apart < sides(given, 0.2)[0]
+    assert sides(all_rows[::-1], 0.1) == [apart, kept] and apart < sides(all_rows, 0.2)[0]
     shares = [
-        DatasetTask.content({"train": given, "heldout": share, "rewards": "exact_match"})["heldout"]
+        DatasetTask.content({"train": all_rows, "heldout": share, "rewards": "exact_match"})["heldout"]
         for share in (0.1, 0.2)
     ]
     assert shares[0] != shares[1]
     for wrong in (0.0, 1.0, 1.5, -0.1):
         with pytest.raises(ConfigurationError, match=r"task\.heldout: .* is no share"):
-            DatasetTask(train=given, heldout=wrong, rewards="exact_match")
+            DatasetTask(train=all_rows, heldout=wrong, rewards="exact_match")
     with pytest.raises(ConfigurationError, match="leaves none to train on"):
-        DatasetTask(train=given[:1], heldout=0.5, rewards="exact_match")
+        DatasetTask(train=all_rows[:1], heldout=0.5, rewards="exact_match")
     with pytest.raises(ConfigurationError, match=r"RolloutDataModule\(DatasetTask\(train=rows, heldout=0\.1"):
-        RolloutDataModule(given)  # type: ignore[arg-type]
+        RolloutDataModule(all_rows)  # type: ignore[arg-type]
 
 
-def test_every_heldout_set_is_there_and_a_leak_into_any_is_found(tmp_path: Path) -> None:
+def test_all_heldout_sets_are_read_and_leaks_into_each_are_found(tmp_path: Path) -> None:
     paths = {}
-    for name, those in (("train", "abc"), ("one", "xb"), ("two", "yc")):
+    for name, part in (("train", "abc"), ("one", "xb"), ("two", "yc")):
         path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows(*those)))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(*part)))
         paths[name] = str(path)
     task = DatasetTask("columns", paths["train"], {"one": paths["one"], "two": paths["two"]}, "exact_match")
     assert texts(task) == ["a"]
-    assert {name: [each.text for each in those] for name, those in task.eval_sets().items()} == {
+    assert {name: [each.text for each in part] for name, part in task.eval_sets().items()} == {
         "one": ["x", "b"],
         "two": ["y", "c"],
     }
 
 
 def test_from_yaml(tmp_path: Path) -> None:
-    """task=dataset and overrides alone."""
+    """task=dataset is configured by overrides alone."""
     task_of(tmp_path, [{"q": "why", "a": "so"}], [{"q": "x", "a": "y"}], fields={"prompt": "q", "answer": "a"})
     config = compose(
         [
@@ -372,32 +374,33 @@ def test_from_yaml(tmp_path: Path) -> None:
     assert texts(task) == ["why"]
     grader = task.grader()
     assert isinstance(grader, RewardSum)
-    assert [(each.name, each.weight) for each in grader.rewards] == [("exact_match", 1.0), ("close", 0.5)]
+    assert [(term.name, term.weight) for term in grader.rewards] == [("exact_match", 1.0), ("close", 0.5)]
     assert task.reward(task.train_prompts()[0], "so") == 1.5
     assert task.reward(task.train_prompts()[0], "The answer is so.") == 0.5
 
 
-# --- what the verifier is tried on ---------------------------------------------------------------------------
+# --- what the verifier is checked on --------------------------------------------------------------------------
 
 
-def test_known_by_the_verifier(tmp_path: Path) -> None:
+def test_examples_for_the_verifier_come_from_the_answers(tmp_path: Path) -> None:
     task = task_of(tmp_path, rows(*"abcdefgh"), rows("x"))
     known = task.known()
-    assert len(known) == 8 and [each.right for each in known] == [True, False] * 4
+    assert len(known) == 8 and [example.right for example in known] == [True, False] * 4
     assert all(
-        (each.sample.completion == each.sample.prompt.answer) == each.right and each.sample.answer for each in known
+        (example.sample.completion == example.sample.prompt.answer) == example.right and example.sample.answer
+        for example in known
     )
     assert "graded all test completions correctly (4 known to be right, 4 known to be wrong)" in check_verifiers(
         InlineVerifiers(task.grader()), known, lambda outcome: outcome.reward >= 1
     )
 
 
-def test_known_by_template(tmp_path: Path) -> None:
+def test_examples_for_the_verifier_come_from_templates(tmp_path: Path) -> None:
     train = [{"prompt": "a", "answer": "4", "other": "5"}]
     task = task_of(
         tmp_path, train, rows("x"), rewards="math", right="So \\boxed{{{answer}}}", wrong="So \\boxed{{{other}}}"
     )
-    assert [(each.sample.completion, each.right) for each in task.known()] == [
+    assert [(example.sample.completion, example.right) for example in task.known()] == [
         ("So \\boxed{4}", True),
         ("So \\boxed{5}", False),
     ]
@@ -405,8 +408,8 @@ def test_known_by_template(tmp_path: Path) -> None:
         task_of(tmp_path, train, rows("x"), wrong="{gold}")
 
 
-def test_a_verifier_that_does_not_know_its_rows_is_found(tmp_path: Path) -> None:
-    """Letters are asked for, texts are the answers."""
+def test_a_verifier_that_does_not_fit_its_rows_is_refused(tmp_path: Path) -> None:
+    """The verifier expects letters, but the answers are texts."""
     task = task_of(tmp_path, rows("a"), rows("x"), rewards="choice")
     with pytest.raises(ConfigurationError, match="its verifier is wrong before the first step: prompt '0'"):
         check_verifiers(InlineVerifiers(task.grader()), task.known(), lambda outcome: outcome.reward >= 1)
@@ -425,7 +428,7 @@ def test_a_verifier_that_does_not_know_its_rows_is_found(tmp_path: Path) -> None
         (["exact_match", f"{ROOT}/tests/verify/reward_files/trl_format.py:think_format_reward"], False),
     ],
 )
-def test_only_what_cannot_hang_is_trusted(rewards: Any, trusted: bool, tmp_path: Path) -> None:
+def test_only_rewards_that_cannot_hang_are_trusted(rewards: Any, trusted: bool, tmp_path: Path) -> None:
     assert task_of(tmp_path, rows("a"), rows("x"), rewards=rewards).trusted is trusted
 
 
@@ -435,7 +438,7 @@ SOLVED = [{"prompt": f"{n}+{n}=", "solution": str(2 * n)} for n in range(20)]
 
 
 def configured(folder: Path, *overrides: str) -> DatasetTask:
-    """A task as a configuration makes it, of rows with a prompt and a solution."""
+    """Return a composed task whose rows have the columns prompt and solution."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in SOLVED))
     (folder / "my_rewards.py").write_text(
@@ -443,8 +446,8 @@ def configured(folder: Path, *overrides: str) -> DatasetTask:
         "def vowels(completions, answer, **kwargs):\n    return [0.0 for _ in completions]\n"
         "def ours(completion, answer):\n    return 0.0\n"
     )
-    given = ["task=dataset", f"task.train={path}", "task.heldout=0.2", *overrides]
-    built: DatasetTask = build(compose(given), "task")
+    composed = ["task=dataset", f"task.train={path}", "task.heldout=0.2", *overrides]
+    built: DatasetTask = build(compose(composed), "task")
     return built
 
 
@@ -461,13 +464,13 @@ def test_a_configured_task_needs_an_answer_only_if_a_reward_takes_it(tmp_path: P
         configured(tmp_path, f"{rewards}:reward", "task.fields.answer=gold")
 
 
-def test_a_reward_function_that_takes_another_column_is_refused_at_once(tmp_path: Path) -> None:
-    said = r"^task\.rewards: vowels needs answer; the rows have: prompt, solution$"
-    with pytest.raises(ConfigurationError, match=said):
+def test_a_reward_function_that_takes_a_missing_column_is_refused_at_once(tmp_path: Path) -> None:
+    message = r"^task\.rewards: vowels needs answer; the rows have: prompt, solution$"
+    with pytest.raises(ConfigurationError, match=message):
         configured(tmp_path, f"task.rewards={tmp_path}/my_rewards.py:vowels")
 
 
-def test_every_row_has_the_columns_that_a_function_takes() -> None:
+def test_a_row_without_a_column_that_a_reward_takes_is_refused() -> None:
     def reward(completions: list[str], solution: list[str], weight: float = 1.0, *more: Any) -> list[float]:
         return [0.0 for _ in completions]
 
@@ -475,6 +478,6 @@ def test_every_row_has_the_columns_that_a_function_takes() -> None:
     with pytest.raises(ConfigurationError, match=r"reward needs solution; row 3 of task\.train has: prompt$"):
         DatasetTask(train=[*complete, {"prompt": "x"}], rewards=rewards)
     task = DatasetTask(train=complete, rewards=rewards)
-    assert [prompt.text for prompt in task.read([{"prompt": "x"}])] == ["x"], "sampled, whether or not it is graded"
+    assert [prompt.text for prompt in task.read([{"prompt": "x"}])] == ["x"], "sampling needs no columns for rewards"
     with pytest.raises(ConfigurationError, match=r"<lambda> needs prompt|reward needs prompt"):
         DatasetTask(train=complete, rewards=lambda completions, prompt: [0.0 for _ in completions])

@@ -1,6 +1,6 @@
-"""Rows as the data sets have them, through their own configurations: read, graded right where right, wrong where not.
+"""Tests of the data sets' formats: rows are read through their configurations and graded correctly.
 
-The rows are ours, in the schemas of the real ones (tests/data/tasks).
+The rows are our own, in the schemas of the real data sets (tests/data/tasks).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def written(rows: list[dict[str, Any]], path: Path) -> Path:
-    """As the file's name says."""
+def write_rows(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Write rows in the format of the path's suffix; return the path."""
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -48,10 +48,10 @@ def written(rows: list[dict[str, Any]], path: Path) -> Path:
     return path
 
 
-def loaded(task: str, fixture: str, folder: Path, *more: str, suffix: str = ".jsonl") -> DatasetTask:
-    """conf/task/<task>.yaml on a fixture, its last row held out."""
+def load_task(task: str, fixture: str, folder: Path, *more: str, suffix: str = ".jsonl") -> DatasetTask:
+    """Build conf/task/<task>.yaml on a fixture, with the fixture's last row held out."""
     *train, last = rows_of(fixture)
-    paths = [written(rows, folder / f"{name}{suffix}") for name, rows in (("train", train), ("test", [last]))]
+    paths = [write_rows(rows, folder / f"{name}{suffix}") for name, rows in (("train", train), ("test", [last]))]
     config = compose([f"task={task}", f"task.train={paths[0]}", f"task.heldout={{test: {paths[1]}}}", *more])
     built: DatasetTask = build(config, "task")
     assert check_task(built) is built
@@ -69,7 +69,7 @@ def reward(task: DatasetTask, prompt: Prompt, text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Case:
-    """A task's configuration, a fixture, and for each of its rows what is right and what is nearly so."""
+    """A task's configuration, a fixture, and for each row a right answer and one that is nearly right."""
 
     task: str
     fixture: str
@@ -137,20 +137,20 @@ CASES = [
 @pytest.mark.parametrize("suffix", [".jsonl", pytest.param(".parquet", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", every(3, CASES), ids=lambda case: case.fixture)
 def test_right_answers_are_right_and_others_wrong(case: Case, suffix: str, tmp_path: Path) -> None:
-    task = loaded(case.task, case.fixture, tmp_path, suffix=suffix)
+    task = load_task(case.task, case.fixture, tmp_path, suffix=suffix)
     prompts = all_of(task)
-    assert [reward(task, *each) for each in zip(prompts, case.right, strict=True)] == [1.0] * len(prompts)
-    assert [reward(task, *each) for each in zip(prompts, case.wrong, strict=True)] == [0.0] * len(prompts)
+    assert [reward(task, *pair) for pair in zip(prompts, case.right, strict=True)] == [1.0] * len(prompts)
+    assert [reward(task, *pair) for pair in zip(prompts, case.wrong, strict=True)] == [0.0] * len(prompts)
 
 
 @pytest.mark.parametrize("case", every(6, CASES), ids=lambda case: case.fixture)
-def test_the_verifier_passes_its_own_trial(case: Case, tmp_path: Path) -> None:
-    """What a row says of itself (its worked solution, its options) is told from what is wrong at the start."""
-    task = loaded(case.task, case.fixture, tmp_path)
+def test_verifiers_pass_their_check(case: Case, tmp_path: Path) -> None:
+    """A row's own solution must be graded as right, and the wrong answers made from the row as wrong."""
+    task = load_task(case.task, case.fixture, tmp_path)
     known = task.known()
-    assert {each.right for each in known} == {True, False} and len(known) == 2 * len(task.train_prompts())
-    said = check_verifiers(InlineVerifiers(task.grader()), known, lambda outcome: outcome.reward >= 1)
-    assert said.startswith("verifier: graded all test completions correctly (")
+    assert {example.right for example in known} == {True, False} and len(known) == 2 * len(task.train_prompts())
+    report = check_verifiers(InlineVerifiers(task.grader()), known, lambda outcome: outcome.reward >= 1)
+    assert report.startswith("verifier: graded all test completions correctly (")
 
 
 def test_every_format_has_a_configuration_and_a_fixture() -> None:
@@ -158,12 +158,12 @@ def test_every_format_has_a_configuration_and_a_fixture() -> None:
     configured = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")).get("format") for path in files}
     assert set(FORMATS) <= set(configured.values())
     tried = {configured[case.task] for case in CASES}
-    assert set(FORMATS) - tried == {"humaneval", "mbpp", "livecodebench"}, "these are below"
+    assert set(FORMATS) - tried == {"humaneval", "mbpp", "livecodebench"}, "these have tests of their own below"
 
 
 @pytest.mark.slow
-def test_what_a_prompt_is_made_of(tmp_path: Path) -> None:
-    task = loaded("gsm8k", "gsm8k", tmp_path)
+def test_prompts_of_several_formats(tmp_path: Path) -> None:
+    task = load_task("gsm8k", "gsm8k", tmp_path)
     first, second, _ = task.train_prompts()
     instruction = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert (
@@ -171,37 +171,37 @@ def test_what_a_prompt_is_made_of(tmp_path: Path) -> None:
         == f"A baker fills 3 trays with 12 rolls each and sells 9 rolls. How many rolls are left?{instruction}"
     )
     assert (first.prompt_id, second.answer, first.messages, first.columns) == ("0", "1240", (), {})
-    levels = loaded("math", "math", tmp_path)
+    levels = load_task("math", "math", tmp_path)
     assert [prompt.difficulty for prompt in levels.train_prompts()] == ["level_1", "level_3", "level_2"]
     assert [prompt.answer for prompt in levels.train_prompts()] == ["\\frac{7}{8}", "(-3,3)", "6\\sqrt{2}"]
-    assert [prompt.prompt_id for prompt in loaded("math", "math500", tmp_path).train_prompts()] == [
+    assert [prompt.prompt_id for prompt in load_task("math", "math500", tmp_path).train_prompts()] == [
         "test/algebra/1.json",
         "test/counting/2.json",
     ]
-    capitals = loaded("aime", "aime_capitals", tmp_path).train_prompts()[0]
+    capitals = load_task("aime", "aime_capitals", tmp_path).train_prompts()[0]
     assert (capitals.prompt_id, capitals.answer) == ("2091-I-1", "60")
-    assert loaded("polaris", "polaris", tmp_path).train_prompts()[0].difficulty == "failed_5_of_8"
+    assert load_task("polaris", "polaris", tmp_path).train_prompts()[0].difficulty == "failed_5_of_8"
 
 
-def test_choices_are_lettered_whatever_the_data_calls_them(tmp_path: Path) -> None:
-    letters, digits, five = loaded("arc", "arc", tmp_path, "task.instruction=''").train_prompts()
+def test_choices_get_letters_whatever_the_data_calls_them(tmp_path: Path) -> None:
+    letters, digits, five = load_task("arc", "arc", tmp_path, "task.instruction=''").train_prompts()
     assert letters.text == "Which of these melts first?\n\nA) iron\nB) butter\nC) stone\nD) glass"
     assert digits.text == "Which of these is alive?\n\nA) a moss\nB) a pebble\nC) a cloud"
     assert (letters.answer, digits.answer, five.answer) == ("B", "A", "E")
-    hellaswag = loaded("hellaswag", "hellaswag", tmp_path).train_prompts()
+    hellaswag = load_task("hellaswag", "hellaswag", tmp_path).train_prompts()
     assert "A man kneads dough. he\n\nA) sings to the moon.\nB) puts it into the oven." in hellaswag[0].text
-    assert [prompt.prompt_id for prompt in hellaswag] == ["ours~1", "ours~1/1"], "its ids repeat"
+    assert [prompt.prompt_id for prompt in hellaswag] == ["ours~1", "ours~1/1"], "the ids of the data repeat"
 
 
-def test_a_key_that_is_no_choice(tmp_path: Path) -> None:
+def test_an_answer_key_that_matches_no_choice_is_refused(tmp_path: Path) -> None:
     (row,) = rows_of("arc")[:1]
-    path = written([row, {**row, "answerKey": "E"}], tmp_path / "arc.jsonl")
+    path = write_rows([row, {**row, "answerKey": "E"}], tmp_path / "arc.jsonl")
     with pytest.raises(ConfigurationError, match=r"task\.heldout\.a: .*arc\.jsonl, row 1: ValueError"):
         DatasetTask("arc", str(path), {"a": str(path)}, "choice")
 
 
-def test_verls_conversations_stay_conversations(tmp_path: Path) -> None:
-    task = loaded("verl", "verl", tmp_path, "+task.instruction=Go.", suffix=".parquet")
+def test_conversations_of_verl_stay_conversations(tmp_path: Path) -> None:
+    task = load_task("verl", "verl", tmp_path, "+task.instruction=Go.", suffix=".parquet")
     plain, led = task.train_prompts()
     assert [message["role"] for message in led.messages] == ["system", "user"]
     assert led.messages[0]["content"] == "You are careful."
@@ -209,16 +209,16 @@ def test_verls_conversations_stay_conversations(tmp_path: Path) -> None:
     assert plain.messages[0]["content"] == plain.text and plain.answer == "11"
 
 
-# --- code: what is read; whether it runs is the sandbox's own test ---------------------------------------------
+# --- code: how rows are read; tests/sandbox tests how programs run ----------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_humaneval(suffix: str, tmp_path: Path) -> None:
-    task = loaded("humaneval", "humaneval", tmp_path, "task.rewards=exact_match", suffix=suffix)
+    task = load_task("humaneval", "humaneval", tmp_path, "task.rewards=exact_match", suffix=suffix)
     first, row = task.train_prompts()[0], rows_of("humaneval")[0]
     assert first.prompt_id == "Ours/0" and first.text.startswith(row["prompt"])
     assert first.answer == {"tests": row["test"], "entry_point": "double", "prelude": row["prompt"]}
-    rights = [each.sample.completion for each in task.known() if each.right]
+    rights = [example.sample.completion for example in task.known() if example.right]
     assert rights[0] == row["prompt"] + row["canonical_solution"]
     space: dict[str, Any] = {}
     exec(rights[0] + row["test"], space)
@@ -228,8 +228,8 @@ def test_humaneval(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fixture", ["mbpp_full", "mbpp_sanitized"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_mbpp(fixture: str, suffix: str, tmp_path: Path) -> None:
-    task = loaded("mbpp", fixture, tmp_path, "task.rewards=exact_match", suffix=suffix)
-    rights = [each.sample.completion for each in task.known() if each.right]
+    task = load_task("mbpp", fixture, tmp_path, "task.rewards=exact_match", suffix=suffix)
+    rights = [example.sample.completion for example in task.known() if example.right]
     for prompt, row, right in zip(task.train_prompts(), rows_of(fixture), rights, strict=False):
         assert prompt.prompt_id == str(row["task_id"])
         assert (row.get("text") or row["prompt"]) in prompt.text
@@ -242,16 +242,16 @@ def test_mbpp(fixture: str, suffix: str, tmp_path: Path) -> None:
         assert task.train_prompts()[0].answer["prelude"] == "import math"
 
 
-def packed(cases: list[dict[str, str]]) -> str:
-    """As the real file holds private cases."""
+def pack_cases(cases: list[dict[str, str]]) -> str:
+    """Pack private cases as the real data set does."""
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
 
 
-@pytest.mark.parametrize("pack", [json.dumps, packed], ids=["plain", "packed"])
+@pytest.mark.parametrize("pack", [json.dumps, pack_cases], ids=["plain", "packed"])
 def test_livecodebench(pack: Any, tmp_path: Path) -> None:
     for fixture in ("livecodebench_stdin", "livecodebench_functional"):
         rows = [{**row, "private_test_cases": pack(json.loads(row["private_test_cases"]))} for row in rows_of(fixture)]
-        files = [str(written(part, tmp_path / f"{i}.parquet")) for i, part in enumerate((rows[:-1], rows[-1:]))]
+        files = [str(write_rows(part, tmp_path / f"{i}.parquet")) for i, part in enumerate((rows[:-1], rows[-1:]))]
         task = DatasetTask("livecodebench", files[0], {"test": files[1]}, "exact_match")
         first, second = task.train_prompts()
         assert (first.prompt_id, first.difficulty) == (rows[0]["question_id"], "easy")
@@ -266,7 +266,7 @@ def test_livecodebench(pack: Any, tmp_path: Path) -> None:
 
 
 class Malice:
-    """Runs a command when it is unpickled."""
+    """Object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -275,20 +275,20 @@ class Malice:
         return os.system, (f"touch {self.marker}",)
 
 
-def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_a_command_is_refused(tmp_path: Path) -> None:
     marker = tmp_path / "was here"
     evil = base64.b64encode(zlib.compress(pickle.dumps(Malice(marker)))).decode()
     row = {**rows_of("livecodebench_stdin")[0], "private_test_cases": evil}
     with pytest.raises(pickle.UnpicklingError, match="in the place of a text"):
         livecodebench(row)
-    path = str(written([row], tmp_path / "evil.jsonl"))
+    path = str(write_rows([row], tmp_path / "evil.jsonl"))
     with pytest.raises(ConfigurationError, match=r"task\.heldout\.a: .*evil\.jsonl, row 0: UnpicklingError.*system"):
         DatasetTask("livecodebench", path, {"a": path}, "exact_match")
     assert not marker.exists()
 
 
 @pytest.mark.parametrize(
-    ("cases", "said"),
+    ("cases", "expected"),
     [
         ("no base 64!", "neither JSON nor packed by zlib in base 64"),
         (base64.b64encode(b"no zlib").decode(), "neither JSON nor packed by zlib .*incorrect header"),
@@ -296,15 +296,15 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
         (base64.b64encode(zlib.compress(b"no pickle")).decode(), "UnpicklingError"),
     ],
 )
-def test_private_cases_that_cannot_be_read(cases: str, said: str, tmp_path: Path) -> None:
-    path = str(written([{**rows_of("livecodebench_stdin")[0], "private_test_cases": cases}], tmp_path / "x.jsonl"))
-    with pytest.raises(ConfigurationError, match=rf"x\.jsonl, row 0: .*{said}"):
+def test_private_cases_that_cannot_be_read_are_refused(cases: str, expected: str, tmp_path: Path) -> None:
+    path = str(write_rows([{**rows_of("livecodebench_stdin")[0], "private_test_cases": cases}], tmp_path / "x.jsonl"))
+    with pytest.raises(ConfigurationError, match=rf"x\.jsonl, row 0: .*{expected}"):
         DatasetTask("livecodebench", path, {"a": path}, "exact_match")
 
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
-def test_a_row_of_another_kind_names_what_is_missing(format: str, tmp_path: Path) -> None:
-    path = str(written([{"colour": "red", "weight": 3}], tmp_path / "other.jsonl"))
+def test_a_row_of_another_format_names_the_missing_column(format: str, tmp_path: Path) -> None:
+    path = str(write_rows([{"colour": "red", "weight": 3}], tmp_path / "other.jsonl"))
     with pytest.raises(
         ConfigurationError,
         match=r"task\.heldout\.a: .*other\.jsonl, row 0: no column \w+.*; its columns are colour, weight; "
@@ -315,24 +315,24 @@ def test_a_row_of_another_kind_names_what_is_missing(format: str, tmp_path: Path
 
 @pytest.mark.parametrize("prompt", [3, [], ["Hello"], [{"role": "user"}], {"content": "Hello"}])
 def test_a_prompt_is_a_text_or_messages(prompt: object, tmp_path: Path) -> None:
-    path = str(written([{"prompt": prompt, "answer": "4"}], tmp_path / "rows.jsonl"))
-    said = r"rows\.jsonl, row 0: ValueError: prompt: .* must be a text or a list of messages"
-    with pytest.raises(ConfigurationError, match=said):
+    path = str(write_rows([{"prompt": prompt, "answer": "4"}], tmp_path / "rows.jsonl"))
+    expected = r"rows\.jsonl, row 0: ValueError: prompt: .* must be a text or a list of messages"
+    with pytest.raises(ConfigurationError, match=expected):
         DatasetTask("columns", path, {"a": path}, "exact_match")
 
 
-def test_math_without_an_answer_is_said(tmp_path: Path) -> None:
-    path = str(written([{"problem": "Why?", "solution": "Because."}], tmp_path / "math.jsonl"))
+def test_math_without_an_answer_is_refused(tmp_path: Path) -> None:
+    path = str(write_rows([{"problem": "Why?", "solution": "Because."}], tmp_path / "math.jsonl"))
     with pytest.raises(ConfigurationError, match=r"task\.heldout\.a: no row of .*math\.jsonl has an answer"):
         DatasetTask("math", path, {"a": path}, "math")
 
 
-def test_rows_that_no_reward_function_looks_at_do_not_travel(tmp_path: Path) -> None:
-    task = loaded("verl", "verl", tmp_path)
+def test_prompts_keep_columns_only_for_reward_functions(tmp_path: Path) -> None:
+    task = load_task("verl", "verl", tmp_path)
     assert all(prompt.columns == {} for prompt in all_of(task))
     place = f"{ROOT}/tests/verify/reward_files/verl_float.py:compute_score"
     *train, last = rows_of("verl")
-    files = [str(written(rows, tmp_path / f"{i}.parquet")) for i, rows in enumerate((train, [last]))]
+    files = [str(write_rows(rows, tmp_path / f"{i}.parquet")) for i, rows in enumerate((train, [last]))]
     kept = DatasetTask("verl", files[0], {"test": files[1]}, place)
     assert kept.train_prompts()[0].columns["extra_info"]["index"] == 0
     assert [replace(prompt, columns={}) for prompt in kept.train_prompts()] == list(task.train_prompts())

@@ -1,4 +1,4 @@
-"""Several tasks as one: prompts keep their source, sets and graders their task."""
+"""Tests of several tasks as one: prompts keep their source, and sets and graders belong to their tasks."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_prompts_know_their_source(parts: dict[str, Task]) -> None:
     assert task.trusted is False and MixtureTask({"people": parts["people"]}).trusted is True
 
 
-def test_held_out_sets_bear_their_tasks_names(parts: dict[str, Task]) -> None:
+def test_held_out_sets_are_named_after_their_tasks(parts: dict[str, Task]) -> None:
     sets = MixtureTask(parts).eval_sets()
     assert {name: [prompt.prompt_id for prompt in prompts] for name, prompts in sets.items()} == {
         "math_easy": ["math/0"],
         "math_hard": ["math/0", "math/1"],
         "people": ["people/0"],
     }
-    assert next(iter(sets)) == "math_easy", "the default of every fit"
+    assert next(iter(sets)) == "math_easy", "fits use the first set by default"
     assert all(prompt.source == name.partition("_")[0] for name, prompts in sets.items() for prompt in prompts)
 
 
@@ -81,18 +81,18 @@ def test_each_prompt_has_its_own_grader(parts: dict[str, Task]) -> None:
     task = MixtureTask(parts)
     grader = task.grader()
     first, person = task.train_prompts()[0], task.train_prompts()[3]
-    for prompt, text, reward, named in (
+    for prompt, text, reward, parts_by_name in (
         (first, "\\boxed{3.0}", 1.0, {"math/math_unstated": 0.0}),
         (first, "Countess", 0.0, {"math/math_unstated": 0.0}),
         (person, "The answer is Countess", 1.0, {"people/f1": 1.0}),
         (person, "\\boxed{3.0}", 0.0, {"people/f1": 0.0}),
     ):
         grade = grader.grade(Sample(prompt, text, text))
-        assert (grade.reward, grade.parts) == (reward, named)
+        assert (grade.reward, grade.parts) == (reward, parts_by_name)
         assert task.reward(prompt, text) == reward
 
 
-def test_in_processes_of_their_own(parts: dict[str, Task]) -> None:
+def test_grading_in_verifier_processes(parts: dict[str, Task]) -> None:
     task = MixtureTask(parts)
     pool = VerifierPool(task.grader(), workers=1, timeout_s=60.0)
     try:
@@ -104,9 +104,9 @@ def test_in_processes_of_their_own(parts: dict[str, Task]) -> None:
         pool.close()
 
 
-def test_what_is_known_keeps_its_source(parts: dict[str, Task]) -> None:
+def test_examples_for_the_verifier_keep_their_source(parts: dict[str, Task]) -> None:
     task = MixtureTask(parts)
-    assert [each.sample.prompt.source for each in task.known()] == ["math"] * 6 + ["people"] * 4
+    assert [example.sample.prompt.source for example in task.known()] == ["math"] * 6 + ["people"] * 4
     check_verifiers(InlineVerifiers(task.grader()), task.known(), lambda outcome: outcome.reward >= 1)
 
 
@@ -115,11 +115,11 @@ def test_repeat(parts: dict[str, Task]) -> None:
     ids = [prompt.prompt_id for prompt in task.train_prompts()]
     assert len(ids) == len(set(ids)) == 3 + 3 * 2
     assert ids[3:] == ["people/0", "people/1", "people/0#1", "people/1#1", "people/0#2", "people/1#2"]
-    assert len(task.eval_sets()["people"]) == 1, "what is held out is not repeated"
+    assert len(task.eval_sets()["people"]) == 1, "held-out prompts are not repeated"
     assert list(task.notes()) == ["mixture: 3 of math, 6 of people"]
 
 
-def test_what_was_found_in_a_part_is_said(files: dict[str, str], tmp_path: Path) -> None:
+def test_notes_of_the_parts_are_passed_on(files: dict[str, str], tmp_path: Path) -> None:
     twice = write(tmp_path / "twice.jsonl", *gsm8k((1, 2), (1, 2), (7, 8)))
     task = MixtureTask({"math": DatasetTask("gsm8k", twice, {"test": files["sums_test"]}, "math")})
     assert list(task.notes()) == [
@@ -129,7 +129,7 @@ def test_what_was_found_in_a_part_is_said(files: dict[str, str], tmp_path: Path)
     ]
 
 
-def test_a_leak_from_one_task_into_another_is_found(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_leak_between_two_tasks_is_found(files: dict[str, str], tmp_path: Path) -> None:
     leaky = write(tmp_path / "leaky.jsonl", *gsm8k((9, 9), (7, 8)))
     tasks = {
         "one": DatasetTask("gsm8k", files["sums"], {"test": files["sums_test"]}, "math"),
@@ -139,7 +139,7 @@ def test_a_leak_from_one_task_into_another_is_found(files: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("tasks", "repeat", "said"),
+    ("tasks", "repeat", "message"),
     [
         ({}, None, r"task\.tasks: give at least one task by its name"),
         (None, None, r"task\.tasks: give at least one task"),
@@ -151,18 +151,18 @@ def test_a_leak_from_one_task_into_another_is_found(files: dict[str, str], tmp_p
         (["math"], {"math": True}, r"task\.repeat: math: True must be"),
     ],
 )
-def test_mistakes(tasks: Any, repeat: Any, said: str, parts: dict[str, Task]) -> None:
-    given = {name: parts["math"] for name in tasks} if isinstance(tasks, list) else tasks
-    with pytest.raises(ConfigurationError, match=said):
-        MixtureTask(given, repeat)
+def test_invalid_settings_are_refused(tasks: Any, repeat: Any, message: str, parts: dict[str, Task]) -> None:
+    chosen = {name: parts["math"] for name in tasks} if isinstance(tasks, list) else tasks
+    with pytest.raises(ConfigurationError, match=message):
+        MixtureTask(chosen, repeat)
 
 
-def test_a_part_that_is_no_task() -> None:
+def test_a_part_that_is_not_a_task_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="task: dict has no method for a verifier"):
         MixtureTask({"math": {"format": "gsm8k"}})  # type: ignore[dict-item]
 
 
-# --- in a file of a user's -----------------------------------------------------------------------------------
+# --- in a user's file ----------------------------------------------------------------------------------------
 
 CHOSEN = """
 defaults:
@@ -207,15 +207,15 @@ def test_a_mixture_in_a_users_folder(form: str, files: dict[str, str], tmp_path:
     task = build(compose(["task=both"], folders), "task")
     assert isinstance(task, MixtureTask)
     assert len(task.train_prompts()) == 3 + 2 * 2 and list(task.eval_sets()) == ["math_easy", "math_hard", "people"]
-    asked = task.train_prompts()[0].text
-    assert ("\\boxed" in asked) == (form is CHOSEN), "our own file brings its instruction"
+    question = task.train_prompts()[0].text
+    assert ("\\boxed" in question) == (form is CHOSEN), "only gsm8k.yaml adds its instruction"
     override = ["task=both", "+task.tasks.math.prefix='Q: '", "task.repeat.people=1"]
     changed = build(compose(override, folders), "task")
-    assert len(changed.train_prompts()) == 5 and changed.train_prompts()[0].text == f"Q: {asked}"
+    assert len(changed.train_prompts()) == 5 and changed.train_prompts()[0].text == f"Q: {question}"
 
 
 @pytest.mark.slow
-def test_a_mixtures_identity_is_of_its_parts_contents(
+def test_a_mixtures_identity_depends_on_contents_and_not_on_paths(
     files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -1,4 +1,4 @@
-"""Task reasoning_gym: distinct rows on a side that no seed changes, graded by their own generator."""
+"""Tests of task=reasoning_gym: distinct rows, split the same way for every seed, graded by their generator."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ SMALL = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
 
 @pytest.fixture(scope="module", autouse=True)
 def package() -> None:
-    """reasoning-gym itself: without it the tests are left out, or fail where every component is asked for."""
+    """Skip the tests without the package reasoning-gym, or fail where CI_ALL demands every component."""
     if find_spec("reasoning_gym") is None:
         (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(f"{PACKAGE} is not installed")
 
 
-def asked(prompts: Any) -> set[str]:
+def texts_of(prompts: Any) -> set[str]:
     return {prompt.text for prompt in prompts}
 
 
-def test_a_question_is_on_one_side_whatever_the_seed() -> None:
+def test_a_question_is_on_the_same_side_for_every_seed() -> None:
     sides = []
     for seed in (0, 1):
         task = ReasoningGymTask("chain_sum", SMALL, train=200, heldout=50, seed=seed)
-        train, heldout = asked(task.train_prompts()), asked(task.eval_sets()["heldout"])
+        train, heldout = texts_of(task.train_prompts()), texts_of(task.eval_sets()["heldout"])
         assert (len(train), len(heldout)) == (200, 50)
         sides.append((train, heldout))
     (train, heldout), (other_train, other_heldout) = sides
@@ -47,7 +47,7 @@ def test_a_question_is_on_one_side_whatever_the_seed() -> None:
     assert not train & (heldout | other_heldout) and not other_train & heldout
 
 
-def test_the_generators_own_score_is_the_reward() -> None:
+def test_the_generators_score_is_the_reward() -> None:
     task = ReasoningGymTask("chain_sum", SMALL, 20, 5, instruction="Answer with the number only.")
     prompt = task.train_prompts()[0]
     assert prompt.text == f"{prompt.question}\nAnswer with the number only."
@@ -57,7 +57,7 @@ def test_the_generators_own_score_is_the_reward() -> None:
     assert partial is not None and 0 < partial < 1 and not task.is_correct(partial) and task.is_correct(1.0)
     tagged = ReasoningGymTask("chain_sum", SMALL, 20, 5, answer="tag")
     assert [tagged.reward(prompt, text) for text in (answer, f"So <answer>{answer}</answer>")] == [0, 1]
-    assert all(tagged.reward(each.sample.prompt, each.sample.completion) == 1 for each in tagged.known())
+    assert all(tagged.reward(example.sample.prompt, example.sample.completion) == 1 for example in tagged.known())
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_a_scorer_that_raises_on_a_malformed_answer_gives_no_reward() -> None:
     assert grade.reward == 0 and "ValueError" in grade.extra["scorer"]
 
 
-def test_verifier_processes_grade_as_this_one() -> None:
+def test_verifier_processes_grade_as_the_trainers_process() -> None:
     task = ReasoningGymTask({"chain_sum": 1, "gcd": 1}, None, 10, 4)
     samples = [Sample(prompt, prompt.answer, prompt.answer) for prompt in task.train_prompts()]
-    assert task.reward(samples[0].prompt, "0") is not None, "a scorer is there, and stays behind"
+    assert task.reward(samples[0].prompt, "0") is not None, "this scorer is not sent to the workers"
     pool = VerifierPool(task.grader(), workers=1, timeout_s=60.0)
     try:
         assert [pool.wait(pool.submit(sample)).reward for sample in samples[::5]] == [1.0, 1.0]
@@ -93,7 +93,7 @@ def test_verifier_processes_grade_as_this_one() -> None:
         pool.close()
 
 
-def test_several_generators_by_weight_with_a_level_and_further_sets() -> None:
+def test_generators_with_weights_a_difficulty_and_additional_sets() -> None:
     task = ReasoningGymTask(
         {"chain_sum": 3, "products": 1},
         {"chain_sum": SMALL, "products": {"max_digits": 2}},
@@ -113,7 +113,7 @@ def test_several_generators_by_weight_with_a_level_and_further_sets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (
             {"dataset": "chain_sums"},
@@ -138,45 +138,45 @@ def test_several_generators_by_weight_with_a_level_and_further_sets() -> None:
         ({"train": 0}, "task.train: 0 must be a whole number"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as refused:
-        ReasoningGymTask(**{"dataset": "chain_sum", **given})
+        ReasoningGymTask(**{"dataset": "chain_sum", **arguments})
     assert "\n" not in str(refused.value)
 
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Take a package away, and with it all of reasoning-gym that was imported with it."""
+    """Return a function that hides a package, and unloads reasoning-gym and all of its modules."""
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "reasoning_gym"}
-    ours = "lightning_scalerl.task.reasoning_gym.find_spec"
+    our_find_spec = "lightning_scalerl.task.reasoning_gym.find_spec"
 
-    def take(name: str) -> None:
-        for each in kept:
-            monkeypatch.delitem(sys.modules, each)
+    def hide(name: str) -> None:
+        for loaded in kept:
+            monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.setattr(ours, lambda wanted: None if wanted == name else find_spec(wanted))
+        monkeypatch.setattr(our_find_spec, lambda requested: None if requested == name else find_spec(requested))
 
-    yield take
-    for each in [each for each in sys.modules if each.partition(".")[0] == "reasoning_gym"]:
-        del sys.modules[each]
+    yield hide
+    for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == "reasoning_gym"]:
+        del sys.modules[loaded]
     sys.modules.update(kept)
 
 
-def test_a_package_of_one_generator_is_missing(without: Any) -> None:
+def test_a_missing_package_of_one_generator_affects_only_that_generator(without: Any) -> None:
     without("pycosat")
     assert len(ReasoningGymTask("chain_sum", SMALL, 10, 4).train_prompts()) == 10, "the other generators work"
-    assert "pycosat" not in sys.modules, "the stand-in is taken away"
+    assert "pycosat" not in sys.modules, "the stand-in for the package is removed after the import"
     with pytest.raises(ConfigurationError, match=r"zebra_puzzles needs the package pycosat, .*needs a C compiler"):
         ReasoningGymTask("zebra_puzzles", None, 4, 2)
 
 
-def test_reasoning_gym_itself_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reasoning_gym_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigurationError, match=r"needs the package reasoning_gym, .*pip install reasoning-gym"):
         ReasoningGymTask("chain_sum")
 
 
-def test_identity_is_generator_version_and_settings() -> None:
+def test_identity_includes_generator_version_and_settings() -> None:
     def part(*overrides: str) -> Any:
         return part_of(
             "task", dict(compose(["task=reasoning_gym", "task.dataset=chain_sum", "scale=trial", *overrides]).task)
@@ -189,7 +189,7 @@ def test_identity_is_generator_version_and_settings() -> None:
     assert all(other != plain for other in others)
 
 
-def test_it_is_composed_from_conf() -> None:
+def test_the_task_is_composed_from_conf() -> None:
     rows = ['task.settings={max_digits: 1, operators: ["+"]}', "task.train=12", "task.heldout=3"]
     config = compose(["task=reasoning_gym", "task.dataset=basic_arithmetic", "scale=trial", *rows])
     task = build(config, "task")
@@ -200,7 +200,7 @@ def test_it_is_composed_from_conf() -> None:
 
 @pytest.mark.full
 def test_every_generator_draws_and_grades() -> None:
-    """But for the one whose package needs a C compiler; what no scorer can read scores, too, and ends nothing."""
+    """Every generator, except one whose package needs a C compiler, scores unreadable answers without an error."""
     left_out = []
     for name in sorted(_factory().DATASETS.keys() - {"composite"}):
         try:
@@ -209,7 +209,7 @@ def test_every_generator_draws_and_grades() -> None:
             left_out.append((name, "pycosat" in str(error)))
             continue
         prompt = task.train_prompts()[0]
-        assert all(task.reward(each.sample.prompt, each.sample.completion) == 1 for each in task.known()), name
+        assert all(task.reward(example.sample.prompt, example.sample.completion) == 1 for example in task.known()), name
         rewards = [task.reward(pickle.loads(pickle.dumps(prompt)), text) for text in ("", "abc", "[1", "12")]
         assert all(reward is not None and 0 <= reward <= 1 for reward in rewards), name
     assert left_out in ([], [("zebra_puzzles", True)])

@@ -1,4 +1,4 @@
-"""Rows from files, folders and the hub: what is wrong is named, with its remedy; content is identity."""
+"""Tests of rows from files, folders and the hub: errors name the problem and its remedy, and content is identity."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_csv(path: Path) -> Path:
 
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `datasets` prepares goes where the test goes."""
+    """Put the cache of `datasets` into the test's folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
@@ -72,13 +72,13 @@ def test_csv(tmp_path: Path) -> None:
     assert rows == [{**row, "answer": f"a{row['answer']}"} for row in ROWS]
 
 
-def test_cells_of_a_csv_file_are_texts_as_they_stand_there(tmp_path: Path) -> None:
-    """An answer that becomes a number is another answer."""
+def test_cells_of_a_csv_file_stay_texts(tmp_path: Path) -> None:
+    """An answer that is converted to a number becomes another answer, for example "007"."""
     cells = ["007", "12345678901234567890123", "true", "2020-01-01", "10:30", "", "1.50", "a\nb", 'say ""hi""', "ä, ö"]
     path = tmp_path / "a.csv"
     path.write_text("\ufeffquestion,answer\r\n" + "".join(f'q{n},"{cell}"\r\n' for n, cell in enumerate(cells)))
-    found = [row["answer"] for row in RowSource.of("f", str(path)).read()]
-    assert found == [cell.replace('""', '"') for cell in cells]
+    answers = [row["answer"] for row in RowSource.of("f", str(path)).read()]
+    assert answers == [cell.replace('""', '"') for cell in cells]
 
 
 def test_long_cells_of_many_lines(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_long_cells_of_many_lines(tmp_path: Path) -> None:
     assert [row["answer"] for row in RowSource.of("f", str(path)).read()] == [cell] * 5
 
 
-def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     jsonl(tmp_path / "a.jsonl")
     assert RowSource.of("f", "~/a.jsonl").read() == ROWS
@@ -99,7 +99,7 @@ TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters=
 
 @settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.fixed_dictionaries({"q": TEXTS, "n": st.integers(-9, 9)}), min_size=1, max_size=4), st.booleans())
-def test_whatever_texts_rows_hold_they_come_back(tmp_path: Path, rows: list[dict[str, Any]], ascii_: bool) -> None:
+def test_any_text_of_a_row_is_read_unchanged(tmp_path: Path, rows: list[dict[str, Any]], ascii_: bool) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps(row, ensure_ascii=ascii_) for row in rows), encoding="utf-8")
     assert RowSource.of("f", str(path)).read() == rows
@@ -127,33 +127,33 @@ def test_a_folder_with_a_split(tmp_path: Path, no_cache: None) -> None:
         RowSource.of("task.train", {**source, "split": "dev"}).read()
 
 
-def test_an_empty_folder(tmp_path: Path, no_cache: None) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path, no_cache: None) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.train: datasets cannot load"):
         RowSource.of("task.train", {"path": str(tmp_path), "split": "train"}).read()
 
 
-def test_the_hub_is_asked_for_that_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_the_given_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def load_dataset(path: str, name: str | None, split: str | None, revision: str | None) -> Any:
-        asked.append((path, name, split, revision))
+        calls.append((path, name, split, revision))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = RowSource.of("f", {"path": "ours/sums", "name": "main", "split": "train", "revision": COMMIT, "rows": 3})
     assert source.read() == ROWS[:3]
-    assert asked == [("ours/sums", "main", "train", COMMIT)]
-    about = {"path": "ours/sums", "name": "main", "split": "train", "revision": COMMIT, "rows": 3}
-    assert source.content() == about, "its commit is its content, without a question to the hub"
-    assert len(asked) == 1
+    assert calls == [("ours/sums", "main", "train", COMMIT)]
+    expected = {"path": "ours/sums", "name": "main", "split": "train", "revision": COMMIT, "rows": 3}
+    assert source.content() == expected, "the commit identifies the content, so the hub is not asked"
+    assert len(calls) == 1
 
 
-def test_a_folder_without_the_package_that_reads_it_is_one_line(
+def test_a_folder_needs_the_package_datasets_and_a_file_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """datasets is an extra: files are read without it, a folder and the hub name it."""
+    """datasets is an optional package: without it, the error for a folder or the hub names it."""
     (tmp_path / "folder").mkdir()
     file = jsonl(tmp_path / "folder" / "a.jsonl")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -207,7 +207,7 @@ def no_parquet(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "write", "said"),
+    ("name", "write", "message"),
     [
         ("a.jsonl", lambda path: path, r"cannot read '.*a\.jsonl' \(No such file or directory\); give a file"),
         ("a.parquet", lambda path: path, r"cannot read '.*a\.parquet' \(No such file or directory\); give a file"),
@@ -222,14 +222,16 @@ def no_parquet(path: Path) -> Path:
         ("a.jsonl", latin, r"cannot read '.*a\.jsonl' \(UnicodeDecodeError"),
     ],
 )
-def test_a_file_that_cannot_be_read(name: str, write: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(
+    name: str, write: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / name)
-    with pytest.raises(ConfigurationError, match=rf"^task\.train: .*{said}") as error:
+    with pytest.raises(ConfigurationError, match=rf"^task\.train: .*{message}") as error:
         RowSource.of("task.train", str(path)).read()
     assert "\n" not in str(error.value)
 
 
-def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -239,7 +241,7 @@ def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:7], COMMIT.upper(), COMMIT + "0"])
-def test_a_branch_is_no_revision(revision: str | None) -> None:
+def test_only_a_whole_commit_is_a_revision(revision: str | None) -> None:
     source = RowSource.of("task.train", {"path": "ours/sums", "split": "train", "revision": revision})
     for use in (source.content, source.read):
         with pytest.raises(ConfigurationError, match=r"task\.train: 'ours/sums' .* is no commit; give its 40 digits"):
@@ -247,15 +249,15 @@ def test_a_branch_is_no_revision(revision: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [None, 5, [], {}, {"split": "train"}, {"path": "a.jsonl", "spilt": "train"}, ["a.jsonl"]]
+    "location", [None, 5, [], {}, {"split": "train"}, {"path": "a.jsonl", "spilt": "train"}, ["a.jsonl"]]
 )
-def test_what_is_no_source(given: Any) -> None:
+def test_invalid_sources_are_refused(location: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.train: .* must be a file, a hub id, or a mapping of path, sp"):
-        RowSource.of("task.train", given)
+        RowSource.of("task.train", location)
 
 
 @pytest.mark.parametrize("rows", [0, -1, 1.5, True, "all"])
-def test_a_number_of_rows_that_is_none(rows: Any) -> None:
+def test_an_invalid_number_of_rows_is_refused(rows: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.train\.rows: .* must be a whole number, 1 or more"):
         RowSource.of("task.train", {"path": "a.jsonl", "rows": rows})
 
@@ -263,7 +265,7 @@ def test_a_number_of_rows_that_is_none(rows: Any) -> None:
 # --- identity ------------------------------------------------------------------------------------------------
 
 
-def test_content_is_of_bytes_not_of_places(tmp_path: Path) -> None:
+def test_content_depends_on_bytes_and_not_on_paths(tmp_path: Path) -> None:
     first = jsonl(tmp_path / "a.jsonl")
     other = Path(shutil.copy(first, tmp_path / "elsewhere.jsonl"))
     contents = [RowSource.of("f", str(path)).content() for path in (first, other)]
@@ -289,7 +291,7 @@ def test_content_of_a_folder(tmp_path: Path) -> None:
     parquet(tmp_path / "two" / "more" / "test.parquet", ROWS[3:])
     assert content("two") == before
     (tmp_path / "two" / "train.parquet").rename(tmp_path / "two" / "dev.parquet")
-    assert content("two") != before, "names of files decide splits"
+    assert content("two") != before, "the names of files decide their splits"
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -298,27 +300,27 @@ def test_any_changed_byte_is_another_content(tmp_path: Path, content: bytes, dat
     place = data.draw(st.integers(0, len(content) - 1))
     changed = bytearray(content)
     changed[place] ^= data.draw(st.integers(1, 255))
-    found = []
-    for number, held in enumerate((content, bytes(changed), content)):
-        # Names that no other example has: contents are remembered by name, size and time of change.
+    digests = []
+    for number, data_bytes in enumerate((content, bytes(changed), content)):
+        # Names that no other example uses: the cache knows contents by name, size and time of change.
         path = tmp_path / f"{data.draw(st.uuids())}.{number}.jsonl"
-        path.write_bytes(held)
-        found.append(RowSource.of("f", str(path)).content())
-    assert found[0] == found[2] != found[1]
+        path.write_bytes(data_bytes)
+        digests.append(RowSource.of("f", str(path)).content())
+    assert digests[0] == digests[2] != digests[1]
 
 
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1", "task=gsm8k"]
 REWARD = "def reward(completion, answer):\n    return 1.0\n"
 
 
-def test_identity_is_of_content(
+def test_identity_depends_on_content_and_not_on_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Of files that were moved, or of which one byte was changed."""
+    """A moved file leaves the identity the same; one changed byte in any file changes it."""
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
     def place(name: str, train: str = "", test: str = "", reward: str | None = None) -> list[str]:
-        """Overrides of files in a folder of their own; `train` and `test` take the place of an answer in them."""
+        """Write files into a new folder and return overrides; `train` and `test` replace one answer each."""
         folder = tmp_path / name
         folder.mkdir()
         rows = [{**row, "answer": f"#### {row['answer']}"} for row in ROWS]
@@ -340,6 +342,6 @@ def test_identity_is_of_content(
         place("graded_elsewhere", reward=REWARD),
         place("graded_otherwise", reward=REWARD.replace("1.0", "0.0")),
     ]
-    before, moved, trained, held, graded, elsewhere, otherwise = (spec.run for spec in plan_members(plans))
+    before, moved, trained, data_bytes, graded, elsewhere, otherwise = (spec.run for spec in plan_members(plans))
     assert before == moved and graded == elsewhere
-    assert len({before, trained, held, graded, otherwise}) == 5
+    assert len({before, trained, data_bytes, graded, otherwise}) == 5

@@ -1,4 +1,4 @@
-"""The tasks: exact verifiers, held-out prompts that are held out, files that are checked."""
+"""Tests of the built-in tasks: exact verifiers, disjoint held-out prompts, and files that are checked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_more_problems_than_exist_are_refused() -> None:
         ArithmeticTask([90], [20], seed=0)
 
 
-def test_the_tokenizer_is_one_token_a_character() -> None:
+def test_the_tokenizer_has_one_token_per_character() -> None:
     text = problem(12, 34) + solution(12, 34, 2)
     encoder = tokenizer()
     tokens = encoder.encode(text, add_special_tokens=False)
@@ -71,7 +71,7 @@ def test_the_tokenizer_is_one_token_a_character() -> None:
     assert encoder.decode(tokens, skip_special_tokens=True) == text.removesuffix(STOP)
 
 
-def test_corruption_touches_digits_only_and_about_as_often_as_said() -> None:
+def test_corruption_changes_only_digits_at_the_given_rate() -> None:
     text = "0123456789#." * 500
     changed = corrupt(text, 0.2, random.Random(0))
     assert [c for c in changed if not c.isdigit()] == [c for c in text if not c.isdigit()]
@@ -79,7 +79,7 @@ def test_corruption_touches_digits_only_and_about_as_often_as_said() -> None:
     assert share == pytest.approx(0.18, abs=0.02)  # one replacement in ten is the digit itself
 
 
-def test_the_base_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
     small = {"width": 32, "layers": 1, "batches": 2, "batch_size": 4}
     first = arithmetic_base_model(**small)
@@ -91,7 +91,7 @@ def test_the_base_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_demos_base_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
-    monkeypatch.setattr(arithmetic_base, "_train", lambda **_: pytest.fail("it was made on the spot"))
+    monkeypatch.setattr(arithmetic_base, "_train", lambda **_: pytest.fail("it was trained here"))
     conf = conf_dir()
     usual, demo = (OmegaConf.load(conf / name) for name in ("model/arithmetic_base.yaml", "sums_of_two_digits.yaml"))
     settings = {str(name): value for name, value in {**usual, **demo.model}.items() if name != "_target_"}
@@ -99,13 +99,13 @@ def test_the_demos_base_model_comes_with_the_package(tmp_path: Path, monkeypatch
     path = Path(arithmetic_base_model(**settings))
     assert torch.equal(before, torch.get_rng_state())
     (shipped,) = arithmetic_base.FOLDER.glob("arithmetic*.safetensors")
-    weights, own = load_file(path / "model.safetensors"), load_file(shipped)
-    assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
+    weights, packaged = load_file(path / "model.safetensors"), load_file(shipped)
+    assert weights.keys() == packaged.keys() and all(torch.equal(weights[name], packaged[name]) for name in packaged)
     assert shipped.stat().st_size < 1_000_000
 
 
 @pytest.mark.full
-def test_the_base_model_that_comes_is_the_one_that_is_made(tmp_path: Path) -> None:
+def test_the_packaged_base_model_can_be_made_again(tmp_path: Path) -> None:
     (shipped,) = arithmetic_base.FOLDER.glob("arithmetic*.safetensors")
     made = arithmetic_base.make_shipped(tmp_path)
     assert made.name == shipped.name
@@ -115,12 +115,12 @@ def test_the_base_model_that_comes_is_the_one_that_is_made(tmp_path: Path) -> No
         model = arithmetic_base.new_model(**settings)
         model.load_state_dict(load_file(file))
         tokens = arithmetic_base._batch(2, 256, 0.15, random.Random(0))
-        # As in training, the loss leaves the prompt out: what the model says of its tokens is up to rounding.
+        # As in training, the loss leaves out the prompt: predictions of its tokens are untrained and mere rounding.
         labels = tokens.clone()
         labels[:, : len(problem(0, 0))] = -100
         with torch.no_grad():
             losses.append(float(model(tokens, labels=labels).loss))
-    # Another processor rounds otherwise; weights drift apart, and what the model knows does not.
+    # Another processor rounds differently, so weights drift apart, but the loss stays nearly the same.
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
@@ -140,14 +140,14 @@ def test_the_base_model_that_comes_is_the_one_that_is_made(tmp_path: Path) -> No
     ],
     ids=lambda text: text[:40],
 )
-def test_a_line_that_would_be_read_as_something_else_is_refused(tmp_path: Path, row: str, message: str) -> None:
+def test_a_line_with_an_invalid_value_is_refused(tmp_path: Path, row: str, message: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"prompt": "1+2=", "answer": 3}}\n{row}\n')
     with pytest.raises(ConfigurationError, match=f"task.train: .*rows.jsonl, line 2: {message}.*; each line is"):
         read_prompts("task.train", str(file))
 
 
-def test_numbers_are_texts_as_they_are_written(tmp_path: Path) -> None:
+def test_numbers_become_texts_as_written(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1+2=", "answer": 3, "id": null, "difficulty": null}\n{"prompt": "p", "answer": 0.5}\n')
     first, second = read_prompts("task.train", str(file))
@@ -155,7 +155,7 @@ def test_numbers_are_texts_as_they_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("mistake", "expected"),
     [
         ({"width": 16}, r"model\.width: 16 is no multiple of 32.*say 32"),
         ({"width": 33}, r"model\.width: 33 .*say 64"),
@@ -168,12 +168,12 @@ def test_numbers_are_texts_as_they_are_written(tmp_path: Path) -> None:
         ({"learning_rate": 0.0}, r"model\.learning_rate: 0\.0 must be above 0"),
     ],
 )
-def test_a_base_model_that_cannot_be_made_is_refused_before_it_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, float], says: str
+def test_invalid_settings_of_a_base_model_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: dict[str, float], expected: str
 ) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
-    with pytest.raises(ConfigurationError, match=says):
-        arithmetic_base_model(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=expected):
+        arithmetic_base_model(**mistake)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -198,7 +198,7 @@ def test_jsonl(tmp_path: Path) -> None:
     heldout = write(tmp_path / "test.jsonl", {"prompt": "1+1", "answer": "2", "difficulty": "easy"})
     task = JsonlTask(train, {"test": heldout}, "lightning_scalerl.task.jsonl:exact_match")
     assert [p.prompt_id for p in task.train_prompts()] == ["sum", "3"], (
-        "by line: a file that is renamed holds the same prompts"
+        "ids are line numbers, so that a renamed file holds the same prompts"
     )
     assert task.reward(task.train_prompts()[0], "4\n") == 1.0
     assert task.reward(task.train_prompts()[0], "5") == 0.0
@@ -219,14 +219,14 @@ def test_broken_jsonl_names_file_and_line(tmp_path: Path, rows: list[object], ma
 
 
 @pytest.mark.parametrize("name", ["nothing:here", "json:nothing", "json", "json:__name__"])
-def test_a_verifier_that_is_none(tmp_path: Path, name: str) -> None:
+def test_an_invalid_verifier_is_refused(tmp_path: Path, name: str) -> None:
     train = write(tmp_path / "train.jsonl", {"prompt": "a", "answer": "b"})
     with pytest.raises(ConfigurationError, match=r"task\.verifier"):
         JsonlTask(train, {}, name)
 
 
-def test_a_task_without_heldout_prompts_is_for_scripts_that_do_not_evaluate(tmp_path: Path) -> None:
-    """A study's curves are of held-out prompts; `tests/callbacks/test_lightning.py` has the scripts."""
+def test_a_task_without_heldout_prompts_cannot_be_evaluated(tmp_path: Path) -> None:
+    """Studies need held-out prompts. `tests/callbacks/test_lightning.py` tests scripts that do not evaluate."""
     train = write(tmp_path / "train.jsonl", {"prompt": "a", "answer": "b"})
     task = JsonlTask(train, {}, "lightning_scalerl.task.jsonl:exact_match")
     with pytest.raises(ConfigurationError, match="no held-out prompts"):

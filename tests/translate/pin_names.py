@@ -1,6 +1,7 @@
-"""Every configuration name of SkyRL or prime-rl at a commit, read from its source: writes names_<trainer>.txt.
+"""Write names_<trainer>.txt: all configuration names of SkyRL or prime-rl, read from their source at a commit.
 
-Neither can be installed beside our tests (Ray, vLLM, GPUs), so that names are pinned. REPOSITORY is a git directory.
+These trainers cannot be installed next to our tests (Ray, vLLM, GPUs), so their names are pinned in files. REPOSITORY
+is a git directory.
 
     python tests/translate/pin_names.py skyrl REPOSITORY a9564572eb8e91076be43c1bd5e4615e3de17265
     python tests/translate/pin_names.py prime-rl REPOSITORY 559b44772e471d1538537b8805cc77f3824a5e64
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Where the classes are, and the one that a run's configuration is.
+# Source files with the configuration classes, and the class of a run's configuration.
 SOURCES = {
     "skyrl": (["skyrl/train/config/config.py"], "SkyRLTrainConfig"),
     "prime-rl": (
@@ -26,28 +27,28 @@ SOURCES = {
     ),
 }
 
-# A module's classes and aliases; of one name the module's own comes first.
+# A module's classes and aliases by name. Names are looked up in the module itself first.
 Scope = dict[str, ast.ClassDef | ast.expr]
 
 
 def scope_of(source: str) -> Scope:
-    """The classes of a module, and what its names stand for."""
-    found: Scope = {}
+    """Return the classes, aliases and assigned values of a module by name."""
+    entries: Scope = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = node
+            entries[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
+            entries[node.targets[0].id] = node.value
         elif isinstance(node, ast.TypeAlias if sys.version_info >= (3, 12) else ()):
-            found[node.name.id] = node.value
+            entries[node.name.id] = node.value
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            found[node.target.id] = node.value
-    return found
+            entries[node.target.id] = node.value
+    return entries
 
 
-def names(path: str, scopes: list[Scope], own: Scope, label: str, prefix: str, depth: int = 0) -> Iterator[str]:
-    """Dotted names of a class's fields, those of the classes that it names included."""
-    place = next((scope for scope in (own, *scopes) if label in scope), None)
+def names(path: str, scopes: list[Scope], home: Scope, label: str, prefix: str, depth: int = 0) -> Iterator[str]:
+    """Yield dotted names of a class's fields, including the fields of the classes in its annotations."""
+    place = next((scope for scope in (home, *scopes) if label in scope), None)
     if place is None or depth > 9:
         return
     node = place[label]
@@ -68,26 +69,26 @@ def names(path: str, scopes: list[Scope], own: Scope, label: str, prefix: str, d
 
 
 def words(node: ast.expr) -> Iterator[str]:
-    """Names within an annotation, those in quotes too."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            yield each.id
-        elif isinstance(each, ast.Constant) and isinstance(each.value, str) and each.value.isidentifier():
-            yield each.value
+    """Yield the names in an annotation, including quoted ones."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier():
+            yield part.value
 
 
 def main() -> None:
-    """Write the names."""
+    """Write the names of one trainer."""
     trainer, repository, commit = sys.argv[1:]
     paths, root = SOURCES[trainer]
-    shown = [
+    sources = [
         subprocess.check_output(["git", "-C", repository, "show", f"{commit}:{path}"], text=True) for path in paths
     ]
-    scopes = [scope_of(source) for source in shown]
-    found = sorted(set(names("", scopes, scopes[-1], root, "")))
+    scopes = [scope_of(source) for source in sources]
+    entries = sorted(set(names("", scopes, scopes[-1], root, "")))
     file = Path(__file__).with_name(f"names_{trainer}.txt")
-    file.write_text(f"# {trainer} {commit}, {root}\n" + "\n".join(found) + "\n")
-    print(file, len(found))
+    file.write_text(f"# {trainer} {commit}, {root}\n" + "\n".join(entries) + "\n")
+    print(file, len(entries))
 
 
 if __name__ == "__main__":

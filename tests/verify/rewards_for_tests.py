@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, each in its own way; loaded by their place."""
+"""Reward functions that misbehave in different ways; tests load them by file and name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_scalerl.sandbox import launch
 
 
 def obedient(completion: str, answer: str) -> float | None:
-    """Does what the completion says."""
-    word, _, rest = completion.partition(" ")
+    """Misbehave as the first word of the completion demands, or return the reward in the text."""
+    word, _, argument = completion.partition(" ")
     if word == "sleep":
-        time.sleep(float(rest))
+        time.sleep(float(argument))
     elif word == "spin":
         while True:
             pass
@@ -25,23 +25,23 @@ def obedient(completion: str, answer: str) -> float | None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
     elif word == "exit":
-        sys.exit(int(rest))
+        sys.exit(int(argument))
     elif word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif word == "raise":
-        raise ValueError(rest)
+        raise ValueError(argument)
     elif word == "abstain":
         return None
     elif word == "memory":
         return float(len(bytearray(8 << 30)))
     elif word == "child":
-        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(300)  # {rest}"])
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(300)  # {argument}"])
         time.sleep(300)
     elif word == "folder":
-        Path(rest).write_text(launch._new_scratch(None))
+        Path(argument).write_text(launch._new_scratch(None))
         time.sleep(300)
     elif word == "once":
-        marker = Path(rest)
+        marker = Path(argument)
         if not marker.exists():
             marker.touch()
             raise OSError("the first time")
@@ -52,12 +52,12 @@ def obedient(completion: str, answer: str) -> float | None:
     elif word == "pid":
         return float(os.getpid())
     elif word == "is":
-        return float(rest)
+        return float(argument)
     return 1.0
 
 
 def _alarmed() -> float:
-    """As math-verify stops itself: works in a main thread only."""
+    """Stop itself with SIGALRM like math-verify, which works only in a main thread."""
 
     def ring(number: int, frame: Any) -> None:
         raise TimeoutError

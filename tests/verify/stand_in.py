@@ -1,4 +1,4 @@
-"""A judge's endpoint on this machine: it answers as each test wants it to, and counts what it is asked."""
+"""Stand-in for a judge's endpoint on this machine: tests choose its answers, and it counts its requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reply = tuple[int, Mapping[str, str], bytes] | None
 
 
 def chat(text: str | None, finish: str = "stop", usage: Mapping[str, int] | None = None) -> Reply:
-    """An answer of OpenAI's chat form."""
+    """Return an answer in OpenAI's chat format."""
     body: dict[str, Any] = {"choices": [{"message": {"content": text}, "finish_reason": finish}]}
     if usage is None:
         usage = {"prompt_tokens": 10, "completion_tokens": 3}
@@ -33,7 +33,7 @@ def refused(status: int, text: str = "no", **headers: str) -> Reply:
 
 @dataclass
 class StandIn:
-    """Requests that it has got, their headers and paths, and the largest number of them at one time."""
+    """The requests received so far with their headers and paths, and the largest number of concurrent requests."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -91,13 +91,13 @@ def stand_in(reply: Callable[[str, int], Reply], wait_s: float = 0.0) -> Iterato
             self.wfile.write(raw)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Nothing on the screen."""
+            """Log nothing."""
 
     class Quiet(ThreadingHTTPServer):
         request_queue_size = 64
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """The client has left before the answer."""
+            """Ignore clients that have left before the answer."""
 
     server = Quiet(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -125,5 +125,5 @@ def sample(completion: str, question: str = "1+1", answer: str = "2") -> Sample:
 
 
 def by_content(message: str, number: int) -> Reply:
-    """Yes for completions with a 2."""
+    """Answer yes to completions that contain a 2."""
     return chat("Verdict: yes" if "2" in message.rpartition("C: ")[2] else "Verdict: no")

@@ -1,4 +1,4 @@
-"""A judge behind an endpoint: verdicts, retries, limits, and what is refused at the start."""
+"""Tests of a judge behind an endpoint: verdicts, retries, limits, and settings that are refused at the start."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_verdict(text: str, settings: dict[str, Any], reward: float | None) -> N
             judge.grade(sample("x"))
 
 
-def test_the_request_is_the_template_and_braces_elsewhere_stay() -> None:
+def test_the_prompt_template_is_filled_and_other_braces_are_kept() -> None:
     with stand_in(by_content) as service:
         judge = judge_at(
             service.url,
@@ -92,11 +92,11 @@ def test_the_request_is_the_template_and_braces_elsewhere_stay() -> None:
     assert service.paths == ["/v1/chat/completions"]
 
 
-# --- what goes wrong is an error, never 0 ---------------------------------------------------------------------
+# --- failures are errors, never a reward of 0 -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("reply", "said", "asked"),
+    ("reply", "error", "requests"),
     [
         (refused(429), "status 429 no", 3),
         (refused(503, "busy"), "status 503 busy", 3),
@@ -111,24 +111,24 @@ def test_the_request_is_the_template_and_braces_elsewhere_stay() -> None:
         (chat(None, "length"), "cut off at max_tokens", 1),
     ],
 )
-def test_an_answer_without_a_verdict_is_an_error(reply: Reply, said: str, asked: int) -> None:
+def test_an_answer_without_a_verdict_is_an_error(reply: Reply, error: str, requests: int) -> None:
     with stand_in(lambda *_: reply) as service:
         verifiers = InlineVerifiers(judge_at(service.url, retries=2), retries=0)
         outcome = verifiers.wait(verifiers.submit(sample("2")))
     assert outcome.kind == "error"
-    assert re.search(said, outcome.why), outcome.why
-    assert len(service.bodies) == asked
-    assert not (Path(os.environ["SCALERL_CACHE"]) / "judge").exists(), "no error is kept"
+    assert re.search(error, outcome.why), outcome.why
+    assert len(service.bodies) == requests
+    assert not (Path(os.environ["SCALERL_CACHE"]) / "judge").exists(), "errors are not cached"
 
 
-def test_429_then_right() -> None:
+def test_status_429_is_retried() -> None:
     with stand_in(lambda message, number: refused(429) if number < 3 else chat("Verdict: yes")) as service:
         grade = judge_at(service.url, retries=2).grade(sample("2"))
     assert grade.reward == 1.0
     assert len(service.bodies) == 3
 
 
-def test_the_endpoint_says_when_to_come_back() -> None:
+def test_the_header_retry_after_is_followed() -> None:
     reply = refused(429, Retry_After="0.2")
     with stand_in(lambda message, number: reply if number == 1 else chat("Verdict: yes")) as service:
         began = time.monotonic()
@@ -139,7 +139,7 @@ def test_the_endpoint_says_when_to_come_back() -> None:
             judge_at(service.url, retries=1, timeout_s=0.1, cache=None).grade(sample("2"))
 
 
-def test_a_late_answer_is_an_error_in_time() -> None:
+def test_a_late_answer_is_an_error_after_the_timeout() -> None:
     with stand_in(by_content, wait_s=0.6) as service:
         began = time.monotonic()
         with pytest.raises(JudgeError, match=r"no answer within timeout_s=0\.1$") as raised:
@@ -149,14 +149,14 @@ def test_a_late_answer_is_an_error_in_time() -> None:
     assert charge.key == "" and charge.seconds == pytest.approx(0.1, abs=0.1)
 
 
-def test_nobody_listens() -> None:
+def test_an_endpoint_without_a_server_is_an_error() -> None:
     with stand_in(by_content) as service:
         pass
     with pytest.raises(JudgeError, match="Cannot connect"):
         judge_at(service.url).grade(sample("2"))
 
 
-def test_one_of_a_group_that_fails_does_not_harm_the_others() -> None:
+def test_a_failed_completion_does_not_affect_the_others_of_its_group() -> None:
     def reply(message: str, number: int) -> Reply:
         return refused(400) if "bad" in message else by_content(message, number)
 
@@ -170,7 +170,7 @@ def test_one_of_a_group_that_fails_does_not_harm_the_others() -> None:
 # --- concurrency ----------------------------------------------------------------------------------------------
 
 
-def test_a_group_is_asked_at_once_and_no_more_than_allowed_at_a_time() -> None:
+def test_a_group_is_graded_concurrently_up_to_the_limit() -> None:
     group = [sample(f"{number}") for number in range(8)]
     with stand_in(by_content, wait_s=0.1) as service:
         grades = judge_at(service.url, concurrency=4).grade_group(group)
@@ -178,7 +178,7 @@ def test_a_group_is_asked_at_once_and_no_more_than_allowed_at_a_time() -> None:
     assert [grade.reward for grade in grades if isinstance(grade, Grade)] == [0, 0, 1, 0, 0, 0, 0, 0]
 
 
-def test_it_works_inside_of_a_running_event_loop() -> None:
+def test_the_judge_works_inside_a_running_event_loop() -> None:
     import asyncio
 
     async def notebook(judge: Judge) -> float | None:
@@ -207,7 +207,7 @@ def test_worker_processes_grade_whole_groups_and_share_the_cache(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "error"),
     [
         ({"url": ""}, "url: '' is no text; give the endpoint"),
         ({"url": None}, "url: None is no text"),
@@ -233,48 +233,48 @@ def test_worker_processes_grade_whole_groups_and_share_the_cache(tmp_path: Path)
         ({"temprature": 1}, "judge has no such setting"),
     ],
 )
-def test_settings_are_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^task.rewards: (judge: )?{said}") as raised:
+def test_bad_settings_are_refused_in_one_line(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^task.rewards: (judge: )?{error}") as raised:
         reward_sum("task.rewards", {**JUDGE, **settings})
     assert "\n" not in str(raised.value) and "hunter2" not in str(raised.value)
 
 
-def test_the_pool_must_wait_longer_than_the_judge() -> None:
+def test_the_pools_timeout_must_exceed_the_judges() -> None:
     with pytest.raises(ConfigurationError, match=r"^verify\.timeout_s: 10 is less than the 62 s .* judge's timeout_s"):
         Verification().verifiers(reward_sum("task.rewards", JUDGE), trusted=False)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "error"),
     [
         ({}, "url: 'http://127.0.0.1:.*/v1/chat/completions' does not answer"),
         ({"key_env": "NO_SUCH_KEY"}, "key_env: 'NO_SUCH_KEY' this environment variable is not set"),
         ({"cache": "/dev/null/judge"}, "cache: '/dev/null/judge' cannot be written"),
     ],
 )
-def test_what_a_run_needs_is_tried_before_it_begins(settings: dict[str, Any], said: str) -> None:
+def test_a_judge_that_is_not_ready_is_refused(settings: dict[str, Any], error: str) -> None:
     with stand_in(by_content) as service:
         pass
     grader = reward_sum("task.rewards", {**JUDGE, "url": service.url, "retries": 0, **settings})
-    with pytest.raises(ConfigurationError, match=f"^task.rewards: judge: {said}"):
+    with pytest.raises(ConfigurationError, match=f"^task.rewards: judge: {error}"):
         grader.ready()
 
 
-def test_a_run_tries_its_judge_before_it_starts_a_process() -> None:
+def test_a_run_checks_its_judge_before_it_starts_a_process() -> None:
     def new_verifiers(url: str) -> tuple[Any, str]:
         recipe = SimpleNamespace(verify=Verification(workers=0, timeout_s=70.0))
         stage = SimpleNamespace(task=task_of(url=url, retries=0), recipe=recipe)
         return Sampling.new_verifiers(SimpleNamespace(stage=stage, dialogue=None))  # type: ignore[arg-type]
 
     with stand_in(by_content) as service:
-        verifiers, said = new_verifiers(service.url)
+        verifiers, checks = new_verifiers(service.url)
         verifiers.close()
-    assert re.match(rf"judge: m at {service.url}/chat/completions answers in [\d.e-]+ s\nverifier: ", said), said
+    assert re.match(rf"judge: m at {service.url}/chat/completions answers in [\d.e-]+ s\nverifier: ", checks), checks
     with pytest.raises(ConfigurationError, match="does not answer"):
         new_verifiers(service.url)
 
 
-def test_the_key_is_sent_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_JUDGE", "hunter2-and-more")
     with stand_in(lambda *_: refused(401, "bad key hunter2-and-more")) as service:
         judge = judge_at(service.url, key_env="MY_JUDGE")
@@ -298,7 +298,7 @@ def test_address(url: str, path: str | None) -> None:
 OVERRIDE = 'task.rewards={use: judge, url: "http://judge-node:8000/v1", model: Qwen/Qwen3-8B, key_env: JUDGE_API_KEY}'
 
 
-def test_the_pages_command_composes_and_the_name_of_the_key_is_no_secret(tmp_path: Path) -> None:
+def test_the_documented_command_composes_and_the_name_of_the_key_is_not_redacted(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     rows = [f"task.train={tmp_path}/train.jsonl", f"task.heldout={{test: {tmp_path}/test.jsonl}}", "task.leaks=keep"]
@@ -315,7 +315,7 @@ def task_of(**judge: Any) -> DatasetTask:
     return DatasetTask(train=ROWS[:4], heldout=ROWS[4:], rewards={**JUDGE, **judge})
 
 
-def test_identity_has_what_decides_a_verdict_and_neither_address_nor_key() -> None:
+def test_identity_includes_all_that_decides_a_verdict_but_no_address_and_no_key() -> None:
     plain = task_of().identity()
     operational = {
         "url": "https://elsewhere", "key_env": "K", "cache": None, "timeout_s": 5.0, "retries": 1, "concurrency": 2,
@@ -326,7 +326,7 @@ def test_identity_has_what_decides_a_verdict_and_neither_address_nor_key() -> No
     assert content([{"use": "judge", "url": "u"}, "math"], str) == [{"use": "judge"}, "math"]
 
 
-def test_compute_judge_is_part_of_an_identity_unless_it_adds_nothing() -> None:
+def test_compute_judge_is_in_the_identity_unless_it_is_off() -> None:
     group = {"_target_": "lightning_scalerl.ComputeAxes", "judge": None}
     assert part_of("compute", group) is None
     assert part_of("compute", {**group, "judge": 2.5}) == {"choice": "ComputeAxes", "judge": 2.5}
@@ -340,7 +340,7 @@ def test_rows_need_an_answer_only_if_the_judge_sees_it() -> None:
         DatasetTask(train=rows[:3], heldout=rows[3:], rewards=JUDGE)
 
 
-def test_a_name_of_its_own_in_a_mixture() -> None:
+def test_a_judge_with_a_name_in_a_mixture() -> None:
     with stand_in(by_content) as service:
         task = MixtureTask({"one": task_of(url=service.url, name="helpful"), "two": task_of(url=service.url)})
         assert [line.partition(" at ")[0] for line in task.grader().ready()] == ["judge: m"] * 2  # type: ignore[attr-defined]
@@ -353,6 +353,6 @@ def test_a_name_of_its_own_in_a_mixture() -> None:
     assert outcome.extra == {"helpful": "Verdict: yes"}
 
 
-def test_known_completions_try_the_judge(tmp_path: Path) -> None:
+def test_completions_for_the_check_of_a_judge(tmp_path: Path) -> None:
     task = DatasetTask(train=ROWS[:4], heldout=ROWS[4:], rewards=JUDGE, right="{answer}", wrong="none")
     assert [known.right for known in task.known()] == [True, False] * 4

@@ -1,4 +1,4 @@
-"""What a judge costs: answers are paid once, kept on disk, and counted in a ledger."""
+"""Tests of a judge's cost: each answer is paid for once, cached on disk, and counted in a ledger."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --- cache and cost -------------------------------------------------------------------------------------------
 
 
-def test_equal_completions_are_paid_once_and_cached_ones_not_at_all() -> None:
+def test_equal_completions_are_paid_for_once_and_cached_ones_are_free() -> None:
     group = [sample("2"), sample("3"), sample("2")]
     with stand_in(by_content) as service:
         judge = judge_at(service.url, price_prompt=2.0, price_completion=4.0)
-        first, again = judge.grade_group(group), judge.grade_group(group)
+        first, second = judge.grade_group(group), judge.grade_group(group)
     assert len(service.bodies) == 2
-    charges = [[grade.charges[0] for grade in grades if isinstance(grade, Grade)] for grades in (first, again)]
+    charges = [[grade.charges[0] for grade in grades if isinstance(grade, Grade)] for grades in (first, second)]
     assert [charge.paid for charge in charges[0]] == [True, True, False]
     assert [charge.paid for charge in charges[1]] == [False, False, False]
     assert [(charge.key, charge.seconds) for charge in charges[0]] == [(c.key, c.seconds) for c in charges[1]]
@@ -49,16 +49,16 @@ def test_equal_completions_are_paid_once_and_cached_ones_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("change", [{"model": "n"}, {"system": "s"}, {"temperature": 1.0}, {"max_tokens": 9}])
-def test_another_question_is_asked_anew(change: dict[str, Any]) -> None:
+def test_a_changed_request_is_sent_again(change: dict[str, Any]) -> None:
     with stand_in(by_content) as service:
         judge_at(service.url).grade(sample("2"))
         judge_at(service.url, timeout_s=4.0, concurrency=1).grade(sample("2"))
-        assert len(service.bodies) == 1, "neither of these settings is part of the question"
+        assert len(service.bodies) == 1, "these settings are not part of the request"
         judge_at(service.url, **change).grade(sample("2"))
     assert len(service.bodies) == 2
 
 
-def test_a_pattern_that_does_not_fit_the_cached_answer_asks_anew_and_replaces_it() -> None:
+def test_a_cached_answer_that_the_pattern_does_not_match_is_replaced() -> None:
     replies = iter([chat("Verdict: yes"), chat("Grade: 1")])
     with stand_in(lambda *_: next(replies)) as service:
         judge_at(service.url).grade(sample("2"))
@@ -67,7 +67,7 @@ def test_a_pattern_that_does_not_fit_the_cached_answer_asks_anew_and_replaces_it
     assert len(service.bodies) == 2
 
 
-def test_the_first_answer_stays_and_a_torn_file_is_none(tmp_path: Path) -> None:
+def test_the_first_stored_answer_wins_and_an_incomplete_file_is_ignored(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path)
     with ThreadPoolExecutor(8) as threads:
         stored = list(threads.map(lambda number: cache.put("ab1", Answer(f"{number}", float(number))), range(8)))
@@ -79,7 +79,7 @@ def test_the_first_answer_stays_and_a_torn_file_is_none(tmp_path: Path) -> None:
         assert cache.put("ab1", Answer("new", 1.0)) == Answer("new", 1.0) == cache.get("ab1")
 
 
-def test_a_file_system_without_links_keeps_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_works_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_link(self: Path, target: Path) -> None:
         raise PermissionError
 
@@ -88,7 +88,7 @@ def test_a_file_system_without_links_keeps_an_answer(tmp_path: Path, monkeypatch
     assert cache.put("ab1", Answer("a", 1.0)) == cache.get("ab1") == Answer("a", 1.0)
 
 
-def test_a_cache_that_cannot_be_written_later_costs_no_verdict(
+def test_a_cache_that_becomes_unwritable_does_not_lose_the_verdict(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -97,7 +97,7 @@ def test_a_cache_that_cannot_be_written_later_costs_no_verdict(
     assert "could not be cached and will be paid for again" in caplog.text
 
 
-def test_attempts_that_failed_are_paid_too() -> None:
+def test_failed_attempts_are_counted_in_the_cost() -> None:
     replies = iter([chat("hm"), chat("Verdict: yes")])
     with stand_in(lambda *_: next(replies)) as service:
         verifiers = InlineVerifiers(reward_sum("task.rewards", {**JUDGE, "url": service.url}), retries=1)
@@ -107,7 +107,7 @@ def test_attempts_that_failed_are_paid_too() -> None:
     assert [charge.prompt_tokens for charge in outcome.charges] == [10, 10]
 
 
-def test_another_reward_that_raises_does_not_hide_what_the_judge_cost() -> None:
+def test_an_error_of_another_reward_keeps_the_judges_charges() -> None:
     def raises(completion: str, answer: str) -> float:
         raise ValueError("oh")
 
@@ -120,7 +120,7 @@ def test_another_reward_that_raises_does_not_hide_what_the_judge_cost() -> None:
     assert len(outcome.charges) == 1
 
 
-def test_ledger_counts_an_answer_once_and_continues() -> None:
+def test_the_ledger_counts_an_answer_once_also_after_a_checkpoint() -> None:
     ledger = ChargeLedger()
     assert ledger.metrics() == ledger.evaluation_metrics() == {}
     one, two = "1" * 64, "2" * 64
@@ -129,8 +129,8 @@ def test_ledger_counts_an_answer_once_and_continues() -> None:
     ledger.add([Charge(one, 60.0, 2, 1, 0.1, paid=False)], evaluation=True)
     resumed = ChargeLedger()
     resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
-    for each in (ledger, resumed):
-        each.add([Charge(one, 3600.0, 10, 3, 0.5), Charge(two, 7200.0, 5, 5, 1.0, paid=False)])
+    for entry in (ledger, resumed):
+        entry.add([Charge(one, 3600.0, 10, 3, 0.5), Charge(two, 7200.0, 5, 5, 1.0, paid=False)])
     assert (
         resumed.metrics()
         == ledger.metrics()

@@ -1,4 +1,4 @@
-"""The verifier of mathematics: what is equal, what is not, and what explodes; in the processes that grade a run."""
+"""Tests of the verifier of mathematics: equal and different answers, and inputs that could take unbounded resources."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lightning_scalerl.verify.mathematics import (
 from lightning_scalerl.verify.pool import VerifierPool
 from tests.examples import examples
 
-# Processor time that one completion may take, whatever it says: less than `verify.timeout_s` on a machine that does
-# nothing else. `cpu_s` does not count the kernel's time, of which a gigabyte takes seconds. And what a worker may hold.
+# Limits on the CPU time and memory of one completion. The time is less than `verify.timeout_s` on an idle machine. It
+# may exceed `cpu_s`, which does not count time in the kernel (allocating a gigabyte takes seconds).
 BOUND_S, BOUND_MIB = 10.0, 2048.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The verifier, and what it costs: a wall clock would measure what else the machine does."""
+    """Verifier that adds its CPU time and peak memory to the grade. CPU time does not depend on the machine's load."""
 
     verifier: Mathematics
 
     def grade(self, sample: Sample) -> Grade:
         began = time.process_time()
         grade = self.verifier.grade(sample)
-        # Not `ru_maxrss`: through fork and exec that begins at what the parent, a whole test session, has used.
+        # Not `ru_maxrss`: after fork and exec it starts at the parent's peak, in tests the session's peak.
         status = Path("/proc/self/status").read_text()
         peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
         return replace(grade, parts={**grade.parts, "cpu_s": time.process_time() - began, "peak_mib": peak})
@@ -48,11 +48,11 @@ def sample(gold: str, text: str) -> Sample:
     return Sample(Prompt("p", "q", gold), text, text)
 
 
-def graded(verifier: Mathematics, those: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """In a pool as a run's, with room for a machine that does much else."""
+def graded(verifier: Mathematics, cases: Sequence[tuple[str, str]]) -> list[Outcome]:
+    """Grade in a pool like a run's, with a longer timeout for a busy machine."""
     pool = VerifierPool(Measured(verifier), workers=2, timeout_s=60.0, retries=0, memory_gib=2.0)
     try:
-        return [pool.wait(ticket) for ticket in [pool.submit(sample(*each)) for each in those]]
+        return [pool.wait(ticket) for ticket in [pool.submit(sample(*case)) for case in cases]]
     finally:
         pool.close()
 
@@ -63,14 +63,14 @@ def box(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Mathematics]:
-    """Warm: the first parse builds a parser."""
+    """A verifier whose parser is built already, so that the first test is not slower than the others."""
     made = Mathematics(cpu_s=30.0)
     made.grade(sample("1/2", box("0.5")))
     yield made
 
 
 def reward(verifier: Mathematics, gold: str, text: str) -> float | None:
-    """In this process: pytest's tests run in its main thread."""
+    """Grade in this process, which works because pytest runs tests in the main thread."""
     return verifier.grade(sample(gold, text)).reward
 
 
@@ -100,9 +100,9 @@ EQUAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("gold", "said"), EQUAL)
-def test_what_is_equal(verifier: Mathematics, gold: str, said: str) -> None:
-    assert reward(verifier, gold, box(said)) == 1.0
+@pytest.mark.parametrize(("gold", "stated"), EQUAL)
+def test_equal_answers(verifier: Mathematics, gold: str, stated: str) -> None:
+    assert reward(verifier, gold, box(stated)) == 1.0
 
 
 DIFFERENT = [
@@ -120,7 +120,7 @@ DIFFERENT = [
     ("5", ""), ("5", "x"), ("0.0000001", "0.0000002"), ("3\\times 10^{-8}", "0.00000004"), ("0.0000012", "0.0000013"),
     pytest.param("3 1/2", "31/2"),
     pytest.param("(1,2)", "\\{1,2\\}"),
-    # Of MATH, as they stand there.
+    # From the MATH data set, exactly as written there.
     pytest.param("2007 + \\frac\\pi 2", "2"),
     pytest.param("\\frac \\pi4 + 2 - \\sqrt2", "2"),
     pytest.param("\\begin{pmatrix} -1 & 0 \\\\ 0 & -1 \\end{pmatrix}.", "-1"),
@@ -128,9 +128,9 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("gold", "said"), DIFFERENT)
-def test_what_is_not_equal(verifier: Mathematics, gold: str, said: str) -> None:
-    assert reward(verifier, gold, box(said)) == 0.0
+@pytest.mark.parametrize(("gold", "stated"), DIFFERENT)
+def test_different_answers(verifier: Mathematics, gold: str, stated: str) -> None:
+    assert reward(verifier, gold, box(stated)) == 0.0
 
 
 NUMBERS = st.one_of(
@@ -142,7 +142,7 @@ NUMBERS = st.one_of(
 
 @settings(max_examples=examples(60))
 @given(NUMBERS)
-def test_a_number_is_itself_and_not_another(gold: str) -> None:
+def test_a_number_equals_itself_and_not_another(gold: str) -> None:
     verifier = Mathematics(cpu_s=30.0)
     right, wrong = verifier.known(gold)
     assert reward(verifier, gold, str(right)) == 1.0 and reward(verifier, gold, str(wrong)) == 0.0
@@ -162,16 +162,16 @@ def test_a_number_is_itself_and_not_another(gold: str) -> None:
         ("7=x", "8=x"),
     ],
 )
-def test_another_answer(answer: str, other: str) -> None:
+def test_changing_the_first_digit(answer: str, other: str) -> None:
     assert change_first_digit(answer) == other
 
 
 @given(st.text(max_size=30))
-def test_another_answer_is_another(answer: str) -> None:
+def test_a_changed_answer_differs(answer: str) -> None:
     assert change_first_digit(answer) != answer or answer == "987654321"
 
 
-# --- what a completion states --------------------------------------------------------------------------------
+# --- the stated answer ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_another_answer_is_another(answer: str) -> None:
         ("##### 42", "42"),
         ("#### yes\n#### no", "no"),
         ("#### C# or F#", "C# or F#"),
-        # Markdown's headings
+        # headings in Markdown
         ("#### Final Answer\n\nThe answer is 42.", "42"),
         ("#### Final Answer: 42", "42"),
         ("#### Step 4: sum\n20+22=42\n\n#### 42", "42"),
@@ -208,13 +208,13 @@ def test_another_answer_is_another(answer: str) -> None:
         (" \n", None),
     ],
 )
-def test_what_is_stated(text: str, expression: str | None) -> None:
+def test_the_stated_answer_is_extracted(text: str, expression: str | None) -> None:
     assert extract_answer(text)[0] == (expression or "")
 
 
 @given(st.text("ab{}\\ ", max_size=12), st.text("xyz {}", max_size=20))
-def test_the_last_box_that_closes(inside: str, around: str) -> None:
-    """Braces that are balanced are found again, whatever stands around them."""
+def test_the_last_closed_box_is_found(inside: str, around: str) -> None:
+    """Text with balanced braces is extracted unchanged, regardless of the text around the box."""
     depth, balanced = 0, (len(inside) - len(inside.rstrip("\\"))) % 2 == 0
     for place, character in enumerate(inside):
         escaped = (len(inside[:place]) - len(inside[:place].rstrip("\\"))) % 2 == 1
@@ -249,21 +249,21 @@ def test_the_last_box_that_closes(inside: str, around: str) -> None:
         pytest.param("18", "\\boxed{18 dollars}", 1.0),
     ],
 )
-def test_whole_completions(verifier: Mathematics, gold: str, text: str, value: float) -> None:
+def test_grades_of_whole_completions(verifier: Mathematics, gold: str, text: str, value: float) -> None:
     assert reward(verifier, gold, text) == value
 
 
-def test_what_is_recorded(verifier: Mathematics) -> None:
+def test_unstated_and_too_costly_answers_are_recorded(verifier: Mathematics) -> None:
     assert verifier.grade(sample("42", box("42"))).parts == {"math_unstated": 0.0}
     assert verifier.grade(sample("42", "####")).parts == {"math_unstated": 1.0}
     assert verifier.grade(sample("42", box("4" * (MAX_CHARACTERS + 1)))).parts == {"math_unstated": 1.0}
     assert Mathematics(cpu_s=0.05).grade(sample("42", box("10^{10^{10}}"))).parts["math_too_costly"] == 1.0
 
 
-def test_thinking_is_no_answer(verifier: Mathematics) -> None:
+def test_an_answer_in_the_thinking_does_not_count(verifier: Mathematics) -> None:
     thought = Sample(Prompt("p", "q", "42"), f"{box('42')}</think>{box('41')}", box("41"))
     assert verifier.grade(thought).reward == 0.0
-    assert verifier.grade(replace(thought, answer="")).reward == 0.0, "it has not ended"
+    assert verifier.grade(replace(thought, answer="")).reward == 0.0, "thinking has not ended"
 
 
 @pytest.mark.slow
@@ -272,24 +272,24 @@ def test_a_gold_answer_that_cannot_be_read_is_an_error() -> None:
         assert outcome.kind == "error" and "the gold answer is empty" in outcome.why
 
 
-def test_in_a_thread_it_says_what_it_needs() -> None:
+def test_grading_in_a_thread_is_an_error_with_a_remedy() -> None:
     import threading
 
-    said: list[str] = []
+    messages: list[str] = []
 
     def run() -> None:
         try:
             Mathematics().grade(sample("0.25", box("1/4")))
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert said and "verify.workers" in said[0]
+    assert messages and "verify.workers" in messages[0]
 
 
-# --- what explodes -------------------------------------------------------------------------------------------
+# --- inputs that could take unbounded time or memory -----------------------------------------------------------
 
 DEEP = {
     "braces": "{" * 400 + "1" + "}" * 400,
@@ -356,7 +356,7 @@ LONG = {
     "units": box("5 " + "\\text{cm}" * 100),
 }
 EXPLOSIVE = {**{name: box(text) for name, text in {**DEEP, **BIG}.items()}, **LONG}
-# The worst of each kind, for every day.
+# The worst inputs of each kind, for the daily tests.
 SOME = ["braced nines", "ten to ten to ten", "factorials", "a sum", "parentheses", "many boxes", "null bytes"]
 
 
@@ -368,30 +368,30 @@ def check_bounded(names: Sequence[str], cpu_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_some_of_what_explodes_is_wrong_in_bounded_time_and_memory() -> None:
+def test_some_explosive_answers_are_wrong_in_bounded_time_and_memory() -> None:
     check_bounded(SOME, cpu_s=0.3)
 
 
 @pytest.mark.full
-def test_all_of_what_explodes_is_wrong_in_bounded_time_and_memory() -> None:
+def test_all_explosive_answers_are_wrong_in_bounded_time_and_memory() -> None:
     check_bounded(list(EXPLOSIVE), cpu_s=Mathematics().cpu_s)
 
 
-def test_boxes_that_never_close_do_not_take_the_square_of_their_number() -> None:
-    """As a model writes that repeats itself: 20,000 tokens of it take half a minute, outside of what `cpu_s` limits."""
+def test_unclosed_boxes_take_linear_time() -> None:
+    """A model that repeats itself writes these; in quadratic time 20,000 tokens take half a minute despite `cpu_s`."""
     began = time.process_time()
     assert last_boxed("\\boxed{" * 1000) is None
     assert time.process_time() - began < 0.1
 
 
 @pytest.mark.parametrize("text", ["#" * 100_000 + "\n", "#" * 100_000 + "ab:", "####ab" * 10_000 + ":"])
-def test_marks_without_an_answer_take_time_in_proportion_to_their_number(text: str) -> None:
+def test_marks_without_an_answer_take_linear_time(text: str) -> None:
     began = time.process_time()
     assert not extract_answer(text)[1]
     assert time.process_time() - began < 0.5
 
 
-def test_what_is_stated_is_looked_for_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extracting_the_answer_counts_towards_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(text: str) -> tuple[str, bool]:
         until = time.process_time() + 2.0
         while time.process_time() < until:
@@ -403,8 +403,8 @@ def test_what_is_stated_is_looked_for_within_the_time_limit(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_gold_answer_that_explodes_is_an_error_or_compared_as_text() -> None:
-    """In time, either way: as text where the parser gives up by itself, as an error where it is stopped."""
+def test_an_explosive_gold_answer_is_an_error_or_compared_as_text() -> None:
+    """Text is compared if the parser gives up by itself; it is an error if the parser must be stopped."""
     pool = VerifierPool(Mathematics(), workers=1, timeout_s=60.0, retries=0, memory_gib=2.0)
     try:
         gold = "\\frac{1}{" * 90 + "2" + "}" * 90
@@ -443,9 +443,9 @@ PIECES = (
 
 
 def generated(count: int, seed: int) -> list[tuple[str, str]]:
-    """Half are pieces at random, half an answer with something done to it."""
+    """Texts and gold answers. Half of the texts are random pieces, the others are answers with random edits."""
     source = random.Random(seed)
-    found = []
+    drawn = []
     for number in range(count):
         if number % 2:
             text = "".join(source.choices(PIECES, k=source.randint(0, 25)))
@@ -454,33 +454,33 @@ def generated(count: int, seed: int) -> list[tuple[str, str]]:
             for _ in range(source.randint(0, 3)):
                 place = source.randint(0, len(text))
                 text = text[:place] + source.choice(PIECES) + text[place + source.randint(0, 1) :]
-        found.append((source.choice(GOLDS), box(text) if source.random() < 0.8 else text))
-    return found
+        drawn.append((source.choice(GOLDS), box(text) if source.random() < 0.8 else text))
+    return drawn
 
 
 def check_generated(count: int, cpu_s: float) -> None:
-    those = generated(count, seed=11)
-    outcomes = graded(Mathematics(cpu_s=cpu_s), those)
-    for asked, outcome in zip(those, outcomes, strict=True):
-        assert outcome.kind == "score" and outcome.reward in (0.0, 1.0), (asked, outcome)
-        assert outcome.parts["cpu_s"] < BOUND_S and outcome.parts["peak_mib"] < BOUND_MIB, (asked, outcome)
+    cases = generated(count, seed=11)
+    outcomes = graded(Mathematics(cpu_s=cpu_s), cases)
+    for drawn_pair, outcome in zip(cases, outcomes, strict=True):
+        assert outcome.kind == "score" and outcome.reward in (0.0, 1.0), (drawn_pair, outcome)
+        assert outcome.parts["cpu_s"] < BOUND_S and outcome.parts["peak_mib"] < BOUND_MIB, (drawn_pair, outcome)
     assert 0 < sum(outcome.reward for outcome in outcomes) < count / 2
 
 
 @pytest.mark.slow
-def test_hundreds_of_texts_each_have_a_grade() -> None:
+def test_hundreds_of_generated_texts_get_a_grade() -> None:
     check_generated(300, cpu_s=1.0)
 
 
 @pytest.mark.full
-def test_ten_thousand_texts_each_have_a_grade() -> None:
+def test_ten_thousand_generated_texts_get_a_grade() -> None:
     check_generated(10_000, cpu_s=Mathematics().cpu_s)
 
 
 @pytest.mark.parametrize(
-    ("gold", "said", "expected"),
+    ("gold", "stated", "expected"),
     [
-        # a letter alone is no unit
+        # a single letter is not a unit
         ("2 i", "\\boxed{2}", 0.0),
         ("2 i", "\\boxed{2i}", 1.0),
         ("2i", "\\boxed{2 i}", 1.0),
@@ -489,7 +489,7 @@ def test_ten_thousand_texts_each_have_a_grade() -> None:
         ("3x", "\\boxed{3 x}", 1.0),
         ("18", "\\boxed{18 dollars}", 1.0),
         ("18 dollars", "\\boxed{18}", 1.0),
-        # headings are no marks
+        # headings are not marks of an answer
         ("42", "#### Final Answer\n\nThe answer is 42.", 1.0),
         ("42", "#### Final Answer: 42", 1.0),
         ("42", "#### Step 4: sum\n20+22=42\n\n**Answer: 42**", 1.0),
@@ -497,12 +497,12 @@ def test_ten_thousand_texts_each_have_a_grade() -> None:
         ("yes", "So:\n#### yes", 1.0),
     ],
 )
-def test_variables_and_headings(gold: str, said: str, expected: float) -> None:
-    assert reward(Mathematics(cpu_s=30.0), gold, said) == expected
+def test_variables_and_headings(gold: str, stated: str, expected: float) -> None:
+    assert reward(Mathematics(cpu_s=30.0), gold, stated) == expected
 
 
-def test_equal_wrong_answers_are_equal_texts() -> None:
-    """For majority votes: mathematically equal answers vote for the same, however they are written."""
+def test_equal_wrong_answers_have_equal_texts() -> None:
+    """Majority votes compare these texts, so mathematically equal answers must have the same one."""
     prompt, verifier = Prompt(prompt_id="1", text="?", answer="7"), Mathematics()
     verifier.prepare()
 

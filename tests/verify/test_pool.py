@@ -1,4 +1,4 @@
-"""Verifiers in processes of their own: nothing that one does reaches the trainer or another."""
+"""Tests of verifiers in processes of their own: failures of one never affect the trainer or other completions."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def outcomes(verifiers: Verifiers, *texts: str) -> list[Outcome]:
 @pytest.fixture
 def pool() -> Iterator[VerifierPool]:
     pool = VerifierPool(OBEDIENT, workers=2, timeout_s=1.0, retries=1, memory_gib=2.0)
-    outcomes(pool, "is 1", "is 1")  # both have started, or will not be in the way
+    outcomes(pool, "is 1", "is 1")  # wait for the start, so that it does not count in a test's time
     yield pool
     pool.close()
 
 
-def test_each_outcome_comes_back_to_its_own_ticket(pool: VerifierPool) -> None:
+def test_each_outcome_belongs_to_its_ticket(pool: VerifierPool) -> None:
     texts = [f"is {number}" for number in range(200)]
     assert [outcome.reward for outcome in outcomes(pool, *texts)] == list(range(200))
     assert all(outcome.kind == "score" and outcome.attempts == 1 for outcome in outcomes(pool, *texts))
 
 
-def test_each_is_a_sign_of_life(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grading an evaluation takes longer than a run that hangs is given."""
+def test_each_grade_is_noted_as_activity(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without these notes, a long evaluation would be taken for a run that hangs."""
     noted: list[str] = []
     monkeypatch.setattr(activity, "note", noted.append)
     outcomes(pool, *["is 1"] * 5)
     assert noted == ["grade"] * 5
 
 
-def test_three_outcomes(pool: VerifierPool) -> None:
+def test_scores_abstentions_and_errors(pool: VerifierPool) -> None:
     score, abstention, error = outcomes(pool, "is 0.5", "abstain", "raise not today")
     assert (score.kind, score.reward) == ("score", 0.5)
     assert abstention.kind == "abstain" and abstention.why
@@ -88,7 +88,7 @@ def test_three_outcomes(pool: VerifierPool) -> None:
         ],
     ),
 )
-def test_what_goes_wrong_is_an_error_of_one_completion(pool: VerifierPool, text: str, why: str) -> None:
+def test_a_failure_is_an_error_of_one_completion(pool: VerifierPool, text: str, why: str) -> None:
     began = time.monotonic()
     bad, *good = outcomes(pool, text, *["is 1"] * 20)
     assert bad.kind == "error" and why in bad.why and bad.attempts == 2
@@ -105,14 +105,14 @@ def test_others_are_graded_while_one_hangs(pool: VerifierPool) -> None:
     assert pool.wait(hanging).kind == "error"
 
 
-def test_what_is_at_hand_behind_one_that_hangs_or_dies_is_given_to_others() -> None:
-    """Where grading is quick, workers have the next completions at hand: none of them waits, or counts as tried."""
+def test_jobs_queued_behind_a_lost_worker_are_reassigned() -> None:
+    """With a quick grader, jobs are queued at workers in advance. Reassigned jobs do not count as attempts."""
     verifiers = VerifierPool(OBEDIENT, workers=2, timeout_s=1000.0, retries=0)
     outcomes(verifiers, *["is 1"] * 40)
     hanging = verifiers.submit(ask("spin"))
     dying = verifiers.submit(ask("die"))
-    found = outcomes(verifiers, *(f"is {number}" for number in range(50)))
-    assert [(outcome.reward, outcome.attempts) for outcome in found] == [(number, 1) for number in range(50)]
+    graded = outcomes(verifiers, *(f"is {number}" for number in range(50)))
+    assert [(outcome.reward, outcome.attempts) for outcome in graded] == [(number, 1) for number in range(50)]
     died = verifiers.wait(dying)
     assert died.kind == "error" and "its process died" in died.why
     assert not [ticket for ticket, _ in verifiers.done() if ticket == hanging]
@@ -120,15 +120,15 @@ def test_what_is_at_hand_behind_one_that_hangs_or_dies_is_given_to_others() -> N
 
 
 @pytest.mark.slow
-def test_completions_too_large_for_a_pipe_are_given_out_one_by_one(pool: VerifierPool) -> None:
-    """A pipe whose other end does not read takes no more: the pool would wait for a worker that hangs."""
+def test_large_completions_are_sent_one_at_a_time(pool: VerifierPool) -> None:
+    """A write to a full pipe blocks, so queueing large jobs at a worker that hangs would block the pool."""
     outcomes(pool, *["is 1"] * 40)
     hanging = pool.submit(ask("spin"))
-    found = outcomes(pool, *["pid " + "x" * 400_000] * 12)
-    assert [outcome.kind for outcome in found] == ["score"] * 12 and pool.wait(hanging).kind == "error"
+    graded = outcomes(pool, *["pid " + "x" * 400_000] * 12)
+    assert [outcome.kind for outcome in graded] == ["score"] * 12 and pool.wait(hanging).kind == "error"
 
 
-def test_a_worker_is_killed_with_all_that_it_started(pool: VerifierPool, tmp_path: Path) -> None:
+def test_a_worker_is_killed_with_all_processes_that_it_started(pool: VerifierPool, tmp_path: Path) -> None:
     marker = f"scalerl-test-{tmp_path.name}-{os.getpid()}"
     (bad,) = outcomes(pool, f"child {marker}")
     assert bad.kind == "error"
@@ -136,8 +136,8 @@ def test_a_worker_is_killed_with_all_that_it_started(pool: VerifierPool, tmp_pat
     assert marker not in listed
 
 
-def test_a_worker_that_is_killed_leaves_no_scratch_folder(pool: VerifierPool, tmp_path: Path) -> None:
-    """Of the sandbox that it was in; those of others stay."""
+def test_a_killed_workers_scratch_folder_is_removed(pool: VerifierPool, tmp_path: Path) -> None:
+    """Only the worker's own sandbox folder is removed, and no other."""
     others = Path(launch._new_scratch(None))
     try:
         (bad,) = outcomes(pool, f"folder {tmp_path}/said")
@@ -147,18 +147,18 @@ def test_a_worker_that_is_killed_leaves_no_scratch_folder(pool: VerifierPool, tm
         others.rmdir()
 
 
-def test_a_failure_that_passes_is_tried_again(pool: VerifierPool, tmp_path: Path) -> None:
+def test_a_temporary_failure_is_retried(pool: VerifierPool, tmp_path: Path) -> None:
     (outcome,) = outcomes(pool, f"once {tmp_path}/marker")
     assert (outcome.kind, outcome.attempts) == ("score", 2)
 
 
-def test_graders_run_in_a_main_thread_that_is_not_ours(pool: VerifierPool) -> None:
-    """SIGALRM works there; off the main thread math-verify would grade everything 0."""
+def test_graders_run_in_the_main_thread_of_another_process(pool: VerifierPool) -> None:
+    """SIGALRM needs a main thread; without it, math-verify would grade everything with 0."""
     alarm, pid = outcomes(pool, "alarm", "pid")
     assert alarm.reward == 0.25 and int(pid.reward) != os.getpid()
 
 
-def test_what_a_grader_prints_is_not_the_runs_output(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_graders_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
     verifiers = VerifierPool(OBEDIENT, workers=1, timeout_s=5.0)
     try:
         assert outcomes(verifiers, "print")[0].reward == 1.0
@@ -167,14 +167,14 @@ def test_what_a_grader_prints_is_not_the_runs_output(capfd: pytest.CaptureFixtur
     assert "noise" not in capfd.readouterr().out
 
 
-def test_forgotten_tickets_hold_nobody_up(pool: VerifierPool) -> None:
+def test_forgotten_tickets_do_not_delay_others(pool: VerifierPool) -> None:
     pool.forget([pool.submit(ask("sleep 0.3")) for _ in range(10)])
     assert [outcome.reward for outcome in outcomes(pool, "is 3")] == [3.0]
     time.sleep(0.5)
     assert pool.done() == []
 
 
-def test_close_ends_whatever_is_in_hand() -> None:
+def test_close_ends_running_workers() -> None:
     verifiers = VerifierPool(OBEDIENT, workers=2, timeout_s=1000.0)
     outcomes(verifiers, "is 1")
     verifiers.submit(ask("deaf"))
@@ -184,8 +184,8 @@ def test_close_ends_whatever_is_in_hand() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    """kill -9 leaves no time to tidy up."""
+def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
+    """After kill -9 the trainer cannot clean up, so workers must notice its end themselves."""
     code = f"""
 import time, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -217,7 +217,7 @@ def _lives(pid: int) -> bool:
 
 
 class Unsendable:
-    """Holds what no other process can have."""
+    """Grader with an attribute that cannot be pickled."""
 
     def __init__(self) -> None:
         self.frame = sys._getframe()
@@ -241,11 +241,11 @@ def test_a_grader_that_cannot_be_sent_or_loaded_is_refused(tmp_path: Path) -> No
         verifiers.close()
 
 
-def test_functions_of_a_script_travel_by_value() -> None:
-    """A class defined where nobody can import it from, such as a script without a main guard."""
-    made: dict[str, Any] = {"Grade": Grade, "__name__": "__main__"}
-    exec("class Mine:\n    def grade(self, sample):\n        return Grade(float(len(sample.completion)))", made)
-    verifiers = VerifierPool(made["Mine"](), workers=1, timeout_s=10.0)
+def test_graders_of_a_script_are_sent_by_value() -> None:
+    """Other processes cannot import a class of a script without a main guard."""
+    namespace: dict[str, Any] = {"Grade": Grade, "__name__": "__main__"}
+    exec("class Mine:\n    def grade(self, sample):\n        return Grade(float(len(sample.completion)))", namespace)
+    verifiers = VerifierPool(namespace["Mine"](), workers=1, timeout_s=10.0)
     try:
         assert outcomes(verifiers, "four")[0].reward == 4.0
     finally:
@@ -253,7 +253,7 @@ def test_functions_of_a_script_travel_by_value() -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_leaves_no_file_open() -> None:
+def test_a_closed_pool_leaves_no_file_open() -> None:
     def opened() -> int:
         gc.collect()
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -267,7 +267,7 @@ def test_a_pool_leaves_no_file_open() -> None:
     assert opened() <= before
 
 
-# --- the share of errors, and the trial before the first step ----------------------------------------------------
+# --- the share of errors, and the check before the first step ----------------------------------------------------
 
 
 def errors(watch: ErrorWatch, good: int, bad: int) -> None:
@@ -277,7 +277,7 @@ def errors(watch: ErrorWatch, good: int, bad: int) -> None:
         watch.observe(Prompt(f"b{number}", ""), Outcome("error", why="timed out after 1 s"))
 
 
-def test_a_share_of_errors_ends_a_run_and_less_does_not() -> None:
+def test_a_run_ends_if_the_share_of_errors_is_too_large() -> None:
     errors(ErrorWatch(Verification(max_error_share=0.1)), 990, 100)
     with pytest.raises(RewardError, match=r"100 of the last 999 .*'b97'.*'b98'.*'b99'.*timed out"):
         errors(ErrorWatch(Verification(max_error_share=0.1)), 899, 101)
@@ -288,7 +288,7 @@ def test_a_share_of_errors_ends_a_run_and_less_does_not() -> None:
         errors(ErrorWatch(Verification(on_error="stop")), 5, 1)
 
 
-def test_the_watch_goes_on_from_its_state() -> None:
+def test_the_error_watch_continues_from_its_state() -> None:
     one, two = ErrorWatch(Verification()), ErrorWatch(Verification())
     errors(one, 700, 60)
     two.load_state_dict(one.state_dict())
@@ -306,19 +306,19 @@ def passes(outcome: Outcome) -> bool:
 
 
 @pytest.mark.slow
-def test_the_trial_tells_a_good_verifier_from_bad_ones(pool: VerifierPool) -> None:
+def test_the_check_accepts_a_good_verifier_and_refuses_bad_ones(pool: VerifierPool) -> None:
     assert (
         check_verifiers(pool, known("is 1", "is 0"), passes)
         == "verifier: graded all test completions correctly (1 known to be right, 1 known to be wrong)"
     )
-    for right, wrong, said in (
+    for right, wrong, message in (
         ("is 0", "is 0", r"prompt 'a', a completion known to be right .*rewards it with 0"),
         ("is 1", "is 1", r"prompt 'b', a completion known to be wrong .*rewards it with 1"),
         ("abstain", "is 0", "right .*abstains"),
         ("is 1", "raise oh", "wrong .*ValueError: oh"),
         ("spin", "is 0", "right .*timed out"),
     ):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=message):
             check_verifiers(pool, known(right, wrong), passes)
     assert "not tested before the first step" in check_verifiers(pool, [], passes)
 
@@ -326,10 +326,10 @@ def test_the_trial_tells_a_good_verifier_from_bad_ones(pool: VerifierPool) -> No
 def test_trusted_graders_need_no_process() -> None:
     assert isinstance(Verification().verifiers(OBEDIENT, trusted=True), InlineVerifiers)
     assert isinstance(Verification(workers=0).verifiers(OBEDIENT, trusted=False), InlineVerifiers)
-    here = InlineVerifiers(OBEDIENT)
-    assert [outcome.kind for outcome in outcomes(here, "is 1", "abstain", "raise x")] == ["score", "abstain", "error"]
-    ticket = here.submit(ask("pid"))
-    assert here.done()[0][0] == ticket and here.done() == []
+    inline = InlineVerifiers(OBEDIENT)
+    assert [outcome.kind for outcome in outcomes(inline, "is 1", "abstain", "raise x")] == ["score", "abstain", "error"]
+    ticket = inline.submit(ask("pid"))
+    assert inline.done()[0][0] == ticket and inline.done() == []
 
 
 @pytest.mark.parametrize(
@@ -337,6 +337,6 @@ def test_trusted_graders_need_no_process() -> None:
     [("workers", -1), ("workers", 1.5), ("timeout_s", 0), ("memory_gib", -1.0), ("retries", True),
      ("on_error", "ignore"), ("max_error_share", 1.5), ("max_error_share", "all")],
 )  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(field: str, value: Any) -> None:
+def test_invalid_settings_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"verify.{field}: {value!r}"):
         Verification(**{field: value})

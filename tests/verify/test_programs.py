@@ -1,4 +1,4 @@
-"""Programs graded by their data set's tests: what a completion holds, three shapes of tests, who is told what."""
+"""Tests of grading programs by a data set's tests: extraction of the program, forms of tests, and settings."""
 
 from __future__ import annotations
 
@@ -61,8 +61,12 @@ def grade(format: str, row: dict[str, Any], completion: str) -> Grade:
 
 RIGHT = [
     ("humaneval", HUMANEVAL, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]),
-    ("humaneval", HUMANEVAL, "    return sum(xs)\n"),  # a base model goes on where the prompt ends
-    ("humaneval", HUMANEVAL, block("def add_all(xs: List[int]) -> int:\n    return sum(xs)")),  # List is the prompt's
+    ("humaneval", HUMANEVAL, "    return sum(xs)\n"),  # a base model continues the prompt
+    (
+        "humaneval",
+        HUMANEVAL,
+        block("def add_all(xs: List[int]) -> int:\n    return sum(xs)"),
+    ),  # List is imported by the prompt
     ("mbpp", MBPP, block(str(MBPP["code"]))),
     ("mbpp", MBPP, block("def smaller(a, b):\n    return a if a < b else b", "")),
     (
@@ -71,10 +75,10 @@ RIGHT = [
         block("class Solution:\n    def add(s, a, b):\n        return tuple(a + x for x in b)"),
     ),
     ("livecodebench", READING, block("print(sum(map(int, input().split())))")),
-    # in a list, and as Windows ends lines
+    # in a numbered list, and with Windows line ends
     ("humaneval", HUMANEVAL, "1. So:\n   ```python\n   def add_all(xs):\n       return sum(xs)\n   ```\n2. Done."),
     ("humaneval", HUMANEVAL, "So:\r\n```python\r\ndef add_all(xs):\r\n    return sum(xs)\r\n```\r\n"),
-    # what has to stand first does
+    # lines that must come first in a file
     ("humaneval", HUMANEVAL, block("from __future__ import annotations\ndef add_all(xs):\n    return sum(xs)")),
     (
         "livecodebench",
@@ -84,7 +88,7 @@ RIGHT = [
             "class Solution:\n    def add(s, a, b):\n        return [a + x for x in b]"
         ),
     ),
-    # not made by `def`, behind something that ends without a line of its own
+    # functions not defined by `def`, after setup code that ends without a line feed
     ("mbpp", MBPP | {"test_setup_code": "import math"}, block("smaller = lambda a, b: math.floor(min(a, b))")),
     ("mbpp", MBPP | {"test_setup_code": "import math"}, block("from builtins import min as smaller")),
 ]
@@ -107,18 +111,18 @@ def test_right_programs_pass(format: str, row: dict[str, Any], completion: str) 
     assert graded.reward == 1.0, graded.extra
 
 
-@pytest.mark.parametrize(("format", "row", "completion", "said"), WRONG)
-def test_wrong_programs_fail_and_say_why(
-    format: str, row: dict[str, Any], completion: str, said: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("format", "row", "completion", "message"), WRONG)
+def test_wrong_programs_fail_with_the_reason(
+    format: str, row: dict[str, Any], completion: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = FORMATS[format](row)
-    grader = Programs(wall_s=2.0 if said == "timeout" else 6.0)
+    grader = Programs(wall_s=2.0 if message == "timeout" else 6.0)
     graded = grader.grade(Sample(Prompt("p", problem.text, problem.answer), completion, completion))
-    assert graded.reward == 0.0 and said in graded.extra["tests"]
+    assert graded.reward == 0.0 and message in graded.extra["tests"]
 
 
 LONG = "1" + "0" * 4999
-# What a function returns and what is expected, as JSON, then whether they are the same.
+# A returned value and the expected JSON, and whether they count as equal.
 RETURNED = [
     ("0.1 + 0.2", "0.3", True),
     ("[1 / 3, (0.1 + 0.2,)]", "[0.333333333333, [0.3]]", True),
@@ -138,13 +142,13 @@ RETURNED = [
 ]
 
 
-def test_what_functions_return_is_compared_as_json_that_a_float_may_round() -> None:
+def test_returned_values_are_compared_as_json_with_rounding_of_floats() -> None:
     right = [returned for returned, _, same in RETURNED if same]
     cases = [{"input": str(right.index(r)), "output": e, "testtype": "functional"} for r, e, same in RETURNED if same]
     row = METHOD | {"public_test_cases": json.dumps(cases), "metadata": json.dumps({"func_name": "pick"})}
     code = f"class Solution:\n    def pick(self, n):\n        return [{', '.join(right)}][n]"
     assert grade("livecodebench", row, block(code)).reward == 1.0
-    for returned, expected, same in RETURNED:  # Each of these would cost two processes.
+    for returned, expected, same in RETURNED:  # in this process: the sandbox would need two processes per case
         cases = [{"input": "", "output": expected, "testtype": "functional"}]
         calls = FORMATS["livecodebench"](row | {"public_test_cases": json.dumps(cases)}).answer["calls"]
         names: dict[str, Any] = {}
@@ -157,23 +161,23 @@ def test_what_functions_return_is_compared_as_json_that_a_float_may_round() -> N
             assert same, returned
 
 
-def test_whole_numbers_of_any_length_are_read_and_printed() -> None:
+def test_whole_numbers_of_any_length_are_supported() -> None:
     row = READING | {"public_test_cases": json.dumps([{"input": LONG, "output": LONG, "testtype": "stdin"}])}
     assert grade("livecodebench", row, block("print(int(input()) + 0)")).reward == 1.0
 
 
-def test_an_object_that_equals_everything_is_equal_to_nothing() -> None:
+def test_an_object_with_a_lying_equality_does_not_pass() -> None:
     liar = "class Liar:\n    def __eq__(self, other):\n        return True\n\ndef smaller(a, b):\n    return Liar()"
     assert grade("mbpp", MBPP, block(liar)).reward == 0.0
 
 
-def test_the_function_under_test_is_named_where_the_solution_tells_which() -> None:
-    """Else a program could answer for what the tests compare with."""
+def test_the_function_under_test_is_taken_from_the_solution() -> None:
+    """Otherwise a program could replace the functions that the tests compare with."""
     assert FORMATS["mbpp"](MBPP).answer["entry_point"] == "smaller"
     assert FORMATS["mbpp"]({**MBPP, "code": None}).answer["entry_point"] is None
 
 
-def test_rows_whose_tests_cannot_be_judged_are_left_out_and_named() -> None:
+def test_rows_with_unusable_tests_are_left_out_with_the_reason() -> None:
     idle = MBPP | {"task_id": 4, "test_list": ["smaller(1, 2) == 1"]}
     lacking = MBPP | {"task_id": 5, "text": "Another.", "test_list": ["assert same(smaller(1, 2), 1)"]}
     task = DatasetTask("mbpp", [MBPP, idle, lacking], [MBPP | {"text": "Held out."}], "code")
@@ -203,11 +207,11 @@ def test_rows_whose_tests_cannot_be_judged_are_left_out_and_named() -> None:
         ("plain code", "plain code"),
     ],
 )
-def test_the_program_is_the_last_block_of_python(text: str, code: str) -> None:
+def test_the_program_is_the_last_python_block(text: str, code: str) -> None:
     assert program_of(text) == code
 
 
-def test_settings_go_through_and_bad_ones_name_themselves() -> None:
+def test_settings_reach_the_grader_and_bad_ones_are_named() -> None:
     (weighted,) = reward_sum("task.rewards", [{"use": "code", "memory_mib": 2048, "wall_s": 3}]).rewards
     grader = weighted.grader
     assert isinstance(grader, Programs) and grader.limits.memory_mib == 2048 and grader.longest_s == 5.0
@@ -219,8 +223,8 @@ def test_settings_go_through_and_bad_ones_name_themselves() -> None:
 
 @pytest.mark.slow
 @pytest.mark.live
-def test_a_completion_with_many_cases_is_given_its_time() -> None:
-    """40 cases of a third of a second are more than a verifier's usual time."""
+def test_the_timeout_grows_with_the_number_of_cases() -> None:
+    """40 cases of a third of a second take longer than the pool's usual timeout."""
     answer = {"cases": [["", "1"]] * 40}
     rewards = reward_sum("task.rewards", [{"use": "code", "wall_s": 1.0}])
     sample = Sample(Prompt("p", "?", answer), *[block("import time\ntime.sleep(0.1)\nprint(1)")] * 2)
@@ -234,13 +238,13 @@ def test_a_completion_with_many_cases_is_given_its_time() -> None:
     assert outcome.seconds > 3.0
 
 
-def test_a_grader_that_may_take_longer_than_its_worker_is_given_is_refused() -> None:
+def test_a_program_limit_above_the_workers_timeout_is_refused() -> None:
     rewards = reward_sum("task.rewards", [{"use": "code", "wall_s": 30}])
     with pytest.raises(ConfigurationError, match=r"verify\.timeout_s: 10 is less than the 32 s"):
         Verification().verifiers(rewards, trusted=False)
 
 
-def test_where_nothing_shuts_programs_in_they_do_not_run_unless_told_to() -> None:
+def test_without_a_sandbox_programs_run_only_if_allowed() -> None:
     with pytest.raises(ConfigurationError, match=r"task\.sandbox.*unprotected=true"):
         Programs(mode="none").notes()
     assert any("missing" in line for line in Programs(mode="none", unprotected=True).notes())

@@ -1,7 +1,8 @@
-"""Reward functions in TRL's form and in verl's, from files that know nothing of us, in the very pool that grades.
+"""Tests of reward functions in TRL's and verl's form, from files independent of this project, in the real pool.
 
-TRL's contract (GRPOTrainer): keywords alone; prompts, completions, completion_ids, trainer_state, log_extra and
-log_metric; every column of the data set but `prompt` and `completion`, as lists; a number or None for each completion.
+TRL's contract (GRPOTrainer): all arguments are keywords. They are prompts, completions, completion_ids, trainer_state,
+log_extra, log_metric, and all columns of the data set except `prompt` and `completion`, as lists. The function returns
+a number or None for each completion.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FORMS = [ACCURACY, THINK, NO_KWARGS, JUDGED, FLOAT, DICT]
 
 @contextmanager
 def opened(rewards: Any, **settings: Any) -> Iterator[Callable[..., list[Outcome]]]:
-    """A pool that grades with these; called with samples."""
+    """Yield a function that grades samples in a pool with these rewards."""
     pool = VerifierPool(reward_sum("task.rewards", rewards), 1, **{"timeout_s": 60.0, "retries": 0, **settings})
 
     def outcomes(*samples: Sample) -> list[Outcome]:
@@ -53,7 +54,7 @@ def opened(rewards: Any, **settings: Any) -> Iterator[Callable[..., list[Outcome
 
 
 def talk(completion: str, **columns: Any) -> Sample:
-    """Of a conversation."""
+    """Return a sample of a conversation."""
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a half of 3?"})
     row = {"prompt": list(messages), **columns}
     prompt = Prompt("p", "What is a half of 3?", columns.get("answer", ""), messages=messages, columns=row)
@@ -75,21 +76,21 @@ def file_of(folder: Path, text: str, function: str = "reward") -> str:
     return f"{path}:{function}"
 
 
-def here(rewards: Any, sample: Sample) -> Outcome:
-    """In this process."""
+def grade_here(rewards: Any, sample: Sample) -> Outcome:
+    """Grade in this process."""
     return attempt(reward_sum("task.rewards", rewards), sample)
 
 
-# --- five files, unchanged -----------------------------------------------------------------------------------
+# --- five files, used unchanged ------------------------------------------------------------------------------
 
 
-def test_the_files_know_nothing_of_us() -> None:
+def test_the_reward_files_do_not_mention_this_project() -> None:
     texts = [path.read_text(encoding="utf-8") for path in FILES.glob("*.py")]
     assert len(texts) == 5 and not any(re.search("scalerl|sweeps|from tests|import tests", text) for text in texts)
 
 
 def test_trls_accuracy() -> None:
-    """math-verify stops itself by SIGALRM, which works in a main thread alone."""
+    """math-verify limits its time with SIGALRM, which works only in a main thread."""
     with opened(ACCURACY) as outcomes:
         right, wrong, abstains, other = outcomes(
             talk("It is $\\boxed{1.5}$.", solution="$\\frac{3}{2}$", level=2),
@@ -97,19 +98,23 @@ def test_trls_accuracy() -> None:
             talk("It is $\\boxed{1.5}$.", solution="", level=2),
             talk("It is $\\boxed{7}$.", solution="$7$"),
         )
-    assert [(each.kind, each.reward) for each in (right, wrong, other)] == [("score", 1), ("score", 0), ("score", 1)]
+    assert [(result.kind, result.reward) for result in (right, wrong, other)] == [
+        ("score", 1),
+        ("score", 0),
+        ("score", 1),
+    ]
     assert right.correct is True and wrong.correct is False
     assert abstains.kind == "abstain" and abstains.why
 
 
-def test_trls_format_of_conversations_and_of_texts() -> None:
+def test_trls_format_reward_for_conversations_and_texts() -> None:
     with opened(THINK) as outcomes:
         good, bad = "<think>\nhalf\n</think>\n1.5", "<think>\n1.5"
-        for of in (talk, plain):
-            assert [outcome.reward for outcome in outcomes(of(good), of(bad))] == [1.0, 0.0]
+        for sample_of in (talk, plain):
+            assert [outcome.reward for outcome in outcomes(sample_of(good), sample_of(bad))] == [1.0, 0.0]
 
 
-def test_trls_function_without_kwargs_is_given_what_it_names() -> None:
+def test_trls_function_without_kwargs_gets_its_named_arguments() -> None:
     sample = plain("it is 42", answer="42", difficulty="hard", trainer_state="a column of that name")
     with opened(NO_KWARGS) as outcomes:
         assert [outcome.reward for outcome in outcomes(sample, replace(sample, completion="no"))] == [1.0, 0.0]
@@ -122,7 +127,7 @@ def test_trls_asynchronous_function_logs() -> None:
             talk("three quarters", **columns),
             replace(talk("three halves", **columns), step=11, tokens=tuple(range(9))),
         )
-    assert (early.reward, late.reward) == (0.5, 0.5), "late and long"
+    assert (early.reward, late.reward) == (0.5, 0.5), "after step 10, a long completion loses 0.5"
     assert early.parts == {"mean_length": 3.0, "columns": 1.0} and late.parts["mean_length"] == 9.0
     assert early.extra == {"reference": "three halves", "asked": "What is a half of 3?"}
 
@@ -140,32 +145,32 @@ def verl_row(completion: str, **more: Any) -> Sample:
     return Sample(prompt, completion, completion)
 
 
-def test_verls_number() -> None:
+def test_verls_function_that_returns_a_number() -> None:
     with opened(FLOAT) as outcomes:
         right, wrong, none, refused = outcomes(
             verl_row("#### 11"), verl_row("#### 12"), verl_row("eleven"), verl_row("#### 11", data_source="ours")
         )
-    assert [each.reward for each in (right, wrong, none)] == [1.0, 0.1, 0.0]
-    assert [each.correct for each in (right, wrong, none)] == [True, False, False]
+    assert [result.reward for result in (right, wrong, none)] == [1.0, 0.1, 0.0]
+    assert [result.correct for result in (right, wrong, none)] == [True, False, False]
     assert refused.kind == "error" and "NotImplementedError" in refused.why
 
 
-def test_verls_dict() -> None:
+def test_verls_function_that_returns_a_dict() -> None:
     with opened(DICT) as outcomes:
         right, wrong, long = outcomes(verl_row("Answer: 11"), verl_row("Answer: 12"), verl_row("h" * 52 + "Answer: 11"))
-    assert [each.reward for each in (right, wrong, long)] == [1.0, -1.0, pytest.approx(0.45)]
-    assert [each.correct for each in (right, wrong, long)] == [True, False, True], "`acc` says so, not the score"
+    assert [result.reward for result in (right, wrong, long)] == [1.0, -1.0, pytest.approx(0.45)]
+    assert [result.correct for result in (right, wrong, long)] == [True, False, True], "`acc` decides, not the score"
     assert right.parts == {"acc": 1.0, "overlong": 0.0, "index": 7.0} and right.extra == {"pred": "11"}
 
 
-def test_verls_function_on_other_rows() -> None:
-    """Of a task that is not of verl's rows: its answer is the ground truth, its name the data source."""
+def test_verls_function_on_rows_of_another_task() -> None:
+    """The task's answer is passed as the ground truth, and its name as the data source."""
     sample = plain("#### 42", answer="42")
     sample = replace(sample, prompt=replace(sample.prompt, source="openai/gsm8k"))
-    assert here(FLOAT, sample).reward == 1.0
+    assert grade_here(FLOAT, sample).reward == 1.0
 
 
-# --- what exactly a function is given ------------------------------------------------------------------------
+# --- the arguments of a function -----------------------------------------------------------------------------
 
 ECHO = """
 SEEN = {}
@@ -178,46 +183,48 @@ def all_of_it(prompts, completions, **rest):
 """
 
 
-def seen(folder: Path, sample: Sample) -> dict[str, Any]:
+def arguments_of(folder: Path, sample: Sample) -> dict[str, Any]:
     weighted = build_weighted("task.rewards", file_of(folder, ECHO, "all_of_it"))
     assert weighted.grader.grade(sample).reward == 1
-    found: dict[str, Any] = weighted.grader._function.__globals__["SEEN"]  # type: ignore[attr-defined]
-    return found
+    recorded: dict[str, Any] = weighted.grader._function.__globals__["SEEN"]  # type: ignore[attr-defined]
+    return recorded
 
 
 ALWAYS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
-def test_everything_of_a_conversation(tmp_path: Path) -> None:
-    given = seen(tmp_path, talk("1.5", solution="3/2", tags=["a", "b"]))
-    assert set(given) == {*ALWAYS, "solution", "tags"}
-    assert given["prompts"] == [
+def test_arguments_for_a_conversation(tmp_path: Path) -> None:
+    arguments = arguments_of(tmp_path, talk("1.5", solution="3/2", tags=["a", "b"]))
+    assert set(arguments) == {*ALWAYS, "solution", "tags"}
+    assert arguments["prompts"] == [
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a half of 3?"}]
     ]
-    assert given["completions"] == [[{"role": "assistant", "content": "1.5"}]]
-    assert given["completion_ids"] == [[5, 6, 7]] and given["trainer_state"].global_step == 3
-    assert (given["solution"], given["tags"]) == (["3/2"], [["a", "b"]])
+    assert arguments["completions"] == [[{"role": "assistant", "content": "1.5"}]]
+    assert arguments["completion_ids"] == [[5, 6, 7]] and arguments["trainer_state"].global_step == 3
+    assert (arguments["solution"], arguments["tags"]) == (["3/2"], [["a", "b"]])
 
 
-def test_everything_of_a_text(tmp_path: Path) -> None:
+def test_arguments_for_a_text(tmp_path: Path) -> None:
     columns = {"completion": "of the row", "trainer_state": "of the row", "completion_ids": 4, "answer": None}
-    given = seen(tmp_path, of_row("42", columns))
-    assert set(given) == {*ALWAYS, "answer"}, "neither prompt nor completion, nor what has a meaning of its own"
-    assert given["prompts"] == ["What is it?"] and given["completions"] == ["42"]
-    assert given["completion_ids"] == [[5, 6, 7]] and given["trainer_state"].global_step == 0
-    assert given["answer"] == [None]
+    arguments = arguments_of(tmp_path, of_row("42", columns))
+    assert set(arguments) == {*ALWAYS, "answer"}, (
+        "no prompt, no completion, and no column with the name of another argument"
+    )
+    assert arguments["prompts"] == ["What is it?"] and arguments["completions"] == ["42"]
+    assert arguments["completion_ids"] == [[5, 6, 7]] and arguments["trainer_state"].global_step == 0
+    assert arguments["answer"] == [None]
 
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8).filter(lambda name: name not in ALWAYS)
 
 
 @given(st.dictionaries(NAMES, st.one_of(st.none(), st.integers(), st.text(max_size=5), st.lists(st.integers()))))
-def test_every_column_but_the_prompt_comes_as_a_list_of_one(
+def test_every_other_column_is_passed_as_a_list_of_one(
     tmp_path_factory: pytest.TempPathFactory, columns: dict[str, Any]
 ) -> None:
-    given = seen(tmp_path_factory.getbasetemp(), of_row("42", columns))
+    arguments = arguments_of(tmp_path_factory.getbasetemp(), of_row("42", columns))
     expected = {name: [value] for name, value in columns.items() if name not in ("prompt", "completion")}
-    assert {name: value for name, value in given.items() if name not in ALWAYS} == expected
+    assert {name: value for name, value in arguments.items() if name not in ALWAYS} == expected
 
 
 @pytest.mark.parametrize(
@@ -228,8 +235,8 @@ def test_every_column_but_the_prompt_comes_as_a_list_of_one(
     ],
     ids=["completion_ids", "kwargs"],
 )
-def test_a_function_of_trls_need_not_name_completions(text: str, tmp_path: Path) -> None:
-    assert here(file_of(tmp_path, text), plain("abc")).reward == 3.0
+def test_a_function_in_trls_form_need_not_name_completions(text: str, tmp_path: Path) -> None:
+    assert grade_here(file_of(tmp_path, text), plain("abc")).reward == 3.0
 
 
 def test_a_file_may_hold_a_dataclass(tmp_path: Path) -> None:
@@ -239,16 +246,16 @@ def test_a_file_may_hold_a_dataclass(tmp_path: Path) -> None:
         "@dataclass\nclass Found:\n    value: float = 1.0\n"
         "def reward(completions, **kwargs):\n    return [Found().value for _ in completions]\n"
     )
-    assert here(file_of(tmp_path, text), plain("x")).reward == 1.0
+    assert grade_here(file_of(tmp_path, text), plain("x")).reward == 1.0
 
 
-def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
+def test_a_file_may_import_a_module_next_to_it(tmp_path: Path) -> None:
     (tmp_path / "beside_my_rewards.py").write_text("BONUS = 0.5\n")
     text = "from beside_my_rewards import BONUS\ndef reward(completions, **kwargs):\n    return [BONUS]\n"
-    assert here(file_of(tmp_path, text), plain("x")).reward == 0.5
+    assert grade_here(file_of(tmp_path, text), plain("x")).reward == 0.5
 
 
-# --- what comes back -----------------------------------------------------------------------------------------
+# --- returned values -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,10 +280,12 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
         ("{1.0}", "error", "TypeError: a reward function of TRL's form returns a list, not set"),
     ],
 )
-@pytest.mark.parametrize("how", ["def", "async def"])
-def test_what_a_function_may_return(how: str, expression: str, kind: str, why: str, tmp_path: Path) -> None:
-    place = file_of(tmp_path, f"{how} reward(completions, **kwargs):\n    return {expression}\n")
-    outcome = here(place, plain("x"))
+@pytest.mark.parametrize("definition", ["def", "async def"])
+def test_values_that_a_function_in_trls_form_may_return(
+    definition: str, expression: str, kind: str, why: str, tmp_path: Path
+) -> None:
+    place = file_of(tmp_path, f"{definition} reward(completions, **kwargs):\n    return {expression}\n")
+    outcome = grade_here(place, plain("x"))
     assert outcome.kind == kind and why in outcome.why
     assert outcome.reward == (1.0 if kind == "score" else 0.0)
 
@@ -295,13 +304,15 @@ def test_what_a_function_may_return(how: str, expression: str, kind: str, why: s
         ("[1.0]", "error", 0.0),
     ],
 )
-def test_what_verls_may_return(expression: str, kind: str, reward: float, tmp_path: Path) -> None:
+def test_values_that_a_function_in_verls_form_may_return(
+    expression: str, kind: str, reward: float, tmp_path: Path
+) -> None:
     text = f"def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return {expression}\n"
-    outcome = here(file_of(tmp_path, text), verl_row("x"))
+    outcome = grade_here(file_of(tmp_path, text), verl_row("x"))
     assert (outcome.kind, outcome.reward) == (kind, reward)
 
 
-def test_verls_numbers_of_any_library_and_a_pass_of_one_or_more(tmp_path: Path) -> None:
+def test_verls_numbers_of_any_library_and_an_accuracy_below_one(tmp_path: Path) -> None:
     text = (
         "import numpy as np, torch\n"
         "def reward(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -309,21 +320,21 @@ def test_verls_numbers_of_any_library_and_a_pass_of_one_or_more(tmp_path: Path) 
         "    return {'score': 0.25, 'acc': float(solution_str), **numbers}\n"
     )
     place = file_of(tmp_path, text)
-    part, whole = here(place, verl_row("0.25")), here(place, verl_row("1.0"))
+    part, whole = grade_here(place, verl_row("0.25")), grade_here(place, verl_row("1.0"))
     assert part.parts == {"acc": 0.25, "length": 3.0, "count": 3.0, "part": 1.5}
-    assert (part.correct, whole.correct) == (False, True), "a fraction of the accuracy is no pass"
+    assert (part.correct, whole.correct) == (False, True), "an accuracy below 1 does not pass"
 
 
-def test_our_own_forms(tmp_path: Path) -> None:
+def test_functions_in_our_own_forms(tmp_path: Path) -> None:
     text = (
         "def of_answer(completion, answer):\n    return float(completion == answer)\n"
         "async def of_sample(sample):\n    return float(len(sample.tokens))\n"
     )
-    assert here(file_of(tmp_path, text, "of_answer"), plain("42", answer="42")).reward == 1.0
-    assert here(file_of(tmp_path, text, "of_sample"), plain("42")).reward == 3.0
+    assert grade_here(file_of(tmp_path, text, "of_answer"), plain("42", answer="42")).reward == 1.0
+    assert grade_here(file_of(tmp_path, text, "of_sample"), plain("42")).reward == 3.0
 
 
-# --- several of them -----------------------------------------------------------------------------------------
+# --- several rewards -----------------------------------------------------------------------------------------
 
 
 def test_a_weighted_sum_in_the_pool() -> None:
@@ -337,27 +348,27 @@ def test_a_weighted_sum_in_the_pool() -> None:
     assert both.reward == 2.5 and both.parts == {"accuracy_reward": 1.0, "form": 1.0} and both.correct is True
     assert one.reward == 0.5 and one.correct is False
     assert (unparsable.kind, unparsable.reward, unparsable.parts) == ("score", 0.5, {"form": 1.0})
-    assert unparsable.correct is True, "where the first abstains, the next says what is a pass"
+    assert unparsable.correct is True, "if the first reward abstains, the next one decides about a pass"
 
 
-class Says:
-    """Always the same."""
+class ConstantGrader:
+    """Grader that always returns the same grade."""
 
     def __init__(self, reward: float | None, correct: bool | None = None) -> None:
-        self.given = Grade(reward, why="" if reward is not None else "says nothing", correct=correct)
+        self.constant_grade = Grade(reward, why="" if reward is not None else "says nothing", correct=correct)
 
     def grade(self, sample: Sample) -> Grade:
-        return self.given
+        return self.constant_grade
 
 
-class Unwilling:
+class NotConvertible:
     def __float__(self) -> float:
         raise OverflowError("too long")
 
 
-@pytest.mark.parametrize("parts", [["length"], {"length": Unwilling()}])
-def test_parts_that_cannot_be_read_are_an_error_of_that_completion(parts: Any) -> None:
-    """And no end of the run: a verifier's faults are its completion's."""
+@pytest.mark.parametrize("parts", [["length"], {"length": NotConvertible()}])
+def test_unreadable_parts_of_a_grade_are_an_error_of_one_completion(parts: Any) -> None:
+    """A fault of a verifier must not end the run."""
 
     class Measures:
         def grade(self, sample: Sample) -> Grade:
@@ -368,7 +379,9 @@ def test_parts_that_cannot_be_read_are_an_error_of_that_completion(parts: Any) -
 
 
 def summed(*rewards: tuple[float | None, float]) -> Outcome:
-    entries = [Weighted(f"r{number}", Says(reward), weight) for number, (reward, weight) in enumerate(rewards)]
+    entries = [
+        Weighted(f"r{number}", ConstantGrader(reward), weight) for number, (reward, weight) in enumerate(rewards)
+    ]
     return attempt(RewardSum(entries), plain("x"))
 
 
@@ -376,13 +389,13 @@ REWARD = st.one_of(st.none(), st.floats(-10, 10))
 
 
 @given(st.lists(st.tuples(REWARD, st.floats(-3, 3)), min_size=1, max_size=5))
-def test_abstentions_are_left_out_and_if_all_abstain_so_does_the_sum(rewards: list[tuple[float | None, float]]) -> None:
+def test_a_sum_leaves_out_abstentions_and_abstains_if_all_rewards_do(rewards: list[tuple[float | None, float]]) -> None:
     outcome = summed(*rewards)
     scored = [(reward, weight) for reward, weight in rewards if reward is not None]
     assert outcome.kind == ("score" if scored else "abstain")
     assert outcome.reward == pytest.approx(sum(reward * weight for reward, weight in scored))
     if scored:
-        assert outcome.correct == (scored[0][0] >= 1.0), "of the first that does not abstain"
+        assert outcome.correct == (scored[0][0] >= 1.0), "the first reward that does not abstain decides"
     else:
         assert outcome.why == "says nothing"
     if len(rewards) > 1:
@@ -391,12 +404,12 @@ def test_abstentions_are_left_out_and_if_all_abstain_so_does_the_sum(rewards: li
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("weight", [1.0, 0.0, -1.0])
-def test_one_that_is_no_number_is_an_error_whatever_its_weight(bad: float, weight: float) -> None:
+def test_a_reward_that_is_not_finite_is_an_error_for_every_weight(bad: float, weight: float) -> None:
     assert summed((1.0, 1.0), (bad, weight)).kind == "error"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("invalid", "message"),
     [
         (f"{FILES}/trl_format.py:nothing", r"cannot be loaded \(AttributeError"),
         (f"{FILES}/trl_format.py", r"is none of exact_match.*and no file\.py:function|names no|neither one of ours"),
@@ -411,19 +424,19 @@ def test_one_that_is_no_number_is_an_error_whatever_its_weight(bad: float, weigh
         ([], "give at least one"),
     ],
 )
-def test_mistakes(given: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^task\.rewards.*({said})") as error:
-        reward_sum("task.rewards", given)
+def test_invalid_rewards_are_refused_in_one_line(invalid: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^task\.rewards.*({message})") as error:
+        reward_sum("task.rewards", invalid)
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_cannot_be_loaded_is_said_before_anything_starts(tmp_path: Path) -> None:
-    for text, said in (("import not_there_at_all\n", "ModuleNotFoundError"), ("def reward(:\n", "SyntaxError")):
-        with pytest.raises(ConfigurationError, match=rf"task\.rewards: .*mine\.py:reward cannot be loaded \({said}"):
+def test_a_file_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path) -> None:
+    for text, message in (("import not_there_at_all\n", "ModuleNotFoundError"), ("def reward(:\n", "SyntaxError")):
+        with pytest.raises(ConfigurationError, match=rf"task\.rewards: .*mine\.py:reward cannot be loaded \({message}"):
             reward_sum("task.rewards", file_of(tmp_path, text))
 
 
-def test_a_files_bytes_are_its_identity() -> None:
+def test_the_identity_of_a_file_is_its_content() -> None:
     def digest(path: str) -> str:
         return f"digest of {Path(path).name}"
 
@@ -436,7 +449,7 @@ def test_a_files_bytes_are_its_identity() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", every(100, FORMS, pytest.mark.full), ids=lambda place: place.rpartition("/")[2])
-def test_ten_thousand_completions_each_have_an_outcome(place: str) -> None:
+def test_ten_thousand_completions_get_an_outcome(place: str) -> None:
     import random
 
     source = random.Random(3)
@@ -456,24 +469,25 @@ def test_ten_thousand_completions_each_have_an_outcome(place: str) -> None:
         "{",
         "three",
     ]
-    of = verl_row if "verl" in place else plain if place == NO_KWARGS else talk
+    make_sample = verl_row if "verl" in place else plain if place == NO_KWARGS else talk
     columns = {} if "verl" in place else {"answer": "1.5", "solution": "$1.5$", "reference": "three halves"}
     with opened(place, memory_gib=2.0) as outcomes:
         samples = [
-            of("".join(source.choices(pieces, k=source.randint(0, 12))), **columns) for _ in range(examples(10_000))
+            make_sample("".join(source.choices(pieces, k=source.randint(0, 12))), **columns)
+            for _ in range(examples(10_000))
         ]
-        found = outcomes(*samples)
-    assert {outcome.kind for outcome in found} <= {"score", "abstain"}
-    assert max(outcome.seconds for outcome in found) < 6.0
+        graded_samples = outcomes(*samples)
+    assert {outcome.kind for outcome in graded_samples} <= {"score", "abstain"}
+    assert max(outcome.seconds for outcome in graded_samples) < 6.0
 
 
 def ends_with(completion: str, answer: str, end: str = "", worth: float = 1.0) -> float:
-    """Worth something if the completion ends so."""
+    """Return `worth` if the completion ends with the answer."""
     return worth if completion.endswith(answer + end) else 0.0
 
 
 class Ending:
-    """A reward that is an object, or a method of one."""
+    """A reward that is a callable object, with another reward as a method."""
 
     def __init__(self, worth: float) -> None:
         self.worth = worth
@@ -486,18 +500,18 @@ class Ending:
         return self(completion, answer)
 
 
-def test_what_is_called_like_a_function_is_a_reward_with_an_identity() -> None:
-    """A partial, an object, a method: the source text counts, and the plain values that they hold."""
-    of = {
+def test_callables_are_rewards_with_an_identity() -> None:
+    """For a partial, an object and a method, the identity is the source text and the plain values that they hold."""
+    makers = {
         "ends_with": lambda worth: partial(ends_with, worth=worth),
         "Ending": Ending,
         "graded": lambda worth: Ending(worth).graded,
     }
-    for name, make in of.items():
+    for name, make in makers.items():
         (reward,) = reward_sum("task.rewards", make(0.5)).rewards
         prompt = Prompt("p", "q", "4")
         assert reward.name == name and reward.grader.grade(Sample(prompt, "so 4", "so 4")).reward == 0.5
-        ours, same, other = (content(make(worth), str) for worth in (0.5, 0.5, 0.25))
-        assert ours == same != other
+        first, same, other = (content(make(worth), str) for worth in (0.5, 0.5, 0.25))
+        assert first == same != other
     assert content(partial(ends_with, end="."), str) != content(ends_with, str) != content(Ending(1.0), str)
     assert content(Ending(1.0), str) != content(Ending(1.0).graded, str)

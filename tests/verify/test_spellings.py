@@ -1,4 +1,4 @@
-"""The verifier of mathematics on spellings that mean the same, and on changes that mean something else, by kind."""
+"""Tests of the verifier of mathematics on other spellings of the same answer, and on changed answers, by kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_scalerl.verify.mathematics import Mathematics
 from lightning_scalerl.verify.spelling import normalise
 from lightning_scalerl.verify.words import agree, separate_words
 
-# By kind: (gold answer, completion) that must score 1, and that must score 0.
+# (gold answer, completion) by kind: all pairs of SAME must score 1, all of OTHER must score 0.
 SAME = {
     "words": [
         ("5 \\text{ hours}", "\\boxed{5 \\text{ hrs}}"), ("5 \\text{ hours}", "\\boxed{5}"),
@@ -153,12 +153,12 @@ OTHER = {
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Mathematics]:
-    made = Mathematics(cpu_s=30.0)
-    made.prepare()
-    yield made
+    warmed = Mathematics(cpu_s=30.0)
+    warmed.prepare()
+    yield warmed
 
 
-def wrong(verifier: Mathematics, pairs: list[tuple[str, str]], reward: float) -> list[tuple[str, str]]:
+def wrongly_graded(verifier: Mathematics, pairs: list[tuple[str, str]], reward: float) -> list[tuple[str, str]]:
     return [
         (gold, text)
         for gold, text in pairs
@@ -167,19 +167,22 @@ def wrong(verifier: Mathematics, pairs: list[tuple[str, str]], reward: float) ->
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_spellings_that_mean_the_same(verifier: Mathematics, kind: str) -> None:
-    assert not wrong(verifier, SAME[kind], 1.0)
+def test_other_spellings_are_right(verifier: Mathematics, kind: str) -> None:
+    assert not wrongly_graded(verifier, SAME[kind], 1.0)
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_changes_that_mean_something_else(verifier: Mathematics, kind: str) -> None:
-    assert not wrong(verifier, OTHER[kind], 0.0)
+def test_changed_answers_are_wrong(verifier: Mathematics, kind: str) -> None:
+    assert not wrongly_graded(verifier, OTHER[kind], 0.0)
 
 
-def test_the_result_is_below_math_verifys_only_where_words_differ_or_the_answer_is_marked(
+def test_grades_below_math_verifys_have_a_reason(
     verifier: Mathematics,
 ) -> None:
-    """math-verify drops words behind an expression, and takes its last expression even behind a marked answer."""
+    """We grade 0 where math-verify grades 1 only if words differ, or if the completion marks an answer.
+
+    math-verify ignores words after an expression, and uses its last expression even after a marked answer.
+    """
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -191,14 +194,14 @@ def test_the_result_is_below_math_verifys_only_where_words_differ_or_the_answer_
             )
             if theirs and not reward:
                 below.add((gold, text))
-    assert len(below) > 10, "the exceptions are tried"
+    assert len(below) > 10, "there must be enough such pairs to test"
     for gold, text in below:
         words = separate_words(normalise(gold)).words, separate_words(normalise(extract_answer(text).text)).words
         assert not agree(*words) or "<answer>" in text, (gold, text)
 
 
-def test_what_is_done_to_a_spelling_is_done_once() -> None:
-    """A normal text is its own spelling, so that gold and stated answer meet wherever they come from."""
+def test_normalising_twice_changes_nothing() -> None:
+    """Gold and stated answers may have been normalised before, and must still compare equal."""
     for gold, text in (pair for kinds in (SAME, OTHER) for pairs in kinds.values() for pair in pairs):
-        for each in (gold, extract_answer(text).text):
-            assert normalise(normalise(each)) == normalise(each), each
+        for answer in (gold, extract_answer(text).text):
+            assert normalise(normalise(answer)) == normalise(answer), answer

@@ -1,4 +1,4 @@
-"""Verifiers of words: SQuAD's normalization and F1, letters chosen, true and false answers."""
+"""Tests of verifiers of words: SQuAD's normalization and F1, letters of choices, true and false answers."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def graded(grader: Grader, answer: Any, text: str) -> Grade:
         ("Straße", "straße"),
     ],
 )
-def test_as_squad_compares(text: str, bare: str) -> None:
+def test_normalization_is_that_of_squad(text: str, bare: str) -> None:
     assert normalized(text) == bare
 
 
 @given(st.text(max_size=40))
-def test_normalized_texts_have_no_case_no_punctuation_and_no_needless_space(text: str) -> None:
+def test_normalized_texts_have_no_case_no_punctuation_and_single_spaces(text: str) -> None:
     bare = normalized(text)
     assert not set(bare) & set(string.punctuation)
     assert bare == " ".join(bare.split()) and not set(bare.split()) & {"a", "an", "the"}
@@ -80,7 +80,7 @@ def test_f1(prediction: str, gold: str, value: float) -> None:
 
 
 @given(WORDS, WORDS)
-def test_f1_is_symmetric_bounded_and_of_words_not_of_their_order(one: str, two: str) -> None:
+def test_f1_is_symmetric_and_bounded_and_ignores_word_order(one: str, two: str) -> None:
     value = f1(one, two)
     assert value == pytest.approx(f1(two, one)) and 0.0 <= value <= 1.0
     assert (value == 1.0) == (Counter(one.split()) == Counter(two.split()))
@@ -108,19 +108,19 @@ def test_f1_is_symmetric_bounded_and_of_words_not_of_their_order(one: str, two: 
         (" \n ", ""),
     ],
 )
-def test_what_a_completion_gives_as_its_answer(text: str, answer: str) -> None:
+def test_the_final_answer_is_extracted(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
 @given(
     WORDS.filter(bool), st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=30)
 )
-def test_what_is_said_before_does_not_matter(gold: str, before: str) -> None:
+def test_text_before_the_answer_does_not_matter(gold: str, before: str) -> None:
     grade = graded(QuestionAnswer(), [gold], f"{before}\nThe answer is {gold}")
     assert (grade.reward, grade.parts["f1"], grade.correct) == (1.0, 1.0, True)
 
 
-def test_one_of_several_answers_is_enough() -> None:
+def test_a_match_with_one_of_several_answers_is_enough() -> None:
     golds = ["14 May 2071", "May 14, 2071"]
     assert graded(QuestionAnswer(), golds, "The answer is may 14 2071.").reward == 1.0
     near = graded(QuestionAnswer(), golds, "The answer is May 2071")
@@ -143,7 +143,7 @@ def test_one_of_several_answers_is_enough() -> None:
         ("4", "", 0.0),
     ],
 )
-def test_to_the_letter(answer: Any, text: str, reward: float) -> None:
+def test_exact_match(answer: Any, text: str, reward: float) -> None:
     assert graded(ExactMatch(), answer, text).reward == reward
 
 
@@ -175,7 +175,7 @@ def test_to_the_letter(answer: Any, text: str, reward: float) -> None:
         ("", None),
         ("42", None),
         ("DNA", None),
-        # what is said of the others is not what is chosen
+        # remarks about other options do not count
         ("The answer is (B). Option A is wrong because it is cold, and option D too.", "B"),
         ("The correct answer is **B**.\n\n- Option A: no.\n- Option D: no.", "B"),
         ("**Answer: (B)** - choice (C) fails", "B"),
@@ -188,18 +188,18 @@ def test_to_the_letter(answer: Any, text: str, reward: float) -> None:
         pytest.param("The answer is a metal, which is (C).", "C"),
     ],
 )
-def test_the_letter_that_is_chosen(text: str, letter: str | None) -> None:
+def test_the_chosen_letter_is_extracted(text: str, letter: str | None) -> None:
     assert chosen_letter(text) == letter
 
 
 @given(st.sampled_from("ABCDE"), st.sampled_from("ABCDE"))
-def test_a_choice_is_right_or_wrong(answer: str, said: str) -> None:
+def test_a_choice_is_right_or_wrong(answer: str, chosen: str) -> None:
     for form in ("The answer is ({}).", "\\boxed{{{}}}", "{}"):
-        assert graded(Choice(), answer, form.format(said)).reward == float(answer == said)
+        assert graded(Choice(), answer, form.format(chosen)).reward == float(answer == chosen)
 
 
 @given(st.sampled_from("ABCDE"))
-def test_what_choice_knows_is_so(answer: str) -> None:
+def test_examples_of_choice_are_graded_as_known(answer: str) -> None:
     right, wrong = Choice().known(answer)
     assert graded(Choice(), answer, str(right)).reward == 1.0 and graded(Choice(), answer, str(wrong)).reward == 0.0
 
@@ -223,13 +223,13 @@ CAVE = {
         ("", 0.0),
     ],
 )
-def test_nearer_to_what_is_true(text: str, reward: float) -> None:
+def test_a_text_is_right_if_it_is_nearer_to_a_true_answer(text: str, reward: float) -> None:
     grade = graded(TruthfulAnswer(), CAVE, text)
     assert grade.reward == reward
     assert (grade.parts["f1_true"] > grade.parts["f1_false"]) == bool(reward)
 
 
-def test_without_false_answers() -> None:
+def test_a_truthful_answer_needs_no_false_answers() -> None:
     answer = {"true": ["yes"], "false": []}
     right, wrong = TruthfulAnswer().known(answer)
     assert graded(TruthfulAnswer(), answer, str(right)).reward == 1.0
@@ -252,8 +252,8 @@ GRADERS: list[tuple[Grader, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("grader", "answer"), GRADERS, ids=lambda each: type(each).__name__)
-def test_ten_thousand_texts_each_have_a_grade(grader: Grader, answer: Any) -> None:
+@pytest.mark.parametrize(("grader", "answer"), GRADERS, ids=lambda parameter: type(parameter).__name__)
+def test_ten_thousand_texts_get_a_grade(grader: Grader, answer: Any) -> None:
     source = random.Random(7)
     slowest = 0.0
     for _ in range(10_000):
@@ -264,12 +264,12 @@ def test_ten_thousand_texts_each_have_a_grade(grader: Grader, answer: Any) -> No
     assert slowest < 1.0
 
 
-@pytest.mark.parametrize(("grader", "answer"), GRADERS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("grader", "answer"), GRADERS, ids=lambda parameter: type(parameter).__name__)
 @pytest.mark.parametrize(
     "piece", ["answer is ", "\\boxed{", " ", "A ", "a", "(", ":*", "\n", "answer", "\\boxed{\\text{"]
 )
-def test_a_long_text_takes_no_longer_than_its_length(grader: Grader, answer: Any, piece: str) -> None:
-    """These run in the trainer's own process, where nothing can stop them."""
+def test_long_texts_take_linear_time(grader: Grader, answer: Any, piece: str) -> None:
+    """These verifiers run in the trainer's process, where no timeout can stop them."""
     text = piece * (200_000 // len(piece))
     began = time.process_time()
     assert attempt(grader, Sample(Prompt("p", "q", answer), text, text)).kind == "score"
@@ -277,8 +277,8 @@ def test_a_long_text_takes_no_longer_than_its_length(grader: Grader, answer: Any
 
 
 @pytest.mark.parametrize("text", ["answer" + " " * 500 + ".", "The choice" + "\n" * 500, "\\boxed{" + " " * 8000])
-def test_spaces_do_not_make_a_choice_slow(text: str) -> None:
-    """A model that ends in line feeds writes thousands; the time grows with their third power."""
+def test_spaces_do_not_make_choices_slow(text: str) -> None:
+    """A model may end with thousands of line feeds; with cubic time this would block the run."""
     began = time.process_time()
     assert chosen_letter(text) is None
     assert time.process_time() - began < 0.2
@@ -292,7 +292,7 @@ def test_spaces_do_not_make_a_choice_slow(text: str) -> None:
         (ExactMatch(), {" a b ": "a b", "": ""}),
     ],
 )
-def test_equal_wrong_answers_are_equal_texts(verifier: Grader, texts: dict[str, str]) -> None:
+def test_equal_wrong_answers_have_equal_texts(verifier: Grader, texts: dict[str, str]) -> None:
     prompt = Prompt(prompt_id="1", text="?", answer="C")
     for text, answer in texts.items():
         outcome = attempt(verifier, Sample(prompt, text, text))

@@ -1,8 +1,8 @@
-"""Makes the logs beside it: small, in the form that each framework writes, from planted curves. Nothing is downloaded.
+"""Write the small logs in this folder, in the format of each framework, from planted curves. Nothing is downloaded.
 
     python tests/data/logs/make.py
 
-The names are those of TRL, verl, prime-rl and open-instruct, the layout that of W&B's exports
+Metric names follow TRL, verl, prime-rl and open-instruct. The layout follows W&B's exports
 (docs/reference/sources.md).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TOKENS = 250_000  # a training step
+TOKENS = 250_000  # per training step
 
 
 def rate(tokens: float, top: float = 0.62, start: float = 0.20, middle: float = 4e6, slope: float = 1.6) -> float:
@@ -24,7 +24,7 @@ def rate(tokens: float, top: float = 0.62, start: float = 0.20, middle: float = 
 
 
 def trl(noise: random.Random) -> None:
-    """A row every 5 steps of training, an evaluation on two sets every 10, the summary at the end."""
+    """One row every 5 training steps, an evaluation on two sets every 10, and a summary at the end."""
     history: list[dict[str, Any]] = []
     for step in range(0, 101, 5):
         tokens = float(TOKENS * step)
@@ -48,7 +48,7 @@ def trl(noise: random.Random) -> None:
 
 
 def verl_rows(noise: random.Random, steps: int = 80) -> list[tuple[int, dict[str, float]]]:
-    """A row a step; a validation before training and every 5 steps."""
+    """Return one row per step, with a validation before training and every 5 steps."""
     rows: list[tuple[int, dict[str, float]]] = []
     for step in range(steps + 1):
         tokens = TOKENS * step
@@ -66,12 +66,12 @@ def verl_rows(noise: random.Random, steps: int = 80) -> list[tuple[int, dict[str
 
 
 def verl(noise: random.Random) -> None:
-    """The console of a Ray job, and the file backend's lines."""
+    """The console output of a Ray job, and the lines of the file backend."""
     rows = verl_rows(noise)
     ray = "\x1b[36m(TaskRunner pid=4072644)\x1b[0m "
     lines = [f"{ray}Size of train dataloader: 80, Size of val dataloader: 1", f"{ray}Total training steps: 80"]
     for step, row in rows:
-        # Where numpy made the value, newer versions of numpy print its type.
+        # Newer versions of numpy print the type of values that numpy computed.
         fields = [f"{k}:np.float64({v:.6f})" if k.startswith("val-") else f"{k}:{v:.3f}" for k, v in row.items()]
         lines.append(f"{ray}{' - '.join([f'step:{step}', *fields])}")
         lines.append(f"{ray}\rTraining Progress: {step}/80 [02:40<00:00, 96.50s/it]")
@@ -81,7 +81,7 @@ def verl(noise: random.Random) -> None:
 
 
 def wandb_chart(noise: random.Random) -> None:
-    """A chart of two runs along tokens: the second stopped early."""
+    """A chart of two runs over tokens. The second run stopped early."""
     runs = {"olive-sweep-3": (0.62, 40), "brisk-sweep-7": (0.55, 30)}
     metric = "eval/scores"
     header = ["val/num_total_tokens"]
@@ -99,7 +99,7 @@ def wandb_chart(noise: random.Random) -> None:
 
 
 def prime_rl(noise: random.Random) -> None:
-    """The history of one prime-rl run: evaluations in rows of their own, joined to training by `step`."""
+    """The history of one prime-rl run: evaluations are in separate rows, joined to training by `step`."""
     rows: list[dict[str, Any]] = []
 
     def log(step: int, metrics: dict[str, Any]) -> None:

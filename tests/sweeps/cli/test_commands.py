@@ -1,4 +1,4 @@
-"""Truths about the console script: what it prints, and its exit codes 0, 1 and 2."""
+"""Tests of the console script: its output, and its exit codes 0, 1 and 2."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_fit_prints_json() -> None:
     assert fits["scalerl+aggregation=token"]["A"]["high"] is None
 
 
-def test_example_is_what_its_script_makes() -> None:
+def test_the_example_equals_the_output_of_its_script() -> None:
     made = subprocess.run(
         [sys.executable, "examples/make_curves.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -65,7 +65,7 @@ def test_no_torch_is_imported() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """In this process: as the console script, and quicker."""
+    """Call the console script's entry point in this process, which is faster than starting one."""
     try:
         code = cli.main([str(argument) for argument in arguments])
     except SystemExit as stop:
@@ -82,14 +82,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
         ("wibble", "'wibble' is no command; scalerl --help"),
     ],
 )
-def test_a_command_that_does_not_exist_names_the_one_like_it(
-    word: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_suggests_a_similar_one(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, word, EXAMPLE)
     assert (code, out) == (2, "") and said in err
 
 
-def test_a_fit_names_compute_and_reward_only_where_that_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_names_compute_and_reward_unless_they_have_the_default_names(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "fit", EXAMPLE)
     assert re.search(r"\n95% intervals, within these runs; the scale of the walks is pooled over \d+ recipes\n", out)
     _, out, _ = run(capsys, "fit", ROOT / "examples" / "study")
@@ -117,13 +115,15 @@ def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_plan_says_what_to_run_next_where_neither_target_nor_budget_is_given(
+def test_plan_proposes_runs_without_a_target_or_budget(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, out, _ = run(capsys, "plan", EXAMPLE)
-    _, aimed, _ = run(capsys, "plan", EXAMPLE, "--target", "0.6")
+    _, out_with_target, _ = run(capsys, "plan", EXAMPLE, "--target", "0.6")
     assert code == 0 and out.startswith("not settled: scalerl is the best choice so far")
-    assert "what to run next (gain" in out and aimed.endswith(out), "the steps are those to any target"
+    assert "what to run next (gain" in out and out_with_target.endswith(out), (
+        "the proposed runs do not depend on the target"
+    )
     code, out, _ = run(capsys, "plan", EXAMPLE, "--json")
     plan = json.loads(out)
     assert code == 0 and "target" not in plan and "budget" not in plan and plan["next"][0]["action"] == "extend"
@@ -142,7 +142,7 @@ def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere/report.html", "is_a_folder", "a_file/report.html", "n" * 300])
-def test_where_no_report_can_be_written_nothing_is_fitted_for_it(
+def test_nothing_is_fitted_if_the_report_cannot_be_written(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -198,7 +198,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert code == 2 and "usage" in err
 
 
-# That need a model that was trained.
+# Commands that need a trained model.
 OF_MODELS = ("export", "rollouts", "rescore", "noise")
 COMMANDS = (
     *("train", "fit", "rank", "plan", "compare", "decide", "effects", "race", "report", "watch", "publish", "init"),
@@ -211,18 +211,18 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+( |$)", line)] == list(COMMANDS)
 
 
-# A trained model is not among the examples: tests/member make one.
+# OF_MODELS is left out: the examples contain no trained model. tests/member trains one.
 @pytest.mark.slow
 @pytest.mark.parametrize("command", every(12, [each for each in COMMANDS if each not in OF_MODELS], pytest.mark.full))
 def test_help_has_an_example_that_works(tmp_path: Path, command: str) -> None:
-    """The example, word for word, in a directory that holds nothing but the repository's examples."""
-    shown = scalerl(command, "--help")
-    assert shown.returncode == 0
-    found = re.search(r"example: scalerl (.+?)(?:   \(|$)", shown.stdout, re.MULTILINE)
-    assert found is not None and found[1].split()[0] == command
+    """The example in the help text runs unchanged in a folder that contains only the repository's examples."""
+    help_output = scalerl(command, "--help")
+    assert help_output.returncode == 0
+    example = re.search(r"example: scalerl (.+?)(?:   \(|$)", help_output.stdout, re.MULTILINE)
+    assert example is not None and example[1].split()[0] == command
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     done = subprocess.run(
-        [sys.executable, "-m", "sweeps.cli.main", *found[1].split()],
+        [sys.executable, "-m", "sweeps.cli.main", *example[1].split()],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -231,18 +231,18 @@ def test_help_has_an_example_that_works(tmp_path: Path, command: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_bare_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys) == run(capsys, "--help")
     code, out, err = run(capsys)
     assert code == 0 and err == "" and "commands:" in out and "scalerl completion" in out
 
 
-def test_it_says_its_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "__version__", "1.2.3")
     assert run(capsys, "--version") == (0, "scalerl 1.2.3\n", "")
 
 
-def test_names_on_the_command_line_are_those_of_the_fit() -> None:
+def test_family_names_on_the_command_line_match_the_fit() -> None:
     assert list(FAMILIES) == list(FAMILY_NAMES)
 
 
@@ -270,18 +270,18 @@ def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str
 
 
 def test_bash_completes(tmp_path: Path) -> None:
-    """As the shell calls it when TAB is pressed behind `scalerl fit --max`."""
+    """Call the completion function as bash does when TAB is pressed after `scalerl fit --max`."""
     script = tmp_path / "completion.bash"
     script.write_text(scalerl("completion", "bash").stdout)
-    ask = (
+    bash_code = (
         f"source {script}; COMP_WORDS=(scalerl fit --max); COMP_CWORD=2; _shtab_scalerl; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-c", bash_code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["--max-compute"], done.stderr
 
 
-def test_a_refusal_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undecided_ranking_exits_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "few.csv"
     path.write_text("recipe,seed,compute,reward\na,0,0,0.1\na,0,1,0.2\n")
     code, out, _ = run(capsys, "rank", path)
@@ -289,14 +289,16 @@ def test_a_refusal_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("missing", ["lightning_scalerl", "hydra", "torch", "lightning"])
-def test_without_training_installed_train_says_what_to_install(
+def test_train_names_the_missing_package(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("nothing there that could train"))
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("train was started although a package is missing"))
     code, _, err = run(capsys, "train", "seed=1")
-    told = f"scalerl: scalerl train: needs the package {missing}, which is not installed; pip install lightning-scalerl"
-    assert code == 1 and err == f"{told} (in a checkout: pip install -e .)\n"
+    expected = (
+        f"scalerl: scalerl train: needs the package {missing}, which is not installed; pip install lightning-scalerl"
+    )
+    assert code == 1 and err == f"{expected} (in a checkout: pip install -e .)\n"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_without_training_installed_train_says_what_to_install(
         ("step-00000004.ckpt", b"PK\x03\x04\x14\x00", "a checkpoint, which holds no curve; give the run's folder"),
     ],
 )
-def test_a_source_that_is_not_read_says_what_to_give(
+def test_an_unsupported_source_names_an_alternative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, raw: bytes, words: str
 ) -> None:
     (tmp_path / name).write_bytes(raw)
@@ -315,7 +317,7 @@ def test_a_source_that_is_not_read_says_what_to_give(
     assert code == 1 and words in err and err.count("\n") == 1, err
 
 
-def test_train_becomes_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_replaces_its_process_with_training(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
 
     def execv(_path: str, arguments: list[str]) -> None:
@@ -341,7 +343,7 @@ def test_train_becomes_the_training_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m sweeps.cli.main fit {EXAMPLE} --json | head -n 1"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -350,49 +352,49 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 @pytest.mark.slow
-def test_help_that_nobody_reads_is_no_error() -> None:
+def test_help_into_a_closed_pipe_is_not_an_error() -> None:
     command = f"set -o pipefail; {sys.executable} -m sweeps.cli.main train --help | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_one_group_of_rollouts_is_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the count that the command ends with."""
+def test_the_count_of_rollout_groups_is_singular_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line of `scalerl rollouts` is "1 group", not "1 groups"."""
     rollout = {
         "completion": "2", "outcome": "score", "correct": True, "reward": 1.0, "parts": {}, "extra": {},
         "versions": [[0, 1]], "tokens": 1, "forced": 0, "finish_reason": "stop",
     }  # fmt: skip
-    about = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
-    write_groups(tmp_path, [{"step": step, "admission": step, **about, "rollouts": [rollout]} for step in (1, 2)])
-    for words, said in (((), "2 groups"), (("--step", "2"), "1 group")):
-        code, out, err = run(capsys, "rollouts", tmp_path, *words)
-        assert code == 0 and out.endswith(f"\n{said}\n"), (out, err)
+    prompt = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
+    write_groups(tmp_path, [{"step": step, "admission": step, **prompt, "rollouts": [rollout]} for step in (1, 2)])
+    for step_option, summary in (((), "2 groups"), (("--step", "2"), "1 group")):
+        code, out, err = run(capsys, "rollouts", tmp_path, *step_option)
+        assert code == 0 and out.endswith(f"\n{summary}\n"), (out, err)
 
 
-def test_of_losses_the_least_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The options reach the curves through the readers, as those of `load` and of every command do."""
+def test_with_lower_is_better_the_smallest_loss_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--lower-is-better is applied when the file is read, so every command sees the negated loss."""
     lines = ["recipe,compute,loss"]
-    for recipe, least in (("bad", 0.6), ("good", 0.2)):
-        lines += [f"{recipe},{c},{1 - (1 - least) * c / (c + 3) + 0.003 * (c % 3):.4f}" for c in range(16)]
+    for recipe, final_loss in (("bad", 0.6), ("good", 0.2)):
+        lines += [f"{recipe},{c},{1 - (1 - final_loss) * c / (c + 3) + 0.003 * (c % 3):.4f}" for c in range(16)]
     path = tmp_path / "losses.csv"
     path.write_text("\n".join(lines) + "\n")
     code, out, err = run(capsys, "rank", path, "--y", "loss", "--lower-is-better", "--bounds", "0", "2", "--json")
     assert code == 0 and "shown as minus the metric (-loss)" in err
     ranking = json.loads(out)
     assert ranking["leader"] == "good" and ranking["margin"] == pytest.approx(0.02 * 2)
-    for command, said in (
+    for command, message in (
         (("fit", "--method", "scalerl-a5"), "leave out it or --lower-is-better"),
         (("plan", "--target", "0.3"), "--target 0.3: rewards are minus the metric; give -0.3"),
         (("plan", "--size", "recipe", "--budget", "9"), "--size: laws across sizes are of pass rates; give 1 - error"),
     ):
         name, *more = command
         code, _, err = run(capsys, name, path, "--y", "loss", "--lower-is-better", *more)
-        assert code == 1 and said in err
+        assert code == 1 and message in err
 
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Path:
-    """Write a table of short runs over steps, one seed of each of three recipes; two rewards at one step are a pair."""
+    """Write a table of three recipes, one seed each, rewards by step. `base` has two rewards at step 100."""
     lines = ["recipe,step,reward", "base,100,0.9"]
     for recipe, ceiling in (("base", 0.6), ("base+loss=x", 0.7), ("base+lr=y", 0.65)):
         lines += [f"{recipe},{c}00,{0.2 + (ceiling - 0.2) / (1 + (9 / c) ** 2):.4f}" for c in range(1, 9)]
@@ -417,11 +419,11 @@ def steps(tmp_path: Path) -> Path:
 def test_every_command_that_decides_prints_the_warnings_of_fit(
     command: str, steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def warned(err: str) -> list[str]:
+    def warning_lines(err: str) -> list[str]:
         return [line for line in err.splitlines() if line.startswith("warning: ")]
 
     code, _, err = run(capsys, "fit", steps)
-    warnings = warned(err)
+    warnings = warning_lines(err)
     assert code == 0 and warnings[0] == (
         "warning: one seed per recipe: the spread between seeds is assumed (0.015), not measured; add seeds"
     )
@@ -434,7 +436,7 @@ def test_every_command_that_decides_prints_the_warnings_of_fit(
     name, *words = command.split()
     output: list[str | Path] = ["-o", steps.with_name("report.html")] if name == "report" else []
     code, out, err = run(capsys, name, steps, *words, *output)
-    assert code == 0 and warned(err)[: len(warnings)] == warnings
+    assert code == 0 and warning_lines(err)[: len(warnings)] == warnings
     assert all(err.count(f"{line}\n") == 1 for line in warnings)
     if words:
         json.loads(out)
@@ -446,18 +448,18 @@ def test_a_race_prints_the_warnings_of_its_curves(steps: Path, capsys: pytest.Ca
     assert err.count(": step counts steps, not compute") == 3 and "do two runs share one name?" in err
 
 
-def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(
+def test_an_undecided_ranking_ends_with_the_plan_command_of_the_same_options(
     steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         "--x=step", "--y=reward", "--by=recipe", "--bounds", "-1", "1", "--r0", "0.2", "--max-compute", "1e3",
         "--robust", "--margin", "0.05", r"--seed-from=-s(\d+)", "--size", "recipe", "--group", "step",
     ]  # fmt: skip
-    given = cli.make_parser().parse_args(["rank", str(steps), *words])
-    parsed = vars(cli.make_parser().parse_args(["plan", *source_arguments(given)]))
-    assert parsed["group"] == ["recipe", "step"] and parsed["size"] is None
+    rank_options = cli.make_parser().parse_args(["rank", str(steps), *words])
+    plan_options = vars(cli.make_parser().parse_args(["plan", *source_arguments(rank_options)]))
+    assert plan_options["group"] == ["recipe", "step"] and plan_options["size"] is None
     for name in ("sources", "margin", *READING, "r0", "robust", "min_compute", "max_compute"):
-        assert name in ("size", "group") or parsed[name] == getattr(given, name), name
+        assert name in ("size", "group") or plan_options[name] == getattr(rank_options, name), name
     code, out, _ = run(capsys, "rank", steps, *words[:8])
     assert code == 0 and out.startswith("undecided: ")
     last = out.splitlines()[-1]
@@ -466,14 +468,12 @@ def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(
     assert code == 0 and out.startswith("not settled: ")
 
 
-def test_a_recipe_without_a_forecast_is_left_out_of_comparisons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One young run does not prevent the comparison of all others; one that is named is refused."""
+def test_compare_leaves_out_a_recipe_without_a_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe with too few points is skipped with a warning. If the user names it, compare exits with 1."""
     table = pd.read_csv(EXAMPLE)
-    young = pd.DataFrame({"recipe": "young", "seed": 0, "compute": [0.0, 300.0], "reward": [0.3, 0.31]})
+    short_run = pd.DataFrame({"recipe": "young", "seed": 0, "compute": [0.0, 300.0], "reward": [0.3, 0.31]})
     path = tmp_path / "mixed.csv"
-    pd.concat([young, table]).to_csv(path, index=False)
+    pd.concat([short_run, table]).to_csv(path, index=False)
     for words, against in (([], "scalerl"), (["scalerl+loss=dapo"], "scalerl+loss=dapo")):
         assert cli.main(["compare", str(path), *words, "--json"]) == 0
         printed = capsys.readouterr()
@@ -484,9 +484,7 @@ def test_a_recipe_without_a_forecast_is_left_out_of_comparisons(
     assert "young: nothing can be read off it" in capsys.readouterr().err
 
 
-def test_ctrl_c_exits_with_the_code_of_a_shell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(options: object) -> None:
         raise KeyboardInterrupt
 

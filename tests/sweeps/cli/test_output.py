@@ -1,4 +1,4 @@
-"""What stands at the end of a study."""
+"""Tests of the output at the end of a study, and of output to closed or unusual streams."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def study(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_the_ranking_stands_above_the_link(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranking_is_printed_above_the_mlflow_links(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     show_results(study, f"sqlite:///{tmp_path}/mlflow.db")
-    said = capsys.readouterr().out
-    assert "scalerl+loss=dapo" in said and "P(best)" in said
-    assert 0 < said.index("P(best)") < said.index("http")
-    command, chart, recipes, runs = said.splitlines()[-4:]
+    output = capsys.readouterr().out
+    assert "scalerl+loss=dapo" in output and "P(best)" in output
+    assert 0 < output.index("P(best)") < output.index("http")
+    command, chart, recipes, runs = output.splitlines()[-4:]
     assert command.startswith("mlflow ui ") and " --host 127.0.0.1 " in command
     address = r"http://127\.0\.0\.1:5000/#/experiments/1/runs\?viewStateShareKey"
     assert re.match(rf"points, curves and bands: {address}=scaling-\w+&compareRunsMode=CHART", chart)
@@ -41,29 +43,27 @@ def test_the_ranking_stands_above_the_link(study: Path, tmp_path: Path, capsys: 
     assert re.match(rf"runs by rank: +{address}=ranking-\w+&compareRunsMode=TABLE", runs)
 
 
-def test_in_a_pipe_a_study_ends_with_its_folder_its_ranking_and_the_next_command(
+def test_in_a_pipe_a_study_ends_with_folder_ranking_and_next_command(
     study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_results(study, None)
-    place, ranking, following = capsys.readouterr().out.splitlines()
-    assert place == f"study: {study}" and ranking.startswith("ranking: ") and "scalerl" in ranking
-    assert following == f"next: scalerl rank {study}; scalerl report {study} -o {study}/report.html"
+    folder, ranking, next_command = capsys.readouterr().out.splitlines()
+    assert folder == f"study: {study}" and ranking.startswith("ranking: ") and "scalerl" in ranking
+    assert next_command == f"next: scalerl rank {study}; scalerl report {study} -o {study}/report.html"
 
 
-def test_at_its_end_a_study_of_one_seed_says_that_the_spread_is_assumed(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_of_one_seed_warns_that_the_spread_is_assumed(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in find_runs(study):
         if read_journal(run).header["seed"] != 0:
             shutil.rmtree(run)
     show_results(study, None)
-    said = capsys.readouterr()
-    assert "warning: one seed per recipe: the spread between seeds is assumed" in said.err
-    assert "ranking: " in said.out
+    captured = capsys.readouterr()
+    assert "warning: one seed per recipe: the spread between seeds is assumed" in captured.err
+    assert "ranking: " in captured.out
 
 
 @pytest.mark.slow
-def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
+def test_a_study_is_ranked_with_the_margin_of_its_launch(
     study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def margin(*words: str) -> float:
@@ -80,7 +80,7 @@ def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
 
 
 @pytest.mark.parametrize("value", ["0.05", True, 0, -1.0, float("nan")])
-def test_a_margin_that_is_none_is_refused_by_name(value: object) -> None:
+def test_an_invalid_margin_is_refused_by_name(value: object) -> None:
     with pytest.raises(UserError, match=r"launch\.margin: .* positive number"):
         _margin(value)
 
@@ -109,11 +109,11 @@ def test_on_a_terminal_a_study_ends_with_one_table_and_the_figures_path(
     assert lines[-1].startswith("report: scalerl report ")
 
 
-def test_on_a_terminal_the_status_of_a_study_fits_it(
+def test_the_status_of_a_study_fits_the_width_of_the_terminal(
     study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["status", str(study)]) == 0
-    whole = capsys.readouterr().out
+    unlimited = capsys.readouterr().out
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     screen = Terminal()
@@ -122,18 +122,18 @@ def test_on_a_terminal_the_status_of_a_study_fits_it(
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
     rows = [line for line in lines if line.startswith("finished ")]
     assert len(rows) == 4 and all(len(row) <= 40 for row in rows)
-    assert "attempts" in whole and len(max(whole.splitlines(), key=len)) > 40
+    assert "attempts" in unlimited and len(max(unlimited.splitlines(), key=len)) > 40
 
 
 @pytest.mark.parametrize("words", [("status",), ("clean",), ("status", "--json")])
-def test_a_closed_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
-    """Python has None in the place of a stream that was closed (`>&-`)."""
+def test_a_closed_standard_output_is_not_an_error(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
+    """Python sets sys.stdout to None if the stream was closed by the shell (`>&-`)."""
     monkeypatch.setattr(sys, "stdout", None)
     assert main([words[0], str(ROOT / "examples" / "study"), *words[1:]]) == 0
 
 
-def test_no_file_takes_the_place_of_a_stream_that_was_closed(tmp_path: Path) -> None:
-    """Or what a child process prints would be written into it."""
+def test_no_file_gets_the_descriptor_of_a_closed_stream(tmp_path: Path) -> None:
+    """Otherwise a child process would print into that file."""
     code = f"open_streams(); os.write(2, b'%d' % os.open({str(tmp_path)!r}, 0))"
     command = f'{sys.executable} -S -c "import os; from sweeps.terminal import open_streams; {code}" <&- >&-'
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=False)
@@ -141,8 +141,8 @@ def test_no_file_takes_the_place_of_a_stream_that_was_closed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["plain.jsonl", "caf\udce9.jsonl"])
-def test_half_of_a_surrogate_pair_is_written_as_a_character(tmp_path: Path, name: str) -> None:
-    """JSON can hold one, and the name of a file bytes that are no UTF-8: neither can be printed as it is."""
+def test_a_lone_surrogate_becomes_the_replacement_character(tmp_path: Path, name: str) -> None:
+    """JSON may contain a lone surrogate, and a file name bytes that are not UTF-8. Neither can be printed."""
     rows = [
         f'{{"compute": {c}, "reward": 0.{c}, "recipe": "a\\ud800 \\ud83d\\ude00 \\\\ud800"}}\n' for c in range(1, 9)
     ]

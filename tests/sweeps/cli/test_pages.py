@@ -1,6 +1,6 @@
-"""Pages of the guide show what the commands print: the same words in the same order, and nearly the same numbers.
+"""Test that pages of the guide show the words that the commands print, in the same order.
 
-The last digits of a number depend on the processor, so numbers are left out here.
+Numbers are not compared: their last digits depend on the processor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BLOCK = re.compile(r"```\n\$ scalerl (\S.*)\n([^`]*)\n```")
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Each command of a page on the example files, with its output on the page."""
-    found = BLOCK.findall((ROOT / "docs" / "guide" / page).read_text(encoding="utf-8"))
-    return [(command, output) for command, output in found if "examples/" in command]
+    """Return each command of a page that reads example files, with the output shown below it."""
+    pairs = BLOCK.findall((ROOT / "docs" / "guide" / page).read_text(encoding="utf-8"))
+    return [(command, output) for command, output in pairs if "examples/" in command]
 
 
 def words(output: str) -> list[str]:
-    """The lines of an output without numbers and widths of columns."""
+    """Return the lines of an output, with numbers masked and runs of spaces collapsed."""
     lines = (re.sub(r" +", " ", re.sub(r"[-+]?\d[\d.e+]*", "#", line)).strip() for line in output.splitlines())
     return [line for line in lines if line and not line.startswith("next: ")]
 
@@ -32,7 +32,7 @@ def words(output: str) -> list[str]:
     ("command", "output"),
     [pytest.param(command, output, id=command) for page in ("plan.md", "race.md") for command, output in blocks(page)],
 )
-def test_a_page_shows_what_its_command_prints(
+def test_a_page_shows_the_output_of_its_command(
     command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,6 +1,7 @@
-"""What the system refuses is one line and exit code 1 at both front doors; a program's own error keeps its traceback.
+"""Tests of errors of the operating system: `scalerl` and `scalerl train` print one line and exit with code 1.
 
-Permissions do not bind root: files in the way are real, other refusals are raised where the system would raise them.
+All other errors keep their traceback. The tests may run as root, whom permissions do not stop. So patched functions
+raise most errors; only files that are in the way are real.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def refused(number: int) -> OSError:
 
 
 def command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
-    """`scalerl status`, to which this happens."""
+    """Call `scalerl status` with a command function that raises `error`."""
 
     def status(options: argparse.Namespace) -> int:
         raise error
@@ -50,26 +51,22 @@ def command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(("number", "why", "remedy"), [*REFUSALS, (errno.ENOENT, "No such file", "")])
-def test_a_command_says_what_the_system_refused(
+def test_a_command_prints_the_error_of_the_system(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, why: str, remedy: str
 ) -> None:
     assert command(monkeypatch, refused(number)) == 1
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith(f"scalerl: /data/mine/x: {why}") and remedy in shown.err
-    assert shown.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"scalerl: /data/mine/x: {why}") and remedy in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("no"), KeyError("k"), OSError("a library's own words")])
-def test_an_error_of_the_programs_own_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_other_errors_of_a_command_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     with pytest.raises(type(error)):
         command(monkeypatch, error)
 
 
-def test_a_reader_that_has_seen_enough_is_still_no_error(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_pipe_is_not_an_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "dup2", lambda one, other: other)
     assert command(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe")) == 0
     assert capfd.readouterr().err == ""
@@ -91,12 +88,12 @@ def test_a_reader_that_has_seen_enough_is_still_no_error(
         ["rollouts", "LONG"],
     ],
 )
-def test_a_file_in_the_way_and_a_long_name_are_one_line(
+def test_a_file_in_the_way_or_a_long_name_gives_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    given = {"FILE": str(tmp_path / "file"), "LONG": str(tmp_path / ("n" * 300))}
-    words = [word.replace("FILE", given["FILE"]).replace("LONG", given["LONG"]) for word in arguments]
+    paths = {"FILE": str(tmp_path / "file"), "LONG": str(tmp_path / ("n" * 300))}
+    words = [word.replace("FILE", paths["FILE"]).replace("LONG", paths["LONG"]) for word in arguments]
     assert cli.main(words) == 1
     err = capsys.readouterr().err
     last = err.splitlines()[-1]
@@ -108,7 +105,7 @@ def test_a_file_in_the_way_and_a_long_name_are_one_line(
 
 
 def train_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
-    """The command, to which this happens while Hydra runs it."""
+    """Run `scalerl train` with a Hydra main function that raises `error`. Returns the exit code."""
 
     def raises() -> None:
         raise error
@@ -122,7 +119,7 @@ def train_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> obje
 
 
 @pytest.mark.parametrize(("number", "why", "remedy"), REFUSALS)
-def test_training_says_what_the_system_refused(
+def test_training_prints_the_error_of_the_system(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, why: str, remedy: str
 ) -> None:
     assert train_command(monkeypatch, refused(number)) == 1
@@ -133,9 +130,7 @@ def test_training_says_what_the_system_refused(
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("no"), OSError("a library's own words"), FileNotFoundError(2, "No such", "data.txt")]
 )
-def test_an_error_of_the_users_own_program_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_errors_of_user_code_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     with pytest.raises(type(error)):
         train_command(monkeypatch, error)
 
@@ -156,7 +151,7 @@ def test_an_error_of_the_users_own_program_keeps_its_traceback(
     ),
     ids=["a file", "below a file", "a long name", "an empty grid", "an empty row"],
 )
-def test_a_multirun_that_cannot_be_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_an_impossible_multirun_gives_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "file").write_text("mine")
     done = launch(tmp_path, "cluster=debug", *arguments)
     assert done.returncode == 1 and words in done.stderr, done.stderr
@@ -170,13 +165,13 @@ def test_a_multirun_that_cannot_be_is_one_line(tmp_path: Path, arguments: list[s
         (call, *refusal)
         for call in ("mkdir", "open", "rename")
         for refusal in REFUSALS
-        if (call, refusal[0]) != ("open", errno.EEXIST)  # so the lease is told that somebody else was faster
+        if (call, refusal[0]) != ("open", errno.EEXIST)  # to the lease, EEXIST means that another process was faster
     ],
 )
-def test_a_study_that_cannot_be_written_leaves_what_was_there(
+def test_a_study_that_cannot_be_written_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, why: str, remedy: str
 ) -> None:
-    """The first folder, the lease, the first specification: wherever it begins."""
+    """Writing a study begins with mkdir, open and rename (folder, lease, specification). Each may fail."""
     (tmp_path / "notes.txt").write_text("mine")
 
     def refuses(*arguments: object, **more: object) -> None:
@@ -184,7 +179,7 @@ def test_a_study_that_cannot_be_written_leaves_what_was_there(
 
     with monkeypatch.context() as patch:
         if call == "rename":
-            patch.setattr(Path, "rename", refuses)  # as files are put in their places
+            patch.setattr(Path, "rename", refuses)  # files are written under a temporary name, then renamed
         else:
             patch.setattr(os, call, refuses)
         executor = ScriptedExecutor()
@@ -200,19 +195,19 @@ def test_a_study_that_cannot_be_written_leaves_what_was_there(
 # --- the line ------------------------------------------------------------------------------------------------
 
 
-def test_a_long_path_does_not_make_a_long_line() -> None:
-    told = of_the_system(OSError(errno.ENAMETOOLONG, "File name too long", "n" * 5000))
-    assert told is not None and len(told) < 300
+def test_a_long_path_is_shortened_in_the_message() -> None:
+    message = of_the_system(OSError(errno.ENAMETOOLONG, "File name too long", "n" * 5000))
+    assert message is not None and len(message) < 300
 
 
-def test_both_names_of_an_error_are_told() -> None:
+def test_both_file_names_of_an_error_are_printed() -> None:
     assert of_the_system(OSError(errno.EROFS, "Read-only file system", "a", None, "b")) is not None
     assert str(of_the_system(OSError(errno.EROFS, "Read-only file system", "a", None, "b"))).startswith("a -> b: Read")
 
 
-def test_a_field_is_named_with_what_the_system_says_of_its_value() -> None:
-    said = r"^output_dir: /data/mine/x: Read-only file system; .*output_dir="
-    with pytest.raises(UserError, match=said), naming("output_dir"):
+def test_an_error_of_the_system_names_the_field() -> None:
+    expected = r"^output_dir: /data/mine/x: Read-only file system; .*output_dir="
+    with pytest.raises(UserError, match=expected), naming("output_dir"):
         raise refused(errno.EROFS)
     with pytest.raises(ZeroDivisionError), naming("output_dir"):
         raise ZeroDivisionError

@@ -1,6 +1,7 @@
-"""What needs no computing is answered at once. Guarded by what is imported, which no busy machine changes.
+"""Test that help, refusals and errors are quick. The number of imported modules is tested, not the time.
 
-The limits leave room for a few modules more; a package such as SciPy alone brings several hundred.
+Unlike the time, that number does not depend on the load of the machine. The limits leave room for a few more modules;
+a package such as SciPy adds several hundred.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from tests.examples import every
 from tests.paths import ROOT
 
 HEAVY = frozenset({"numpy", "scipy", "pandas", "pyarrow", "matplotlib", "mlflow", "hydra", "torch", "lightning"})
-# Prints what was imported, last of all; `train` goes on in this process instead of replacing it, and keeps the count.
+# Prints the imported packages at exit. `train` runs in this process instead of replacing it, so that it is counted too.
 PROBE = """
 import atexit, os, runpy, sys
-def tell():
+def print_imported():
     loaded = {name.partition(".")[0] for name in sys.modules}
     print("IMPORTED", len(sys.modules), *sorted(loaded), file=sys.stderr)
-atexit.register(tell)
+atexit.register(print_imported)
 def execv(path, arguments):
     sys.argv = ["train", *arguments[3:]]
     runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
@@ -36,7 +37,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def answer(where: Path, *arguments: str) -> tuple[int, str, int, set[str]]:
-    """Exit code, what was said, how many modules that took, and of which packages."""
+    """Run `scalerl`. Returns its exit code, its output, the number of imported modules and their packages."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments],
         cwd=where,
@@ -45,16 +46,16 @@ def answer(where: Path, *arguments: str) -> tuple[int, str, int, set[str]]:
         text=True,
         timeout=120,
     )
-    told, _, imported = done.stderr.rpartition("IMPORTED ")
+    errors, _, imported = done.stderr.rpartition("IMPORTED ")
     count, *packages = imported.split()
-    return done.returncode, done.stdout + told, int(count), set(packages)
+    return done.returncode, done.stdout + errors, int(count), set(packages)
 
 
 TRAINING = frozenset({"torch", "lightning", "transformers"})
 
 
 def plan_with_torch(lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
-    """A planner that needs torch, as the real one and many a user's choice do."""
+    """Plan members with torch imported, as the real planner and many users' callbacks do."""
     import torch
 
     from tests import light
@@ -63,7 +64,7 @@ def plan_with_torch(lists: Sequence[Sequence[str]], folders: Sequence[str] = ())
     return light.plan(lists, folders)
 
 
-# Rows that can be read, of a task that is built before anything that trains.
+# A task with readable rows. It is built before torch is imported.
 DATA = [
     "task=dataset",
     "task.format=columns",
@@ -72,7 +73,7 @@ DATA = [
     "task.fields={prompt: q, answer: a}",
     "task.rewards=exact_match",
 ]
-# Arguments, exit code, words of the answer, heavy packages that it may take, and modules in all.
+# Arguments, exit code, expected words, heavy packages that may be imported, limit on the number of modules.
 CASES: list[tuple[list[str], int, str, set[str], int]] = [
     ([], 0, "commands:", set(), 150),
     (["--help"], 0, "commands:", set(), 150),
@@ -106,40 +107,40 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
     every(6, every(2, CASES, pytest.mark.full)),
     ids=[" ".join(case[0]) or "bare" for case in CASES],
 )
-def test_little_is_imported(
+def test_quick_commands_import_few_modules(
     tmp_path: Path, arguments: list[str], code: int, words: str, allowed: set[str], most: int
 ) -> None:
     (tmp_path / "wrong.txt").write_text("hello\n")
     (tmp_path / "rows.jsonl").write_text('{"q": "1+1=", "a": "2"}\n')
     (tmp_path / "test.jsonl").write_text('{"q": "1+2=", "a": "3"}\n')
-    found, said, count, packages = answer(tmp_path, *arguments)
-    assert found == code and words in said, said
+    exit_code, output, count, packages = answer(tmp_path, *arguments)
+    assert exit_code == code and words in output, output
     assert packages & HEAVY <= allowed
     print("MODULES", count)
     assert count < most
 
 
 @pytest.mark.parametrize("given", [None, "2"])
-def test_fits_multiply_on_one_thread_unless_told_otherwise(tmp_path: Path, given: str | None) -> None:
+def test_fits_use_one_blas_thread_unless_the_environment_sets_more(tmp_path: Path, given: str | None) -> None:
     source = tmp_path / "curve.csv"
     source.write_text("recipe,compute,reward\n" + "".join(f"a,{x},{x / (x + 5)}\n" for x in range(20)))
     threads = {} if given is None else {"OPENBLAS_NUM_THREADS": given}
-    told = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | threads
-    asks = (
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | threads
+    program = (
         "import sys; from sweeps.cli.main import main; assert 'numpy' not in sys.modules\n"
         f"main(['fit', {str(source)!r}]); import os; print('THREADS', os.environ['OPENBLAS_NUM_THREADS'])"
     )
-    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, env=told)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert f"THREADS {given or 1}" in done.stdout, done.stderr
 
 
 def test_the_help_of_training_is_quick_and_lists_the_users_choices(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss/mine.yaml").write_text("")
-    asked = "from lightning_scalerl.train import main; main()"
+    help_program = "from lightning_scalerl.train import main; main()"
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", asked, "--help", "--config-dir", str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-c", help_program, "--help", "--config-dir", str(tmp_path)], capture_output=True, text=True
     )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (
@@ -147,7 +148,7 @@ def test_the_help_of_training_is_quick_and_lists_the_users_choices(tmp_path: Pat
         and "command/base: command" in done.stdout
     ), done.stderr
     assert "hydra/" not in done.stdout.partition("configuration groups and")[2]
-    assert ended.ru_utime - began.ru_utime < 2.5  # Hydra's own takes 5 seconds, this one 0.4
+    assert ended.ru_utime - began.ru_utime < 2.5  # Hydra's own help takes 5 seconds, ours 0.4
 
 
 @pytest.mark.parametrize(
@@ -161,15 +162,15 @@ def test_the_help_of_training_is_quick_and_lists_the_users_choices(tmp_path: Pat
         (["hydra/launcher=submitit_slurm"], "hydra/launcher=submitit_slurm: a single run runs in this process; add"),
     ],
 )
-def test_a_missing_slurm_is_said_before_anything_is_composed(
+def test_a_missing_slurm_is_reported_before_configurations_are_composed(
     tmp_path: Path, asked: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine without SLURM, wherever this runs
     never = "hydra.launcher.planner=tests.sweeps.cli.test_quick:never"
-    given = [never, "++hydra.launcher.preload=[]"] if "--multirun" in asked else []
-    found, said, _, _ = answer(tmp_path, "train", *asked, *SMALL[2:], "study=x", "seed=0", *given)
-    (line,) = [line for line in said.splitlines() if line.startswith("scalerl")]
-    assert found == 1 and words in line
+    planner_options = [never, "++hydra.launcher.preload=[]"] if "--multirun" in asked else []
+    exit_code, output, _, _ = answer(tmp_path, "train", *asked, *SMALL[2:], "study=x", "seed=0", *planner_options)
+    (line,) = [line for line in output.splitlines() if line.startswith("scalerl")]
+    assert exit_code == 1 and words in line
 
 
 def never(override_lists: object, folders: object) -> None:
@@ -190,12 +191,12 @@ REAL = "lightning_scalerl:plan_members"
     [("local", 0, "finished  scalerl seed 1"), ("slurm", 1, "slurm needs sbatch")],
     ids=["local", "slurm"],
 )
-def test_a_controller_never_imports_what_planning_and_training_need(
+def test_a_controller_never_imports_torch(
     tmp_path: Path, planner: str, cluster: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine without SLURM, wherever this runs
     entry = "hydra.launcher.entry=tests.sweeps.cli.test_refused:train"
-    ours = [f"hydra.launcher.planner={planner}", entry, "++hydra.launcher.preload=[]", f"cluster={cluster}"]
-    found, said, _, packages = answer(tmp_path, "train", "--multirun", *SMALL, *ours)
-    assert found == code and words in said, said
+    options = [f"hydra.launcher.planner={planner}", entry, "++hydra.launcher.preload=[]", f"cluster={cluster}"]
+    exit_code, output, _, packages = answer(tmp_path, "train", "--multirun", *SMALL, *options)
+    assert exit_code == code and words in output, output
     assert "hydra" in packages and not packages & TRAINING

@@ -1,6 +1,6 @@
-"""A launch that is refused leaves nothing behind: no folder where none was, and nothing changed where one was.
+"""Test that a refused launch makes no folder and changes no existing one.
 
-The planner, the entry and the folders are given on the command line, as a user's own would be: no torch.
+The planner and the entry point are passed on the command line, as users may pass their own. These need no torch.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from tests.sweeps.executor.fake_cluster import FakeCluster, Place, VirtualTime, 
 
 
 def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
-    """A planner that knows a seed, a learning rate above 0, a number of devices, a study and MLflow's address."""
+    """Plan members from the keys seed, study, output_dir and strategy.devices; refuse a negative learning rate."""
     specs = []
     for overrides in override_lists:
-        given = dict(each.split("=", 1) for each in overrides)
-        if float(given.get("optimizer.lr", 1)) < 0:
-            raise UserError(f"optimizer.lr: {given['optimizer.lr']} must be positive")
+        by_key = dict(override.split("=", 1) for override in overrides)
+        if float(by_key.get("optimizer.lr", 1)) < 0:
+            raise UserError(f"optimizer.lr: {by_key['optimizer.lr']} must be positive")
         config = {
             "loss": {"choice": "cispo"},
-            "seed": int(given.get("seed", 0)),
+            "seed": int(by_key.get("seed", 0)),
             "budget": {"steps": 1},
-            "output_dir": given.get("output_dir", f"outputs/{given.get('study', 'local')}"),
+            "output_dir": by_key.get("output_dir", f"outputs/{by_key.get('study', 'local')}"),
             "launch": {"max_parallel": 1, "threads": 1},
-            "strategy": {"name": "fsdp2", "nodes": 1, "devices": int(given.get("strategy.devices", 1))},
+            "strategy": {"name": "fsdp2", "nodes": 1, "devices": int(by_key.get("strategy.devices", 1))},
         }
         specs.append(make_spec(config, config, "scalerl", "scalerl"))
     return specs
 
 
 def train(run_dir: Path, **_: object) -> None:
-    """A member that is done at once."""
+    """A member that finishes immediately."""
     from tests.sweeps.launch.test_study import finishes
 
     finishes(Path(run_dir))
 
 
-def launch(where: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    ours = [f"hydra.launcher.planner={__name__}:plan", f"hydra.launcher.entry={__name__}:train"]
-    ours.append("++hydra.launcher.preload=[]")
+def launch(work_dir: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    options = [f"hydra.launcher.planner={__name__}:plan", f"hydra.launcher.entry={__name__}:train"]
+    options.append("++hydra.launcher.preload=[]")
     return forked.run(
         [
             sys.executable,
             "-m",
             "lightning_scalerl.train",
             "--multirun",
-            *ours,
+            *options,
             "++hydra.launcher.preload=[]",
             *arguments,
         ],
-        cwd=where,
+        cwd=work_dir,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         timeout=120,
     )
 
 
 def without_lease(folder: Path) -> dict[str, bytes]:
-    """The lease says when it was held last."""
+    """Contents of a study without its lease, which holds the time of its last use."""
     return {name: text for name, text in contents(folder).items() if "controller" not in name}
 
 
-# A cluster that takes no job, and knows of none.
+# An sbatch that refuses every job.
 SBATCH = """#!/bin/sh
 echo 'sbatch: error: invalid partition specified: nope' >&2
 echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2
@@ -88,7 +88,7 @@ exit 1
 
 
 def commands(folder: Path) -> str:
-    """A PATH with SLURM's commands."""
+    """Write fake SLURM commands and return a PATH that begins with their folder."""
     folder.mkdir()
     for name in ("sbatch", "squeue", "srun", "scontrol", "sacct", "scancel"):
         (folder / name).write_text(SBATCH if name == "sbatch" else "#!/bin/sh\n")
@@ -98,7 +98,7 @@ def commands(folder: Path) -> str:
 
 @pytest.fixture
 def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A study of two members whose jobs run."""
+    """A study of two members whose jobs run on a cluster."""
     light(monkeypatch)
     specs = plan([["study=x", f"seed={seed}"] for seed in (0, 1)])
     here = Place(tmp_path / "outputs" / "x", FakeCluster(VirtualTime()), specs)
@@ -110,8 +110,8 @@ def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_this_machines_launcher_changes_nothing_in_a_clusters_study(tmp_path: Path, on_a_cluster: Path) -> None:
-    """`launch.json` byte for byte, so that `scalerl collect` still asks the cluster."""
+def test_the_local_launcher_does_not_touch_a_study_on_a_cluster(tmp_path: Path, on_a_cluster: Path) -> None:
+    """`launch.json` stays the same byte for byte, so that `scalerl collect` still polls the cluster."""
     before = without_lease(on_a_cluster)
     done = launch(tmp_path, "study=x", "seed=0,1,2", "cluster=local")
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -122,7 +122,7 @@ def test_this_machines_launcher_changes_nothing_in_a_clusters_study(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_the_cluster_refuses_changes_nothing(tmp_path: Path, on_a_cluster: Path) -> None:
+def test_a_launch_refused_by_the_cluster_changes_nothing(tmp_path: Path, on_a_cluster: Path) -> None:
     path, before = commands(tmp_path / "bin"), without_lease(on_a_cluster)
     nope = ("cluster=slurm", "hydra.launcher.partition=nope", "seed=0,1,2")
     done = launch(tmp_path, "study=x", *nope, PATH=path)
@@ -130,7 +130,7 @@ def test_what_the_cluster_refuses_changes_nothing(tmp_path: Path, on_a_cluster: 
     assert without_lease(on_a_cluster) == before
     done = launch(tmp_path, "study=new", *nope, PATH=path)
     assert done.returncode == 1 and "invalid partition" in done.stderr, done.stderr
-    assert [each.name for each in (tmp_path / "outputs").iterdir()] == ["x"]
+    assert [entry.name for entry in (tmp_path / "outputs").iterdir()] == ["x"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -153,7 +153,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ids=["value", "key", "ranks", "store"],
 )
 @pytest.mark.parametrize("there", [False, True], ids=["nothing there", "outputs there"])
-def test_what_is_refused_leaves_no_folder(tmp_path: Path, arguments: list[str], words: str, there: bool) -> None:
+def test_a_refused_launch_makes_no_folder(tmp_path: Path, arguments: list[str], words: str, there: bool) -> None:
     if there:
         (tmp_path / "outputs").mkdir()
         (tmp_path / "outputs" / "notes.txt").write_text("mine")
@@ -165,14 +165,14 @@ def test_what_is_refused_leaves_no_folder(tmp_path: Path, arguments: list[str], 
 
 
 @pytest.mark.slow
-def test_no_cluster_here_leaves_no_folder(tmp_path: Path) -> None:
+def test_without_a_cluster_no_folder_is_made(tmp_path: Path) -> None:
     done = launch(tmp_path, "study=x", "cluster=slurm", "seed=0,1", PATH=str(tmp_path))
     assert done.returncode == 1 and "sbatch" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_launch_makes_its_folder_for_its_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_the_study_folder(tmp_path: Path) -> None:
     done = launch(tmp_path, "study=x", "seed=0,1", "cluster=debug")
     assert done.returncode == 0, done.stderr
     study = tmp_path / "outputs" / "x"
@@ -200,13 +200,13 @@ def test_a_second_launch_changes_nothing_of_the_first(tmp_path: Path) -> None:
         done = launch(tmp_path, "study=x", "cluster=debug", *refused)
         assert done.returncode == 1, done.stderr
         after = contents(study)
-        # The lease says when it was held last.
+        # The lease is left out: it holds the time of its last use.
         assert {name: after[name] for name in after if "controller" not in name} == {
             name: before[name] for name in before if "controller" not in name
         }
 
 
-def test_a_pattern_of_seeds_may_begin_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
-    """The file is what is refused, not the pattern: argparse takes a dash for an option."""
+def test_the_pattern_of_seed_from_may_begin_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse would take the pattern for an option. Here it is accepted, and only the missing file is refused."""
     assert main(["fit", "nowhere.csv", "--seed-from", r"-s(\d+)"]) == 1
     assert "nowhere.csv" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every `--json` has a schema that ships with the package, and what examples print follows it."""
+"""Test that every command with `--json` has a schema in the package, and that its output follows the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs/reference/json.md"
-# Commands that no other test of `sweeps` calls with --json in this process; tests/schemas.py checks all that do.
+# Commands that no other test of sweeps calls with --json in the process of pytest. tests/schemas.py checks every such
+# call.
 RUNS = {
     "status": (EXAMPLES / "study",),
     "adopt": ("NEW", "--from", EXAMPLES / "curves.csv", "--by", "recipe,seed"),
@@ -34,8 +35,8 @@ def test_every_command_with_json_has_a_schema_that_the_page_lists() -> None:
         assert described["title"] == f"scalerl {command} --json"
 
 
-def test_a_field_that_the_schema_does_not_know_is_refused() -> None:
-    """All objects of ours are closed: a new field, or one that is missing, fails the tests of its command."""
+def test_an_unknown_or_missing_field_violates_the_schema() -> None:
+    """Our schemas are closed, so a command whose fields change fails its tests until its schema is changed too."""
     status = {"study": "x", "counts": {"finished": 1}, "members": []}
     schemas.validator("status").validate(status)
     for wrong in (status | {"more": 1}, {"study": "x", "counts": {}}, status | {"counts": {"unheard": 1}}):
@@ -44,7 +45,7 @@ def test_a_field_that_the_schema_does_not_know_is_refused() -> None:
 
 
 @pytest.mark.parametrize("command", RUNS)
-def test_what_a_command_prints_follows_its_schema(
+def test_the_output_of_a_command_follows_its_schema(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(tmp_path / "new") if word == "NEW" else str(word) for word in RUNS[command]]

@@ -1,4 +1,4 @@
-"""A search as a command: what it says in the end, and how it ends, where trials fail."""
+"""Tests of a search as a command: its last line and its exit code if trials fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.place import PATIENCE_S, Place
 
 
 def refuses(completion: str, answer: str) -> float:
-    """A verifier of which every run dies."""
+    """A verifier that raises, so that every run fails."""
     raise ValueError("no good")
 
 
@@ -33,8 +33,8 @@ def search(folder: Path, *more: str, planner: str = "tests.light:plan") -> subpr
 
 
 @pytest.mark.full
-def test_a_trial_that_fails_is_part_of_a_search_that_ends_well(tmp_path: Path) -> None:
-    for _ in range(2):  # and so does the next launch, which has nothing left to do
+def test_a_search_with_a_failed_trial_exits_0(tmp_path: Path) -> None:
+    for _ in range(2):  # the second launch has nothing left to do, and ends in the same way
         done = search(tmp_path, f"task.verifier={GOOD},{BAD}")
         assert done.returncode == 0, done.stderr
         last = done.stderr.rstrip().splitlines()[-1]
@@ -42,7 +42,7 @@ def test_a_trial_that_fails_is_part_of_a_search_that_ends_well(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_search_of_which_every_trial_fails_says_so(tmp_path: Path) -> None:
+def test_a_search_whose_trials_all_fail_exits_1(tmp_path: Path) -> None:
     done = search(tmp_path, f"task.verifier={BAD}", "loss=dapo,gspo")
     assert done.returncode == 1
     assert "members failed" in done.stderr and "no good" in done.stderr
@@ -50,14 +50,14 @@ def test_a_search_of_which_every_trial_fails_says_so(tmp_path: Path) -> None:
 
 
 def picky(lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
-    """A planner to which no loss is right but the default one."""
+    """A planner that refuses every loss except the default."""
     if any(word.startswith("loss=") for words in lists for word in words):
         raise UserError("loss: none of these")
     return light.plan(lists, folders)
 
 
 @pytest.mark.slow
-def test_a_search_of_which_every_trial_is_refused_says_so(tmp_path: Path) -> None:
+def test_a_search_whose_trials_are_all_refused_exits_1(tmp_path: Path) -> None:
     done = search(tmp_path, "loss=dapo,gspo", planner=f"{__name__}:picky")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "0 of 4 trials finished, 4 failed: loss: none of these" in done.stderr
@@ -83,7 +83,7 @@ def test_a_search_of_which_every_trial_is_refused_says_so(tmp_path: Path) -> Non
         ),
     ),
 )
-def test_what_is_wrong_with_it_is_said_in_a_line(tmp_path: Path, more: list[str], said: str) -> None:
+def test_wrong_settings_of_a_search_are_refused_by_name(tmp_path: Path, more: list[str], said: str) -> None:
     done = search(tmp_path, "loss=dapo,gspo", *more)
     assert done.returncode == 1 and "Traceback" not in done.stderr and said in done.stderr, done.stderr
     assert not (tmp_path / "study").exists()

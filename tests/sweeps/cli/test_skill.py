@@ -1,4 +1,4 @@
-"""sweeps/SKILL.md is followed to the letter: its commands are run, and every code and verdict is in it."""
+"""Test that the commands in sweeps/SKILL.md work, and that it lists every exit code, state and verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.paths import ROOT
 from tests.place import PATIENCE_S, deterministic, lines
 
 PAGE = ROOT / "sweeps" / "SKILL.md"
-# The demo in its shortest form: two of its recipes, 12 steps, members that do not train, no MLflow.
+# A short form of the demo: two of its recipes, 12 steps, members that do not train, no MLflow.
 SHORT = [
     'hydra.sweeper.rows=[[],["kl=fixed","kl.coefficient=0.2"]]',
     "++task.verifier=tests.place:odd_digits",
@@ -37,23 +37,23 @@ SHORT = [
     "mlflow.uri=null",
     "launch.max_parallel=2",
 ]
-TOLD = (pairwise.HIGHER, pairwise.LOWER, pairwise.SAME, pairwise.UNDECIDED)
+COMPARISON_OUTCOMES = (pairwise.HIGHER, pairwise.LOWER, pairwise.SAME, pairwise.UNDECIDED)
 
 
 def blocks(heading: str) -> list[str]:
-    """Return the blocks of commands below a heading of the page."""
+    """Return the bash blocks below a heading of the page."""
     (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
 class Assistant:
-    """Follows the page in a folder of its own: every block in a new shell, as assistants do."""
+    """Follow the page in a new folder. Each block runs in a new shell, as coding assistants run it."""
 
     def __init__(self, folder: Path, more: list[str]) -> None:
         self.folder = folder
         programs = folder / "bin"
         programs.mkdir()
-        # What makes the demo short is added to the launch; the words of the page stay as they are.
+        # The `scalerl` on this PATH adds the overrides of SHORT to `train`, so the page's commands run unchanged.
         short = " ".join(f"'{word}'" for word in more)
         command = f'exec {sys.executable} -m sweeps.cli.main "$@"'
         self._program("scalerl", f'[ "$1" = train ] && set -- "$@" {short}\n{command}')
@@ -73,8 +73,8 @@ class Assistant:
         path.chmod(0o755)
 
     def follow(self, heading: str, **environment: str) -> str:
-        """Run the blocks below a heading, and return what they print."""
-        said = ""
+        """Run the blocks below a heading and return their standard output."""
+        output = ""
         for block in blocks(heading):
             with (self.folder / "stderr.txt").open("w+") as errors:
                 done = subprocess.run(
@@ -82,8 +82,8 @@ class Assistant:
                     stdout=subprocess.PIPE, stderr=errors, text=True, timeout=PATIENCE_S, start_new_session=True,
                 )  # fmt: skip
             assert done.returncode == 0, f"{block}\n{(self.folder / 'stderr.txt').read_text()}"
-            said += done.stdout
-        return said
+            output += done.stdout
+        return output
 
     def read(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
@@ -93,21 +93,21 @@ class Assistant:
 def shortened(tmp_path: Path) -> Iterator[Assistant]:
     assistant = Assistant(tmp_path, [*SHORT, *light.overrides("local")])
     yield assistant
-    if alive(assistant):  # after a failure
+    if alive(assistant):  # if the test failed before it killed the study
         os.killpg(os.getpgid(pid(assistant)), signal.SIGKILL)
 
 
-def wait_for(true: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, "nothing happened for too long"
         time.sleep(0.02)
 
 
-def test_its_commands_launch_wait_continue_and_read_a_study(shortened: Assistant) -> None:
+def test_its_commands_launch_continue_and_read_a_study(shortened: Assistant) -> None:
     study, gate = shortened.folder / "outputs" / "mine", shortened.folder / "gate"
     shortened.follow("Launch", VERIFIER_GATE=str(gate))
-    # Killed once both members that run wait behind the gate, in the middle of their work.
+    # Kill the study when both running members wait at the gate of the verifier.
     wait_for(lambda: not alive(shortened) or (len(runs := find_runs(study)) == 2 and lines(*runs) == 2 * 4))
     assert alive(shortened), (shortened.folder / "mine.log").read_text()
     os.killpg(os.getpgid(pid(shortened)), signal.SIGKILL)
@@ -118,11 +118,13 @@ def test_its_commands_launch_wait_continue_and_read_a_study(shortened: Assistant
     assert shortened.follow("Wait").strip() == "{'finished': 4}", (shortened.folder / "mine.log").read_text()
     assert {len(journal) for journal in deterministic(study).values()} == {12 + 5}
 
-    said = shortened.follow("Read the result")
+    result = shortened.follow("Read the result")
     ranking = shortened.read("rank.json")
-    assert said.startswith(f"{'no winner' if ranking['undecided'] else 'decided'}: {ranking['sentence']}\n")
-    assert {each["told"] for each in shortened.read("compare.json")["comparisons"]} <= set(TOLD)
-    # Members that do not train do not record by which words they were launched.
+    assert result.startswith(f"{'no winner' if ranking['undecided'] else 'decided'}: {ranking['sentence']}\n")
+    assert {comparison["told"] for comparison in shortened.read("compare.json")["comparisons"]} <= set(
+        COMPARISON_OUTCOMES
+    )
+    # Light members do not record their overrides, so these commands are only compared with plan.json.
     proposed = shortened.follow("If it is undecided").splitlines()
     assert proposed and proposed == [str(step["command"]) for step in shortened.read("plan.json")["next"]]
 
@@ -136,13 +138,13 @@ def alive(assistant: Assistant) -> bool:
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_its_command_for_loops_decides(tmp_path: Path) -> None:
+def test_its_command_for_users_loops_decides(tmp_path: Path) -> None:
     assistant = Assistant(tmp_path, [])
     (tmp_path / "results.tsv").write_bytes((ROOT / "examples" / "results.tsv").read_bytes())
     assert assistant.follow("Keep or discard, in a loop of your own").startswith("keep | keep b2c3d4e: better than")
 
 
-def test_it_names_every_code_state_and_verdict() -> None:
+def test_it_lists_every_exit_code_state_and_verdict() -> None:
     text = PAGE.read_text()
     codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     assert list(map(int, codes)) == [0, 1, 2, EXIT_INTERRUPTED, EXIT_CTRL_C]
@@ -150,4 +152,4 @@ def test_it_names_every_code_state_and_verdict() -> None:
     fitted = set(re.findall(r"`(\w+)`", verdict.__doc__ or ""))
     assert len(fitted) == 9
     verdicts = {keep_discard.KEEP, keep_discard.DISCARD, keep_discard.UNDECIDED}
-    assert {*STATES, *fitted, *TOLD, *verdicts} <= words
+    assert {*STATES, *fitted, *COMPARISON_OUTCOMES, *verdicts} <= words

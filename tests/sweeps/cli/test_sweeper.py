@@ -1,4 +1,4 @@
-"""Rows of overrides beside Hydra's grid: studies that are no product of a few keys."""
+"""Tests of the sweepers: rows of overrides in addition to Hydra's grid, and search spaces for Optuna."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sweeps.search.settings import Axis
 
 
 class Collects(StudyLauncher):
-    """Takes members and runs none."""
+    """A launcher that records the members and runs none."""
 
     def __init__(self) -> None:
         self.launches: list[list[list[str]]] = []
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
         assert initial_job_idx == sum(map(len, self.launches))
-        self.launches.append([list(each) for each in job_overrides])
+        self.launches.append([list(member_overrides) for member_overrides in job_overrides])
         return []
 
 
 def members(rows: Any, *arguments: str, batch: int | None = None) -> list[list[list[str]]]:
-    # Hydra's search for plugins executes its own modules anew, and leaves classes without their bases.
+    # Hydra's plugin search imports its modules again; classes made earlier then lack the current base classes.
     importlib.reload(basic_sweeper)
     sweeper = importlib.reload(scalerl_sweeper).ScaleRLSweeper(batch, {"seed": "0,1"}, rows)
     sweeper.launcher = launcher = Collects()
@@ -43,8 +43,8 @@ def members(rows: Any, *arguments: str, batch: int | None = None) -> list[list[l
 
 
 def test_the_grid_is_run_with_each_row() -> None:
-    (found,) = members(OmegaConf.create([[], ["loss=dapo"], ["model.width=32,64", "batch.prompts=4"]]))
-    assert found == [
+    (only_launch,) = members(OmegaConf.create([[], ["loss=dapo"], ["model.width=32,64", "batch.prompts=4"]]))
+    assert only_launch == [
         ["seed=0"],
         ["seed=1"],
         ["seed=0", "loss=dapo"],
@@ -58,19 +58,19 @@ def test_the_grid_is_run_with_each_row() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, [], OmegaConf.create([])])
-def test_without_rows_it_is_hydras_grid(rows: Any) -> None:
+def test_without_rows_the_grid_is_hydras(rows: Any) -> None:
     assert members(rows, "loss=dapo,gspo") == [
         [[f"seed={seed}", f"loss={loss}"] for seed in (0, 1) for loss in ("dapo", "gspo")]
     ]
 
 
-def test_a_row_wins_over_the_grid_and_the_command_line_over_both() -> None:
+def test_a_row_overrides_the_grid_and_the_command_line_overrides_both() -> None:
     assert members([["seed=7", "loss=dapo"], []]) == [[["seed=7", "loss=dapo"], ["seed=0"], ["seed=1"]]]
-    (found,) = members([["seed=7", "loss=dapo"], []], "seed=3", "budget.steps=5")
-    assert found == [["seed=3", "loss=dapo", "budget.steps=5"], ["seed=3", "budget.steps=5"]]
+    (only_launch,) = members([["seed=7", "loss=dapo"], []], "seed=3", "budget.steps=5")
+    assert only_launch == [["seed=3", "loss=dapo", "budget.steps=5"], ["seed=3", "budget.steps=5"]]
 
 
-def test_a_launcher_that_would_not_see_the_rows_is_refused() -> None:
+def test_rows_need_a_launcher_of_this_project() -> None:
     sweeper = importlib.reload(scalerl_sweeper).ScaleRLSweeper(None, {"seed": "0,1"}, [["loss=dapo"]])
     sweeper.launcher = object()
     loader = SimpleNamespace(get_group_options=lambda group: {"cluster": ["local", "moon"]}[group])
@@ -79,7 +79,7 @@ def test_a_launcher_that_would_not_see_the_rows_is_refused() -> None:
         sweeper.sweep([])
 
 
-def test_launches_of_a_bounded_size() -> None:
+def test_max_batch_size_splits_the_launch() -> None:
     assert [len(each) for each in members([[], ["loss=dapo"], ["loss=gspo"]], batch=4)] == [4, 2]
 
 
@@ -92,19 +92,19 @@ def test_a_race_takes_all_members_at_once() -> None:
 
 
 @pytest.mark.parametrize("rows", [["loss=dapo"], "loss=dapo", {"loss": "dapo"}, [["dapo"]], [[1]], [None]])
-def test_rows_that_are_none_are_refused_by_name(rows: Any) -> None:
+def test_malformed_rows_are_refused_by_name(rows: Any) -> None:
     with pytest.raises(UserError, match=r"hydra\.sweeper\.rows: .* must be a list of lists of overrides"):
         members(OmegaConf.create(rows) if isinstance(rows, dict) else rows)
 
 
-def test_every_experiments_rows_are_overrides() -> None:
-    """As Hydra will read them; a row that cannot be parsed would only be met at the launch."""
+def test_the_rows_of_every_experiment_are_valid_overrides() -> None:
+    """Parse them as Hydra does. Otherwise a malformed row would fail only at launch."""
     conf = Path(__file__).resolve().parents[3] / "conf" / "experiment"
     rows = {path.stem: OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.rows") for path in conf.glob("*.yaml")}
-    with_rows = {name: each for name, each in rows.items() if each}
+    with_rows = {name: experiment_rows for name, experiment_rows in rows.items() if experiment_rows}
     assert "replication" in with_rows
-    for each in with_rows.values():
-        for row in OmegaConf.to_container(each):
+    for experiment_rows in with_rows.values():
+        for row in OmegaConf.to_container(experiment_rows):
             OverridesParser.create().parse_overrides(row)
 
 
@@ -112,7 +112,7 @@ def test_every_experiments_rows_are_overrides() -> None:
 
 
 class Searches(StudyLauncher):
-    """Takes a space and searches nothing."""
+    """A launcher that records the search space and searches nothing."""
 
     def __init__(self) -> None:
         self.searched: list[Any] = []
@@ -135,9 +135,14 @@ def searched(*arguments: str, params: Any = None, **settings: Any) -> Any:
     return launcher.searched[0]
 
 
-def test_a_space_is_read_off_what_is_swept() -> None:
-    given = ("loss=dapo,gspo", "budget.steps=8", "optimizer.lr=tag(log,interval(1e-5,1e-3))", "a=int(interval(1,9))")
-    base, space, settings, sampler = searched(*given, "b=range(0,10,5)", n_trials=5)
+def test_the_search_space_comes_from_the_swept_overrides() -> None:
+    overrides = (
+        "loss=dapo,gspo",
+        "budget.steps=8",
+        "optimizer.lr=tag(log,interval(1e-5,1e-3))",
+        "a=int(interval(1,9))",
+    )
+    base, space, settings, sampler = searched(*overrides, "b=range(0,10,5)", n_trials=5)
     assert base == ["budget.steps=8"] and settings == {"n_trials": 5} and type(sampler).__name__ == "RandomSampler"
     assert space == [
         Axis("loss", ("dapo", "gspo")),
@@ -148,17 +153,17 @@ def test_a_space_is_read_off_what_is_swept() -> None:
     assert isinstance(space[2].low, int)
 
 
-def test_the_command_line_wins_over_the_spaces_own_parameters() -> None:
+def test_the_command_line_overrides_the_parameters_of_the_sweeper() -> None:
     base, space, _, _ = searched("seed=3", "loss=dapo", params={"loss": "gspo,ppo", "epochs.passes": "1,2"})
     assert base == ["loss=dapo", "seed=3"] and space == [Axis("epochs.passes", ("1", "2"))]
 
 
-def test_nothing_to_search_is_said() -> None:
+def test_a_search_without_swept_values_is_refused() -> None:
     with pytest.raises(UserError, match="nothing to search; give values"):
         searched("loss=dapo")
 
 
-def test_an_experiment_that_lists_members_is_no_space() -> None:
+def test_a_search_refuses_rows() -> None:
     with pytest.raises(
         UserError, match=r"hydra.sweeper.rows: they list members one by one, .* hydra.sweeper.rows=null"
     ):

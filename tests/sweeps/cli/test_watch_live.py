@@ -1,4 +1,4 @@
-"""`scalerl watch` on a terminal: a real one, over a study that another process writes."""
+"""Test of `scalerl watch` in a real terminal, while another process writes the study."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from tests.paths import ROOT
 from tests.place import PATIENCE_S
 
-# Writes a study of two runs: at each line of its input it does what that says, and then says so.
+# Writes a study of two runs. It executes each command of its standard input, then prints the command.
 WRITER = """
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ for word in iter(sys.stdin.readline, ""):
 
 
 class Terminal:
-    """A command in a terminal of its own, as a person would see it."""
+    """Run a command in a pseudo-terminal and collect its output."""
 
     def __init__(self, *words: str, columns: int = 100, rows: int = 24) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PYTHONUTF8": "1"}
@@ -58,7 +58,7 @@ class Terminal:
             environment.pop(name, None)
         self.pid, self.master = pty.fork()
         if self.pid == 0:
-            # As a terminal's shell has it: what runs in the background of a script is started with Ctrl-C ignored.
+            # Under a background script SIGINT is inherited as ignored. A shell in a terminal would restore it.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(sys.executable, [sys.executable, "-m", "sweeps", *words], environment)
         self.resize(columns, rows)
@@ -69,7 +69,7 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, timeout_s: float) -> bool:
-        """Take what is there, or comes before long; False at the end."""
+        """Read the output that arrives within `timeout_s`. False at the end of the output."""
         if select.select([self.master], [], [], timeout_s)[0]:
             try:
                 self.seen += os.read(self.master, 65536)
@@ -83,16 +83,16 @@ class Terminal:
 
     @property
     def frame(self) -> str:
-        """What was drawn last."""
+        """The last frame that was drawn, without escape sequences."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen.decode(errors="replace").rpartition("\x1b[H")[2])
 
-    def wait_for(self, found: Callable[[], object], what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not found():
+        while not condition():
             assert time.monotonic() < deadline and self.read(1.0), f"no {what} in {self.text[-2000:]}"
 
     def end(self) -> int:
-        """Wait for its end, and return the exit code."""
+        """Wait until the command ends and return its exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self.read(1.0):
             assert time.monotonic() < deadline, f"no end after {self.text[-2000:]}"
@@ -131,13 +131,13 @@ def writer(tmp_path: Path) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.live
-def test_a_study_is_watched_as_it_is_written_until_ctrl_c(tmp_path: Path, writer: Callable[[str], None]) -> None:
+def test_watch_follows_a_study_until_ctrl_c(tmp_path: Path, writer: Callable[[str], None]) -> None:
     terminal = Terminal("watch", str(tmp_path / "study"))
     try:
         terminal.wait_for(lambda: "waiting for the first" in terminal.text, "screen")
         assert b"\x1b[?1049h" in terminal.seen and "2 running" in terminal.text
         writer("evaluate")
-        # Escape sequences of a label do not get through; the rest of it does.
+        # The escape character in a label is removed, the rest of the label is printed.
         ranked = r"P\(best\)(.|\n)+loss=one \[31m +0\.\d\d +0\.5\d\d +[▁-█]{6} +too_few_points"
         terminal.wait_for(lambda: re.search(ranked, terminal.frame), "ranking")
         assert re.search(r"running +loss=one \[31m +0 +5 +0\.5\d\d +[▁-█]{6}", terminal.frame)

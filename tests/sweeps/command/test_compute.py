@@ -1,4 +1,4 @@
-"""Truths about compute of other trainers: units, sums, counters that begin again, and FLOPs by a model's size."""
+"""Tests of compute measured from other trainers' logs: units, sums, counters that restart, FLOPs by model size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sweeps.command.follow import Counter, MetricsError
 from sweeps.command.growing import Column
 from sweeps.errors import UserError
 
-GIVEN: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "unit": "tokens", "column": "tokens", "per_step": False, "restarts": False, "devices": 1, "parameters": None,
     "model": None,
 }  # fmt: skip
-# Of Qwen3-0.6B's config.json, and of a mixture of experts like Qwen3-30B-A3B's.
+# From the config.json of Qwen3-0.6B, and of a mixture of experts similar to Qwen3-30B-A3B.
 DENSE = {
     "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "hidden_act": "silu",
@@ -32,42 +32,42 @@ EXPERTS = {
 def counted_at(
     compute: Compute, steps: list[int], column: Column, begin: tuple[float, float], where: str
 ) -> list[float]:
-    """Return compute at these steps by a column that was logged since a run has begun."""
+    """Return compute at `steps`, from the rows of a column since `begin`: the step and compute at the start."""
     counter = Counter(compute, begin, where)
     counter.add(column)
     return counter.at(steps)
 
 
-def test_a_sum_of_steps_goes_on_from_where_it_was() -> None:
-    compute = compute_of({**GIVEN, "per_step": True}, Path())
+def test_a_sum_over_steps_continues_from_its_last_value() -> None:
+    compute = compute_of({**DEFAULTS, "per_step": True}, Path())
     assert counted_at(compute, [11, 12, 13], [(11, 5.0), (12, 6.0), (13, 7.0)], (10, 100.0), "x") == [105, 111, 118]
 
 
-def test_compute_between_two_logged_steps_lies_between_theirs() -> None:
-    compute = compute_of(GIVEN, Path())
+def test_compute_between_two_logged_steps_is_interpolated() -> None:
+    compute = compute_of(DEFAULTS, Path())
     assert counted_at(compute, [0, 5, 10, 15], [(10, 100.0), (20, 300.0)], (0, 0.0), "x") == [0, 50, 100, 200]
 
 
-def test_a_counter_that_begins_again_is_added_or_refused() -> None:
+def test_a_counter_that_restarts_is_added_up_or_refused() -> None:
     column = [(11.0, 10.0), (12.0, 20.0)]
-    assert counted_at(compute_of({**GIVEN, "restarts": True}, Path()), [12], column, (10, 100.0), "x") == [120]
+    assert counted_at(compute_of({**DEFAULTS, "restarts": True}, Path()), [12], column, (10, 100.0), "x") == [120]
     with pytest.raises(
         MetricsError, match=r"^command.compute.column: tokens in x went back at step 11: .*restarts=true"
     ):
-        counted_at(compute_of(GIVEN, Path()), [12], column, (10, 100.0), "x")
+        counted_at(compute_of(DEFAULTS, Path()), [12], column, (10, 100.0), "x")
 
 
-def test_device_hours_are_seconds_of_all_devices() -> None:
-    compute = compute_of({**GIVEN, "unit": "device_hours", "column": "seconds", "devices": 8}, Path())
+def test_device_hours_add_up_all_devices() -> None:
+    compute = compute_of({**DEFAULTS, "unit": "device_hours", "column": "seconds", "devices": 8}, Path())
     assert counted_at(compute, [1], [(1, 900.0)], (0, 0.0), "x") == pytest.approx([2.0])
     assert compute.text == "device hours: seconds, seconds, x 8 devices"
 
 
 @pytest.mark.parametrize(("config", "billions"), [(DENSE, 0.596), (EXPERTS, 3.03)])
-def test_parameters_are_those_that_a_token_passes(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
+def test_parameters_are_the_active_ones_per_token(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert parameters_of(tmp_path) == pytest.approx(billions * 1e9, rel=0.02)
-    compute = compute_of({**GIVEN, "unit": "flops", "model": str(tmp_path)}, Path())
+    compute = compute_of({**DEFAULTS, "unit": "flops", "model": str(tmp_path)}, Path())
     assert counted_at(compute, [1], [(1, 10.0)], (0, 0.0), "x") == pytest.approx([6 * 10 * parameters_of(tmp_path)])
 
 
@@ -86,6 +86,6 @@ def test_parameters_are_those_that_a_token_passes(tmp_path: Path, config: dict[s
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_wrong_settings_of_compute_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        compute_of({**GIVEN, **changes}, Path())
+        compute_of({**DEFAULTS, **changes}, Path())

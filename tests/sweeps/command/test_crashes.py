@@ -1,4 +1,4 @@
-"""Truths about studies that are killed, lose power or are damaged: `benchmarks/crashes.py`, of which this is a part."""
+"""Test that killed, powered-off and damaged studies lose nothing silently: a short run of `benchmarks/crashes.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.paths import ROOT
 
 
 @pytest.mark.full
-def test_nothing_is_lost_in_silence(tmp_path: Path) -> None:
+def test_nothing_is_lost_silently(tmp_path: Path) -> None:
     words = [sys.executable, "benchmarks/crashes.py", "--kills", "9", "--damage", "3", "--seed", "7"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

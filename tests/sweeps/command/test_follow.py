@@ -1,4 +1,4 @@
-"""Truths about following a log: in whatever pieces it comes and whoever is killed, its journal is that of the whole."""
+"""Tests of following a log: its pieces, and kills in between, do not change the resulting journal."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ WANTED = ("reward", "loss", "tokens")
 
 
 class Member:
-    """A member's attempts at a command: what each logs, and what its follower makes of it.
+    """A member whose attempts write to one log, which a Follower turns into its journal.
 
     Args:
         run_dir: its folder.
-        name: of its log.
-        changes: of the command.
+        name: file name of its log.
+        changes: fields of the Command that differ from COMMAND.
     """
 
     def __init__(self, run_dir: Path, name: str = "log.jsonl", **changes: Any) -> None:
@@ -49,7 +49,7 @@ class Member:
         Journal(run_dir).header(axis=self.command.compute.axis)
 
     def attempt(self, *writes: bytes | Callable[[], object], ending: Ending | None = Ending.WHOLE) -> JournalView:
-        """Append to the log, or do what is asked, with a look after each; `ending` None: the member is killed."""
+        """Append each of `writes` to the log, or call it, and poll after each. `ending` None: the member is killed."""
         earlier = read_journal(self.run_dir)
         source, journal = Source(self.command, self.run_dir, self.cuts), Journal(self.run_dir)
         follower = Follower(journal, earlier, self.command, source)
@@ -70,7 +70,7 @@ class Member:
 
 
 def rows(*steps: int, tokens: int = 100, **more: float) -> bytes:
-    """JSON lines with tokens, a loss and a reward at each step."""
+    """Return JSON lines with tokens, a loss and a reward at each step."""
     return b"".join(
         json.dumps(
             {"step": step, "tokens": tokens * step, "loss": 1 / (1 + step), "reward": step / 100, **more}
@@ -81,7 +81,7 @@ def rows(*steps: int, tokens: int = 100, **more: float) -> bytes:
 
 
 def points(view: JournalView, metric: str = "eval/heldout/pass_rate") -> dict[int, tuple[float, float]]:
-    """Reward, or another metric, and compute by step."""
+    """Return (reward or another metric, compute) by step."""
     return {r.step: (r.metrics[metric], r.metrics["compute/tokens"]) for r in view.records if metric in r.metrics}
 
 
@@ -93,16 +93,18 @@ CELL = st.one_of(NUMBERS, st.none(), st.booleans(), st.just({"a": 1}))
 
 @st.composite
 def logs(draw: st.DrawFn, names: Sequence[str] = ("step",)) -> bytes:
-    """A log of JSON lines as a command may write it: sparse, with cells of all kinds and Windows' ends of lines.
+    """Draw a log of JSON lines: sparse, with cells of many types, and with Windows line ends.
 
-    A column that goes before another as that of the step changes what was read before it came: of these there is one,
-    unless `names` has more.
+    By default there is only one name for the step column. With several, a later column may take precedence as the step,
+    which changes the steps of rows that were read already.
     """
     step, tokens, lines = 0, 0.0, []
     for _ in range(draw(st.integers(0, 12))):
         further = draw(st.integers(0, 2))
         step += further
-        tokens += draw(st.floats(0, 1e6)) if further else 0.0  # one number a step, however often it is logged
+        tokens += (
+            draw(st.floats(0, 1e6)) if further else 0.0
+        )  # one number per step, even if the step is logged several times
         row: dict[str, Any] = {draw(st.sampled_from(names)): draw(st.sampled_from([step, str(step)]))}
         if draw(st.booleans()):
             row["tokens"] = tokens
@@ -113,31 +115,31 @@ def logs(draw: st.DrawFn, names: Sequence[str] = ("step",)) -> bytes:
 
 
 def pieces(whole: bytes, cuts: Sequence[int]) -> list[bytes]:
-    """A log in the pieces that it is appended in."""
+    """Split a log into the pieces in which it is appended."""
     places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
     return [whole[a:b] for a, b in pairwise(places)]
 
 
 @settings(max_examples=100)
 @given(logs(), st.lists(st.integers(0, 10_000), max_size=8))
-def test_any_split_of_a_log_into_appends_gives_the_journal_of_the_whole(whole: bytes, cuts: list[int]) -> None:
+def test_any_split_of_a_log_gives_the_journal_of_the_whole(whole: bytes, cuts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = []
+        results = []
         for name, parts in (("once", [whole]), ("pieces", pieces(whole, cuts))):
             (run_dir := Path(folder) / name).mkdir()
-            member, said = Member(run_dir), ""
+            member, message = Member(run_dir), ""
             try:
                 member.attempt(*parts)
-            except MetricsError as error:  # no column of tokens, say
-                said = str(error).replace(str(run_dir), "")
-            found.append((read_journal(run_dir).deterministic(), said))
-        assert found[0] == found[1]
+            except MetricsError as error:  # for example, no column of tokens
+                message = str(error).replace(str(run_dir), "")
+            results.append((read_journal(run_dir).deterministic(), message))
+        assert results[0] == results[1]
 
 
 @settings(max_examples=100)
 @given(logs(names=("step", "global_step", "_step")), st.lists(st.integers(0, 10_000), max_size=6))
-def test_json_lines_read_as_they_grow_are_those_of_the_whole_file(whole: bytes, cuts: list[int]) -> None:
-    same_as_whole("log.jsonl", whole, cuts)
+def test_growing_json_lines_give_the_rows_of_the_whole_file(whole: bytes, cuts: list[int]) -> None:
+    assert_same_as_whole("log.jsonl", whole, cuts)
 
 
 TEXT = st.one_of(
@@ -153,13 +155,13 @@ TEXT = st.one_of(
     st.sampled_from(["\n", "\r\n"]),
     st.lists(st.integers(0, 10_000), max_size=6),
 )
-def test_csv_read_as_it_grows_is_that_of_the_whole_file(table: list[list[str]], end: str, cuts: list[int]) -> None:
+def test_a_growing_csv_gives_the_rows_of_the_whole_file(table: list[list[str]], end: str, cuts: list[int]) -> None:
     lines = ["step,tokens,reward,loss", *(",".join([str(n), *cells][:4]) for n, cells in enumerate(table))]
-    same_as_whole("log.csv", "".join(line + end for line in lines).encode(), cuts)
+    assert_same_as_whole("log.csv", "".join(line + end for line in lines).encode(), cuts)
 
 
-def same_as_whole(name: str, whole: bytes, cuts: list[int]) -> None:
-    """Compare what a growing log gives in the end, read in pieces, with what the readers make of the file."""
+def assert_same_as_whole(name: str, whole: bytes, cuts: list[int]) -> None:
+    """Compare the rows of a log that is read in pieces with those of the readers of complete files."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         growing = GrowingLog(path, lambda: Rows(WANTED, None))
@@ -168,92 +170,92 @@ def same_as_whole(name: str, whole: bytes, cuts: list[int]) -> None:
             with path.open("ab") as handle:
                 handle.write(part)
             growing.update(Ending.OPEN)
-        found = growing.rows
-        if found.count:
+        actual = growing.rows
+        if actual.count:
             (log,) = read_logs(path)
             wanted = {n: log.series(n) for n in WANTED if n in log.names}
             columns = {n: list(zip(s.steps.tolist(), s.values.tolist(), strict=True)) for n, s in wanted.items()}
-            assert (found.columns, list(found.names), found.count) == (columns, list(log.names), log.rows)
+            assert (actual.columns, list(actual.names), actual.count) == (columns, list(log.names), log.rows)
 
 
-# --- killed in the middle of a line ------------------------------------------------------------------------------
+# --- killed within a line -----------------------------------------------------------------------------------------
 
 
-def test_half_a_number_is_no_number(tmp_path: Path) -> None:
-    """While the command writes it the counter would have gone back, which ends the run."""
+def test_half_a_number_is_not_read(tmp_path: Path) -> None:
+    """A number that is only half written looks like a counter that went back, which would end the run."""
     member = Member(tmp_path, "log.csv")
-    found = member.attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2\n3,3", b"000,0.3\n")
-    assert points(found) == {1: (0.1, 1000), 2: (0.2, 2000), 3: (0.3, 3000)}
+    journal_view = member.attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2\n3,3", b"000,0.3\n")
+    assert points(journal_view) == {1: (0.1, 1000), 2: (0.2, 2000), 3: (0.3, 3000)}
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "stdout.txt"])
-def test_a_line_torn_by_a_kill_spoils_neither_its_own_nor_the_next(tmp_path: Path, name: str) -> None:
-    """The next attempt appends behind it: two halves that look like a row, or a row that is none."""
+def test_a_line_torn_by_a_kill_does_not_damage_later_rows(tmp_path: Path, name: str) -> None:
+    """The next attempt appends to the torn line. The two halves may look like a row, or not be a row at all."""
     member = Member(tmp_path, name)
     if name == "stdout.txt":
         member.command = replace(member.command, source=STDOUT)
     if name == "log.csv":
         member.attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2\n3,30", ending=None)
-        found = member.attempt(b"2,2000,0.25\n", b"3,3000,0.35\n")
+        journal_view = member.attempt(b"2,2000,0.25\n", b"3,3000,0.35\n")
     else:
         member.attempt(
             b'{"step": 1, "tokens": 1000, "reward": 0.1}\n{"step": 2, "tokens": 2000, "reward": 0.2}\n{"st', ending=None
         )
-        found = member.attempt(
+        journal_view = member.attempt(
             b'{"step": 2, "tokens": 2000, "reward": 0.25}\n', b'{"step": 3, "tokens": 3000, "reward": 0.35}\n'
         )
-    assert points(found) == {1: (0.1, 1000), 2: (0.25, 2000), 3: (0.35, 3000)}
-    again = member.attempt(ending=None)  # found again, and nothing is recorded twice
-    assert again.deterministic() == found.deterministic()
+    assert points(journal_view) == {1: (0.1, 1000), 2: (0.25, 2000), 3: (0.35, 3000)}
+    again = member.attempt(ending=None)  # the same log is read again: nothing is recorded twice
+    assert again.deterministic() == journal_view.deterministic()
 
 
-def test_a_row_without_an_end_counts_once_the_command_has_ended_well(tmp_path: Path) -> None:
+def test_a_last_row_without_newline_counts_if_the_command_succeeded(tmp_path: Path) -> None:
     for ending, last in ((Ending.WHOLE, {1, 2}), (Ending.TORN, {1})):
         (run_dir := tmp_path / ending.value).mkdir()
-        found = Member(run_dir, "log.csv").attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2", ending=ending)
-        assert points(found).keys() == last
+        journal_view = Member(run_dir, "log.csv").attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2", ending=ending)
+        assert points(journal_view).keys() == last
 
 
-def test_a_damaged_line_costs_itself(tmp_path: Path) -> None:
-    """A JSON file was not read at all for one broken line in it."""
-    found = Member(tmp_path).attempt(rows(1, 2) + b'{"step": 3, "tok\n' + rows(4, 5))
-    assert points(found).keys() == {1, 2, 4, 5}
+def test_only_a_damaged_line_is_lost(tmp_path: Path) -> None:
+    """Regression: one broken line made a JSON file unreadable."""
+    journal_view = Member(tmp_path).attempt(rows(1, 2) + b'{"step": 3, "tok\n' + rows(4, 5))
+    assert points(journal_view).keys() == {1, 2, 4, 5}
 
 
 # --- attempts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_log_cut_back_to_its_checkpoint_is_no_new_beginning(tmp_path: Path) -> None:
-    """As a trainer does that takes back what lies beyond its checkpoint before it goes on."""
+def test_a_log_cut_back_to_its_checkpoint_is_not_a_restart(tmp_path: Path) -> None:
+    """Some trainers remove log lines beyond their checkpoint before they continue."""
     member = Member(tmp_path)
     member.attempt(rows(1, 2, 3, 4, 5), ending=None)
-    found = member.attempt(lambda: member.log.write_bytes(rows(1, 2, 3)), rows(4, 5, 6, loss=7.0))
-    assert points(found).keys() == {1, 2, 3, 4, 5, 6}
-    assert points(found, "train/loss")[3][0] == 1 / 4 and points(found, "train/loss")[4][0] == 7.0
+    journal_view = member.attempt(lambda: member.log.write_bytes(rows(1, 2, 3)), rows(4, 5, 6, loss=7.0))
+    assert points(journal_view).keys() == {1, 2, 3, 4, 5, 6}
+    assert points(journal_view, "train/loss")[3][0] == 1 / 4 and points(journal_view, "train/loss")[4][0] == 7.0
 
 
-def test_what_a_dead_attempt_did_beyond_the_newest_is_not_taken_for_it(tmp_path: Path) -> None:
-    """Both lie in one log, and tokens of the newest may be more than those of later steps of the other."""
+def test_steps_of_a_dead_attempt_are_not_taken_for_the_newest(tmp_path: Path) -> None:
+    """Both attempts write to one log, and the new one may have used more tokens at an earlier step."""
     member = Member(tmp_path)
     member.attempt(rows(1, 2, 3, 4, 5, 6), ending=None)
-    member.attempt(rows(4, 5, tokens=130), ending=None)  # from its checkpoint of step 3; its member is killed
+    member.attempt(rows(4, 5, tokens=130), ending=None)  # resumed from the checkpoint of step 3; the member is killed
     assert points(member.attempt(ending=None)).keys() == {1, 2, 3, 4, 5}
-    found = member.attempt(rows(6, 7, tokens=130))
-    assert {step: compute for step, (_, compute) in points(found).items()} == {
+    journal_view = member.attempt(rows(6, 7, tokens=130))
+    assert {step: compute for step, (_, compute) in points(journal_view).items()} == {
         1: 100, 2: 200, 3: 300, 4: 520, 5: 650, 6: 780, 7: 910,
     }  # fmt: skip
 
 
-def test_an_attempt_whose_member_saw_nothing_of_it_takes_its_place(tmp_path: Path) -> None:
+def test_rows_that_the_killed_member_had_not_read_replace_the_earlier_ones(tmp_path: Path) -> None:
     member = Member(tmp_path)
     member.attempt(rows(1, 2, 3, 4, 5), ending=Ending.TORN)
-    with member.log.open("ab") as handle:  # the command has logged, and its member was killed before a look
+    with member.log.open("ab") as handle:  # the command logs this, and its member is killed before the next poll
         handle.write(rows(4, loss=7.0))
-    found = member.attempt(ending=None)
-    assert points(found, "train/loss")[4][0] == 7.0 and points(found).keys() == {1, 2, 3, 4}
+    journal_view = member.attempt(ending=None)
+    assert points(journal_view, "train/loss")[4][0] == 7.0 and points(journal_view).keys() == {1, 2, 3, 4}
 
 
-def test_an_evaluation_that_was_logged_late_is_not_lost_with_its_member(tmp_path: Path) -> None:
+def test_a_late_evaluation_is_not_lost_if_the_member_is_killed(tmp_path: Path) -> None:
     member = Member(tmp_path)
     plain = [json.dumps({"step": step, "tokens": 100 * step}).encode() + b"\n" for step in range(1, 5)]
     member.attempt(*plain, ending=None)
@@ -262,54 +264,54 @@ def test_an_evaluation_that_was_logged_late_is_not_lost_with_its_member(tmp_path
     assert points(member.attempt(ending=None)) == {2: (0.5, 200)}
 
 
-def test_a_counter_that_restarts_counts_on_where_its_attempt_was(tmp_path: Path) -> None:
+def test_a_restarted_counter_is_added_to_the_earlier_attempts(tmp_path: Path) -> None:
     member = Member(tmp_path, compute=replace(TOKENS, restarts=True))
     member.attempt(rows(1, 2, 3), ending=Ending.TORN)
     lines = [json.dumps({"step": s, "tokens": 100 * (s - 3), "reward": 0.5}).encode() + b"\n" for s in (4, 5, 6)]
     member.attempt(*lines[:2], ending=None)
     with member.log.open("ab") as handle:
         handle.write(lines[2])
-    found = points(member.attempt(ending=None))
-    assert [found[step][1] for step in sorted(found)] == [100, 200, 300, 400, 500, 600]
+    points_by_step = points(member.attempt(ending=None))
+    assert [points_by_step[step][1] for step in sorted(points_by_step)] == [100, 200, 300, 400, 500, 600]
 
 
-def test_one_that_begins_anew_and_writes_its_log_again_sums_from_zero(tmp_path: Path) -> None:
-    """What it logs is what was there: it is the same, and yet counts once."""
+def test_a_command_that_starts_anew_sums_from_zero(tmp_path: Path) -> None:
+    """The new attempt logs the same rows as the old one. They must be counted once."""
     member = Member(tmp_path, compute=replace(TOKENS, per_step=True), anew=True)
     member.attempt(rows(1, 2, 3), ending=None)
-    found = member.attempt(lambda: member.log.write_bytes(rows(1)), rows(2, 3), rows(4, 5))
-    assert [compute for _, compute in points(found).values()] == [100, 300, 600, 1000, 1500]
+    journal_view = member.attempt(lambda: member.log.write_bytes(rows(1)), rows(2, 3), rows(4, 5))
+    assert [compute for _, compute in points(journal_view).values()] == [100, 300, 600, 1000, 1500]
 
 
-def test_a_step_that_is_no_whole_number_is_named(tmp_path: Path) -> None:
-    """A column of epochs, say: the journal had steps without a reward."""
+def test_a_fractional_step_is_refused_by_name(tmp_path: Path) -> None:
+    """For example a column of epochs. Before this check the journal had steps without a reward."""
     with pytest.raises(MetricsError, match=r"^command.metrics.step: 0.5 in .*log.jsonl is no whole step; name the co"):
         Member(tmp_path).attempt(b'{"step": 0.5, "tokens": 1, "reward": 0.5}\n')
 
 
-def test_a_log_of_verls_and_one_with_quotes_are_followed(tmp_path: Path) -> None:
+def test_verls_log_and_a_csv_with_quotes_are_followed(tmp_path: Path) -> None:
     (one := tmp_path / "one").mkdir()
     lines = [json.dumps({"step": s, "data": {"tokens": s, "reward": 0.5}}).encode() + b"\n" for s in (1, 2, 3)]
     assert points(Member(one).attempt(*lines)).keys() == {1, 2, 3}
     (two := tmp_path / "two").mkdir()
-    found = Member(two, "log.csv").attempt(
+    journal_view = Member(two, "log.csv").attempt(
         b'step,tokens,reward,note\n1,1,0.1,"a, b"\n', b'2,2,0.2,"c"\n', b"3,3,0.3,d\n"
     )
-    assert points(found) == {1: (0.1, 1), 2: (0.2, 2), 3: (0.3, 3)}
+    assert points(journal_view) == {1: (0.1, 1), 2: (0.2, 2), 3: (0.3, 3)}
 
 
-def test_a_look_at_a_long_log_reads_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_reads_only_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     member = Member(tmp_path)
-    taken: list[int] = []
+    added: list[int] = []
     add = Rows.add
 
     def counted(self: Rows, row: dict[str, Any]) -> None:
-        taken.append(1)
+        added.append(1)
         add(self, row)
 
     monkeypatch.setattr(Rows, "add", counted)
     member.attempt(*(rows(step) for step in range(1, 101)), ending=None)
-    assert len(taken) == 100
+    assert len(added) == 100
 
 
 # --- holes --------------------------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ def test_a_look_at_a_long_log_reads_what_is_new(tmp_path: Path, monkeypatch: pyt
         (range(1, 6), range(31, 40), [(6, 30)]),
         (range(10, 40, 10), range(40, 80, 10), []),
         (range(10, 30, 10), range(50, 80, 10), [(21, 40)]),
-        ([1, 2, 5, 10, 20, 50], [100, 200], []),  # at growing distances: the newest are the longest
+        ([1, 2, 5, 10, 20, 50], [100, 200], []),  # distances between steps grow, so a long last distance is not a hole
         ([1], range(10, 40, 10), []),
         ([1], range(31, 40), [(2, 30)]),
         ([], range(31, 40), [(1, 30)]),
@@ -330,26 +332,28 @@ def test_a_look_at_a_long_log_reads_what_is_new(tmp_path: Path, monkeypatch: pyt
     ],
 )
 @pytest.mark.parametrize("killed", [False, True])
-def test_steps_that_are_lost_between_two_attempts_are_a_hole(
+def test_steps_lost_between_two_attempts_are_a_hole(
     tmp_path: Path, before: Sequence[int], after: Sequence[int], holes: list[tuple[int, int]], killed: bool
 ) -> None:
     member = Member(tmp_path)
     member.attempt(rows(*before))
-    if killed:  # before it has recorded anything: the next one catches up
+    if killed:  # killed before it recorded anything: the next attempt catches up
         member.attempt()
         with member.log.open("ab") as handle:
             handle.write(rows(*after))
-        found = member.attempt()
+        journal_view = member.attempt()
     else:
-        found = member.attempt(rows(*after))
-    assert found.holes == holes
-    assert [r.step for r in found.of_kind("train")] == sorted({*(s for s in before if s < after[0]), *after})
-    assert found.of_kind("train")[-1].metrics["compute/tokens"] == 100 * after[-1]
+        journal_view = member.attempt(rows(*after))
+    assert journal_view.holes == holes
+    assert [r.step for r in journal_view.of_kind("train")] == sorted({*(s for s in before if s < after[0]), *after})
+    assert journal_view.of_kind("train")[-1].metrics["compute/tokens"] == 100 * after[-1]
 
 
-def test_compute_of_lost_steps_is_that_of_those_before(tmp_path: Path) -> None:
+def test_lost_steps_count_the_compute_of_the_steps_before_them(tmp_path: Path) -> None:
     member = Member(tmp_path, compute=replace(COMMAND.compute, per_step=True))
     logged = [re.sub(rb'"tokens": \d+', b'"tokens": 100', rows(*steps)) for steps in (range(1, 6), range(31, 36))]
     member.attempt(logged[0])
-    found = member.attempt(logged[1])
-    assert [r.metrics["compute/tokens"] for r in found.of_kind("train")][-5:] == [100.0 * n for n in range(31, 36)]
+    journal_view = member.attempt(logged[1])
+    assert [r.metrics["compute/tokens"] for r in journal_view.of_kind("train")][-5:] == [
+        100.0 * n for n in range(31, 36)
+    ]

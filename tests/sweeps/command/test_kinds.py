@@ -1,4 +1,4 @@
-"""Whatever a study's file says, the answer is members or one line: no error of Python's own."""
+"""Test that any value in a study's file is accepted or refused in one line, without a Python traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES: tuple[Any, ...] = (
     None, True, 0, 3, -1, 1.5, float("inf"), float("nan"), 10**400, "", "{", "x", "???", "a\nb", "\0", "\ud800",
     b"\xff", [], [1], ["x"], [None], [{}], {}, {"a": 1}, {1: 2}, {"a": {"b": [1]}}, object(),
 )  # fmt: skip
-PARTS = 4  # has no factor in common with the number of values: each part has every key, and every value
+PARTS = 4  # no common factor with len(VALUES), so each part has every key and every value
 
 
 def keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -44,8 +44,10 @@ KEYS = [key for key in keys(BASE) if key not in ("defaults", "race") and not key
 
 
 def test_every_setting_of_the_base_has_a_type() -> None:
-    elsewhere = re.compile(r"seed|race\..*|launch\.(hang_factor|hang_min_s|max_device_hours|rate|margin|design)")
-    assert {key for key in KEYS if not elsewhere.fullmatch(key)} == set(_KINDS)
+    checked_elsewhere = re.compile(
+        r"seed|race\..*|launch\.(hang_factor|hang_min_s|max_device_hours|rate|margin|design)"
+    )
+    assert {key for key in KEYS if not checked_elsewhere.fullmatch(key)} == set(_KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 class Launcher(DebugStudyLauncher):
-    """The launcher of a study, up to where it would begin to run members."""
+    """A launcher that plans a study and stops before it runs members."""
 
     config: Mapping[str, Any]
     folder: Path
@@ -71,7 +73,7 @@ class Launcher(DebugStudyLauncher):
 
 
 @pytest.mark.parametrize("part", every(PARTS, range(PARTS), pytest.mark.full))
-def test_a_value_of_any_type_at_any_key_is_taken_or_refused_in_words(config: dict[str, Any], part: int) -> None:
+def test_any_value_at_any_key_is_accepted_or_refused_by_name(config: dict[str, Any], part: int) -> None:
     launcher = Launcher("a:b", "a:b")
     launcher.folder = Path(config["command"]["folder"])
     for key, value in [(key, value) for key in [*KEYS, "loss"] for value in VALUES][part::PARTS]:
@@ -91,7 +93,7 @@ def test_a_value_of_any_type_at_any_key_is_taken_or_refused_in_words(config: dic
 
 
 @pytest.mark.parametrize("key", ["command.metrics.step", "command.resume", "budget.steps", "launch.max_parallel"])
-def test_a_setting_that_was_taken_away_is_named(config: dict[str, Any], key: str) -> None:
+def test_a_removed_setting_is_refused_by_name(config: dict[str, Any], key: str) -> None:
     changed = copy.deepcopy(config)
     *groups, name = key.split(".")
     inner = changed
@@ -119,7 +121,7 @@ def test_a_setting_that_was_taken_away_is_named(config: dict[str, Any], key: str
         (b"hydra: {launcher: 3}\n", "hydra.launcher: 3 must be a group"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_named_with_the_place(tmp_path: Path, more: bytes, said: str) -> None:
+def test_invalid_yaml_is_refused_with_file_and_line(tmp_path: Path, more: bytes, said: str) -> None:
     path = write_study(tmp_path)
     path.write_bytes(path.read_bytes() + more)
     with pytest.raises(ConfigurationError, match=f"^{re.escape(str(path))}: .*{said}") as caught:
@@ -131,41 +133,41 @@ def test_a_file_that_is_no_yaml_is_named_with_the_place(tmp_path: Path, more: by
     "defaults", ["", "3", "member", "[{member: command}, 3]", "[{member: 3}]", "[{member: nope}]", "[{member: }, x]",
                  "[{member: command, x: y}]", "[{member: command}, null]"],
 )  # fmt: skip
-def test_defaults_that_choose_no_command_say_how_to_begin(tmp_path: Path, defaults: str) -> None:
+def test_defaults_without_a_command_say_how_to_begin(tmp_path: Path, defaults: str) -> None:
     path = write_study(tmp_path)
-    _, _, rest = path.read_text().partition("- _self_\n")
-    path.write_text(f"defaults: {defaults}\n{rest}")
+    _, _, below = path.read_text().partition("- _self_\n")
+    path.write_text(f"defaults: {defaults}\n{below}")
     with pytest.raises(ConfigurationError, match=r"begin it with defaults: \[{member: command}, _self_\]$"):
         study_file("toy", [tmp_path])
 
 
 @pytest.mark.parametrize("defaults", ["", "3", "train", "{train: x}", "[train, 3]", "[train, null]", "[{loss: 3}]"])
 def test_defaults_of_a_file_without_a_command_are_checked_too(tmp_path: Path, defaults: str) -> None:
-    """Where `defaults:` is empty Hydra ends with a ValueError of its own, and Python with its traceback."""
+    """With an empty `defaults:` Hydra raises a ValueError, which would end in a traceback."""
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nbudget: {{steps: 2}}\n")
     with pytest.raises(ConfigurationError, match=rf"^{re.escape(str(tmp_path))}.*: defaults: .*begin .*defaults: \["):
         study_file("mine", [tmp_path])
 
 
 @pytest.mark.parametrize("value", ["${nope}", "${nope:1}", "${oc.env:NOPE_NOPE}", "${loss}"])
-def test_a_reference_to_nothing_is_named_with_its_file(tmp_path: Path, value: str) -> None:
+def test_an_unresolved_reference_is_refused_with_its_file(tmp_path: Path, value: str) -> None:
     path = write_study(tmp_path, values={"loss": value})
     with pytest.raises(ConfigurationError, match=f"; correct it in {re.escape(str(path))}$") as caught:
         plan_commands([[]], [str(path)])
     assert "\n" not in str(caught.value)
 
 
-def test_a_search_may_vary_a_value_that_the_file_leaves_open() -> None:
-    asked: list[Sequence[str]] = []
+def test_a_search_may_vary_a_value_without_a_default() -> None:
+    received: list[Sequence[str]] = []
 
-    class Asked(DebugStudyLauncher):
+    class Recording(DebugStudyLauncher):
         def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-            asked.extend(override_lists)
+            received.extend(override_lists)
             raise UserError("enough")
 
-    launcher = Asked("a:b", "a:b")
+    launcher = Recording("a:b", "a:b")
     launcher._config = DictConfig({"loss": "???", "optim": {"lr": "???"}, "clip": 0.2})
     space = [Axis("loss", ("dapo", "gspo")), Axis("optim.lr", (), 1e-6, 1e-4, True), Axis("clip", (), 0.1, 0.3)]
     with pytest.raises(UserError, match="enough"):
         launcher.search(["seed=1"], space, {}, lambda seed: None)
-    assert asked == [["seed=1", "loss=dapo", "optim.lr=1e-06"]]
+    assert received == [["seed=1", "loss=dapo", "optim.lr=1e-06"]]

@@ -1,4 +1,4 @@
-"""Truths about planning commands: identities, labels, and what is refused before anything is started."""
+"""Tests of planning commands: identities, labels, and mistakes that are refused before anything is started."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ from tests.sweeps.command.toy import SCRIPT, planned, write_study
 LINE = "python -S train.py --steps={steps} --seed={seed} --out={run_dir} --loss={loss}"
 
 
-def test_a_recipe_is_its_command_without_seed_budget_and_place(tmp_path: Path) -> None:
+def test_seed_budget_and_folder_are_not_part_of_a_recipe(tmp_path: Path) -> None:
     file = write_study(tmp_path)
-    one, other, longer, dapo = planned(file, "seed=1", "seed=2", "seed=1 budget.steps=99", "seed=1 loss=dapo")
-    assert one.curve == other.curve == longer.curve != dapo.curve
-    assert one.run == longer.run != other.run
+    one, other_seed, longer, dapo = planned(file, "seed=1", "seed=2", "seed=1 budget.steps=99", "seed=1 loss=dapo")
+    assert one.curve == other_seed.curve == longer.curve != dapo.curve
+    assert one.run == longer.run != other_seed.run
     assert planned(file, "seed=1 output_dir=/elsewhere launch.max_parallel=7")[0].run == one.run
     words = resolved(dapo, tmp_path / "out").words
     assert words == ("python", "-S", "train.py", "--steps=30", "--seed=1", f"--out={tmp_path}/out", "--loss=dapo")
 
 
-def test_labels_are_the_values_that_differ_from_those_of_the_file(tmp_path: Path) -> None:
+def test_labels_list_the_values_that_differ_from_the_file(tmp_path: Path) -> None:
     file = write_study(tmp_path, values={"loss": "grpo", "optim": {"lr": 1e-6}}, line=f"{LINE} {{optim.lr}}")
-    own, dapo, both = planned(file, "loss=grpo", "loss=dapo", "optim.lr=0.1 loss=dapo")
-    assert [spec.recipe for spec in (own, dapo, both)] == ["toy", "loss=dapo", "loss=dapo+optim.lr=0.1"]
-    assert (own.baseline, dict(both.departures)) == ("toy", {"loss": "dapo", "optim.lr": "0.1"})
+    unchanged, dapo, both = planned(file, "loss=grpo", "loss=dapo", "optim.lr=0.1 loss=dapo")
+    assert [spec.recipe for spec in (unchanged, dapo, both)] == ["toy", "loss=dapo", "loss=dapo+optim.lr=0.1"]
+    assert (unchanged.baseline, dict(both.departures)) == ("toy", {"loss": "dapo", "optim.lr": "0.1"})
     content = yaml.safe_load(file.read_text())
     file.write_text(yaml.safe_dump({**content, "label": "{loss} at {optim.lr}"}))
     assert [spec.recipe for spec in planned(file, "", "loss=dapo")] == ["grpo at 1e-06", "dapo at 1e-06"]
 
 
-def test_a_value_made_of_others_is_none_that_differs(tmp_path: Path) -> None:
+def test_an_interpolated_value_is_not_part_of_the_label(tmp_path: Path) -> None:
     values = {"loss": "grpo", "name": "${loss}-${seed}"}
-    own, dapo = planned(write_study(tmp_path, values=values, line=f"{LINE} {{name}}"), "loss=grpo", "loss=dapo")
+    unchanged, dapo = planned(write_study(tmp_path, values=values, line=f"{LINE} {{name}}"), "loss=grpo", "loss=dapo")
     assert (
-        own.recipe == "toy" and dapo.recipe.startswith("loss=dapo") and resolved(dapo, tmp_path).words[-1] == "dapo-0"
+        unchanged.recipe == "toy"
+        and dapo.recipe.startswith("loss=dapo")
+        and resolved(dapo, tmp_path).words[-1] == "dapo-0"
     )
 
 
-def test_a_value_that_the_file_leaves_open_is_in_every_label(tmp_path: Path) -> None:
+def test_a_value_without_a_default_is_in_every_label(tmp_path: Path) -> None:
     file = write_study(tmp_path, values={"loss": "???"})
     assert [spec.recipe for spec in planned(file, "loss=grpo", "loss=dapo")] == ["loss=grpo", "loss=dapo"]
     with pytest.raises(ConfigurationError, match=r"^loss: needs a value; give loss=\.\.\., or a value in "):
         planned(file)
 
 
-def test_the_content_of_the_script_and_of_a_template_counts(tmp_path: Path) -> None:
+def test_the_content_of_script_and_template_is_part_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('loss = "{loss}"\nseed = {seed}\n')
     line = "python -S train.py --config={run_dir}/c.toml --steps={steps}"
     file = write_study(tmp_path, files={"c.toml": "base.toml"}, line=line)
@@ -65,7 +67,7 @@ def test_the_content_of_the_script_and_of_a_template_counts(tmp_path: Path) -> N
     second = planned(file)[0]
     (tmp_path / "train.py").write_text(SCRIPT + "\n# another\n")
     assert len({first.curve, second.curve, planned(file)[0].curve}) == 3
-    # What was planned is what is written, whatever becomes of the template.
+    # The first plan keeps the template's content of that time.
     assert resolved(first, tmp_path).files == {"c.toml": 'loss = "grpo"\nseed = 0\n'}
 
 
@@ -78,7 +80,7 @@ def test_a_learning_rate_is_a_number_in_a_yaml_template(tmp_path: Path) -> None:
     assert "--lr=1e-05" in command.words
 
 
-def test_names_of_our_groups_are_free_for_values_of_ones_own(tmp_path: Path) -> None:
+def test_users_values_may_have_the_names_of_our_groups(tmp_path: Path) -> None:
     values = {"loss": "grpo", "model": "tiny", "variant": 8}
     file = write_study(tmp_path, values=values, line=f"{LINE} {{model}} {{variant}}")
     assert planned(file, "model=large variant=16")[0].recipe == "model=large+variant=16"
@@ -130,14 +132,14 @@ def test_mistakes_are_one_line_before_anything_runs(
 @pytest.mark.parametrize(
     ("name", "text"), [("c.toml", "lr = {loss}"), ("c.json", '{"a": "{loss}",}'), ("c.yaml", "a: [{loss}")]
 )
-def test_a_file_that_its_template_does_not_make_is_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_a_template_that_gives_an_invalid_file_is_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "template").write_text(text)
     file = write_study(tmp_path, files={name: "template"})
     with pytest.raises(ConfigurationError, match=rf"^command.files.{name}: with its values filled in it is not "):
         planned(file)
 
 
-def test_two_members_that_would_write_one_file_are_named(tmp_path: Path) -> None:
+def test_two_members_with_one_log_are_refused_by_name(tmp_path: Path) -> None:
     file = write_study(tmp_path, metrics={"reward": "r", "source": "out/{loss}.jsonl"})
     with pytest.raises(ConfigurationError, match=r"out/grpo.jsonl: toy seed 1 and toy seed 2 would both write it; put"):
         planned(file, "seed=1", "seed=2")
@@ -152,10 +154,10 @@ def test_two_members_that_would_write_one_file_are_named(tmp_path: Path) -> None
         ("stop.file", {"stop": {"file": "STOP"}}),
     ],
 )
-def test_two_members_share_no_log_no_checkpoint_and_no_request_to_stop(
+def test_two_members_may_not_share_log_checkpoint_or_stop_file(
     tmp_path: Path, setting: str, settings: dict[str, Any]
 ) -> None:
-    """Each would go on from the other's checkpoint, or be stopped with it; one log has several names."""
+    """Each would resume from the other's checkpoint or stop with it. The log's path is spelled in different ways."""
     file = write_study(tmp_path, **settings)
     for loss in ("grpo", "dapo"):
         (tmp_path / loss).mkdir()
@@ -177,7 +179,7 @@ def test_two_members_share_no_log_no_checkpoint_and_no_request_to_stop(
         ('train "{loss}"', "'$(date)'", False),
     ],
 )
-def test_a_value_means_itself_to_a_shell_too(tmp_path: Path, script: str, value: str, safe: bool) -> None:
+def test_values_are_safe_in_shell_commands(tmp_path: Path, script: str, value: str, safe: bool) -> None:
     line = ["bash", "-c", f"{script} --seed {{seed}} {{steps}}"]
     file = write_study(tmp_path, line=line)
     lists = [[f"loss={value}"]]
@@ -191,15 +193,15 @@ def test_a_value_means_itself_to_a_shell_too(tmp_path: Path, script: str, value:
     assert resolved(spec, tmp_path).words[4] in ("a;touch pwned", "two words", "it's", "$(date)")
 
 
-def test_a_folder_may_be_called_as_a_pattern_is(tmp_path: Path) -> None:
-    place = tmp_path / "study[1] *"
+def test_a_folders_name_may_contain_glob_characters(tmp_path: Path) -> None:
+    folder = tmp_path / "study[1] *"
     file = write_study(
-        place,
+        folder,
         metrics={"source": "{run_dir}/checkpoint-*/state.json", "reward": "r"},
         resume={"checkpoints": "{run_dir}/state-*.json"},
     )
     (spec,) = planned(file)
-    command = resolved(spec, run_dir := place / "outputs/runs" / spec.run)
+    command = resolved(spec, run_dir := folder / "outputs/runs" / spec.run)
     (run_dir / "checkpoint-10").mkdir(parents=True)
     for name in ("checkpoint-10/state.json", "state-5.json", "state-10.json"):
         (run_dir / name).touch()
@@ -213,7 +215,7 @@ def test_one_study_has_one_axis_of_compute(tmp_path: Path) -> None:
         planned(file, "seed=1", "seed=2 command.compute.unit=steps")
 
 
-def test_a_study_goes_on_with_the_measure_that_it_was_begun_with(tmp_path: Path) -> None:
+def test_a_study_keeps_its_measure_of_compute(tmp_path: Path) -> None:
     file = write_study(tmp_path)
     journal = tmp_path / "outputs/runs/one/metrics.jsonl"
     journal.parent.mkdir(parents=True)
@@ -225,7 +227,7 @@ def test_a_study_goes_on_with_the_measure_that_it_was_begun_with(tmp_path: Path)
         planned(file, "seed=2 command.compute.unit=steps")
 
 
-def test_a_file_with_a_command_and_without_a_member_says_how_it_begins(tmp_path: Path) -> None:
+def test_a_file_with_a_command_needs_the_member_default(tmp_path: Path) -> None:
     file = write_study(tmp_path)
     assert study_file("toy", [tmp_path]) == file and study_file("train", []) is None and study_file("no", []) is None
     content = yaml.safe_load(file.read_text())
@@ -237,12 +239,12 @@ def test_a_file_with_a_command_and_without_a_member_says_how_it_begins(tmp_path:
 EXAMPLES = sorted(path.stem for path in command_conf_dir().glob("*.yaml"))
 
 
-def test_there_is_an_example_for_each_of_the_trainers() -> None:
+def test_each_trainer_has_an_example() -> None:
     assert EXAMPLES == ["open_instruct", "prime_rl", "skyrl", "trl", "verl"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_compose_and_every_option_has_its_value(name: str) -> None:
+def test_examples_compose_and_fill_in_every_placeholder(name: str) -> None:
     file = command_conf_dir() / f"{name}.yaml"
     (spec, other) = plan_commands([[f"study={name}", f"seed={seed}"] for seed in (1, 2)], [str(file)])
     assert spec.curve == other.curve and spec.recipe == name
@@ -254,22 +256,22 @@ def test_examples_compose_and_every_option_has_its_value(name: str) -> None:
     assert file.read_text().startswith("# ") and f"--config-name {name} --multirun" in file.read_text()
 
 
-def test_runs_of_ours_compose_after_a_study_of_commands(tmp_path: Path) -> None:
-    """What Hydra imports at its first use, and keeps in one store for all, outlasts the study that used it first."""
+def test_our_own_runs_compose_after_a_study_of_commands(tmp_path: Path) -> None:
+    """Planning changes Hydra's config store, which is global in a process. It must restore the store completely."""
     file = write_study(tmp_path)
-    told = f"""
+    program = f"""
 from pathlib import Path
 from lightning_scalerl.composition import compose
 from lightning_scalerl.member.command import plan_commands
 plan_commands([["seed=1"]], [{str(file)!r}])
 print(compose(["variant=loss_dapo"])["label"], compose(["variant=normalization_prompt"])["label"])
 """
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.stdout.split() == ["loss=dapo", "normalization=prompt"], done.stderr
 
 
-def test_what_this_project_keeps_in_a_members_folder_is_not_written_over(tmp_path: Path) -> None:
-    """A template for `config.yaml` would take the place of the run's own configuration, without a word."""
+def test_our_files_in_a_members_folder_are_not_overwritten(tmp_path: Path) -> None:
+    """A template for `config.yaml` would silently replace the run's configuration."""
     (tmp_path / "template.yaml").write_text("loss: {loss}\n")
     for name in ("config.yaml", "spec.json", "./metrics.jsonl", "../config.yaml", "/tmp/config.yaml"):
         with pytest.raises(ConfigurationError, match=r"command\.files\..*another"):

@@ -1,4 +1,4 @@
-"""Truths about a command whose machine loses power: what it has logged is there, or its loss is named."""
+"""Test that after a power cut a command's logged steps are kept, or their loss is reported."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from sweeps.run.progress import is_done
 from sweeps.source import load
 from tests.sweeps.command.toy import SCRIPT, steps_of, view, write_study, written
 
-# The first attempt ends behind the checkpoint of step 10, and has time to be looked at before.
+# The first attempt exits after the checkpoint of step 10. It sleeps first, so that the member polls its log.
 END = "    if step == 10 and not os.path.exists(out + '/go'): time.sleep(0.3); sys.exit(7)\n"
 ENDS_AT_10 = SCRIPT.replace("    if step == int(", f"{END}    if step == int(")
 CHECKPOINTS = {"add": "--from={checkpoint}", "checkpoints": "{run_dir}/state-*.json"}
 
 
 class Disk:
-    """What of the files has reached the disk when the power is cut: as long as they were when they were last synced."""
+    """Simulate a power cut: files are truncated to the length at their last fsync."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lengths: dict[int, int] = {}
         self._on = True
-        fsync, end = os.fsync, Journal.end
+        fsync, journal_end = os.fsync, Journal.end
 
-        def noted(descriptor: int) -> None:
+        def record_length(descriptor: int) -> None:
             fsync(descriptor)
             if self._on:
                 status = os.fstat(descriptor)
                 self._lengths[status.st_ino] = status.st_size
 
         def cut(journal: Journal, step: int, status: str, reason: str | None = None) -> None:
-            self._on = status == "finished"  # the first attempt's failure comes after the power cut
-            end(journal, step, status, reason)
+            self._on = status == "finished"  # the end of the failed attempt is written after the power cut
+            journal_end(journal, step, status, reason)
 
-        monkeypatch.setattr(os, "fsync", noted)
+        monkeypatch.setattr(os, "fsync", record_length)
         monkeypatch.setattr(Journal, "end", cut)
 
     def cut(self, *files: Path) -> None:
@@ -50,7 +50,7 @@ class Disk:
 
 
 @pytest.fixture(autouse=True)
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     interruption.clear()
     monkeypatch.setattr(runner, "_POLL_S", 0.02)
     monkeypatch.setattr(runner, "_STOP_CHECK_S", 0.02)
@@ -59,7 +59,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("source", "resume"), [("stdout", {}), ("stdout", CHECKPOINTS), ("{run_dir}/out.jsonl", CHECKPOINTS)]
 )
-def test_what_was_logged_before_a_checkpoint_outlives_a_power_cut(
+def test_steps_logged_before_a_checkpoint_survive_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, resume: dict[str, str]
 ) -> None:
     script = ENDS_AT_10 if source == "stdout" else ENDS_AT_10.replace(
@@ -76,27 +76,30 @@ def test_what_was_logged_before_a_checkpoint_outlives_a_power_cut(
     assert is_done(run_dir, 30, spec.run)
     if resume:
         assert steps_of(run_dir) == list(range(1, 31)) and view(run_dir).missing is None
-    else:  # what is not known to have a checkpoint is not synced with it, and its loss is named
+    else:  # without known checkpoints the log is not synced, and the loss is reported
         assert view(run_dir).missing == "no records of steps 1 to 10"
 
 
-def test_what_is_lost_is_named_in_status_and_in_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_steps_are_reported_in_status_and_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, run_dir = written(write_study(tmp_path, ENDS_AT_10, resume=CHECKPOINTS))
     with pytest.raises(CommandFailedError):
         run_member(run_dir)
-    for name, lines in (("metrics.jsonl", 7), ("stdout.txt", 3)):  # of the journal: header, attempt, 4 steps, 1 reward
+    for name, lines in (
+        ("metrics.jsonl", 7),
+        ("stdout.txt", 3),
+    ):  # lines of the journal: header, attempt, 4 steps, 1 reward
         whole = (run_dir / name).read_bytes().split(b"\n")
         (run_dir / name).write_bytes(b"\n".join([*whole[:lines], b""]))
     (run_dir / "go").touch()
     run_member(run_dir)
     assert is_done(run_dir, 30, spec.run) and steps_of(run_dir) == [*range(1, 6), *range(11, 31)]
     assert view(run_dir).holes == [(6, 10)]
-    (shown,) = overview(run_dir.parent)
-    assert shown.reason == "no records of steps 6 to 10"
+    (member_view,) = overview(run_dir.parent)
+    assert member_view.reason == "no records of steps 6 to 10"
     (curve,) = load([run_dir]).curves
     assert any(
-        "has no records of steps 6 to 10: it continued from a checkpoint that is newer" in each
-        for each in curve.warnings
+        "has no records of steps 6 to 10: it continued from a checkpoint that is newer" in warning
+        for warning in curve.warnings
     )
 
 
@@ -117,7 +120,7 @@ def test_a_checkpoint_without_a_step_before_it_is_refused_by_name(tmp_path: Path
     assert steps_of(run_dir) == list(range(1, 31)) and view(run_dir).missing is None
 
 
-def test_a_checkpoint_that_came_before_the_first_step_was_logged_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_logged_step_is_resumed(tmp_path: Path) -> None:
     script = ENDS_AT_10.replace("    print(", "    if step % 15 == 0: print(")
     _, run_dir = written(write_study(tmp_path, script, resume=CHECKPOINTS))
     with pytest.raises(CommandFailedError):
@@ -128,7 +131,7 @@ def test_a_checkpoint_that_came_before_the_first_step_was_logged_is_gone_on_from
     assert steps_of(run_dir) == [15, 30] and view(run_dir).missing is None
 
 
-def test_a_last_checkpoint_whose_steps_are_lost_is_named(tmp_path: Path) -> None:
+def test_a_final_checkpoint_whose_steps_are_lost_is_refused(tmp_path: Path) -> None:
     _, run_dir = written(write_study(tmp_path, ENDS_AT_10, steps=10, resume=CHECKPOINTS))
     with pytest.raises(CommandFailedError):
         run_member(run_dir)
@@ -142,7 +145,7 @@ def test_a_last_checkpoint_whose_steps_are_lost_is_named(tmp_path: Path) -> None
 DAMAGE = ["", '{"attempts": "many", "cuts": 3}', '{"cuts": [[1], "x", [true, 2]], "attempts": null}', "\0\0", None]
 
 
-def test_a_damaged_file_of_the_attempt_keeps_no_member_from_going_on(tmp_path: Path) -> None:
+def test_a_damaged_command_json_does_not_stop_a_member(tmp_path: Path) -> None:
     script = SCRIPT.replace("step % 10", "step % 5").replace(
         "    if step == int(", "    if step % 5 == 0: sys.exit(7)\n    if step == int("
     )

@@ -1,4 +1,4 @@
-"""Truths about studies of commands: launched, killed, finished, raced and ranked as studies of our own runs are."""
+"""Tests of studies of commands: they launch, resume, race and rank like studies of our own runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_study_whose_controller_is_killed_is_finished_by_the_same_command(tmp_path: Path) -> None:
+def test_the_same_command_finishes_a_study_whose_controller_was_killed(tmp_path: Path) -> None:
     write_study(tmp_path, line=WAITING)
     words = ("--multirun", "loss=grpo,dapo", "seed=1", "launch.max_parallel=2")
     runs = tmp_path / "outputs" / "runs"
@@ -63,13 +63,13 @@ def test_a_study_whose_controller_is_killed_is_finished_by_the_same_command(tmp_
     assert "2/2 done" in output and "finished  loss=dapo seed 1: step 30/30" in output
     for run in runs.iterdir():
         assert steps_of(run) == list(range(1, 31)) and steps_of(run, "eval") == [5, 10, 15, 20, 25, 30]
-    # One member alone runs in the foreground.
+    # A single member runs in the foreground.
     assert "done already" in train(tmp_path, "loss=dapo", "seed=1").communicate(timeout=120)[0]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study that has run: two recipes, two seeds."""
+    """A finished study of two recipes with two seeds each."""
     folder = tmp_path_factory.mktemp("toy")
     file = write_study(folder, steps=60)
     study = Study(folder / "outputs", planned(file, *(f"loss={a} seed={s}" for a in ("grpo", "dapo") for s in (0, 1))))
@@ -79,7 +79,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return study.directory
 
 
-def test_whatever_reads_journals_reads_them(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_and_rank_read_studies_of_commands(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curves = load([finished]).curves
     assert {(curve.recipe, curve.axis, curve.unit) for curve in curves} == {
         ("toy", "compute/tokens", "tokens"),
@@ -90,12 +90,12 @@ def test_whatever_reads_journals_reads_them(finished: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_report_is_made_of_them(finished: Path, tmp_path: Path) -> None:
+def test_report_reads_studies_of_commands(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "-o", str(tmp_path / "report.html")]) == 0
     assert "tokens" in (tmp_path / "report.html").read_text()
 
 
-def test_advice_is_a_command_that_finds_the_studys_file(finished: Path) -> None:
+def test_the_proposed_command_names_the_studys_file(finished: Path) -> None:
     class Extend:
         recipe, action, compute = "loss=dapo", "extend", 12000.0
 
@@ -106,7 +106,7 @@ def test_advice_is_a_command_that_finds_the_studys_file(finished: Path) -> None:
     )
 
 
-def test_runs_of_two_measures_are_not_fitted_together(finished: Path, tmp_path: Path) -> None:
+def test_runs_with_different_measures_of_compute_are_not_fitted_together(finished: Path, tmp_path: Path) -> None:
     file = write_study(tmp_path, compute={"unit": "steps"})
     (spec,) = planned(file)
     spec.write(tmp_path / "outputs/runs" / spec.run)
@@ -118,7 +118,7 @@ def test_runs_of_two_measures_are_not_fitted_together(finished: Path, tmp_path: 
 
 
 def test_a_race_stops_the_recipe_that_will_not_be_best(tmp_path: Path) -> None:
-    # The loser waits, far from its end, to be stopped: it can only end so.
+    # The loser waits at step 300 of 400 and can only end if the race stops it.
     line = "python -S train.py --steps={steps} --seed={seed} --out={run_dir} --loss={loss} --wait={wait}"
     values = {"loss": "grpo", "wait": -1}
     file = write_study(tmp_path, steps=400, line=line, values=values)
@@ -140,7 +140,7 @@ def test_a_race_stops_the_recipe_that_will_not_be_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("anew", "places", "warned"), [(True, 1, True), (True, 4, False), (False, 1, False)])
-def test_a_race_says_before_it_begins_what_its_pauses_lose(
+def test_a_race_warns_that_pauses_lose_the_progress_of_commands(
     anew: bool, places: int, warned: bool, tmp_path: Path
 ) -> None:
     file = write_study(tmp_path, resume={"anew": anew})
@@ -148,10 +148,10 @@ def test_a_race_says_before_it_begins_what_its_pauses_lose(
     launcher = StudyLauncher("lightning_scalerl:plan_commands", "sweeps.command.runner:run_member")
     config = {**specs[0].config, "race": {**specs[0].config["race"], "mode": "live"}}
     config["launch"] = {**config["launch"], "max_parallel": places}
-    said = _pause_warnings(specs, launcher.plan(config))
-    assert bool(said) == warned
-    assert not warned or ("command.resume.anew" in said[0] and "launch.max_parallel=4" in said[0])
-    assert _pause_warnings(specs, launcher.plan(specs[0].config)) == [], "without a race nobody is paused"
-    # Runs that were adopted take nobody's place.
+    warnings = _pause_warnings(specs, launcher.plan(config))
+    assert bool(warnings) == warned
+    assert not warned or ("command.resume.anew" in warnings[0] and "launch.max_parallel=4" in warnings[0])
+    assert _pause_warnings(specs, launcher.plan(specs[0].config)) == [], "without a race no member is paused"
+    # Adopted runs need no place.
     adopted = [replace(spec, config={**spec.config, "adopted": {}}) for spec in specs[1:]]
     assert _pause_warnings([specs[0], *adopted], launcher.plan(config)) == []

@@ -1,4 +1,4 @@
-"""Truths about placeholders: what is filled in, what is left alone, and what is an error."""
+"""Tests of placeholders in templates: which braces are filled in, left alone, or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sweeps.command.template import fill, flatten, names_in
 from sweeps.errors import UserError
 
 
-def test_values_stand_as_configuration_files_and_command_lines_have_them() -> None:
+def test_values_are_written_as_in_configuration_files() -> None:
     values = flatten(
         {"loss": "dapo", "lr": 1e-6, "on": True, "none": None, "optim": {"name": "adam", "betas": [0.9, 0.99]}}
     )
@@ -20,12 +20,12 @@ def test_values_stand_as_configuration_files_and_command_lines_have_them() -> No
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_in_a_yaml_file_are_numbers_to_its_readers(value: float) -> None:
-    """PyYAML, as transformers' parsers use it, reads 1e-05 as a text."""
+def test_numbers_in_yaml_are_read_as_numbers(value: float) -> None:
+    """PyYAML, which the parsers of transformers use, reads 1e-05 as a string."""
     assert yaml.safe_load(fill("lr: {lr}", {"lr": value}, "x", yaml=True)) == {"lr": value}
 
 
-def test_a_small_learning_rate_is_a_number_in_yaml_and_as_before_elsewhere() -> None:
+def test_a_small_learning_rate_gets_a_decimal_point_in_yaml_only() -> None:
     assert fill("{lr} {a}", {"lr": 1e-5, "a": "1e-05"}, "x", yaml=True) == "1.0e-05 1e-05"
     assert fill("{lr}", {"lr": 1e-5}, "x") == "1e-05"
 
@@ -35,10 +35,10 @@ def test_other_braces_are_left_alone(text: str) -> None:
     assert fill(text, {}, "x") == text and names_in(text) == []
 
 
-def test_doubled_braces_are_text() -> None:
+def test_doubled_braces_are_literal() -> None:
     assert fill("{{loss}} {loss}", {"loss": 1}, "x") == "{loss} 1" and names_in("{{a}} {b}") == ["b"]
 
 
-def test_a_placeholder_without_a_value_is_named_with_those_that_have_one() -> None:
+def test_a_placeholder_without_a_value_is_refused_with_the_valid_names() -> None:
     with pytest.raises(UserError, match=r"^command.line: \{los\} has no value; .* valid: loss, seed$"):
         fill("{los}", {"seed": 1, "loss": 2}, "command.line")

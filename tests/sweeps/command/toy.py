@@ -1,4 +1,4 @@
-"""Studies of a toy command for tests: a script without torch that prints JSON lines, in a folder of its own."""
+"""Helpers for studies of a toy command: a script without torch that prints JSON lines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sweeps.run.spec import RunSpec
 
 PATIENCE_S = 60.0
 
-# Logs tokens at every step and a reward at every fifth, saves after every tenth, and goes on from there. It waits at a
-# step for the file `go` where it is told to.
+# Logs tokens at every step and a reward at every fifth step. It saves a checkpoint after every tenth step and resumes
+# from the newest. At the step given by --wait it waits for the file `go`.
 SCRIPT = """
 import json, os, sys, time
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -39,7 +39,7 @@ while step < steps:
 
 
 def write_study(folder: Path, /, script: str = SCRIPT, steps: int = 30, **settings: Any) -> Path:
-    """Write a study's file and its script; `settings` are keys of `command`, and `values` the user's own.
+    """Write a study's file and its script. `settings` are keys of `command`, except `values`: the user's own keys.
 
     Returns:
         Path of the file.
@@ -67,47 +67,46 @@ def write_study(folder: Path, /, script: str = SCRIPT, steps: int = 30, **settin
 
 
 def planned(file: Path, *override_lists: str) -> list[RunSpec]:
-    """Plan the members of a study, each by its overrides with blanks between them."""
+    """Plan one member per string of overrides, which are separated by spaces."""
     return plan_commands([words.split() for words in override_lists or ("",)], [str(file)])
 
 
 def written(file: Path, overrides: str = "") -> tuple[RunSpec, Path]:
-    """Plan one member and freeze it in its folder, as a launch does."""
+    """Plan one member and write its specification to its folder, as a launch does."""
     (spec,) = planned(file, overrides)
     run_dir = file.parent / "outputs" / "runs" / spec.run
     spec.write(run_dir)
     return spec, run_dir
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait until something is so."""
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, "in vain"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.01)
 
 
 def lines(run_dir: Path) -> int:
-    """Return how many lines the member's journal has, 0 without one."""
+    """Return the number of lines in the member's journal, 0 if there is none."""
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def commands_of(run_dir: Path) -> list[int]:
-    """Return the processes on this machine that run the command of a member."""
-    found = []
+    """Return the process ids on this machine that run the command of a member."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
         if "train.py" in words and f"--out={run_dir}" in words:
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids
 
 
 def steps_of(run_dir: Path, kind: str = "train") -> list[int]:
-    """Return the steps of the valid records of a kind, in their order."""
+    """Return the steps of the valid records of a kind, in order."""
     return [record.step for record in view(run_dir).of_kind(kind)]
 
 

@@ -1,4 +1,4 @@
-"""Rankings by pass@1 and by pass@k: `rank`, the report and MLflow show both orders and say when they differ."""
+"""Tests of rankings by pass@1 and by pass@k: `rank`, the report and MLflow show both and say if they differ."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SAMPLES, PROMPTS = 8, 60
 
 
 def run(root: Path, recipe: str, seed: int, sharp: bool, recorded: bool = True) -> Path:
-    """A run whose pass rate rises. `sharp`: on some prompts it always passes and on the others never."""
+    """Write a run whose pass rate rises. `sharp`: it passes some prompts nearly always and the others nearly never."""
     random = np.random.default_rng([seed, sharp])
     folder = root / "runs" / f"{recipe}{seed}"
     journal = Journal(folder, clock=lambda: 0.0)
     journal.header(run=folder.name, curve=recipe, recipe=recipe, seed=seed, device="cpu", baseline="broad")
     for step in range(13):
-        # Half of the prompts pass nearly always by the end, or all of them pass sometimes.
+        # sharp: the passed share of prompts grows; otherwise: the pass rate of every prompt grows.
         reached = 0.08 + (0.62 if sharp else 0.4) / (1 + (5 / max(step, 0.01)) ** 2)
         rates = np.where(np.arange(PROMPTS) < PROMPTS * reached, 0.97, 0.01) if sharp else np.full(PROMPTS, reached)
         passed = random.binomial(SAMPLES, rates)
@@ -48,17 +48,17 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_rank_shows_both_orders_and_says_that_they_differ(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_shows_both_orders_and_that_they_differ(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rank", str(study), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["pass_at_k"]
-    assert (found["k"], found["metric"], found["differs"]) == (8, "eval/heldout/pass@8", True)
-    places = {row["recipe"]: (row["at_1"]["place"], row["at_k"]["place"]) for row in found["rows"]}
+    two_rankings = json.loads(capsys.readouterr().out)["pass_at_k"]
+    assert (two_rankings["k"], two_rankings["metric"], two_rankings["differs"]) == (8, "eval/heldout/pass@8", True)
+    places = {row["recipe"]: (row["at_1"]["place"], row["at_k"]["place"]) for row in two_rankings["rows"]}
     assert places == {"sharp": (1, 2), "broad": (2, 1)}
-    assert "sharp is ahead by pass@1" in found["sentence"] and "broad by pass@8" in found["sentence"]
+    assert "sharp is ahead by pass@1" in two_rankings["sentence"] and "broad by pass@8" in two_rankings["sentence"]
     assert main(["rank", str(study)]) == 0
     printed = capsys.readouterr().out
-    assert found["sentence"] in printed and "pass@8 at" in printed
-    # By another metric than the pass rate there is one ranking.
+    assert two_rankings["sentence"] in printed and "pass@8 at" in printed
+    # A metric other than the pass rate gives one ranking.
     assert main(["rank", str(study), "--metric", "eval/heldout/pass@8", "--json"]) == 0
     other = json.loads(capsys.readouterr().out)
     assert other["pass_at_k"] is None and other["rewards"]["rows"][0]["recipe"] == "broad"
@@ -88,7 +88,7 @@ def test_the_report_and_mlflow_show_both_orders(study: Path, capsys: pytest.Capt
     capsys.readouterr()
 
 
-def test_a_run_without_several_samples_has_one_ranking(tmp_path: Path) -> None:
+def test_without_recorded_passes_there_is_one_ranking(tmp_path: Path) -> None:
     folder = run(tmp_path, "sharp", 0, sharp=True, recorded=False)
     view = read_journal(folder)
     assert metric_at_k([view], "eval/heldout/pass_rate") == "eval/heldout/pass@8"
@@ -97,7 +97,7 @@ def test_a_run_without_several_samples_has_one_ranking(tmp_path: Path) -> None:
     assert metric_at_k([view], "eval/heldout/pass_rate") is None
 
 
-def test_shares_of_prompts_are_those_of_the_passes(tmp_path: Path) -> None:
+def test_prompt_shares_are_computed_from_the_passes(tmp_path: Path) -> None:
     for seed, (first, last) in enumerate([((0, 2, 4, 0), (1, 0, 4, 4)), ((0, 0, 1, 4), (0, 3, 4, 4))]):
         folder = tmp_path / "runs" / f"run{seed}"
         journal = Journal(folder, clock=lambda: 0.0)
@@ -121,7 +121,7 @@ def test_a_run_without_an_evaluation_does_not_hide_the_second_ranking(study: Pat
     assert metric_at_k([started], "eval/heldout/pass_rate") is None
 
 
-def test_other_prompts_are_not_compared(tmp_path: Path) -> None:
+def test_evaluations_of_other_prompts_are_left_out(tmp_path: Path) -> None:
     folder = run(tmp_path, "one", 0, sharp=True)
     write_passes(folder, 12, {"heldout": Passes("others", (1, 0), (2, 2))})
     (shares,) = prompt_shares([read_journal(folder)], "compute/flops", "eval/heldout/pass_rate")

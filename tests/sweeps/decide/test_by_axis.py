@@ -1,4 +1,4 @@
-"""Truths about ranks on several axes: who is ahead by the step need not be by the hour, and that is said."""
+"""Tests of rankings on several axes: another recipe may lead per hour than per step, and the output says so."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from tests.sweeps.fit.simulate import law
 STEPS = np.linspace(0, 400, 41)
 
 
-def fits(axis: str, hours_a_step: dict[str, float]) -> list[Fit]:
-    """`long` makes more of a step than `short`; an axis other than the steps is hours."""
+def fits(axis: str, hours_per_step: dict[str, float]) -> list[Fit]:
+    """Fit two recipes. `long` learns more per step than `short`. Every axis except `step` is in hours."""
     curves = []
     for number, (recipe, c_mid) in enumerate((("long", 60.0), ("short", 110.0))):
         reward = law(STEPS, 0.7, 1.6, c_mid, 0.2) + 0.004 * np.random.default_rng(number).standard_normal(41)
-        curves.append(make_curve(recipe, STEPS * (1 if axis == "step" else hours_a_step[recipe]), reward, axis=axis))
+        curves.append(make_curve(recipe, STEPS * (1 if axis == "step" else hours_per_step[recipe]), reward, axis=axis))
     return fit_curves(curves)
 
 
-def test_they_disagree_where_a_step_costs_more() -> None:
-    dear = {"long": 0.06, "short": 0.02}
-    found = by_axis({axis: fits(axis, dear) for axis in ("step", DEVICE_HOURS)}, rate=2.5)
-    assert not found.agreed and [column.name for column in found.columns] == ["steps", "device hours", "cost"]
-    assert [column.first.recipe for column in found.columns] == ["long", "short", "short"]
-    steps, hours, cost = found.columns
+def test_axes_disagree_if_a_step_of_the_leader_costs_more() -> None:
+    costly_long = {"long": 0.06, "short": 0.02}
+    result = by_axis({axis: fits(axis, costly_long) for axis in ("step", DEVICE_HOURS)}, rate=2.5)
+    assert not result.agreed and [column.name for column in result.columns] == ["steps", "device hours", "cost"]
+    assert [column.first.recipe for column in result.columns] == ["long", "short", "short"]
+    steps, hours, cost = result.columns
     assert (steps.compute, hours.compute, cost.compute) == pytest.approx((400, 8.0, 20.0))
     priced = [
         (row.C.value, other.C.value) for row, other in zip(cost.rows, hours.rows, strict=True) if row.C and other.C
     ]
     assert priced and all(money == pytest.approx(2.5 * spent) for money, spent in priced)
-    assert found.sentence.startswith("which recipe is ahead depends on the axis: long at equal steps (P = ")
-    assert "short at equal device hours and cost (P = " in found.sentence
+    assert result.sentence.startswith("which recipe is ahead depends on the axis: long at equal steps (P = ")
+    assert "short at equal device hours and cost (P = " in result.sentence
     place = hours.row("long")
     assert place is not None and place[0] == 2 and hours.row("another") is None
 
 
-def test_they_agree_where_a_step_costs_the_same() -> None:
+def test_axes_agree_if_steps_cost_the_same() -> None:
     same = dict.fromkeys(("long", "short"), 0.02)
-    found = by_axis({axis: fits(axis, same) for axis in ("step", "gpu_hours")})
-    assert found.agreed and found.sentence.startswith(
+    result = by_axis({axis: fits(axis, same) for axis in ("step", "gpu_hours")})
+    assert result.agreed and result.sentence.startswith(
         "the same recipe is ahead on every axis: long at equal steps and gpu_"
     )
 
 
-def test_what_is_wrong_with_it() -> None:
+def test_wrong_axes_and_rates_are_refused() -> None:
     known = {"step": fits("step", {})}
-    for rate, told in ((2.0, "no axis in hours among step"), (0.0, "positive"), (float("nan"), "positive")):
-        with pytest.raises(UserError, match=told):
+    for rate, message in ((2.0, "no axis in hours among step"), (0.0, "positive"), (float("nan"), "positive")):
+        with pytest.raises(UserError, match=message):
             by_axis(known, rate)
     with pytest.raises(UserError, match="no recipe has evaluations enough"):
         by_axis({"step": fit_curves([make_curve("one", [0, 1], [0.1, 0.2])])})
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_by_axes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = str(ROOT / "examples" / "study")
     assert main(["rank", study, "--axes", "--rate", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["by_axis"]
-    assert [column["axis"] for column in found["columns"]] == [
+    ranking_json = json.loads(capsys.readouterr().out)["by_axis"]
+    assert [column["axis"] for column in ranking_json["columns"]] == [
         "step", "compute/virtual_device_hours", "compute/flops", "cost",
     ]  # fmt: skip
-    assert found["columns"][3]["compute"] == pytest.approx(2 * found["columns"][1]["compute"])
+    assert ranking_json["columns"][3]["compute"] == pytest.approx(2 * ranking_json["columns"][1]["compute"])
     table = tmp_path / "runs.csv"
     rows = ["recipe,compute,hours,reward"]
     for fit in fits("step", {}):

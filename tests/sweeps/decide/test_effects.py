@@ -1,4 +1,4 @@
-"""Truths about what a grid says of its axes."""
+"""Tests of the effects of axes, estimated from a grid of recipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AXES = tuple("abcdefgh")
 
 
 def fraction() -> list[dict[str, str]]:
-    """Sixteen cells of eight axes at two levels, every main effect apart from each other and from pairs of others."""
+    """Return a 2^(8-4) fractional factorial: no main effect is aliased with another or with an interaction of two."""
     cells = []
     for n in range(16):
         a, b, c, d = ((n >> k) & 1 for k in range(4))
@@ -35,36 +35,38 @@ def fraction() -> list[dict[str, str]]:
     return cells
 
 
-def solved(effect: Sequence[float], sd: float, own: float, number: int) -> np.ndarray:
+def solved(effect: Sequence[float], sd: float, interaction_sd: float, number: int) -> np.ndarray:
     rng = np.random.default_rng((8, number))
     cells = fraction()
     sums = [sum(e for e, axis in zip(effect, AXES, strict=True) if cell[axis] == "new") for cell in cells]
-    y = 0.6 + np.array(sums) + sd * rng.standard_normal(16) + own * rng.standard_normal(16)
+    y = 0.6 + np.array(sums) + sd * rng.standard_normal(16) + interaction_sd * rng.standard_normal(16)
     design = _Design.of(cells, {axis: [OWN, "new"] for axis in AXES}, ())
     return _solve(design, y, sd**2 * np.eye(16), 1.0).draws
 
 
-def test_effects_of_two_hundredths_are_told_with_their_coverage() -> None:
-    """Eight axes at two levels in sixteen recipes, each known to 0.008."""
+def test_effects_of_0_02_are_detected_and_intervals_have_their_coverage() -> None:
+    """Eight axes of two levels in sixteen recipes. The value of each recipe has a standard error of 0.008."""
     truth = (0.02, -0.02, 0.02, 0.0, 0.0, 0.0, 0.0, -0.02)
-    inside, told, false = [], [], []
+    inside, detected, false_alarms = [], [], []
     for number in range(40):
         low, high = np.quantile(solved(truth, 0.008, 0.003, number), [0.025, 0.975], axis=1)
         inside += list((low <= truth) & (truth <= high))
-        apart = (low > 0) | (high < 0)
-        told += list(apart[np.array(truth) != 0])
-        false += list(apart[np.array(truth) == 0])
-    assert np.mean(inside) >= 0.92 and np.mean(told) > 0.75 and np.mean(false) <= 0.08
+        excludes_zero = (low > 0) | (high < 0)
+        detected += list(excludes_zero[np.array(truth) != 0])
+        false_alarms += list(excludes_zero[np.array(truth) == 0])
+    assert np.mean(inside) >= 0.92 and np.mean(detected) > 0.75 and np.mean(false_alarms) <= 0.08
 
 
-def test_where_nothing_acts_all_is_drawn_to_zero() -> None:
+def test_without_effects_all_estimates_shrink_to_zero() -> None:
     draws = solved((0.0,) * 8, 0.03, 0.0, 1)
-    plain = 0.03 * np.sqrt(4 / 16)
-    assert np.abs(np.median(draws, axis=1)).max() < plain and draws.std(axis=1).max() < 1.2 * plain
+    least_squares_sd = 0.03 * np.sqrt(4 / 16)
+    assert (
+        np.abs(np.median(draws, axis=1)).max() < least_squares_sd and draws.std(axis=1).max() < 1.2 * least_squares_sd
+    )
 
 
 def grid(number: int = 0, interaction: float = 0.0) -> list[Curve]:
-    """Two axes: x lowers A by 0.1, y takes twice the compute; both together `interaction` more."""
+    """Two axes: x lowers A by 0.1, y takes twice the compute. Both together add `interaction` to A."""
     rng = np.random.default_rng(number)
     compute, curves = np.linspace(0, 8, 33), []
     for x in (False, True):
@@ -78,50 +80,52 @@ def grid(number: int = 0, interaction: float = 0.0) -> list[Curve]:
     return curves
 
 
-def test_a_grid_of_curves_is_read_by_its_labels() -> None:
-    found = effects(fit_curves(grid()))
-    by = {(each.axis, each.level): each for each in found.effects}
-    assert by.keys() == {("loss", "x"), ("async", "y")} and found.cells == 4 and not found.left_out
-    loss, late = by["loss", "x"], by["async", "y"]
+def test_effects_of_a_grid_follow_from_its_labels() -> None:
+    result = effects(fit_curves(grid()))
+    by_level = {(axis_effect.axis, axis_effect.level): axis_effect for axis_effect in result.effects}
+    assert by_level.keys() == {("loss", "x"), ("async", "y")} and result.cells == 4 and not result.left_out
+    loss, slower = by_level["loss", "x"], by_level["async", "y"]
     assert loss.against == OWN and loss.cells == 2
     assert loss.A.value == pytest.approx(-0.1, abs=0.03) and loss.p_positive < 0.03
-    assert late.A.low is not None and late.A.high is not None and late.A.low < 0 < late.A.high
-    assert late.compute is not None and late.compute.value == pytest.approx(2, rel=0.25)
+    assert slower.A.low is not None and slower.A.high is not None and slower.A.low < 0 < slower.A.high
+    assert slower.compute is not None and slower.compute.value == pytest.approx(2, rel=0.25)
     assert loss.compute is not None and loss.compute.low is not None and loss.compute.low < 1
 
 
 @pytest.mark.slow
-def test_interactions_are_asked_for() -> None:
+def test_interactions_are_estimated_on_request() -> None:
     plain = effects(fit_curves(grid(interaction=0.1)))
-    found = effects(fit_curves(grid(interaction=0.1)), [("loss", "async")])
-    both = next(each for each in found.effects if each.axis == "loss:async")
+    result = effects(fit_curves(grid(interaction=0.1)), [("loss", "async")])
+    both = next(axis_effect for axis_effect in result.effects if axis_effect.axis == "loss:async")
     assert both.level == "x:y" and both.against == f"{OWN}:{OWN}" and both.cells == 1
     assert (both.A.value or 0) > 0.03 and both.p_positive > 0.8
-    assert {each.axis for each in plain.effects} == {"loss", "async"}
+    assert {axis_effect.axis for axis_effect in plain.effects} == {"loss", "async"}
     with pytest.raises(UserError, match="--interaction lr: no axis that varies here; those are async, loss"):
         effects(fit_curves(grid()), [("loss", "lr")])
 
 
-def test_what_varies_together_is_said_and_what_can_not_be_read_is_left_out() -> None:
-    curves = [each for each in grid() if each.recipe in ("base", "base+loss=x+async=y")]
+def test_aliased_axes_are_noted_and_short_recipes_are_left_out() -> None:
+    curves = [recipe_curve for recipe_curve in grid() if recipe_curve.recipe in ("base", "base+loss=x+async=y")]
     third = make_curve("base+z=1", curves[0].compute, curves[0].reward, curves[0].seed)
     short = make_curve("base+loss=short", [0.0, 1.0], [0.2, 0.3])
-    found = effects(fit_curves([*curves, third, short]))
-    assert found.left_out == ("base+loss=short",)
-    assert found.notes == ("loss and async vary together, so the grid cannot separate their effects",)
+    result = effects(fit_curves([*curves, third, short]))
+    assert result.left_out == ("base+loss=short",)
+    assert result.notes == ("loss and async vary together, so the grid cannot separate their effects",)
     with pytest.raises(UserError, match="2 recipes can be read"):
         effects(fit_curves(curves))
 
 
-def test_the_cell_to_run_next_is_one_that_parts_what_varies_together() -> None:
+def test_the_next_cell_separates_axes_that_vary_together() -> None:
     cells = fraction()[:12]
     axes = {axis: [OWN, "new"] for axis in AXES}
     design = _Design.of(cells, axes, ())
     one = _solve(design, np.random.default_rng(0).standard_normal(12) * 0.02 + 0.6, 1e-4 * np.eye(12), 1.0)
-    found = _choose_next_cells(cells, axes, (), one, 1e-4)
-    assert len(found) == 3 and all(0 < each.gain < 1 and each.levels not in cells for each in found)
-    assert found[0].gain > 0.8 * max(each.gain for each in found)
-    # Where two axes had the same level in every cell, the next one gives them different ones.
+    next_cells = _choose_next_cells(cells, axes, (), one, 1e-4)
+    assert len(next_cells) == 3 and all(
+        0 < next_cell.gain < 1 and next_cell.levels not in cells for next_cell in next_cells
+    )
+    assert next_cells[0].gain > 0.8 * max(next_cell.gain for next_cell in next_cells)
+    # If two axes have the same level in every cell, the next cell gives them different levels.
     alike = [{**cell, "b": cell["a"]} for cell in cells]
     one = _solve(_Design.of(alike, axes, ()), np.linspace(0.58, 0.62, 12), 1e-4 * np.eye(12), 1.0)
     first = _choose_next_cells(alike, axes, (), one, 1e-4)[0].levels
@@ -140,12 +144,12 @@ def test_labels_and_factors_are_axes() -> None:
     ], "a label and a value may have spaces"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_effects_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "grid.csv"
     rows = [
-        f"{each.recipe},{seed},{c},{r}"
-        for each in grid()
-        for seed, c, r in zip(each.seed, each.compute, each.reward, strict=True)
+        f"{recipe_curve.recipe},{seed},{c},{r}"
+        for recipe_curve in grid()
+        for seed, c, r in zip(recipe_curve.seed, recipe_curve.compute, recipe_curve.reward, strict=True)
     ]
     table.write_text("recipe,seed,compute,reward\n" + "\n".join(rows))
     assert main(["effects", str(table), "-o", str(tmp_path / "effects.svg")]) == 0
@@ -153,14 +157,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "loss" in shown and "async" in shown and "averages over 4 recipes with 95% intervals; " in shown
     assert (tmp_path / "effects.svg").read_text().startswith("<?xml")
     assert main(["effects", str(table), "--interaction", "loss:async", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["axis"] for each in found["effects"]] == ["async", "loss", "loss:async"]
+    printed_json = json.loads(capsys.readouterr().out)
+    assert [effect_row["axis"] for effect_row in printed_json["effects"]] == ["async", "loss", "loss:async"]
     with pytest.raises(SystemExit, match="2"):
         main(["effects", str(table), "--interaction", "loss"])
     assert "'loss' is no pair of axes" in capsys.readouterr().err
 
 
-def test_settings_belong_to_their_axis_where_it_is_chosen() -> None:
+def test_settings_are_part_of_their_axis() -> None:
     recipes = ["s", "s+kl=fixed+kl.coefficient=0.2", "s+kl.coefficient=0.3+batch.prompts=8", "s+kl=none"]
     cells = table_of(recipes, [{}] * 4)
     assert [cell["kl"] for cell in cells] == [OWN, "fixed coefficient=0.2", "coefficient=0.3", "none"]
@@ -168,8 +172,8 @@ def test_settings_belong_to_their_axis_where_it_is_chosen() -> None:
     assert all(cell.keys() == {"recipe", "kl", "batch.prompts"} for cell in cells)
 
 
-def test_of_one_change_at_a_time_compare_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A setting with its axis is one change; a cell with two changes makes a grid of it again."""
+def test_one_change_at_a_time_points_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An axis changed together with its setting is one change. A cell with two changes makes the study a grid."""
     labels = ["s", "s+loss=dapo", "s+kl=fixed+kl.coefficient=0.2"]
     assert _central_cell(table_of(labels, [{}] * 3)) == 0 and _central_cell(table_of(labels[::-1], [{}] * 3)) == 2
     assert _central_cell(table_of([*labels, "s+loss=dapo+kl=none"], [{}] * 4)) is None
@@ -179,9 +183,9 @@ def test_of_one_change_at_a_time_compare_is_named(tmp_path: Path, capsys: pytest
         rows += [f"{label},{seed},{c},{r}" for seed, c, r in values]
     path.write_text("\n".join(rows))
     assert main(["effects", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed_json = json.loads(capsys.readouterr().out)
     said = "one change at a time: each recipe differs from s in one axis"
-    assert found["effects"] == [] and found["notes"][0].startswith(said) and found["next"]
+    assert printed_json["effects"] == [] and printed_json["notes"][0].startswith(said) and printed_json["next"]
     assert main(["effects", str(path)]) == 0
     shown, warned = capsys.readouterr()
     assert shown.startswith(said) and "use scalerl compare" in shown and "to run next" in shown and said not in warned
@@ -189,13 +193,13 @@ def test_of_one_change_at_a_time_compare_is_named(tmp_path: Path, capsys: pytest
     assert "nothing to draw; one change" in capsys.readouterr().err and not (tmp_path / "no.svg").exists()
 
 
-def test_the_grid_of_the_page_is_what_its_script_makes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_grid_equals_the_output_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "make_grid.py"), run_name="__main__")
     assert capsys.readouterr().out == (ROOT / "examples" / "grid.csv").read_text()
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_command_prints(
+def test_the_page_shows_the_output_of_effects(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""`scalerl decide`: keep or discard by final values, on simulated tables and on tables as loops write them."""
+"""Tests of `scalerl decide`: keep or discard by final values, on simulated tables and on tables of real loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
 def choice(margin: float | None = None, /, **runs: Any) -> Choice:
-    """Decide between `a` and `b`; runs are values, None for a run that failed."""
+    """Decide between recipes `a` and `b`. `runs` are lists of values by recipe, None for a failed run."""
     recipes = [
         RunValues(name, tuple(v for v in values if v is not None), sum(v is None for v in values))
         for name, values in runs.items()
@@ -34,9 +34,9 @@ def choice(margin: float | None = None, /, **runs: Any) -> Choice:
 
 
 def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.0, repeats: int = 0) -> Counter[str]:
-    """Verdicts on simulated tables. spread: of the candidate's runs. repeats: runs of two recipes that take no part."""
+    """Count verdicts on simulated tables. spread: sd of the runs of `b`. repeats: runs per other recipe."""
     rng = np.random.default_rng(62)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for _ in range(pairs):
         table = {
             "a": rng.normal(0, 1, runs[0]),
@@ -44,8 +44,8 @@ def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.
             "c": rng.normal(5, 1, repeats),
             "d": rng.normal(-5, 1, repeats),
         }
-        found[choice(**{name: map(float, values) for name, values in table.items()}).verdict] += 1
-    return found
+        counts[choice(**{name: map(float, values) for name, values in table.items()}).verdict] += 1
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,24 @@ def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.
     [((5, 5), 1.0, 0), ((5, 5), 3.0, 0), ((10, 3), 3.0, 0), ((5, 1), 1.0, 0), ((1, 1), 1.0, 4)],
     ids=["five each", "one scatters more", "few of the one that scatters", "a single run", "others repeated"],
 )
-def test_of_null_pairs_at_most_5_percent_are_decided(runs: tuple[int, int], spread: float, repeats: int) -> None:
+def test_at_most_5_percent_of_null_pairs_are_decided(runs: tuple[int, int], spread: float, repeats: int) -> None:
     pairs = 1000
-    found = verdicts(pairs, 0.0, runs, spread, repeats)
-    # Student's t is exact for the last two, so the simulation's own error is allowed for. Welch's is too small for
-    # three runs that scatter three times as far as ten others: 7%, as the guide says.
+    counts = verdicts(pairs, 0.0, runs, spread, repeats)
+    # Student's t test is exact in the last two cases, so the error of the simulation is added. Welch's test decides too
+    # often if three runs scatter three times as far as ten others: 7%, as the guide says.
     allowed = 0.05 if runs == (5, 5) and spread == 1 else 0.05 + 3 * np.sqrt(0.05 * 0.95 / pairs)
     allowed += 0.02 * (runs == (10, 3))
-    assert 0.01 < (found[KEEP] + found[DISCARD]) / pairs <= allowed
+    assert 0.01 < (counts[KEEP] + counts[DISCARD]) / pairs <= allowed
 
 
-def test_of_pairs_three_noise_floors_apart_90_percent_are_decided_right() -> None:
+def test_90_percent_of_pairs_three_noise_floors_apart_are_decided_correctly() -> None:
     better, worse = verdicts(500, 3.0, (5, 5)), verdicts(500, -3.0, (5, 5))
     assert better[KEEP] >= 450 and not better[DISCARD]
     assert worse[DISCARD] >= 450 and not worse[KEEP]
 
 
 @pytest.mark.parametrize("margin", [3.0, 1.5, 0.7])
-def test_as_many_runs_as_needed_have_80_percent_power(margin: float) -> None:
+def test_runs_needed_give_80_percent_power(margin: float) -> None:
     needed = runs_needed(1.0, margin)
     assert needed is not None
     drawn = np.random.default_rng(1).normal(0, 1, (2, 20_000, needed))
@@ -82,13 +82,13 @@ def test_as_many_runs_as_needed_have_80_percent_power(margin: float) -> None:
     assert runs_needed(1.0, 1e-9) is None
 
 
-def test_the_noise_floor_is_pooled_and_its_interval_holds_it() -> None:
+def test_the_noise_floor_is_pooled_and_its_interval_has_95_percent_coverage() -> None:
     rng = np.random.default_rng(3)
     held = []
     for _ in range(400):
-        found = choice(a=map(float, rng.normal(0, 2, 3)), b=map(float, rng.normal(9, 2, 2)), c=[1.0])
-        assert found.noise_floor is not None and found.degrees == 3
-        low, high = found.noise_floor.low, found.noise_floor.high
+        decision = choice(a=map(float, rng.normal(0, 2, 3)), b=map(float, rng.normal(9, 2, 2)), c=[1.0])
+        assert decision.noise_floor is not None and decision.degrees == 3
+        low, high = decision.noise_floor.low, decision.noise_floor.high
         assert low is not None and high is not None
         held.append(low < 2 < high)
     assert 0.92 < np.mean(held) < 0.98
@@ -96,18 +96,18 @@ def test_the_noise_floor_is_pooled_and_its_interval_holds_it() -> None:
     assert one.noise_floor is not None and one.noise_floor.value == pytest.approx(np.sqrt((2 + 8) / 2))
 
 
-def test_single_runs_decide_nothing_and_name_the_remedy() -> None:
-    found = choice(a=[0.1], b=[0.9])
-    assert found.verdict == UNDECIDED and found.difference is None and found.noise_floor is None
-    assert found.sentence.startswith("undecided: nothing was repeated")
-    assert found.remedy == "run a 5 times, each with another seed, and give every run its own row"
+def test_single_runs_are_undecided_with_a_remedy() -> None:
+    decision = choice(a=[0.1], b=[0.9])
+    assert decision.verdict == UNDECIDED and decision.difference is None and decision.noise_floor is None
+    assert decision.sentence.startswith("undecided: nothing was repeated")
+    assert decision.remedy == "run a 5 times, each with another seed, and give every run its own row"
 
 
-def test_the_default_margin_is_named_as_the_noise_floor_and_runs_needed_are_for_the_undecided() -> None:
-    """Without --margin the number needed is the same for every table, so the output names what it is the number of."""
+def test_the_default_margin_is_named_and_runs_needed_are_shown_if_undecided() -> None:
+    """Without --margin, 17 runs are needed in every table. So the output names the difference that they can detect."""
     base, near, far = [1.0, 1.2, 0.9, 1.1, 1.05], [1.1, 1.2, 1.0], [3.0, 3.2, 2.9]
-    by_default, given = choice(a=base, b=near), choice(0.5, a=base, b=near)
-    assert by_default.verdict == given.verdict == UNDECIDED and by_default.runs_needed == 17
+    by_default, with_margin = choice(a=base, b=near), choice(0.5, a=base, b=near)
+    assert by_default.verdict == with_margin.verdict == UNDECIDED and by_default.runs_needed == 17
     difference = f"a difference as large as the noise floor ({by_default.margin:.4g})"
     assert by_default.remedy is not None and by_default.remedy.startswith(
         f"detecting {difference} needs 17 runs of each: run a 12 more"
@@ -117,32 +117,38 @@ def test_the_default_margin_is_named_as_the_noise_floor_and_runs_needed_are_for_
     assert row.startswith("runs needed       17 of each ") and row.endswith(
         f" to detect {difference} at the 5% level with 80% power"
     )
-    assert "noise floor (" not in choice_text(given)
-    assert "to detect a difference of 0.5 at the 5% level with 80% power" in choice_text(given)
-    for decided in (choice(a=base, b=far), choice(a=far, b=base)):
-        assert decided.verdict in (KEEP, DISCARD) and decided.to_json()["runs_needed"] == 17
-        assert "runs needed" not in choice_text(decided)
+    assert "noise floor (" not in choice_text(with_margin)
+    assert "to detect a difference of 0.5 at the 5% level with 80% power" in choice_text(with_margin)
+    for decide_rows in (choice(a=base, b=far), choice(a=far, b=base)):
+        assert decide_rows.verdict in (KEEP, DISCARD) and decide_rows.to_json()["runs_needed"] == 17
+        assert "runs needed" not in choice_text(decide_rows)
 
 
 def test_identical_runs_show_no_spread() -> None:
-    found = choice(a=[0.3, 0.1 + 0.2, 0.3], b=[0.9])
-    assert found.verdict == UNDECIDED and "all repeated runs are identical" in found.sentence
-    assert found.notes[0].startswith("a: its 3 runs are identical and count as one")
+    decision = choice(a=[0.3, 0.1 + 0.2, 0.3], b=[0.9])
+    assert decision.verdict == UNDECIDED and "all repeated runs are identical" in decision.sentence
+    assert decision.notes[0].startswith("a: its 3 runs are identical and count as one")
 
 
-def test_failed_runs_are_counted_and_may_take_the_verdict_back() -> None:
+def test_failed_runs_are_counted_and_may_prevent_a_verdict() -> None:
     ahead = [3.0, 3.2, 2.9, 3.1, 3.05]
     base = [1.0, 1.2, 0.9, 1.1, 1.05]
     assert choice(a=base, b=ahead).verdict == KEEP
-    once = choice(a=base, b=[*ahead, None])
-    assert once.verdict == KEEP and once.failed == 1 and once.notes[-1].startswith("failed runs: b 1 of 6")
-    often = choice(a=base, b=[*ahead, *[None] * 6])
-    assert often.verdict == UNDECIDED and often.sentence.endswith("but 6 of its 11 runs failed")
-    assert often.remedy is not None and often.remedy.startswith("repeat the failed runs")
+    one_failed = choice(a=base, b=[*ahead, None])
+    assert (
+        one_failed.verdict == KEEP
+        and one_failed.failed == 1
+        and one_failed.notes[-1].startswith("failed runs: b 1 of 6")
+    )
+    most_failed = choice(a=base, b=[*ahead, *[None] * 6])
+    assert most_failed.verdict == UNDECIDED and most_failed.sentence.endswith("but 6 of its 11 runs failed")
+    assert most_failed.remedy is not None and most_failed.remedy.startswith("repeat the failed runs")
     near = [1.2, 1.4, 1.25, 1.35, 1.3]
     assert choice(a=base, b=near).verdict == KEEP
     assert "would not hold if these had ended like a" in choice(a=base, b=[*near, *[None] * 3]).sentence
-    assert choice(a=ahead, b=[*base, *[None] * 6]).verdict == DISCARD  # the one behind may fail
+    assert (
+        choice(a=ahead, b=[*base, *[None] * 6]).verdict == DISCARD
+    )  # failures of the recipe that is behind do not matter
     none = choice(a=base, b=[None, None])
     assert none.verdict == UNDECIDED and "no run of b finished (2 runs failed)" in none.sentence
 
@@ -156,8 +162,8 @@ def decide(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
     return code, out, err
 
 
-def test_a_table_of_autoresearch_is_read_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Quotes are text, commits are no numbers, and a crash, whose value is 0, is not the best of all losses."""
+def test_a_table_of_autoresearch_is_read_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Quotes are text, 1e23456 is a commit and not a number, and a crash with value 0 is not the lowest loss."""
     rows = [f"1e23456\t{value}\t44.0\tkeep\tbaseline" for value in (1.01, 1.0, 0.99)]
     rows += [
         '0123456\t0.0\t0.0\tcrash\t"wide" model',
@@ -166,11 +172,11 @@ def test_a_table_of_autoresearch_is_read_as_it_is_written(tmp_path: Path, capsys
     table = tmp_path / "results.tsv"
     table.write_text(HEAD + "\n".join(rows) + "\n")
     code, out, _ = decide(capsys, "1e23456", "0123456", "--from", table, "--lower-is-better", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["verdict"] == DISCARD and found["statuses"] == {"keep": 3, "crash": 1, "discard": 3}
-    assert [side["failed"] for side in found["recipes"]] == [0, 1] and found["difference"]["value"] == pytest.approx(
-        -0.21
-    )
+    printed = json.loads(out)
+    assert code == 0 and printed["verdict"] == DISCARD and printed["statuses"] == {"keep": 3, "crash": 1, "discard": 3}
+    assert [side["failed"] for side in printed["recipes"]] == [0, 1] and printed["difference"][
+        "value"
+    ] == pytest.approx(-0.21)
 
 
 def test_columns_and_statuses_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,21 +204,21 @@ def test_columns_and_statuses_can_be_named(tmp_path: Path, capsys: pytest.Captur
         (("a1b2c3d", "b2c3d4e", "--from", EXAMPLE, "--lower-is-better", "--margin", "0"), "--margin 0: give a"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_decided_is_refused_in_one_line(
+def test_wrong_arguments_are_refused_in_one_line(
     words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = decide(capsys, *words)
     assert code == 1 and out == "" and error in err and err.count("\n") == 1
 
 
-def test_the_python_function_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("a1b2c3d", "b2c3d4e", "--from", EXAMPLE, "--lower-is-better")
-    found = api.decide("a1b2c3d", "b2c3d4e", EXAMPLE, lower_is_better=True)
-    assert found.to_json() == json.loads(decide(capsys, *words, "--json")[1])
-    assert "keep b2c3d4e" in found._repr_html_() and len(found.to_frame()) == 2
+    decision = api.decide("a1b2c3d", "b2c3d4e", EXAMPLE, lower_is_better=True)
+    assert decision.to_json() == json.loads(decide(capsys, *words, "--json")[1])
+    assert "keep b2c3d4e" in decision._repr_html_() and len(decision.to_frame()) == 2
 
 
-def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_shows_the_output_of_decide(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/guide/assistants.md").read_text()
     blocks = re.findall(r"```\n\$ scalerl decide (.*)\n([^`]*)\n```", page)
     assert blocks
@@ -221,23 +227,23 @@ def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
-def test_two_columns_of_one_name_are_refused_in_every_format(
+def test_duplicate_columns_are_refused_in_csv_and_tsv(
     delimiter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A TSV gave the last of them and a CSV the first, so one table had two verdicts."""
+    """Regression: TSV used the last of two equal columns and CSV the first, so one table had two verdicts."""
 
-    def decided(header: str, *words: str) -> tuple[int, str, str]:
+    def decide_rows(header: str, *words: str) -> tuple[int, str, str]:
         rows = [header, "a,0.5,1", "a,0.51,2", "b,0.6,0.1", "b,0.61,0.11"]
         (tmp_path / "t.txt").write_text("\n".join(rows).replace(",", delimiter))
         return decide(capsys, "a", "b", "--from", tmp_path / "t.txt", *words)
 
-    code, _, err = decided("commit,reward,reward")
+    code, _, err = decide_rows("commit,reward,reward")
     assert code == 1 and "t.txt: column reward occurs more than once; rename one" in err
-    code, _, err = decided("commit,reward,Reward")
+    code, _, err = decide_rows("commit,reward,Reward")
     assert code == 1 and "columns reward and Reward differ only in case; rename one, or choose with --y" in err
-    code, out, _ = decided("commit,reward,Reward", "--y", "reward", "--json")
+    code, out, _ = decide_rows("commit,reward,Reward", "--y", "reward", "--json")
     assert code == 0 and json.loads(out)["verdict"] == KEEP
-    assert decided("commit,reward,note")[0] == 0
+    assert decide_rows("commit,reward,note")[0] == 0
     (tmp_path / "t.txt").write_text(f"commit{delimiter}reward\n")
     assert (
         "t.txt: a header without rows; give one row per run"
@@ -245,23 +251,23 @@ def test_two_columns_of_one_name_are_refused_in_every_format(
     )
 
 
-def test_decimal_commas_are_read_and_text_is_no_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text that is not a number counted as a failed run, so a table with decimal commas had no run that finished."""
+def test_decimal_commas_are_read_and_other_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: text counted as a failed run, so in a table with decimal commas all runs had failed."""
     table = tmp_path / "t.tsv"
 
-    def decided(*rows: str) -> tuple[int, str, str]:
+    def decide_rows(*rows: str) -> tuple[int, str, str]:
         table.write_text("\n".join(["commit\tval_bpb\tstatus", *(row.replace(" ", "\t") for row in rows)]))
         return decide(capsys, "a", "b", "--from", table, "--lower-is-better", "--json")
 
-    code, out, _ = decided("a 1,0000 keep", "a 1,0100 keep", "a 0,9900 keep", "b 0,9000 keep", "b 0,91 keep")
+    code, out, _ = decide_rows("a 1,0000 keep", "a 1,0100 keep", "a 0,9900 keep", "b 0,9000 keep", "b 0,91 keep")
     assert code == 0 and [side["mean"] for side in json.loads(out)["recipes"]] == pytest.approx([1, 0.905])
-    code, out, _ = decided(
+    code, out, _ = decide_rows(
         "a 1.0 keep", "a 1.01 keep", "b 0.9 keep", "b ??? crash", "b nan keep", "b oom -", "b inf keep"
     )
     assert code == 0 and [side["failed"] for side in json.loads(out)["recipes"]] == [0, 4]
-    code, _, err = decided("a 1.0 keep", "", "b 0.9x keep")
+    code, _, err = decide_rows("a 1.0 keep", "", "b 0.9x keep")
     assert code == 1 and "t.tsv: column val_bpb is not a number at line 4 ('0.9x'); correct it, or leave the" in err
-    code, _, err = decided("a 1,043 keep", "a 2,086 keep", "b 347 keep")
+    code, _, err = decide_rows("a 1,043 keep", "a 2,086 keep", "b 347 keep")
     assert code == 1 and "column val_bpb has '1,043', whose comma may be decimal or separate thousands" in err
     table.write_text("commit,reward\na,0.5\nb,high\n")
     assert "column reward is not a number at line 3 ('high')" in decide(capsys, "a", "b", "--from", table)[2]

@@ -1,4 +1,4 @@
-"""The thread behind the live screen: it ranks what it is given, and refits what has changed."""
+"""Tests of the ranking thread of the live screen: it refits only curves that changed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.sweeps.fit.simulate import curve
 RECIPES = [curve(recipe="scalerl", points=9, seeds=2), curve(recipe="scalerl+loss=dapo", a=0.5, points=9, seeds=2)]
 
 
-def test_it_ranks_as_the_command_does_and_refits_only_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ranks_like_the_command_and_refits_only_changed_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted: list[str] = []
 
     def spy(data: Curve, options: FitOptions) -> object:
-        if options.asymptote is None:  # no refit of what is tied
+        if options.asymptote is None:  # refits of tied recipes at a shared asymptote are not counted
             fitted.append(data.recipe)
         return fit_curve(data, options)
 
@@ -41,7 +41,7 @@ def test_it_ranks_as_the_command_does_and_refits_only_what_has_changed(monkeypat
 
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LiveRanking:
-    """A running thread that does not pause between two rankings."""
+    """A running thread without pauses between rankings."""
     monkeypatch.setattr(live_ranking, "MIN_PAUSE_S", 0.0)
     monkeypatch.setattr(live_ranking, "PAUSE_FACTOR", 0.0)
     monkeypatch.setattr(live_ranking, "_NICE", 0)
@@ -50,15 +50,15 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LiveRanking:
     return thread
 
 
-def wait_for(found: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not found():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.live
-def test_a_departure_is_told_and_written_down(live: LiveRanking, tmp_path: Path) -> None:
+def test_a_departure_is_reported_and_recorded(live: LiveRanking, tmp_path: Path) -> None:
     whole = fallen(curve(points=20, seeds=1, white=0.004), 0.0, 0.2)
     so_far = whole.compute < 11_500
     live.give([make_curve(whole.recipe, whole.compute[so_far], whole.reward[so_far], whole.seed[so_far])])
@@ -67,9 +67,7 @@ def test_a_departure_is_told_and_written_down(live: LiveRanking, tmp_path: Path)
 
 
 @pytest.mark.live
-def test_what_cannot_be_ranked_is_told_and_the_next_is_tried(
-    live: LiveRanking, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_ranking_is_reported_and_the_next_is_tried(live: LiveRanking, monkeypatch: pytest.MonkeyPatch) -> None:
     class BrokenError(Exception):
         pass
 

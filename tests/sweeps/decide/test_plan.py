@@ -1,4 +1,4 @@
-"""Truths about plans: compute to a target holds the truth, advice pays, and what cannot be named is not."""
+"""Tests of plans: compute to a target, distance from the asymptote, the next run, and the split of a budget."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_exact_data_give_the_inverse_of_the_curve() -> None:
         reach = compute_to_reach(fit, target)
         assert reach.compute is not None
         assert reach.compute.value == pytest.approx(inverse(target), rel=2e-3)
-    # A target at the start of the gain: no compute is needed below R0.
+    # A target below R0 needs no compute.
     met = compute_to_reach(fit, 0.2)
     assert met.compute is not None and met.compute.value == 0.0 and met.reached
 
 
 @pytest.mark.full
 def test_intervals_hold_the_truth() -> None:
-    """Within the window and twice beyond it, at about their nominal 95%."""
+    """Within the window and up to twice its compute, at least 90% of 95% intervals contain the true compute."""
     for target, least in ((0.5, 36), (0.58, 36)):
         held = 0
         for i in range(40):
@@ -58,7 +58,7 @@ def test_intervals_hold_the_truth() -> None:
             compute = reach.compute
             truth = inverse(target)
             if compute is None:
-                held += 1  # refused: no claim is made
+                held += 1  # refused, so nothing wrong is claimed
                 continue
             assert compute.low is not None
             held += compute.low <= truth and (compute.high is None or truth <= compute.high)
@@ -71,7 +71,7 @@ def test_a_target_above_the_asymptote_is_never_reached() -> None:
     assert compute_to_reach(fit_curve(curve()), 0.61).compute is None or (reach.p_never or 0) > 0.3
 
 
-def test_a_bound_is_open_where_the_draws_may_not_get_there() -> None:
+def test_the_upper_bound_is_open_if_draws_may_not_reach_the_target() -> None:
     fit = fit_curve(curve(end=7000, points=25, seeds=1, rng=5))
     assert fit.identifiable and fit.outlook is not None
     target = float(np.quantile(fit.outlook.ceiling, 0.2))
@@ -80,13 +80,13 @@ def test_a_bound_is_open_where_the_draws_may_not_get_there() -> None:
     assert compute.value <= FAR * 7000
 
 
-def test_reached_in_the_window_is_said_with_the_compute() -> None:
+def test_a_target_reached_in_the_window_is_reported_with_its_compute() -> None:
     reach = compute_to_reach(fit_curve(curve()), 0.5)
     assert reach.reached and reach.reason.startswith("already reached, at compute")
     assert not compute_to_reach(fit_curve(curve(end=4000)), 0.55).reached
 
 
-def test_a_new_run_is_less_sure_than_the_runs_given() -> None:
+def test_compute_of_a_new_run_is_less_certain() -> None:
     reach = compute_to_reach(fit_curve(curve()), 0.56)
     assert reach.compute is not None and reach.new_run is not None
     ours, fresh = reach.compute, reach.new_run
@@ -95,8 +95,8 @@ def test_a_new_run_is_less_sure_than_the_runs_given() -> None:
     assert fresh.high is None or fresh.high > ours.high
 
 
-def test_the_spread_between_seeds_enters_by_the_question() -> None:
-    """The runs' A, the recipe's mean over seeds, a new run's: variances 0, sd^2 / seeds, sd^2 (1 + 1 / seeds) more."""
+def test_seed_variance_depends_on_the_question() -> None:
+    """Added variance: 0 for A of the runs, sd^2 / seeds for the recipe's mean, sd^2 (1 + 1 / seeds) for a new run."""
     fit = fit_curve(curve(seeds=2), seed_spread=SeedSpread(sd=0.03))
     assert fit.draws is not None
     for new_run, factor in ((False, 0.5), (True, 1.5)):
@@ -104,7 +104,7 @@ def test_the_spread_between_seeds_enters_by_the_question() -> None:
         assert float(added.std()) == pytest.approx(0.03 * np.sqrt(factor), rel=0.05)
 
 
-def test_without_an_asymptote_the_window_is_read_and_what_comes_is_forecast() -> None:
+def test_without_an_asymptote_a_target_beyond_the_window_is_forecast() -> None:
     short = fit_curve(curve(end=2000, points=20))
     assert short.verdict == "pre_inflection"
     observed = compute_to_reach(short, 0.38)
@@ -113,7 +113,7 @@ def test_without_an_asymptote_the_window_is_read_and_what_comes_is_forecast() ->
         "but the target is reached within the window"
     )
     beyond = compute_to_reach(short, 0.55)
-    # Ten windows ahead nothing is sure: the forecast holds the truth, and leaves open that it never comes.
+    # The forecast contains the truth, but the target may never be reached, so its upper bound is open.
     assert beyond.compute is not None and beyond.compute.low is not None and beyond.compute.high is None
     assert (
         beyond.compute.low < inverse(0.55)
@@ -122,8 +122,8 @@ def test_without_an_asymptote_the_window_is_read_and_what_comes_is_forecast() ->
     )
 
 
-def test_a_target_that_a_run_has_passed_is_reached_whatever_the_verdict() -> None:
-    """A run that rose to 0.95 and then collapsed has no asymptote, and has passed 0.9 all the same."""
+def test_a_target_that_was_passed_is_reached_despite_a_later_collapse() -> None:
+    """A run that rose to 0.95 and then collapsed has no asymptote, but it has passed 0.9."""
     compute = np.linspace(0, 100, 41)
     reward = np.where(compute < 75, 0.3 + 0.65 * (1 - np.exp(-compute / 12)), 0.2)
     reward = np.clip(reward + 0.01 * np.random.default_rng(0).standard_normal(41), 0, 1)
@@ -133,7 +133,7 @@ def test_a_target_that_a_run_has_passed_is_reached_whatever_the_verdict() -> Non
     assert reach.reached and reach.compute is not None and reach.compute.value == pytest.approx(31, abs=8)
 
 
-def test_too_few_points_have_no_compute_and_a_level_curve_never_gets_there() -> None:
+def test_too_few_points_have_no_compute_and_a_flat_curve_never_arrives() -> None:
     few, level = fit_curve(curve(points=2)), Curve("flat", np.arange(20.0), np.full(20, 0.4), np.full(20, "0"))
     reach = compute_to_reach(few, 0.5)
     assert reach.compute is None and reach.reason.startswith("too_few_points")
@@ -142,14 +142,14 @@ def test_too_few_points_have_no_compute_and_a_level_curve_never_gets_there() -> 
     assert near_asymptote(few).verdict == near_asymptote(fit_curve(level)).verdict == "unknown"
 
 
-def test_what_most_draws_do_not_reach_is_unlikely_not_never() -> None:
+def test_a_target_that_most_draws_miss_is_unlikely_not_never() -> None:
     reach = compute_to_reach(fit_curve(curve(rng=1)), 0.61)
     assert reach.compute is None and reach.p_never is not None and 0.5 < reach.p_never < 0.95
     assert reach.reason.startswith(f"its runs are unlikely (P = {1 - reach.p_never:.2f}) to reach it within 100 x")
 
 
 def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
-    # Exactly at a quantile the next draw is infinite: interpolation would give infinity or NaN.
+    # The draw after the upper quantile is infinite, so interpolation would give infinity or NaN.
     edge = quantiles(np.concatenate([np.linspace(1, 2, 21), np.full(20, np.inf)]))
     assert edge.value == 2.0 and edge.high is None
     values = np.concatenate([np.linspace(1, 2, 960), np.full(40, np.inf)])
@@ -160,7 +160,7 @@ def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
 # --- asymptote ------------------------------------------------------------------------------------------------
 
 
-def test_near_not_near_unknown() -> None:
+def test_a_recipe_is_near_its_asymptote_not_near_or_unknown() -> None:
     near = near_asymptote(fit_curve(curve(end=40000, points=81)))
     assert near.verdict == "near" and near.share.low is not None and near.share.low >= 0.95
     far = near_asymptote(fit_curve(curve(end=6000, points=81)))
@@ -169,7 +169,7 @@ def test_near_not_near_unknown() -> None:
         float(law(np.array([12000.0]), 0.61, 1.9, 2500, 0.3)[0] - law(np.array([6000.0]), 0.61, 1.9, 2500, 0.3)[0]),
         abs=0.02,
     )
-    # A share of 0.94, not known well enough to say on which side of 0.95 it lies.
+    # The share is about 0.94, too uncertain to decide whether it is below 0.95.
     between = near_asymptote(fit_curve(curve(end=10700, points=23, white=0.01, rng=2)))
     assert between.verdict == "unknown" and between.share.low is not None and between.share.value is not None
     assert between.share.low < between.share.value < 0.95 <= (between.share.high or 1.0)
@@ -179,7 +179,7 @@ def test_near_not_near_unknown() -> None:
 
 
 def contested() -> list[Fit]:
-    """Two contenders, of which one is poorly known, and a recipe that has lost."""
+    """Fit two contenders, one of them poorly known, and a clear loser."""
     return fit_curves(
         [
             curve("good", a=0.61, end=16000, white=0.004, seeds=1, rng=1),
@@ -189,50 +189,50 @@ def contested() -> list[Fit]:
     )
 
 
-def test_advice_goes_to_what_is_poorly_known() -> None:
-    found = settle(choice_of(contested()))
-    assert not found.settled and found.leader == "short", "its draws go far higher, and hardly lower"
-    first = found.steps[0]
+def test_the_poorly_known_contender_is_extended_first() -> None:
+    settlement = settle(choice_of(contested()))
+    assert not settlement.settled and settlement.leader == "short", "its draws may be far higher, but hardly lower"
+    first = settlement.steps[0]
     assert (first.recipe, first.action) == ("short", "extend") and first.compute > 4500
-    gains = {step.recipe: step.expected_gain or 0.0 for step in found.steps}
+    gains = {step.recipe: step.expected_gain or 0.0 for step in settlement.steps}
     assert gains["short"] > 0.005 and gains["lost"] < 0.001
-    # A gain cannot exceed what there is to lose.
+    # The gain of a step cannot exceed the expected loss.
     assert gains["short"] <= choice_of(contested()).standing.losses["short"]
 
 
-def test_more_compute_tells_more() -> None:
+def test_longer_extensions_reduce_the_loss_more() -> None:
     future = choice_of(contested(), 0.02).future
     after = [future.loss_after({1: Step("short", "extend", to, None, to - 4500, "")}) for to in (4800, 9000, 27000)]
     assert after[0] > after[1] > after[2]
     assert after[0] <= future.loss + 0.002
 
 
-def test_the_gain_of_a_seed_is_that_of_two_normals() -> None:
-    """Where A of the runs is known only the spread between seeds is left, and the gain has a formula."""
+def test_the_gain_of_a_seed_equals_the_formula_for_two_normals() -> None:
+    """If A of every run is known, only the spread between seeds is uncertain, and the gain has a closed form."""
     fits = fit_curves(
         [
             curve("a", a=0.600, end=40000, points=81, white=0.002, seeds=1, rng=1),
             curve("b", a=0.595, end=40000, points=81, white=0.002, seeds=1, rng=2),
         ]
     )
-    found = settle(choice_of(fits, 0.0))
-    assert [step.action for step in found.steps] == ["seed", "seed"]
+    settlement = settle(choice_of(fits, 0.0))
+    assert [step.action for step in settlement.steps] == ["seed", "seed"]
     a, b = (fit.A.value or 0.0 for fit in fits)
     variance = 2 * 0.015**2
     left = variance - 0.015**2 / 2
     means = (a - b) + np.sqrt(variance - left) * norm.ppf((np.arange(4000) + 0.5) / 4000)
 
     def loss(ahead: NDArray[np.float64], sd: float) -> NDArray[np.float64]:
-        """Of choosing the one that is ahead by so much, known to so much: the normal loss integral."""
+        """Expected loss of choosing a recipe that is ahead by `ahead` with uncertainty `sd` (normal loss integral)."""
         return np.asarray(sd * norm.pdf(ahead / sd) - ahead * norm.sf(ahead / sd))
 
     before = float(loss(np.abs(np.array(a - b)), float(np.sqrt(variance))))
     gain = before - float(loss(np.abs(means), float(np.sqrt(left))).mean())
     assert min(choice_of(fits, 0.0).standing.losses.values()) == pytest.approx(before, rel=0.1)
-    assert found.steps[0].expected_gain == pytest.approx(gain, rel=0.15) and gain > 0.001
+    assert settlement.steps[0].expected_gain == pytest.approx(gain, rel=0.15) and gain > 0.001
 
 
-def test_a_truth_does_not_vouch_for_itself() -> None:
+def test_a_simulated_truth_has_no_weight_for_itself() -> None:
     from sweeps.decide.next_run import _weights
 
     truth = np.arange(0, 300, 3)
@@ -240,16 +240,16 @@ def test_a_truth_does_not_vouch_for_itself() -> None:
     weight = _weights(signal, truth, np.random.default_rng(1))
     assert weight.sum(1) == pytest.approx(1.0)
     assert (weight[np.arange(len(truth)), truth] == 0).all()
-    # With so few draws the noise was raised until enough of them explain an outcome.
+    # With only 300 draws the noise is raised until at least 20 of them explain an outcome.
     assert float((1 / (weight**2).sum(1)).mean()) >= 20
 
 
 def test_a_settled_choice_needs_nothing() -> None:
-    found = settle(choice_of(fit_curves([curve("a", a=0.61, rng=1), curve("b", a=0.45, rng=2)])))
-    assert found.settled and found.steps == () and found.leader == "a"
+    settlement = settle(choice_of(fit_curves([curve("a", a=0.61, rng=1), curve("b", a=0.45, rng=2)])))
+    assert settlement.settled and settlement.steps == () and settlement.leader == "a"
 
 
-def test_refused_recipes_come_with_their_cure() -> None:
+def test_unidentifiable_recipes_get_an_extension_as_remedy() -> None:
     fits = fit_curves([curve("a", rng=1), curve("few", points=4), curve("early", end=2000, points=15, rng=2)])
     steps = {step.recipe: step for step in settle(choice_of(fits)).steps}
     assert steps["few"].action == "extend" and steps["few"].expected_gain is None
@@ -270,14 +270,14 @@ def test_the_extension_of_a_recipe_with_too_few_points_is_long_enough(evaluation
     assert fit_curve(measured(round(step.compute / 500))).verdict != "too_few_points"
 
 
-def test_a_recipe_that_has_only_begun_has_a_remedy() -> None:
-    begun = make_curve("begun", np.zeros(1), np.full(1, 0.3), np.zeros(1, dtype=np.intp))
-    (step,) = settle(choice_of([fit_curve(begun)])).steps
+def test_a_recipe_with_one_evaluation_gets_an_extension() -> None:
+    single = make_curve("begun", np.zeros(1), np.full(1, 0.3), np.zeros(1, dtype=np.intp))
+    (step,) = settle(choice_of([fit_curve(single)])).steps
     assert step.action == "extend" and step.reason.startswith("too_few_points")
 
 
-def test_a_budget_is_spent_once_and_the_rest_committed() -> None:
-    """The rest is committed where the leader costs no more than a tie, else kept: here it depends on the margin."""
+def test_the_rest_of_a_budget_is_committed_or_kept() -> None:
+    """The rest goes to the leader if its expected loss is within the margin. Otherwise the rest is kept."""
     kept = split_budget(choice_of(contested(), 0.01), 50000)
     assert kept.winner is None and kept.commit is None and "until the results are in" in kept.sentence
     assert sum(share.compute for share in kept.shares) == pytest.approx(sum(step.cost for step in kept.steps))
@@ -303,7 +303,7 @@ def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
 
 
 def test_a_run_that_cannot_be_continued_is_not_extended() -> None:
-    """One whose pool of prompts is exhausted: a larger budget changes nothing of it, another seed may."""
+    """For example, its prompts are exhausted. A larger budget then changes nothing, but another seed may help."""
 
     def ended(fits: Sequence[Fit]) -> list[Fit]:
         return [replace(fit, curve=replace(fit.curve, ended=True)) for fit in fits]
@@ -313,9 +313,9 @@ def test_a_run_that_cannot_be_continued_is_not_extended() -> None:
 
     early = fit_curves([curve("a", end=1500), curve("b", end=1500, rng=1)])
     for fits in (contested(), early):
-        whole, choice = choice_of(fits), choice_of(ended(fits))
-        assert extended(settle(whole).steps) and not extended(settle(choice).steps)
-        assert extended(split_budget(whole, 50000).steps) and not extended(split_budget(choice, 50000).steps)
+        unended, choice = choice_of(fits), choice_of(ended(fits))
+        assert extended(settle(unended).steps) and not extended(settle(choice).steps)
+        assert extended(split_budget(unended, 50000).steps) and not extended(split_budget(choice, 50000).steps)
     fits = contested()
     assert split_budget(choice_of(fits, 0.04), 50000).commit is not None
     split = split_budget(choice_of(ended(fits), 0.04), 50000)
@@ -328,11 +328,11 @@ def test_a_run_that_cannot_be_continued_is_not_extended() -> None:
 )
 @pytest.mark.full
 def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
-    """One step of equal cost, on some of the studies of `benchmarks/advice.py`."""
+    """Compare one step of equal cost, on some of the studies of `benchmarks/advice.py`."""
     before, advised, random, promised = np.mean([one_study(i) for i in range(studies)], axis=0)
     assert advised < 0.7 * before
     assert advised < 0.85 * random
-    # More is promised than comes, see docs/guide/plan.md, but by no order of magnitude.
+    # The promised gain is larger than the actual one (see docs/guide/plan.md), but by less than a factor of 5.
     assert before - advised < promised < 5 * (before - advised)
 
 
@@ -340,17 +340,17 @@ def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
 
 
 def rollout_fits() -> list[Fit]:
-    found = []
+    rollout_curves = []
     for i, (difficulty, value, a) in enumerate(
         [("easy", 8, 0.60), ("easy", 16, 0.50), ("hard", 8, 0.45), ("hard", 16, 0.452), ("hard", 32, 0.3)]
     ):
         c = curve(f"s rollouts={value} level={difficulty}", a=a, r0=0.2, end=20000, rng=i)
         factors = {"rollouts": str(value), "level": difficulty}
-        found.append(make_curve(c.recipe, c.compute, c.reward, c.seed, factors=factors))
-    return fit_curves(found)
+        rollout_curves.append(make_curve(c.recipe, c.compute, c.reward, c.seed, factors=factors))
+    return fit_curves(rollout_curves)
 
 
-def test_best_rollouts_by_difficulty_or_undecided() -> None:
+def test_best_rollouts_are_chosen_by_difficulty_or_undecided() -> None:
     easy, hard = best_rollouts(rollout_fits(), 20000.0, "rollouts", "level")
     assert (easy.recipe, easy.difficulty, easy.best) == ("s", "easy", 8)
     assert easy.values[0].R is not None and easy.values[0].R.value == pytest.approx(0.60, abs=0.02)
@@ -412,7 +412,7 @@ def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(entry["compute"]["value"] for entry in plan["recipes"]) == pytest.approx(20000)
     assert plan["commit"]["recipe"] == "scalerl" and plan["commit"]["to"] > plan["commit"]["from"]
     code, out, _ = run(capsys, EXAMPLE, "--budget", "20000")
-    # No seed of a recipe whose window ends before the bend: it would end there, too.
+    # A recipe whose window ends before the bend gets no new seed: that seed would end before the bend, too.
     assert code == 0 and "the budget is not committed to a winner" in out and "the bend is not in the window" in out
 
 
@@ -437,7 +437,7 @@ def test_rollouts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0 and "s: 16 rollouts per prompt" in out
 
 
-def test_example_of_sizes_is_what_its_script_makes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_sizes_equals_the_output_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     import runpy
 
     runpy.run_path(str(ROOT / "examples" / "make_sizes.py"), run_name="__main__")
@@ -494,9 +494,11 @@ def test_a_plan_has_one_goal_or_none() -> None:
     fits = fit_curves([curve(points=15)])
     with pytest.raises(UserError, match="one of"):
         make_plan(fits, target=0.5, budget=1.0)
-    aimless, aimed = make_plan(fits), make_plan(fits, target=0.5)
-    assert (aimless.next, aimless.settlements) == (aimed.next, aimed.settlements)
-    assert [(row.compute, row.R, row.asymptote) for row in aimless.rows] == [(None, None, aimed.rows[0].asymptote)]
+    without_target, with_target = make_plan(fits), make_plan(fits, target=0.5)
+    assert (without_target.next, without_target.settlements) == (with_target.next, with_target.settlements)
+    assert [(row.compute, row.R, row.asymptote) for row in without_target.rows] == [
+        (None, None, with_target.rows[0].asymptote)
+    ]
     with pytest.raises(UserError, match="which size is best depends"):
         make_plan(fits, factors=Factors(size="size"))
     with pytest.raises(UserError, match="nothing to plan"):

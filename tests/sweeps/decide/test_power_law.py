@@ -1,4 +1,4 @@
-"""Truths about sizes: the planted law returns, crossovers hold the truth, and the better law is found."""
+"""Tests of the power law across sizes: recovery of planted laws, crossovers, and the choice against the sigmoid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (5e8, 1.5e9, 3e9, 7e9)
 
 
 def exponent(size: float) -> float:
-    """arXiv 2509.25300, written literally."""
+    """The formula of arXiv 2509.25300."""
     return K_MAX / (1 + N_0 / size)
 
 
@@ -39,7 +39,7 @@ def study(
     points: int = 30,
     unit: float = 1.0,
 ) -> dict[float, Fit]:
-    """Fits of one recipe whose test loss follows the power law."""
+    """Simulate and fit one recipe whose test loss follows the power law. Returns the fits by size."""
     random, curves = np.random.default_rng(rng), []
     x = np.linspace(200, 12000, points)
     for size in sizes:
@@ -71,27 +71,27 @@ def test_exact_data_return_the_law() -> None:
 
 @pytest.mark.full
 def test_intervals_hold_the_truth() -> None:
-    """95% intervals over 40 studies with a spread between seeds: k_max, N_0, k of the largest, a crossover, R."""
+    """At least 35 of 40 intervals contain the truth, for k_max, N_0, k, a crossover and R. Seeds have effects."""
     held = np.zeros(5)
     cross = START * np.exp(SLOPE * np.log(7 / 3) / (exponent(7e9) - exponent(3e9)))
     reward = 1 - float(np.exp(log_loss(7e9, np.array(24000.0))))
     grid = np.geomspace(200, 1.2e6, 200)
     for i in range(40):
         law = fit_power_law(study(i, seed_sd=0.01, points=20))
-        found = quantiles(overtaking_compute(law.log_loss(3e9, grid) - law.log_loss(7e9, grid), grid))
+        overtaking = quantiles(overtaking_compute(law.log_loss(3e9, grid) - law.log_loss(7e9, grid), grid))
         held += [
             holds(law.k_max, K_MAX),
             holds(law.N_0, N_0),
             holds(quantiles(law.exponent(7e9)), exponent(7e9)),
-            found.value is None or holds(found, cross),
+            overtaking.value is None or holds(overtaking, cross),
             holds(law.reward(7e9, 24000.0), reward),
         ]
     assert (held >= 35).all(), held
 
 
 @pytest.mark.slow
-def test_an_offset_between_seeds_widens_everything() -> None:
-    """A seed off by a constant in R tilts its line in log L: less is known of k, not of the level alone."""
+def test_a_spread_between_seeds_widens_k_max() -> None:
+    """A constant offset of a seed in R tilts its line in log L. So the exponent is less certain, not only the level."""
     widths = []
     for sd in (1e-4, 0.03):
         by_size = {size: replace(fit, seed_spread=SeedSpread(sd)) for size, fit in study().items()}
@@ -101,8 +101,8 @@ def test_an_offset_between_seeds_widens_everything() -> None:
     assert widths[1] > 3 * widths[0]
 
 
-def test_noise_is_even_in_reward_not_in_log_loss() -> None:
-    """An error of 0.005 in R moves log L most where the loss is small; there it must move k least."""
+def test_noise_is_constant_in_reward_not_in_log_loss() -> None:
+    """An error of 0.005 in R moves log L most at small losses. The weights must correct this, so that k moves least."""
     x = np.geomspace(100, 10000, 20)
     reward = 1 - 0.5 * (x / 100) ** -0.6
 
@@ -114,9 +114,9 @@ def test_noise_is_even_in_reward_not_in_log_loss() -> None:
         k_max, n_0, _ = fit_power_law(group_by_size(fit_curves(curves), "size")["s"]).best
         return k_max / (1 + n_0 / 1e9)
 
-    straight = slope(None)
-    assert straight == pytest.approx(0.6, rel=1e-2)
-    assert abs(slope(-1) - straight) < 0.5 * abs(slope(0) - straight)
+    without_error = slope(None)
+    assert without_error == pytest.approx(0.6, rel=1e-2)
+    assert abs(slope(-1) - without_error) < 0.5 * abs(slope(0) - without_error)
 
 
 @pytest.mark.slow
@@ -131,21 +131,23 @@ def test_the_unit_of_compute_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_size_not_seen_is_predicted_and_marked() -> None:
+def test_a_size_that_was_not_run_is_predicted_and_marked() -> None:
     plan = compare_sizes(study(sd=0.002), "s", budget=20000.0, more=[2e9, 1.4e10])
     choices = {choice.size: choice for choice in plan.choices}
     assert choices[1.4e10].extrapolation and choices[2e9].extrapolation and not choices[7e9].extrapolation
     for size in (2e9, 1.4e10):
         assert holds(choices[size].R, 1 - float(np.exp(log_loss(size, np.array(20000.0)))))
-        found = choices[size].R_sigmoid
-        assert found is not None and holds(found, 1 - float(np.exp(log_loss(size, np.array(20000.0)))))
+        sigmoid_reward = choices[size].R_sigmoid
+        assert sigmoid_reward is not None and holds(
+            sigmoid_reward, 1 - float(np.exp(log_loss(size, np.array(20000.0))))
+        )
     ours, other = choices[7e9].R, choices[1.4e10].R
     assert None not in (ours.low, ours.high, other.low, other.high)
     assert (other.high or 0) - (other.low or 0) > (ours.high or 0) - (ours.low or 0)
 
 
 @pytest.mark.slow
-def test_the_power_law_predicts_better_where_it_is_the_truth_and_the_sigmoid_where_that_is() -> None:
+def test_the_law_that_generated_the_data_predicts_better() -> None:
     assert held_out(study(sd=0.002)).better == "power_law"
     x = np.linspace(0, 16000, 60)
     curves = [
@@ -166,12 +168,12 @@ def test_the_power_law_predicts_better_where_it_is_the_truth_and_the_sigmoid_whe
     assert "sigmoid" in plan.sentence and "power law" not in plan.sentence
 
 
-def test_overtaking_is_for_good() -> None:
+def test_overtaking_counts_only_if_the_lead_stays() -> None:
     grid = np.array([1.0, 10.0, 100.0, 1000.0])
     lead = np.array(
         [
-            [-1.0, -1.0, 1.0, 1.0],  # between 10 and 100, half-way in log
-            [1.0, 1.0, 1.0, 1.0],  # from the start
+            [-1.0, -1.0, 1.0, 1.0],  # crosses halfway between 10 and 100, in log compute
+            [1.0, 1.0, 1.0, 1.0],  # ahead from the start
             [-1.0, 1.0, 1.0, -1.0],  # falls behind again
             [1.0, -1.0, 1.0, 1.0],  # ahead, behind, ahead: the last crossing counts
         ]
@@ -180,7 +182,7 @@ def test_overtaking_is_for_good() -> None:
 
 
 def test_a_larger_size_that_never_wins() -> None:
-    """Behind at every compute and no steeper: never."""
+    """The larger size is behind at every compute and has the same exponent, so it never overtakes."""
     x = np.linspace(200, 12000, 40)
     rng = np.random.default_rng(0)
     curves = [
@@ -195,8 +197,8 @@ def test_a_larger_size_that_never_wins() -> None:
     assert any("two sizes determine k_max and N_0 exactly: " in note for note in plan.warnings)
 
 
-def test_bounds_are_open_where_the_exponent_does_not_saturate() -> None:
-    """k proportional to N fits any large N_0, and k_max with it."""
+def test_bounds_are_open_if_the_exponent_does_not_saturate() -> None:
+    """If k is proportional to N, any large N_0 fits with a k_max to match, so neither has an upper bound."""
     x = np.linspace(200, 12000, 40)
     rng = np.random.default_rng(1)
     curves = [
@@ -208,7 +210,7 @@ def test_bounds_are_open_where_the_exponent_does_not_saturate() -> None:
     assert law.N_0.high is None and law.k_max.high is None and law.N_0.low is not None
 
 
-def test_points_without_a_logarithm_are_counted() -> None:
+def test_points_without_a_logarithm_are_left_out_and_counted() -> None:
     x = np.linspace(0, 12000, 31)
     reward = np.clip(1 - 0.5 * (np.maximum(x, 100) / 200) ** -0.3, 0, 1)
     perfect = reward.copy()
@@ -252,12 +254,12 @@ NAMED = [
 @pytest.mark.parametrize(
     ("text", "size"), [("7e9", 7e9), ("0.5B", 5e8), (" 350m ", 3.5e8), ("1T", 1e12), ("12", 12.0), *NAMED]
 )
-def test_sizes_are_read(text: str, size: float) -> None:
+def test_sizes_are_parsed(text: str, size: float) -> None:
     assert parse_size(text) == pytest.approx(size)
 
 
 @pytest.mark.parametrize("text", ["", "B", "big", "-1B", "0", "nan", "inf", "7GB", "phi-3", "my4bit-model"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_text_without_a_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="size"):
         parse_size(text)
 

@@ -1,4 +1,4 @@
-"""Truths about racing: who is stopped, who never is, and that a decision rests on the evaluations alone."""
+"""Tests of races: which recipes are stopped, when a race looks, and the benchmark's competing rules."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def cut(data: Curve, compute: float) -> Curve:
 
 
 def raced(curves: Sequence[Curve], rules: Rules = RULES, ended: bool = True) -> Race:
-    return run_race(curves, rules, ended=[each.recipe for each in curves] if ended else ())
+    return run_race(curves, rules, ended=[c.recipe for c in curves] if ended else ())
 
 
 def three() -> list[Curve]:
     return [
         curve("good", a=0.65, rng=1),
         curve("bad", a=0.45, rng=2),
-        # Slow, and in the end the best: where all others are ahead of it nobody can tell yet.
+        # Slow, but the best in the end. While the others are ahead of it, the outcome is still open.
         curve("late", a=0.85, b=1.8, c_mid=8000, rng=3),
     ]
 
@@ -56,24 +56,24 @@ def three() -> list[Curve]:
 def test_a_loser_is_stopped_and_one_that_rises_late_is_not() -> None:
     race = raced(three())
     assert race.leader == "late" and race.stopped["bad"] < 0.5 * BUDGET
-    bad = next(each for each in race.runners if each.recipe == "bad")
+    bad = next(runner for runner in race.runners if runner.recipe == "bad")
     assert bad.spent == 2 * race.stopped["bad"]
     assert race.saved == pytest.approx(sum(2 * (BUDGET - at) for at in race.stopped.values()))
     assert race.full == 6 * BUDGET
     assert "of ending ahead of " in bad.reason and " at 1.6e+04, where its forecast is 0.4" in bad.reason
-    # By what the first look saw, the late one would have gone.
-    early = [cut(each, 0.2 * BUDGET) for each in three()]
-    assert min(early, key=lambda each: each.reward[each.compute == each.compute.max()].mean()).recipe == "late"
+    # At the first look the late one has the lowest reward, so a rule by current rewards would stop it.
+    early = [cut(c, 0.2 * BUDGET) for c in three()]
+    assert min(early, key=lambda c: c.reward[c.compute == c.compute.max()].mean()).recipe == "late"
 
 
 @pytest.mark.full
-def test_a_decision_rests_on_nothing_that_came_later() -> None:
+def test_later_evaluations_do_not_change_earlier_looks() -> None:
     whole = raced(three())
-    for part, look in enumerate(whole.looks):
-        # As the study was then, and some had gone on; whoever is far ahead changes nothing either.
-        then = [cut(each, look.compute * (1.01 if at else 1.7) + 500) for at, each in enumerate(three())]
-        seen = raced(then, ended=False)
-        assert seen.looks[: part + 1] == whole.looks[: part + 1]
+    for index, look in enumerate(whole.looks):
+        # Cut the curves shortly after this look. The first recipe has run much further, which must not matter either.
+        partial_curves = [cut(c, look.compute * (1.01 if at else 1.7) + 500) for at, c in enumerate(three())]
+        partial_race = raced(partial_curves, ended=False)
+        assert partial_race.looks[: index + 1] == whole.looks[: index + 1]
 
 
 def test_a_reward_that_comes_later_does_not_change_the_scale_of_a_look() -> None:
@@ -87,8 +87,8 @@ def test_a_reward_that_comes_later_does_not_change_the_scale_of_a_look() -> None
 def test_neither_order_nor_unit_of_compute_decides() -> None:
     race = raced(three())
     turned = raced(three()[::-1])
-    assert {each.recipe: each for each in race.runners} == {each.recipe: each for each in turned.runners}
-    hours = [make_curve(each.recipe, each.compute / 3600, each.reward, each.seed) for each in three()]
+    assert {runner.recipe: runner for runner in race.runners} == {runner.recipe: runner for runner in turned.runners}
+    hours = [make_curve(c.recipe, c.compute / 3600, c.reward, c.seed) for c in three()]
     other = raced(hours, replace(RULES, budget=BUDGET / 3600))
     assert {name: at * 3600 for name, at in other.stopped.items()} == pytest.approx(race.stopped)
 
@@ -101,9 +101,9 @@ def test_a_look_waits_for_the_slowest_unless_it_has_ended() -> None:
     assert waiting.waits_for == ("bad",) and not waiting.stopped
     assert [look.compute for look in waiting.looks] == [level for level in RULES.levels() if level <= 5000]
     assert "the next look waits for bad" in waiting.sentence
-    on = run_race(curves, patient, ended=["bad"])
-    assert on.waits_for == () and len(on.looks) == len(list(RULES.levels()))
-    # One seed that lags is enough.
+    continued = run_race(curves, patient, ended=["bad"])
+    assert continued.waits_for == () and len(continued.looks) == len(list(RULES.levels()))
+    # A look also waits for a single slow seed.
     slow = three()[0]
     keep = (slow.seed == "0") | (slow.compute <= 4000)
     lagging = make_curve("good", slow.compute[keep], slow.reward[keep], slow.seed[keep])
@@ -111,43 +111,43 @@ def test_a_look_waits_for_the_slowest_unless_it_has_ended() -> None:
 
 
 def test_before_the_first_look_nobody_leads() -> None:
-    race = run_race([cut(each, 1000) for each in three()], RULES)
+    race = run_race([cut(c, 1000) for c in three()], RULES)
     assert (race.looks, race.leader, race.saved) == ((), None, 0.0)
     assert race.sentence.startswith(
         "no look yet: the first is at compute 3200; the next look waits for good, bad, late"
     )
-    assert all(each.p_best is None and each.reason == "no look yet" for each in race.runners)
+    assert all(runner.p_best is None and runner.reason == "no look yet" for runner in race.runners)
 
 
 @pytest.mark.slow
-def test_many_of_a_kind_are_not_stopped_for_being_many() -> None:
-    """Each of sixty that are the same is best with a small chance, and has as good a chance against each other."""
+def test_many_equal_recipes_are_not_all_stopped() -> None:
+    """Each of 60 equal recipes has a small P(best), but about an even chance against any single other recipe."""
     curves = [curve(f"r{number}", a=0.6, points=17, rng=number, seeds=1) for number in range(60)]
     look = look_at(curves, 0.3 * BUDGET, replace(RULES, looks=1))
-    assert max(each.p_best for each in look.chances) < 0.4
+    assert max(chance.p_best for chance in look.chances) < 0.4
     assert len(look.stopped) < 30
 
 
-def test_what_cannot_be_forecast_is_not_stopped() -> None:
+def test_a_recipe_without_a_forecast_is_not_stopped() -> None:
     early = cut(curve("early", a=0.5, rng=4), 1500)
     look = look_at([curve("good", a=0.65, rng=1), early], 4000, replace(RULES, looks=1))
     assert (look.of("early").p_ahead or 0.0) > 0.1
     assert look.stopped == ()
     untried = make_curve("untried", [9000.0], [0.4])
-    assert [each.recipe for each in look_at([*three(), untried], 4000, RULES).chances] == ["good", "bad", "late"]
+    assert [chance.recipe for chance in look_at([*three(), untried], 4000, RULES).chances] == ["good", "bad", "late"]
 
 
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.floats(0.3, 0.8), min_size=2, max_size=4), st.integers(0, 10_000))
-def test_whatever_happens_one_is_left_and_json_is_clean(tops: list[float], number: int) -> None:
+def test_one_recipe_always_remains_and_json_is_finite(tops: list[float], number: int) -> None:
     curves = [curve(f"r{at}", a=a, wander=0.01, points=17, rng=number + at) for at, a in enumerate(tops)]
     race = raced(curves, Rules(BUDGET, p_ahead=0.4, looks=1, growth=1.5))
     assert len(race.stopped) < len(curves) and race.leader not in race.stopped
     json.dumps(race.to_json(), allow_nan=False)
     for look in race.looks:
         assert look.favourite not in look.stopped
-        assert sum(each.p_best for each in look.chances) == pytest.approx(1)
+        assert sum(chance.p_best for chance in look.chances) == pytest.approx(1)
         assert all(race.stopped[name] == look.compute for name in look.stopped)
 
 
@@ -176,13 +176,13 @@ def test_a_race_takes_two() -> None:
 
 
 @pytest.mark.slow
-def test_before_anything_can_be_compared_no_look_is_taken() -> None:
-    """First evaluations beyond the first look, in a table or by --min-compute."""
-    late = [make_curve(each.recipe, each.compute + 5000, each.reward, each.seed) for each in three()]
+def test_no_look_is_taken_before_all_recipes_have_evaluations() -> None:
+    """The first evaluations may come after the first look's compute, in the table or because of --min-compute."""
+    late = [make_curve(c.recipe, c.compute + 5000, c.reward, c.seed) for c in three()]
     assert raced(late).looks[0].compute > 5000
     race = run_race(three(), RULES, FitOptions(min_compute=4500.0), ended=["good", "bad", "late"])
     assert race.looks[0].compute > 4500
-    far = [make_curve(each.recipe, each.compute + 50000, each.reward, each.seed) for each in three()]
+    far = [make_curve(c.recipe, c.compute + 50000, c.reward, c.seed) for c in three()]
     assert raced(far).looks == ()
 
 
@@ -191,41 +191,44 @@ def test_the_window_of_a_fit_ends_the_race() -> None:
     assert race.looks[-1].compute <= 6000 < race.looks[-1].compute * RULES.growth
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_race_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     table = str(ROOT / "examples" / "curves.csv")
     assert main(["race", table, "--budget", "16000"]) == 0
     out = capsys.readouterr().out
     assert "scalerl+loss=dapo" in out and "3 of 4 recipes stopped after 9 looks; scalerl leads" in out
     assert main(["race", table, "--budget", "16000", "--json", "--growth", "1.5"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["rules"]["growth"] == 1.5 and found["leader"] == "scalerl"
-    assert {each["recipe"] for each in found["recipes"]} == {each["recipe"] for each in found["looks"][0]["chances"]}
+    race_json = json.loads(capsys.readouterr().out)
+    assert race_json["rules"]["growth"] == 1.5 and race_json["leader"] == "scalerl"
+    assert {entry["recipe"] for entry in race_json["recipes"]} == {
+        entry["recipe"] for entry in race_json["looks"][0]["chances"]
+    }
     assert main(["race", table, "--budget", "16000", "--first", "2"]) == 1
     assert "--first 2: give a share" in capsys.readouterr().err
 
 
 @pytest.mark.full
-def test_a_study_that_was_run_keeps_its_best() -> None:
-    """Of 92 real runs: nothing that the race would have stopped ends above all that it leaves (docs/guide/race.md)."""
+def test_a_race_over_real_runs_keeps_the_best() -> None:
+    """92 real runs: no stopped recipe ends more than 0.02 above the best kept one (docs/guide/race.md)."""
     curves = load([ROOT / "benchmarks/racing/replication_hot.csv"]).curves
     budget = 4.5e11
-    race = run_race(curves, Rules(budget), ended=[each.recipe for each in curves], workers=2)
-    came = {
-        each.recipe: float(each.reward[each.compute > 0.93 * budget].mean())
-        for each in curves
-        if each.compute.max() > budget
+    race = run_race(curves, Rules(budget), ended=[c.recipe for c in curves], workers=2)
+    final_reward = {
+        c.recipe: float(c.reward[c.compute > 0.93 * budget].mean()) for c in curves if c.compute.max() > budget
     }
-    left = [recipe for recipe in came if recipe not in race.stopped]
+    kept_recipes = [recipe for recipe in final_reward if recipe not in race.stopped]
     assert 0.3 < race.saved / race.full < 0.5
-    assert max(came.values()) - came[race.leader or ""] < 0.02
-    assert max(came[recipe] for recipe in came if recipe in race.stopped) < max(came[each] for each in left) + 0.02
+    assert max(final_reward.values()) - final_reward[race.leader or ""] < 0.02
+    assert (
+        max(final_reward[recipe] for recipe in final_reward if recipe in race.stopped)
+        < max(final_reward[kept_recipe] for kept_recipe in kept_recipes) + 0.02
+    )
 
 
-# --- the simulation that says what racing is worth -----------------------------------------------------------
+# --- the simulation that measures the value of racing --------------------------------------------------------
 
 
 def plain(*rewards: float) -> Study:
-    """Eight recipes, each with one reward from its first evaluation on."""
+    """Return a study of eight recipes with constant rewards; 0.1 for those that are not listed."""
     truth = np.array([*rewards, *([0.1] * (8 - len(rewards)))])
     rate = np.tile(truth[:, None], (1, 21))
     passed = np.tile((np.arange(128) / 128 < truth[:, None]).astype(float)[:, None, :], (1, 21, 1))
@@ -233,29 +236,29 @@ def plain(*rewards: float) -> Study:
 
 
 @pytest.mark.slow
-def test_rivals_are_charged_for_all_that_they_saw() -> None:
+def test_rivals_pay_for_all_compute_that_they_used() -> None:
     study = plain(0.8, 0.6, 0.5, 0.4)
     assert halving(study, 2, 0.25).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
     assert halving(study, 4, 0.1).tolist() == pytest.approx([1.0, 0.4, *[0.1] * 6])
-    # Who is at the median of those still running is not stopped.
+    # A recipe at the median of the running ones is not stopped.
     assert median_rule(plain(*[0.8] * 5), 0.3).tolist() == [*[1.0] * 5, *[0.3] * 3]
     assert signed_rank(study, 0.01, 0.2).tolist() == [1.0, *[0.2] * 7]
-    found = rivals.outcomes(study) | ours.outcomes(study)
-    assert found["all runs to the budget"].compute == 1.0
-    assert all(each.regret == 0 and each.false == 0 for each in found.values())
+    by_method = rivals.outcomes(study) | ours.outcomes(study)
+    assert by_method["all runs to the budget"].compute == 1.0
+    assert all(result.regret == 0 and result.false == 0 for result in by_method.values())
 
 
-def test_the_signed_rank_is_that_of_optunas_pruner() -> None:
-    """Optuna holds a trial against the best one, prompt by prompt; so it is asked at each evaluation of each recipe."""
+def test_signed_rank_equals_optunas_wilcoxon_pruner() -> None:
+    """Optuna compares a trial with the best one, prompt by prompt, at every evaluation of every recipe."""
     study, grace, p = make_study(SETTINGS[0], 5), 0.2, 0.01
-    left, spent = list(range(8)), np.ones(8)
+    running, spent = list(range(8)), np.ones(8)
     for at in range(4, 20):
-        best = max(left, key=lambda recipe: study.rate[recipe, at])
+        best = max(running, key=lambda recipe: study.rate[recipe, at])
         searched = optuna.create_study(direction="maximize")
         searched.add_trial(trial(study, best, at, TrialState.COMPLETE))
-        for recipe in [each for each in left if each != best]:
+        for recipe in [candidate for candidate in running if candidate != best]:
             if WilcoxonPruner(p_threshold=p).prune(searched, trial(study, recipe, at, TrialState.RUNNING)):
-                left.remove(recipe)
+                running.remove(recipe)
                 spent[recipe] = at / 20
     assert 1 < (spent < 1).sum() < 8
     assert signed_rank(study, p, grace).tolist() == spent.tolist()
@@ -268,19 +271,19 @@ def trial(study: Study, recipe: int, at: int, state: TrialState) -> FrozenTrial:
 
 
 @pytest.mark.full
-def test_the_simulation_races_as_the_command_does() -> None:
-    """But for fits of stopped recipes, by which it knows the law a little better."""
-    study = make_study(SETTINGS[0], 4)  # its best is 0.05 ahead, so that both name it
+def test_the_simulation_races_like_the_command() -> None:
+    """Small differences remain: the simulation also has fits of stopped recipes, which inform its weights of laws."""
+    study = make_study(SETTINGS[0], 4)  # the best recipe leads by 0.05, so both must name it
     compute = np.arange(21) / 20
     curves = [make_curve(str(i), compute, study.rate[i], sd=study.sd[i]) for i in range(8)]
     winner, spent = Forecasts(study, RACING).race(RACING)
     race = run_race(curves, RACING, ended=[str(i) for i in range(8)])
     assert race.leader == str(winner)
-    own = [race.stopped.get(str(i), 1.0) for i in range(8)]
-    assert np.abs(np.array(own) - spent).mean() < 0.1 and min(own) < 0.5
+    command_spent = [race.stopped.get(str(i), 1.0) for i in range(8)]
+    assert np.abs(np.array(command_spent) - spent).mean() < 0.1 and min(command_spent) < 0.5
 
 
-def test_stairs_have_the_rewards_that_are_said() -> None:
+def test_staircases_have_their_documented_rewards() -> None:
     studies = [make_study(staircases.STAIRS, number) for number in range(6)]
     for at, name in ((5, "early"), (20, "truth")):
         apart = np.concatenate([study.rate[:, at] - getattr(study, name) for study in studies])
@@ -297,72 +300,79 @@ def _whole(study: Study) -> dict[str, Outcome]:
     return {"whole": Outcome(0.0, 1.0, 0, 0)}
 
 
-def test_a_simulation_goes_on_where_it_was_left_and_tells_of_the_studies_that_all_methods_had(tmp_path: Path) -> None:
+def test_a_simulation_resumes_and_compares_the_studies_of_all_methods(tmp_path: Path) -> None:
     first = simulate("a", _half, SETTINGS[0], 2, tmp_path)
     more = simulate("a", _half, SETTINGS[0], 3, tmp_path)
     assert more[:2] == first and len(more) == 3
     assert [row["half"][0] for row in more] == [make_study(SETTINGS[0], number).truth[0] for number in range(3)]
-    assert simulate("a", _half, SETTINGS[0], 1, tmp_path) == more, "more than asked for are taken where they are there"
-    found = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
-    assert {name: rows.shape for name, rows in found.items()} == {"half": (2, 4), "whole": (2, 4)}
+    assert simulate("a", _half, SETTINGS[0], 1, tmp_path) == more, (
+        "all stored studies are returned, even if fewer are requested"
+    )
+    by_method = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
+    assert {name: rows.shape for name, rows in by_method.items()} == {"half": (2, 4), "whole": (2, 4)}
 
 
-def many(number: int) -> tuple[list[Fit], list[Array]]:
-    """A favourite at 0.5, and others of which each ends ahead of it, by 0.2, in one draw in twenty and in turn."""
+def favourite_and_others(number: int) -> tuple[list[Fit], list[Array]]:
+    """Fits and draws of a favourite at 0.5 and `number` others. Each is ahead by 0.2 in 5% of draws, no two at once."""
     fits = fit_curves([curve(f"r{i:02d}", rng=i) for i in range(number + 1)])
     turns = np.arange(2000) % 20
     return fits, [np.full(2000, 0.5), *(np.where(turns == i, 0.7, 0.3) for i in range(number))]
 
 
-def cost(loss: float) -> list[Look]:
-    """An earlier look whose stops were expected to cost so much."""
+def earlier_look(loss: float) -> list[Look]:
+    """Return an earlier look whose stops have this expected cost."""
     return [Look(0.0, "r00", (), (), loss)]
 
 
 def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
-    fits, draws = many(12)
+    fits, draws = favourite_and_others(12)
     rules = Rules(BUDGET, loss=0.035)
     look = make_look(4000.0, fits, draws, rules)
-    assert {each.p_ahead for each in look.chances} == {None, 0.05}
-    # Each costs 0.2 in one draw of twenty, 0.01, and no two in the same draw.
+    assert {chance.p_ahead for chance in look.chances} == {None, 0.05}
+    # Stopping one costs 0.2 in 5% of the draws, which is 0.01. The costs add up, since no two are ahead in one draw.
     assert look.stopped == ("r01", "r02", "r03") and look.loss == pytest.approx(0.03)
-    assert make_look(4000.0, fits, draws, rules, cost(0.02)).stopped == ("r01",), "earlier looks' stops count"
-    assert make_look(4000.0, fits, draws, rules, cost(0.04)).stopped == ()
-    hopeless = [draws[0], *(each - 0.5 for each in draws[1:])]
-    assert len(make_look(4000.0, fits, hopeless, rules, cost(0.04)).stopped) == 12, (
-        "what costs nothing goes all the same"
+    assert make_look(4000.0, fits, draws, rules, earlier_look(0.02)).stopped == ("r01",), (
+        "the cost of earlier stops counts"
     )
-    every_one = make_look(4000.0, fits, draws, replace(rules, loss=1.0), cost(3.0))
+    assert make_look(4000.0, fits, draws, rules, earlier_look(0.04)).stopped == ()
+    hopeless = [draws[0], *(recipe_draws - 0.5 for recipe_draws in draws[1:])]
+    assert len(make_look(4000.0, fits, hopeless, rules, earlier_look(0.04)).stopped) == 12, (
+        "stops without cost are always allowed"
+    )
+    every_one = make_look(4000.0, fits, draws, replace(rules, loss=1.0), earlier_look(3.0))
     assert len(every_one.stopped) == 12 and every_one.loss == pytest.approx(0.12), "no limit"
     assert Look.of_json(every_one.to_json()) == every_one
 
 
-def test_the_least_likely_are_stopped_first() -> None:
-    fits, draws = many(2)
-    draws[1] = np.where(np.arange(2000) % 50 < 4, 0.9, 0.3)  # one in 12.5, and by more
+def test_the_recipes_least_likely_to_win_are_stopped_first() -> None:
+    fits, draws = favourite_and_others(2)
+    draws[1] = np.where(np.arange(2000) % 50 < 4, 0.9, 0.3)  # ahead in 8% of draws instead of 5%, and by more
     look = make_look(4000.0, fits, draws, Rules(BUDGET, loss=0.02))
     assert look.stopped == ("r02",) and (look.of("r01").p_ahead or 0) < 0.1
 
 
 @settings(max_examples=60)
 @given(number=st.integers(2, 7), seed=st.integers(0, 10**6), limit=st.floats(0.0, 0.2))
-def test_what_is_stopped_together_is_what_the_draws_say_it_costs(number: int, seed: int, limit: float) -> None:
+def test_the_cost_of_stopping_several_recipes_is_computed_jointly(number: int, seed: int, limit: float) -> None:
     rng = np.random.default_rng(seed)
     draws = list(rng.random((number, 50)))
     due = [int(at) for at in rng.permutation(number)[: rng.integers(0, number)]]
 
-    def costs_of(gone: list[int]) -> float:
-        left = np.max([draws[at] for at in range(number) if at not in gone], axis=0)
-        return float(np.mean([max(max(draws[at][k] for at in gone) - left[k], 0.0) for k in range(50)])) / 2.0
+    def costs_of(stopped_recipes: list[int]) -> float:
+        best_left = np.max([draws[at] for at in range(number) if at not in stopped_recipes], axis=0)
+        return (
+            float(np.mean([max(max(draws[at][k] for at in stopped_recipes) - best_left[k], 0.0) for k in range(50)]))
+            / 2.0
+        )
 
     costs = [costs_of(due[:n]) for n in range(1, len(due) + 1)]
-    most = max((n for n, each in enumerate(costs, start=1) if each <= limit), default=0)
+    largest = max((n for n, total_cost in enumerate(costs, start=1) if total_cost <= limit), default=0)
     stopped, loss = _count_stops(draws, due, 2.0, limit)
-    assert stopped == most and loss == pytest.approx(costs[most - 1] if most else 0.0)
+    assert stopped == largest and loss == pytest.approx(costs[largest - 1] if largest else 0.0)
 
 
 @pytest.mark.slow
-def test_a_race_is_never_expected_to_cost_more_than_its_limit() -> None:
+def test_the_expected_cost_of_a_race_is_within_its_limit() -> None:
     curves = [curve(f"r{i}", a=0.5 + 0.05 * i, rng=i) for i in range(5)]
     free = raced(curves, Rules(BUDGET, growth=1.6, loss=1.0))
     free_loss = sum(look.loss for look in free.looks)
@@ -371,17 +381,17 @@ def test_a_race_is_never_expected_to_cost_more_than_its_limit() -> None:
         assert sum(look.loss for look in race.looks) <= share * free_loss
         assert race.saved < free.saved and race.leader == free.leader
     kept = look_at(curves, 0.3 * BUDGET, Rules(BUDGET, loss=1e-9))
-    assert kept.stopped == () and any(each.below for each in kept.chances)
-    early = run_race([cut(each, 0.4 * BUDGET) for each in curves], Rules(BUDGET, growth=1.6, loss=1e-9))
-    told = {each.recipe: each.reason for each in early.runners}
+    assert kept.stopped == () and any(chance.below for chance in kept.chances)
+    early = run_race([cut(c, 0.4 * BUDGET) for c in curves], Rules(BUDGET, growth=1.6, loss=1e-9))
+    reasons = {runner.recipe: runner.reason for runner in early.runners}
     assert any(
-        "not stopped, because the expected cost of all stops together would exceed 1e-09" in said
-        for said in told.values()
+        "not stopped, because the expected cost of all stops together would exceed 1e-09" in reason_text
+        for reason_text in reasons.values()
     )
 
 
-def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() -> None:
-    """One that is often ahead by little is worth less than one that is seldom ahead by much."""
+def test_the_favourite_has_the_highest_mean_and_a_forecast() -> None:
+    """A recipe that is often ahead by a little is worth less than one that is rarely ahead by a lot."""
     often, seldom, short = fit_curves([curve("often"), curve("seldom"), make_curve("short", [0.0, 9.0], [0.3, 0.3])])
     rules = Rules(budget=24000.0)
     tenths = np.arange(1000) % 10
@@ -389,5 +399,5 @@ def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() 
     look = make_look(16000.0, [often, seldom, short], draws, rules)
     assert chances_of_being_best(draws[:2])[0] > 0.5 and look.favourite == "seldom"
     assert look.of("seldom").p_ahead is None and look.of("often").p_ahead == 0.6
-    # Where nothing can be forecast of any there is a favourite all the same.
+    # If no recipe has a forecast, there still is a favourite.
     assert make_look(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules).favourite == "short"

@@ -1,4 +1,4 @@
-"""Truths about rankings: the better recipe wins when the data say so, and only then."""
+"""Tests of rankings: the better recipe wins if the data show it, and otherwise the ranking is undecided or tied."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_clearly_better_asymptote_wins() -> None:
 
 
 @pytest.mark.slow
-def test_of_tied_recipes_that_differ_in_B_the_steeper_is_first() -> None:
-    """At one C_mid the higher B takes less compute to 90% of the way."""
+def test_the_steeper_of_tied_recipes_is_first() -> None:
+    """At equal C_mid, the recipe with the higher B needs less compute for 90% of the gain."""
     result = ranked(
         curve("scalerl", a=0.61, b=2.0, white=0.003, rng=1),
         curve("scalerl+loss=dapo", a=0.612, b=1.5, white=0.003, rng=2),
@@ -44,8 +44,8 @@ def test_of_tied_recipes_that_differ_in_B_the_steeper_is_first() -> None:
     assert not result.undecided
 
 
-def test_of_equal_recipes_any_may_be_taken() -> None:
-    """Surely within the margin of each other, and as efficient: a tie is an answer, and names nobody as the best."""
+def test_any_of_equal_recipes_may_be_chosen() -> None:
+    """Recipes surely within the margin and equally efficient are a decided tie. The sentence names no best recipe."""
     result = ranked(*(curve(name, rng=i) for i, name in enumerate(("scalerl", "scalerl+kl=fixed"))))
     assert not result.undecided and "are tied in A within 0.02" in result.sentence
     assert result.sentence.endswith("take any of them") and "is best" not in result.sentence
@@ -53,7 +53,7 @@ def test_of_equal_recipes_any_may_be_taken() -> None:
 
 
 def test_efficiency_does_not_choose_a_recipe_that_may_be_worse() -> None:
-    """Of two estimates within the margin the one of the higher B is known badly: it is not taken for that."""
+    """Two estimates of A are within the margin. The recipe with the higher B is uncertain, so it does not lead."""
     sure = curve("sure", a=0.6, b=1.5, rng=1)
     rough = curve("rough", a=0.59, b=3.0, white=0.05, rng=2)
     result = ranked(sure, rough)
@@ -62,7 +62,7 @@ def test_efficiency_does_not_choose_a_recipe_that_may_be_worse() -> None:
 
 @pytest.mark.full
 def test_p_best_of_equal_recipes_is_calibrated() -> None:
-    """Seeds differ by 0.015; the winner among two equal recipes must not often look sure."""
+    """Two equal recipes whose seeds differ by 0.015: P(best) may exceed 0.95 in at most 5 of 20 studies."""
     sure = 0
     for i in range(20):
         fits = fit_curves(
@@ -82,7 +82,7 @@ def test_refused_recipes_come_last_with_their_reason() -> None:
     assert {entry.recipe for entry in last} == {"a-flat", "scalerl+loss=dapo"}
     assert all(entry.reason for entry in last)
     assert sum(entry.p_best or 0 for entry in result.ranking) == pytest.approx(1.0)
-    # A window before the bend may hide the best; a level curve does not.
+    # A recipe before its bend may still be the best, a flat one may not.
     p_best = {entry.recipe: entry.p_best or 0.0 for entry in result.ranking}
     assert p_best["a-flat"] < 0.05 < p_best["scalerl+loss=dapo"] and result.undecided
     assert result.leader == "scalerl+loss=dapo" and "is the best choice so far: it has the" in result.sentence
@@ -96,7 +96,7 @@ def test_nothing_identifiable_is_undecided() -> None:
     assert result.undecided and all(entry.rank is None for entry in result.ranking)
 
 
-def test_reward_at_the_budget_holds_the_truth() -> None:
+def test_the_interval_of_reward_at_the_budget_contains_the_truth() -> None:
     result = ranked(curve("scalerl", white=0.01, end=6000, rng=1), budget=6000.0)
     (entry,) = result.ranking
     assert entry.R_at_budget is not None
@@ -143,7 +143,7 @@ def test_impossible_options_are_one_line_errors() -> None:
 
 
 def seeded(recipe: str, offsets: dict[str, float], rng: int) -> Curve:
-    """One run a seed, each with its own asymptote."""
+    """Simulate one run per seed. offsets: deviation of its asymptote, by seed."""
     compute = np.linspace(0.0, 16000.0, 33)
     random = np.random.default_rng(rng)
     rewards = [law(compute, 0.61 + d, 1.9, 2500.0, 0.3) + 0.003 * random.standard_normal(33) for d in offsets.values()]
@@ -151,16 +151,16 @@ def seeded(recipe: str, offsets: dict[str, float], rng: int) -> Curve:
 
 
 @pytest.mark.slow
-def test_what_a_seed_does_to_all_recipes_alike_drops_out() -> None:
+def test_a_seeds_common_effect_on_recipes_cancels() -> None:
     shared = {"0": 0.02, "1": -0.02, "2": 0.0}
     better = {label: offset + 0.008 for label, offset in shared.items()}
     paired = rank(fit_curves([seeded("a", better, 1), seeded("b", shared, 2)]), margin=0.0)
     assert paired.pairing is not None and paired.pairing.seeds == ("0", "1", "2")
     assert paired.pairing.spread.sd < 0.5 * fit_curves([seeded("b", shared, 2)])[0].seed_spread.sd
     other = {"7": 0.02, "8": -0.02, "9": 0.0}
-    apart = rank(fit_curves([seeded("a", better, 1), seeded("b", other, 2)]), margin=0.0)
-    assert apart.pairing is None
-    assert (paired.ranking[0].p_best or 0) > 0.9 > (apart.ranking[0].p_best or 0)
+    unpaired = rank(fit_curves([seeded("a", better, 1), seeded("b", other, 2)]), margin=0.0)
+    assert unpaired.pairing is None
+    assert (paired.ranking[0].p_best or 0) > 0.9 > (unpaired.ranking[0].p_best or 0)
 
 
 @pytest.mark.slow
@@ -172,17 +172,17 @@ def test_seeds_that_only_some_recipes_have_are_not_paired() -> None:
 
 
 @pytest.mark.slow
-def test_numbers_that_a_reader_gave_runs_are_no_seeds() -> None:
+def test_run_numbers_given_by_a_reader_are_not_paired_as_seeds() -> None:
     numbered = {"run 0": 0.02, "run 1": -0.02, "run 2": 0.0}
     assert rank(fit_curves([seeded("a", numbered, 1), seeded("b", numbered, 2)])).pairing is None
 
 
-def test_margin_is_carried_over_to_the_rewards_scale() -> None:
+def test_the_margin_scales_with_the_reward() -> None:
     data = [seeded("a", {"0": 0.0}, 1), seeded("b", {"0": -0.01}, 2)]
     percent = [make_curve(c.recipe, c.compute, 100 * c.reward, c.seed) for c in data]
-    ours, theirs = rank(fit_curves(data)), rank(fit_curves(percent))
-    assert theirs.margin == 100 * ours.margin
-    assert [e.tied_with_best for e in theirs.ranking] == [e.tied_with_best for e in ours.ranking] == [True, True]
+    fractions, percents = rank(fit_curves(data)), rank(fit_curves(percent))
+    assert percents.margin == 100 * fractions.margin
+    assert [e.tied_with_best for e in percents.ranking] == [e.tied_with_best for e in fractions.ranking] == [True, True]
 
 
 def test_evaluation_sets_are_not_ranked_against_each_other() -> None:
@@ -192,7 +192,7 @@ def test_evaluation_sets_are_not_ranked_against_each_other() -> None:
         rank(fits)
 
 
-def test_one_recipe_that_cannot_be_ranked_is_the_only_one() -> None:
-    """A study of one has no "none of the 1 recipes"."""
+def test_a_single_unranked_recipe_is_called_the_only_recipe() -> None:
+    """The sentence must not say "none of the 1 recipes"."""
     sentence = rank(fit_curves([curve("short", end=1500)])).sentence
     assert "short, the only recipe, is not identifiable" in sentence and "1 recipes" not in sentence

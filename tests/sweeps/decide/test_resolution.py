@@ -1,4 +1,4 @@
-"""Truths about what a study says it can tell."""
+"""Tests of a study's resolution: the smallest difference between recipes that it can detect."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ ALIKE = {"a": 0.6, "b": 0.6, "c": 0.61, "d": 0.59}
 
 
 @pytest.mark.slow
-def test_more_seeds_tell_smaller_differences_and_fewer_are_needed_where_little_is_asked() -> None:
+def test_more_seeds_detect_smaller_differences() -> None:
     smallest = []
     for seeds in ("012", "012345678"):
-        fits = fit_curves(study(ALIKE, tuple(seeds), each=0.02))
-        found = resolve(fits, "a", 0.02)
-        assert found is not None and found.source == "paired" and found.compute == 8.0 and found.seeds == len(seeds)
-        smallest.append(found.smallest)
+        fits = fit_curves(study(ALIKE, tuple(seeds), seed_sd=0.02))
+        result = resolve(fits, "a", 0.02)
+        assert result is not None and result.source == "paired" and result.compute == 8.0 and result.seeds == len(seeds)
+        smallest.append(result.smallest)
         wide = resolve(fits, "a", 0.1)
-        assert wide is not None and (wide.seeds_needed or 0) < (found.seeds_needed or 0)
-        assert f"{found.smallest:.3f}" in found.sentence
+        assert wide is not None and (wide.seeds_needed or 0) < (result.seeds_needed or 0)
+        assert f"{result.smallest:.3f}" in result.sentence
     assert smallest[1] < 0.8 * smallest[0]
-    # A seed's own deviation of 0.02: of a difference, with nine seeds, 2.8 * 0.02 * sqrt(2 / 9).
+    # Seeds deviate by 0.02, so the difference of two means of nine has sd 0.02 * sqrt(2 / 9); 2.8 sd have 80% power.
     assert smallest[1] == pytest.approx(2.8 * 0.02 * np.sqrt(2 / 9), rel=0.35)
 
 
-def test_it_says_what_the_comparisons_say() -> None:
-    fits = fit_curves(study({**ALIKE, "bad": 0.4}, each=0.01))
-    found = resolve(fits, "a", 0.02)
+def test_the_resolution_agrees_with_the_comparisons() -> None:
+    fits = fit_curves(study({**ALIKE, "bad": 0.4}, seed_sd=0.01))
+    result = resolve(fits, "a", 0.02)
     one_by_one = [compare(fits, [(fit.recipe, "a")]).rows[0] for fit in fits if fit.recipe != "a"]
-    assert found is not None and found.comparisons == 4
-    assert found.detections == sum(row.verdict in ("higher", "lower") for row in one_by_one) >= 1
-    assert found.seeds_needed is not None
+    assert result is not None and result.comparisons == 4
+    assert result.detections == sum(row.verdict in ("higher", "lower") for row in one_by_one) >= 1
+    assert result.seeds_needed is not None
     needed = sorted(row.seeds_needed or 0 for row in one_by_one)
-    assert needed[1] <= found.seeds_needed <= needed[2]
+    assert needed[1] <= result.seeds_needed <= needed[2]
 
 
-def test_where_there_is_one_seed_the_spread_is_borrowed_and_named() -> None:
-    found = resolve(fit_curves(study(ALIKE, ("0",))), "a", 0.02)
-    assert found is not None and found.source == "borrowed" and "with 1 seed per recipe, " in found.sentence
-    assert "spread between seeds taken from the paper" in found.sentence
+def test_with_one_seed_the_spread_is_taken_from_the_paper() -> None:
+    result = resolve(fit_curves(study(ALIKE, ("0",))), "a", 0.02)
+    assert result is not None and result.source == "borrowed" and "with 1 seed per recipe, " in result.sentence
+    assert "spread between seeds taken from the paper" in result.sentence
 
 
-def test_seeds_that_ran_and_seeds_that_tell_are_both_said() -> None:
+def test_seeds_without_information_on_the_asymptote_are_named() -> None:
     curves = study(ALIKE, ("0", "1"))
     short = curves[1]
-    # Its second seed stopped at its start.
+    # The second seed of this recipe stopped at the start.
     keep = (short.seed == "0") | (short.compute <= 0.02 * short.compute.max())
     curves[1] = short.take(keep)
-    found = resolve(fit_curves(curves), "a", 0.02)
-    assert found is not None and found.seeds == 1
-    assert found.sentence.startswith(
+    result = resolve(fit_curves(curves), "a", 0.02)
+    assert result is not None and result.seeds == 1
+    assert result.sentence.startswith(
         "with 2 seeds per recipe (in one recipe, only 1 ran far enough to inform the asymptote), this study can detect"
     )
     whole = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
@@ -64,7 +64,7 @@ def test_seeds_that_ran_and_seeds_that_tell_are_both_said() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
+def test_a_null_recipe_shows_the_noise_of_evaluations() -> None:
     rng = np.random.default_rng(2)
     null = make_curve(
         "a+optimizer=null",
@@ -72,20 +72,24 @@ def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
         0.2 + 0.03 * rng.standard_normal(66),
         ["0"] * 33 + ["1"] * 33,
     )
-    found = resolve(fit_curves([*study(ALIKE, ("0", "1")), null]), "a", 0.02)
-    assert found is not None and found.noise == pytest.approx(0.03, rel=0.2)
-    assert f"; evaluations of the null recipe scatter by {found.noise:.3f}" in found.sentence
+    result = resolve(fit_curves([*study(ALIKE, ("0", "1")), null]), "a", 0.02)
+    assert result is not None and result.noise == pytest.approx(0.03, rel=0.2)
+    assert f"; evaluations of the null recipe scatter by {result.noise:.3f}" in result.sentence
     without = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
     assert without is not None and without.noise is None and "null recipe" not in without.sentence
 
 
-def test_what_has_nothing_to_be_compared_with_says_nothing() -> None:
+def test_without_another_recipe_or_a_baseline_there_is_no_resolution() -> None:
     fits = fit_curves(study({"a": 0.6}))
     assert resolve(fits, "a", 0.02) is None and resolve(fits, None, 0.02) is None and resolve(fits, "z", 0.02) is None
 
 
-def test_a_ranking_has_it() -> None:
-    found = rank(fit_curves(study(ALIKE, each=0.02)), brief=True)
-    assert found.undecided and found.resolution is not None
-    said = found.to_json()["resolution"]
-    assert said["smallest"] > NOISE / 10 and said["seeds"] == 3 and said["sentence"] == found.resolution.sentence
+def test_a_ranking_has_its_resolution() -> None:
+    ranking = rank(fit_curves(study(ALIKE, seed_sd=0.02)), brief=True)
+    assert ranking.undecided and ranking.resolution is not None
+    as_json = ranking.to_json()["resolution"]
+    assert (
+        as_json["smallest"] > NOISE / 10
+        and as_json["seeds"] == 3
+        and as_json["sentence"] == ranking.resolution.sentence
+    )

@@ -1,4 +1,4 @@
-"""Truths about where a choice stands: one posterior, and nobody who reads it contradicts another."""
+"""Tests of the standing of a choice: ranking, plan, rewards and comparison use one posterior and must agree."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ def simulated(*recipes: Recipe, number: int = 0) -> list[Curve]:
 
 
 def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
-    """The slower recipe has the higher ceiling, and its window ends at 2 C_mid."""
-    found = find_standing(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
-    assert not found.decided and found.leader == "r1" and found.ranked == ("r0",)
-    assert "r1 is the best choice so far: it has the highest A with P = 0." in outcome_sentence(found)
-    assert ", and its A is not identifiable yet (" in outcome_sentence(found)
-    assert sum(found.p_best.values()) == pytest.approx(1)
-    # Also where it is less likely than not.
-    found = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
-    assert 0.06 < found.p_best["r1"] < 0.4 and found.rivals == ("r1",) and found.leader == "r0"
-    assert "1 of 2 recipes cannot be ranked; of these, r1 could be the best (P = 0." in outcome_sentence(found)
+    """The slower recipe has the higher ceiling, but its window ends at 2 C_mid, so it is not identifiable."""
+    result = find_standing(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
+    assert not result.decided and result.leader == "r1" and result.ranked == ("r0",)
+    assert "r1 is the best choice so far: it has the highest A with P = 0." in outcome_sentence(result)
+    assert ", and its A is not identifiable yet (" in outcome_sentence(result)
+    assert sum(result.p_best.values()) == pytest.approx(1)
+    # An unranked recipe is a rival even if it is the best with a probability below one half.
+    result = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
+    assert 0.06 < result.p_best["r1"] < 0.4 and result.rivals == ("r1",) and result.leader == "r0"
+    assert "1 of 2 recipes cannot be ranked; of these, r1 could be the best (P = 0." in outcome_sentence(result)
 
 
 @pytest.mark.parametrize("number", every(3, range(3)))
 def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_draws_contradict(number: int) -> None:
-    """Curves that cross: a refusal to name an asymptote is no evidence that it is low."""
+    """Curves that cross. An asymptote that cannot be named is not evidence that it is low."""
     source = np.random.default_rng((7, 0, number))
     recipes = KINDS[0](source)
     fits = fit_curves([run(recipe, f"r{i}", source) for i, recipe in enumerate(recipes)])
     choice = choice_of(fits)
-    found, split = choice.standing, split_budget(choice, 10 * recipes[0].end)
-    loss = np.stack([drawn.asymptote() for drawn in found.drawn])
+    result, split = choice.standing, split_budget(choice, 10 * recipes[0].end)
+    loss = np.stack([drawn.asymptote() for drawn in result.drawn])
     expected = (loss.max(axis=0) - loss).mean(axis=1)
-    assert list(found.losses.values()) == pytest.approx(expected.tolist())
-    assert found.losses[found.leader or ""] <= min(expected) + found.margin
-    assert (split.winner is None) == (found.losses[found.leader or ""] > found.margin)
-    assert split.winner in (None, found.leader)
+    assert list(result.losses.values()) == pytest.approx(expected.tolist())
+    assert result.losses[result.leader or ""] <= min(expected) + result.margin
+    assert (split.winner is None) == (result.losses[result.leader or ""] > result.margin)
+    assert split.winner in (None, result.leader)
 
 
-def test_a_level_recipe_is_no_rival() -> None:
-    level = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(2).standard_normal(31))
-    found = find_standing(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), level]))
+def test_a_flat_recipe_is_not_a_rival() -> None:
+    flat = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(2).standard_normal(31))
+    result = find_standing(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), flat]))
     assert (
-        found.decided
-        and found.rivals == ()
-        and outcome_sentence(found).endswith(". 1 of 2 recipes cannot be ranked; it is not likely to be the best")
+        result.decided
+        and result.rivals == ()
+        and outcome_sentence(result).endswith(". 1 of 2 recipes cannot be ranked; it is not likely to be the best")
     )
 
 
-def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
+def test_the_draws_of_an_unknown_recipe_cover_the_whole_scale() -> None:
     fits = fit_curves([curve("a", rng=1), curve("few", points=2)])
     draws = draw_asymptotes(fits)[1].asymptote()
     assert draws.min() < 0.02 and draws.max() > 0.98
@@ -85,8 +85,8 @@ def test_ranking_and_plan_agree(kind: Callable[[np.random.Generator], list[Recip
 
 
 @pytest.mark.full
-def test_what_is_sure_is_true() -> None:
-    """Some of the studies of `benchmarks/ranking.py`."""
+def test_sure_rankings_are_right() -> None:
+    """Coverage and regret on some of the studies of `benchmarks/ranking.py`."""
     outcomes = [study((place, 500 + number)) for place in range(len(KINDS)) for number in range(6)]
     assert all(outcome.agreed for outcome in outcomes)
     assert np.mean([outcome.right for outcome in outcomes if outcome.sure]) >= 0.88
@@ -98,7 +98,7 @@ def test_what_is_sure_is_true() -> None:
 
 
 @pytest.mark.slow
-def test_ranking_plan_and_budget_say_one_thing_on_the_example() -> None:
+def test_ranking_plan_and_budget_agree_on_the_leader() -> None:
     fits = fit_curves(simulated(Recipe(0.64, 1.8, 1.0, 5.0), Recipe(0.63, 1.6, 1.0, 5.0), Recipe(0.5, 1.8, 1.0, 5.0)))
     choice = choice_of(fits)
     ranking, settlement, split = rank(fits), settle(choice), split_budget(choice, 100.0)
@@ -108,7 +108,7 @@ def test_ranking_plan_and_budget_say_one_thing_on_the_example() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
+def test_a_surely_best_recipe_is_chosen_without_an_identifiable_asymptote() -> None:
     fits = fit_curves(simulated(Recipe(0.5, 1.8, 1.0, 6.0), Recipe(0.75, 1.5, 3.0, 6.0)))
     assert not fits[1].identifiable
     ranking, choice = rank(fits), choice_of(fits)
@@ -116,34 +116,34 @@ def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
     assert "; its A is not identifiable yet (" in ranking.sentence and (choice.standing.p_wrong or 0.0) <= 0.05
     settlement = settle(choice)
     assert settlement.settled and settlement.sentence == f"no further run is needed to choose: {ranking.sentence}"
-    # Nothing is decided where it could still lie below.
+    # Undecided if its asymptote may still be below the other.
     fits = fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.62, 1.5, 3.0, 6.0)))
     assert not fits[1].identifiable and rank(fits).undecided and "best choice so far" in rank(fits).sentence
 
 
 @pytest.mark.parametrize("number", [4, 8, 11])
-def test_only_what_could_not_be_ranked_is_said_not_to_be_named(number: int) -> None:
-    """Within a tie the more efficient leads, though the other is the surer to be within the margin."""
+def test_an_identifiable_leader_is_not_called_unidentifiable(number: int) -> None:
+    """In a tie the more efficient recipe leads, even if the other is more likely to be within the margin."""
     fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
-    found = find_standing(fits)
+    result = find_standing(fits)
     assert all(fit.identifiable for fit in fits)
-    assert found.leader == found.ranked[0] and "not identifiable yet" not in outcome_sentence(found)
+    assert result.leader == result.ranked[0] and "not identifiable yet" not in outcome_sentence(result)
 
 
-def test_the_highest_of_many_is_drawn_to_the_others() -> None:
+def test_the_highest_of_many_is_shrunk_towards_the_others() -> None:
     fits = fit_curves(simulated(*(Recipe(0.6, 1.8, 1.0, 5.0, 1) for _ in range(8))))
     named = [i for i, fit in enumerate(fits) if fit.identifiable]
     top = max(named, key=lambda i: fits[i].A.value or 0.0)
     rows, outlook = draw_asymptotes(fits)[top].rows, fits[top].outlook
     assert outlook is not None and rows is not None
-    # Law by law, for in a choice all recipes follow one law, which has weights of its own.
+    # Compare within each law: joint draws use one law for all recipes, so their weights of laws differ from a fit's.
     for number in np.unique(outlook.futures.law[rows]):
         shrunk = outlook.ceiling[rows][outlook.futures.law[rows] == number]
         assert float(shrunk.mean()) < float(outlook.ceiling[outlook.futures.law == number].mean())
 
 
-def test_one_law_for_all_recipes_in_a_draw() -> None:
-    """That one law puts every ceiling higher than another is no difference between recipes."""
+def test_all_recipes_follow_one_law_in_a_draw() -> None:
+    """Otherwise a law that puts every ceiling higher would look like a difference between recipes."""
     fits = fit_curves(simulated(*(Recipe(0.6, 1.8, 1.0, 1.0, 3) for _ in range(2))))
     assert not any(fit.identifiable for fit in fits)
     first, second = (drawn.rows for drawn in draw_asymptotes(fits))
@@ -158,53 +158,56 @@ def test_one_law_for_all_recipes_in_a_draw() -> None:
 
 def test_every_recipe_has_a_reward_at_common_compute() -> None:
     slow = curve("slow", c_mid=5000, end=4000, points=20, rng=2)
-    found = rewards(fit_curves([curve("fast", rng=1), slow, curve("few", points=4)]), budget=8000.0)
-    assert found is not None and found.compute <= 4000
-    rows = {row.recipe: row for row in found.rows}
-    assert set(rows) == {"fast", "slow", "few"} and sum(row.p_best for row in found.rows) == pytest.approx(1)
+    reward_table = rewards(fit_curves([curve("fast", rng=1), slow, curve("few", points=4)]), budget=8000.0)
+    assert reward_table is not None and reward_table.compute <= 4000
+    rows = {row.recipe: row for row in reward_table.rows}
+    assert set(rows) == {"fast", "slow", "few"} and sum(row.p_best for row in reward_table.rows) == pytest.approx(1)
     assert rows["fast"].R_at_budget is not None and (rows["fast"].R_at_budget.value or 0) > (rows["fast"].R.value or 0)
 
 
-def test_the_same_reward_for_more_compute() -> None:
-    """C(R) is proportional to C_mid where all else is equal."""
+def test_the_compute_ratio_to_a_common_reward() -> None:
+    """If only C_mid differs, the compute to reach a reward is proportional to C_mid (here 3400 / 2000 = 1.7)."""
     fits = fit_curves([curve("fast", c_mid=2000, white=0.004, rng=1), curve("slow", c_mid=3400, white=0.004, rng=2)])
-    found = rewards(fits)
-    assert found is not None and found.reward is not None
-    slow = next(row for row in found.rows if row.recipe == "slow")
+    reward_table = rewards(fits)
+    assert reward_table is not None and reward_table.reward is not None
+    slow = next(row for row in reward_table.rows if row.recipe == "slow")
     assert slow.ratio is not None and slow.ratio.low is not None and slow.ratio.high is not None
     assert slow.ratio.low < 1.7 < slow.ratio.high and slow.ratio.high < 2.5
-    assert "slow needs 1.7x the compute of fast to reach 0." in found.sentence
-    # At four fifths of what the slower has gained, where neither blurs into its plateau.
-    assert found.reward == pytest.approx(
+    assert "slow needs 1.7x the compute of fast to reach 0." in reward_table.sentence
+    # The reward is at four fifths of the slower recipe's gain, where neither curve is on its plateau.
+    assert reward_table.reward == pytest.approx(
         0.3 + 0.8 * (law(np.array([16000.0]), 0.61, 1.9, 3400, 0.3)[0] - 0.3), abs=0.02
     )
 
 
-def test_nothing_to_read_is_no_answer() -> None:
+def test_too_few_points_give_no_reward_table() -> None:
     assert rewards([fit_curve(curve("few", points=2))]) is None
 
 
-def test_what_takes_the_least_is_known_or_not_said() -> None:
+def test_the_fastest_recipe_is_shown_only_if_known() -> None:
     row = RewardRow("a", Interval(0.5, 0.4, 0.6), 0.5, None, None, None, None)
     others = [replace(row, recipe="b", C=Interval(2.0, 1.0, 3.0)), replace(row, recipe="c", ratio=Interval(2.0, 1, 3))]
     known = Rewards(10.0, 0.4, None, "", (row, *others), fastest="b")
     head, rows = reward_rows(known)
-    assert [each[head.index("times the least")] for each in rows] == ["-", "1", "2.00 [1.00, 3.00]"]
-    assert [each[-1] for each in reward_rows(replace(known, fastest=None))[1]] == ["-", "-", "2.00 [1.00, 3.00]"]
+    assert [cells[head.index("times the least")] for cells in rows] == ["-", "1", "2.00 [1.00, 3.00]"]
+    assert [cells[-1] for cells in reward_rows(replace(known, fastest=None))[1]] == ["-", "-", "2.00 [1.00, 3.00]"]
     assert "fastest" not in known.to_json()
 
 
-def test_where_nobody_is_known_to_get_there_nobody_takes_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draw reaches the reward: the first of them is not called the fastest."""
+def test_no_recipe_is_fastest_if_no_draw_reaches_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the first recipe must not be called the fastest."""
     monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
-    found = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
-    assert found is not None and found.reward is not None and found.fastest is None
-    head, rows = reward_rows(found)
-    assert [each[head.index("times the least")] for each in rows] == ["-", "-"] and " needs " not in found.sentence
+    reward_table = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
+    assert reward_table is not None and reward_table.reward is not None and reward_table.fastest is None
+    head, rows = reward_rows(reward_table)
+    assert [cells[head.index("times the least")] for cells in rows] == [
+        "-",
+        "-",
+    ] and " needs " not in reward_table.sentence
 
 
-def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
-    """Before anything rises there is no best choice so far: what the study can tell comes first."""
+def test_no_flat_recipe_is_chosen() -> None:
+    """If no recipe rises, none is chosen. The text begins with the difference that the study can detect."""
     source = np.random.default_rng(3)
     compute = np.linspace(0, 6, 31)
     ranking = rank(fit_curves([make_curve(name, compute, 0.2 + 0.01 * source.standard_normal(31)) for name in "ab"]))
@@ -215,14 +218,14 @@ def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
 
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
 def test_recipes_that_never_moved_have_no_winner(reward: float) -> None:
-    """They are within the margin of each other for certain, and no run of theirs shows which is the better."""
+    """Constant recipes are surely within the margin, but no run shows which one is better."""
     compute, rewards = np.tile(np.linspace(0, 6, 24), 2), np.full(48, reward)
     curves = [make_curve(name, compute, rewards, seed=np.repeat(["0", "1"], 24)) for name in "ab"]
     ranking = rank(fit_curves(curves))
     assert ranking.undecided and ranking.sentence == "undecided: nothing to choose yet, because both recipes are flat"
 
 
-def test_of_flat_recipes_the_surely_higher_one_is_chosen() -> None:
+def test_a_surely_higher_flat_recipe_is_chosen() -> None:
     source = np.random.default_rng(5)
     compute = np.linspace(0, 6, 31)
     curves = [make_curve(n, compute, a + 0.01 * source.standard_normal(31)) for n, a in (("a", 0.3), ("b", 0.7))]
@@ -231,29 +234,29 @@ def test_of_flat_recipes_the_surely_higher_one_is_chosen() -> None:
 
 
 def test_each_curve_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranking, plan, comparison and effects read the draws of the fits and fit nothing again."""
-    explored = 0
+    """Ranking, plan, rewards and comparison use the draws of the fits and do not fit again."""
+    posteriors = 0
     init = Posterior.__init__
 
     def counted(self: Posterior, *args: object, **settings: object) -> None:
-        nonlocal explored
-        explored += 1
+        nonlocal posteriors
+        posteriors += 1
         init(self, *args, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Posterior, "__init__", counted)
     fits = fit_curves([curve(f"base+axis={i}", a=0.5 + 0.03 * i, rng=i) for i in range(4)])
-    assert explored == 4
+    assert posteriors == 4
     choice = choice_of(fits)
     rank(fits, budget=40000.0)
     settle(choice)
     split_budget(choice, 1e5)
     rewards(fits)
     compare(fits, [("base+axis=0", "base+axis=1")])
-    assert explored == 4
+    assert posteriors == 4
 
 
-def test_a_choice_may_be_decided_at_a_horizon_only() -> None:
-    """Two recipes whose ceilings may yet change places, one far ahead at twice the window."""
+def test_a_choice_may_be_decided_only_at_a_horizon() -> None:
+    """Either ceiling may be the higher one, but one recipe is far ahead at twice the window."""
     fits = fit_curves(simulated(Recipe(0.62, 1.8, 1.0, 3.0), Recipe(0.55, 1.3, 4.0, 3.0)))
     ranking = rank(fits)
     assert ranking.horizon is not None and ranking.horizon.compute == pytest.approx(6.0)
@@ -262,7 +265,7 @@ def test_a_choice_may_be_decided_at_a_horizon_only() -> None:
         "decided at 2 windows (compute 6): r0 is within 0.02 of the highest reward with P"
     )
     assert sum(ranking.horizon.p_best.values()) == pytest.approx(1)
-    # At a budget it is the budget's.
+    # With a budget, the horizon is the budget.
     budgeted = rank(fits, budget=9.0)
     assert budgeted.horizon is not None and budgeted.horizon.windows == pytest.approx(3.0)
     assert [entry.p_best_at_horizon for entry in budgeted.ranking] == pytest.approx(

@@ -1,4 +1,4 @@
-"""Truths about watching: what a snapshot rests on, when a departure rings, and what the file holds after a kill."""
+"""Tests of `watch`: snapshots, warnings of departures from the forecast, and the file of fits after a kill."""
 
 from __future__ import annotations
 
@@ -44,42 +44,48 @@ def until(data: Curve, compute: float) -> Curve:
 
 
 @pytest.mark.slow
-def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None:
+def test_a_snapshot_checks_a_forecast_against_later_evaluations() -> None:
     data = curve(points=33, wander=0.006)
     snapshots = {s.compute_end: s for s in history(data, every=1)}
     assert sorted(snapshots) == [500.0 * k for k in range(6, 33)]
-    at = snapshots[9000]
+    snapshot_at_9000 = snapshots[9000]
     fit = fit_curve(data, FitOptions(max_compute=9000))
-    assert (at.verdict, at.A, at.n) == (fit.verdict, fit.A, 38)
-    assert at.forecast is not None and at.forecast[0] == 13500
+    assert (snapshot_at_9000.verdict, snapshot_at_9000.A, snapshot_at_9000.n) == (fit.verdict, fit.A, 38)
+    assert snapshot_at_9000.forecast is not None and snapshot_at_9000.forecast[0] == 13500
     band = predict(fit, [13500], observations=1)
-    assert at.forecast[1] == Interval(float(band.value[0]), float(band.low[0]), float(band.high[0]))
-    assert at.check is not None and at.check.made_at == 6000 and at.check.evaluations == 4
-    came = (data.compute > 9000 / 1.1) & (data.compute <= 9000)
-    assert at.check.actual == pytest.approx(data.reward[came].mean())
-    # Evaluations after 6000 change nothing about the forecast.
-    value, low, high = predict_mean(fit_curve(until(data, 6000)), data.compute[came])
-    assert (at.check.predicted, at.check.low, at.check.high) == pytest.approx((value, low, high))
+    assert snapshot_at_9000.forecast[1] == Interval(float(band.value[0]), float(band.low[0]), float(band.high[0]))
+    assert (
+        snapshot_at_9000.check is not None
+        and snapshot_at_9000.check.made_at == 6000
+        and snapshot_at_9000.check.evaluations == 4
+    )
+    checked = (data.compute > 9000 / 1.1) & (data.compute <= 9000)
+    assert snapshot_at_9000.check.actual == pytest.approx(data.reward[checked].mean())
+    # The forecast made at 6000 does not depend on later evaluations.
+    value, low, high = predict_mean(fit_curve(until(data, 6000)), data.compute[checked])
+    assert (snapshot_at_9000.check.predicted, snapshot_at_9000.check.low, snapshot_at_9000.check.high) == pytest.approx(
+        (value, low, high)
+    )
 
 
 @pytest.mark.full
-def test_growth_does_not_move_earlier_snapshots() -> None:
+def test_new_evaluations_do_not_move_earlier_snapshots() -> None:
     data = curve(points=25)
     whole = history(data)
     for end in (4000.0, 9000.0):
         part = history(until(data, end))
         shared = [s for s in whole if s.compute_end < part[-1].compute_end]
         assert part[: len(shared)] == shared
-        rest = history(data, earlier=part)
+        later = history(data, earlier=part)
         assert (
-            rest
-            and rest[0].compute_end >= live.GROWTH * part[-1].compute_end
-            and rest[-1].compute_end == data.compute.max()
+            later
+            and later[0].compute_end >= live.GROWTH * part[-1].compute_end
+            and later[-1].compute_end == data.compute.max()
         )
 
 
 @pytest.mark.full
-def test_there_are_about_a_dozen_and_the_end_is_among_them() -> None:
+def test_there_are_about_a_dozen_snapshots_including_the_end() -> None:
     for points, most in ((41, 14), (161, 24)):
         ends = [s.compute_end for s in history(curve(points=points, seeds=1, end=points - 1.0, c_mid=6.0))]
         assert most - 4 <= len(ends) <= most and ends[-1] == points - 1
@@ -107,17 +113,17 @@ def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(fitted) == 2 and fitted[0] == 16000
 
 
-def test_a_seed_that_lags_behind_is_news() -> None:
+def test_new_points_of_a_lagging_seed_give_a_snapshot() -> None:
     data = curve(points=17, seeds=2)
     lagging = make_curve("scalerl", data.compute[:25], data.reward[:25], data.seed[:25])
     known = history(lagging)
     more = make_curve("scalerl", data.compute[:27], data.reward[:27], data.seed[:27])
-    (again,) = history(more, earlier=known)
-    assert again.compute_end == known[-1].compute_end == 16000 and again.n == known[-1].n + 2
-    assert history(more, earlier=[*known, again]) == []
+    (refitted,) = history(more, earlier=known)
+    assert refitted.compute_end == known[-1].compute_end == 16000 and refitted.n == known[-1].n + 2
+    assert history(more, earlier=[*known, refitted]) == []
 
 
-def test_the_window_of_the_options_holds() -> None:
+def test_snapshots_stay_in_the_window_of_the_options() -> None:
     data = curve(points=33)
     ends = [s.compute_end for s in history(data, FitOptions(min_compute=2000, max_compute=9000))]
     assert ends[0] == 4500 and ends[-1] == 9000
@@ -134,7 +140,7 @@ def test_sparse_evaluations_are_checked_too() -> None:
     assert last.check is not None and last.check.made_at == 25600 and last.check.evaluations == 1
 
 
-def test_what_falls_is_not_predicted_from() -> None:
+def test_a_falling_curve_has_no_forecast() -> None:
     falling = make_curve("x", np.arange(20.0), np.linspace(0.6, 0.3, 20))
     assert all(s.verdict == "decreasing" and s.forecast is None and s.check is None for s in history(falling))
 
@@ -153,10 +159,10 @@ def snapshot(compute: float, actual: float | None) -> Snapshot:
         ([(100, 0.50)], False),
         ([(100, 0.60), (120, 0.50)], False),
         ([(100, 0.50), (120, 0.50)], True),
-        ([(100, 0.50), (114, 0.50)], False),  # not apart enough: partly the same evaluations
+        ([(100, 0.50), (114, 0.50)], False),  # too close: the snapshots share evaluations
         ([(100, 0.50), (108, 0.50), (116, 0.50)], True),
         ([(100, 0.50), (108, 0.60), (116, 0.50)], False),
-        ([(100, 0.50), (100, 0.50)], False),  # the same compute, with a lagging seed
+        ([(100, 0.50), (100, 0.50)], False),  # the same compute twice, because of a lagging seed
         ([(100, 0.70), (120, 0.50)], False),
         ([(100, 0.70), (120, 0.70)], True),
         ([(100, 0.50), (120, 0.50), (140, 0.60)], False),
@@ -182,7 +188,7 @@ def test_departure_names_numbers_and_remedy() -> None:
 
 
 @pytest.mark.full
-def test_good_runs_stay_silent_and_collapses_ring() -> None:
+def test_good_runs_give_no_warning_and_collapses_do() -> None:
     runs = [evaluated(RUNS[0], 3000 + i) for i in range(4)]
     assert sum(rings(data, live.GROWTH) for data in runs) <= 1
     assert all(rings(fallen(data, 0.0), live.GROWTH) for data in runs[:2])
@@ -194,7 +200,7 @@ def test_good_runs_stay_silent_and_collapses_ring() -> None:
     [pytest.param(number, id=run.name, marks=pytest.mark.full) for number, run in enumerate(RUNS)],
 )
 def test_false_alarms_and_misses(place: int) -> None:
-    """Some of the runs of `benchmarks/watch.py`, looked at less often; with room for chance."""
+    """Rates on a few runs of `benchmarks/watch.py` with fewer snapshots. The bounds leave room for chance."""
     runs = [evaluated(RUNS[place], 900 + number) for number in range(12)]
     assert np.mean([rings(run, 1.05) for run in runs]) <= 0.17
     fell = [rings(fallen(run, ramp), 1.05) for run in runs for ramp in (0.0, RAMP)]
@@ -228,53 +234,53 @@ def watching(source: Path, **settings: object) -> Watch:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    """Every line of a file, without its time; each must be whole."""
+    """Return every line of a file without its time. Raises on a damaged line."""
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in path.read_text().splitlines()]
 
 
-def test_lines_of_other_bounds_are_not_adopted(tmp_path: Path) -> None:
-    """But 0 and 1, which is also what is inferred, need no line of their own."""
+def test_snapshots_of_other_bounds_are_not_reused(tmp_path: Path) -> None:
+    """The bounds 0 and 1 are also the inferred ones, so they reuse the lines written without bounds."""
     data, path = curve(points=8, seeds=1), tmp_path / "fits.jsonl"
 
-    def follow(limits: tuple[float, float] | None) -> int:
-        given = list(Watch(LoadedStudy, [], path=path).follow(replace(data, limits=limits)))
-        assert given
+    def lines_after(limits: tuple[float, float] | None) -> int:
+        reported = list(Watch(LoadedStudy, [], path=path).follow(replace(data, limits=limits)))
+        assert reported
         return len(lines(path))
 
-    first = follow(None)
-    assert follow((0.0, 1.0)) == first < follow((-1.0, 2.0)) == follow((-1.0, 2.0))
+    first = lines_after(None)
+    assert lines_after((0.0, 1.0)) == first < lines_after((-1.0, 2.0)) == lines_after((-1.0, 2.0))
 
 
 @pytest.mark.slow
 def test_a_growing_run_is_followed(tmp_path: Path) -> None:
-    """Evaluations come one by one; what is on file is at every moment what was given, each once."""
+    """Evaluations arrive one by one. After every poll the file contains each reported snapshot once."""
     sweep = tmp_path / "sweep"
     data = curve(points=20, seeds=1, wander=0.006)
     journal = open_journal(sweep / "run")
     watch = watching(sweep)
-    given: list[Snapshot] = []
+    reported: list[Snapshot] = []
     for step, metrics in evaluations(data):
         journal.record("train", step, {"train/loss": 1.0})
         journal.record("eval", step, metrics)
         with (sweep / "run" / "metrics.jsonl").open("a") as torn:
-            at = torn.tell()
+            whole_size = torn.tell()
             torn.write('{"kind": "eval", "step": 99, "metr')
         news = [n.snapshot for n in watch.poll()]
-        os.truncate(sweep / "run" / "metrics.jsonl", at)
+        os.truncate(sweep / "run" / "metrics.jsonl", whole_size)
         assert [s.compute_end for s in news] == ([] if step == 0 else [float(data.compute[step])])
-        given += news
+        reported += news
         assert list(watch.poll()) == []
         if step:
             assert lines(sweep / "fits.jsonl")[-1]["n"] == step + 1
     assert [entry["compute"] for entry in lines(sweep / "fits.jsonl")] == data.compute[1:].tolist()
-    assert [s for s in given if s.compute_end >= data.compute[6]] == history(data, every=1)
-    # Whoever comes later sees the same, and writes nothing.
+    assert [s for s in reported if s.compute_end >= data.compute[6]] == history(data, every=1)
+    # A second watcher reports the same snapshots and writes nothing.
     before = (sweep / "fits.jsonl").read_bytes()
-    assert [n.snapshot for n in watching(sweep).poll()] == given
+    assert [n.snapshot for n in watching(sweep).poll()] == reported
     assert (sweep / "fits.jsonl").read_bytes() == before
 
 
-def test_nothing_is_read_or_fitted_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_or_fitted_without_new_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "run", curve(points=12, seeds=1))
     loads: list[int] = []
 
@@ -292,34 +298,36 @@ def test_nothing_is_read_or_fitted_while_nothing_comes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_two_recipes_and_two_ways_to_fit_share_a_file(tmp_path: Path) -> None:
+def test_recipes_and_fit_options_share_a_file(tmp_path: Path) -> None:
     for recipe in ("a", "b"):
         write(tmp_path / recipe, curve(recipe=recipe, points=12, seeds=1))
     first = [n.snapshot for n in watching(tmp_path).poll()]
-    given = [n.snapshot for n in watching(tmp_path, options=FitOptions(r0=0.3)).poll()]
-    assert len(first) == len(given) and first != given
+    with_r0 = [n.snapshot for n in watching(tmp_path, options=FitOptions(r0=0.3)).poll()]
+    assert len(first) == len(with_r0) and first != with_r0
     entries = lines(tmp_path / "fits.jsonl")
-    assert [entry["options"]["r0"] for entry in entries] == ["first"] * len(first) + [0.3] * len(given)  # type: ignore[index]
+    assert [entry["options"]["r0"] for entry in entries] == ["first"] * len(first) + [0.3] * len(with_r0)  # type: ignore[index]
     assert [n.snapshot for n in watching(tmp_path).poll()] == first
     assert len(lines(tmp_path / "fits.jsonl")) == len(entries)
 
 
 @pytest.mark.parametrize("kept", every(4, every(2, [1, 3], pytest.mark.full)))
 @pytest.mark.parametrize("torn", [0, 25])
-def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, torn: int) -> None:
+def test_a_watch_stopped_between_or_within_lines_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, torn: int
+) -> None:
     for name in ("whole", "stopped"):
         write(tmp_path / name, curve(points=16, seeds=1))
     whole = [n.snapshot for n in watching(tmp_path / "whole").poll()]
     append = live.append_lines
 
-    def stops(path: Path, entries: list[dict[str, object]]) -> None:
+    def append_then_stop(path: Path, entries: list[dict[str, object]]) -> None:
         if path.exists() and len(path.read_bytes().splitlines()) == kept:
             with path.open("a") as handle:
                 handle.write(json.dumps(entries[0])[:torn])
             raise KeyboardInterrupt
         append(path, entries)
 
-    monkeypatch.setattr(live, "append_lines", stops)
+    monkeypatch.setattr(live, "append_lines", append_then_stop)
     with pytest.raises(KeyboardInterrupt):
         list(watching(tmp_path / "stopped").poll())
     monkeypatch.setattr(live, "append_lines", append)
@@ -332,7 +340,7 @@ def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.live
-def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
+def test_a_kill_neither_loses_nor_repeats_a_snapshot(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=100, seeds=1, wander=0.006))
     path = tmp_path / "run" / "fits.jsonl"
     command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
@@ -346,18 +354,18 @@ def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
     expected = history(make_curve("scalerl", *_arrays(tmp_path / "run")))
     assert 2 <= interrupted < len(expected)
     assert cli.main(["watch", str(tmp_path / "run"), "--once"]) == 0
-    found = []
+    read_snapshots = []
     for line in path.read_text().splitlines():
         try:
-            found.append(Snapshot.from_json(json.loads(line)))
+            read_snapshots.append(Snapshot.from_json(json.loads(line)))
         except ValueError:
             continue
-    assert found == expected
+    assert read_snapshots == expected
 
 
 @pytest.mark.full
 @pytest.mark.live
-def test_two_watchers_do_not_both_write(tmp_path: Path) -> None:
+def test_two_watchers_write_each_snapshot_once(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=60, seeds=1, wander=0.006))
     command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -370,30 +378,30 @@ def _arrays(run_dir: Path) -> tuple[np.ndarray, np.ndarray]:
     return data.compute, data.reward
 
 
-def test_lines_come_back_and_what_is_no_line_is_passed_over(tmp_path: Path) -> None:
+def test_snapshots_are_read_back_and_damaged_lines_skipped(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=14, seeds=1))
-    given = [n.snapshot for n in watching(tmp_path / "run").poll()]
+    reported = [n.snapshot for n in watching(tmp_path / "run").poll()]
     path = tmp_path / "run" / "fits.jsonl"
-    assert [Snapshot.from_json(json.loads(line)) for line in path.read_text().splitlines()] == given
+    assert [Snapshot.from_json(json.loads(line)) for line in path.read_text().splitlines()] == reported
     good = json.loads(path.read_text().splitlines()[0])
     damaged = [b"\0\0\0", b"[1]", b"\xff", b"", json.dumps({**good, "A": None}).encode(), b'{"recipe": "scalerl"']
     path.write_bytes(b"\n".join(damaged) + b"\n" + path.read_bytes())
     before = path.read_bytes()
-    assert [n.snapshot for n in watching(tmp_path / "run").poll()] == given
+    assert [n.snapshot for n in watching(tmp_path / "run").poll()] == reported
     assert path.read_bytes() == before
 
 
 @pytest.mark.slow
-def test_a_departure_is_on_file(tmp_path: Path) -> None:
+def test_warnings_of_departures_are_recorded(tmp_path: Path) -> None:
     write(tmp_path / "run", fallen(curve(points=33, seeds=1, white=0.004), 0.0, 0.15))
     news = list(watching(tmp_path / "run").poll())
-    rung = [n.warning for n in news if n.warning]
-    assert rung and "below its forecast" in rung[0]
+    warnings = [n.warning for n in news if n.warning]
+    assert warnings and "below its forecast" in warnings[0]
     assert [e["warning"] for e in lines(tmp_path / "run" / "fits.jsonl")] == [n.warning for n in news]
     assert [n.warning for n in watching(tmp_path / "run").poll()] == [n.warning for n in news]
 
 
-def test_where_lines_go(tmp_path: Path) -> None:
+def test_the_default_path_is_in_a_single_source_folder(tmp_path: Path) -> None:
     assert live.default_path([tmp_path]) == tmp_path / "fits.jsonl"
     assert live.default_path([tmp_path / "metrics.jsonl"]) == tmp_path / "fits.jsonl"
     assert live.default_path([EXAMPLE]) is None and live.default_path([tmp_path, tmp_path]) is None
@@ -423,7 +431,7 @@ def test_the_example_of_the_help_runs(capsys: pytest.CaptureFixture[str], monkey
     assert not (ROOT / "examples" / "fits.jsonl").exists()
 
 
-def test_json_is_an_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_per_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "run", fallen(curve(points=20, seeds=1, white=0.004), 0.0, 0.2))
     assert cli.main(["watch", str(tmp_path), "--once", "--json", "--out", str(tmp_path / "new" / "x.jsonl")]) == 0
     captured = capsys.readouterr()
@@ -435,25 +443,25 @@ def test_json_is_an_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert warned and f"warning: scalerl: {warned[0]}" in captured.err
 
 
-def test_it_waits_for_the_first_evaluation_and_for_more(
+def test_watch_waits_for_the_first_and_for_more_evaluations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text('{"kind": "run", "rec')
     data = curve(points=12, seeds=1)
-    rest = list(evaluations(data))
+    all_evaluations = list(evaluations(data))
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
-        """Between polls: the header, six evaluations, nothing, the journal gone for a while, the others, Ctrl-C."""
+        """Between polls: header, six evaluations, nothing, journal moved away, journal back, the other six, Ctrl-C."""
         slept.append(seconds)
         turn = len(slept)
         if turn == 1:
             open_journal(run_dir).close()
         elif turn in (2, 6):
             journal = Journal(run_dir)
-            for step, metrics in rest[:6] if turn == 2 else rest[6:]:
+            for step, metrics in all_evaluations[:6] if turn == 2 else all_evaluations[6:]:
                 journal.record("eval", step, metrics)
             journal.close()
         elif turn == 4:
@@ -467,9 +475,9 @@ def test_it_waits_for_the_first_evaluation_and_for_more(
     assert cli.main(["watch", str(tmp_path), "--interval", "7"]) == 0
     captured = capsys.readouterr()
     assert slept == [7.0] * 7
-    head, *found = captured.out.splitlines()
-    assert "6 evaluations, too_few_points" in head
-    assert "12 evaluations" in found[-1] and len(found) == len(lines(tmp_path / "fits.jsonl")) - 1
+    first_line, *later_lines = captured.out.splitlines()
+    assert "6 evaluations, too_few_points" in first_line
+    assert "12 evaluations" in later_lines[-1] and len(later_lines) == len(lines(tmp_path / "fits.jsonl")) - 1
     first, second = captured.err.splitlines()
     assert "waiting for the first" in first and "no run in this directory" in second
 
@@ -495,7 +503,7 @@ def test_failures_exit_1_with_one_line(
     assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_what_is_said_of_the_sources_is_said_once(
+def test_warnings_about_sources_are_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "a", curve(points=8, seeds=1))
@@ -513,7 +521,7 @@ def test_what_is_said_of_the_sources_is_said_once(
     assert capsys.readouterr().err.count("no evaluation yet") == 1
 
 
-def test_a_run_without_evaluations_is_an_error_once(
+def test_without_evaluations_watch_once_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sweeps.cli.showing_commands.time.sleep", None)
@@ -522,7 +530,7 @@ def test_a_run_without_evaluations_is_an_error_once(
     assert "no evaluations to fit" in capsys.readouterr().err
     with (tmp_path / "run" / "metrics.jsonl").open("a") as handle:
         handle.write('{"kind": "nonsense"\n{"kind": "end", "status": "failed"}\n')
-    assert cli.main(["watch", str(tmp_path / "run")]) == 1  # damaged, so it does not wait
+    assert cli.main(["watch", str(tmp_path / "run")]) == 1  # the journal is damaged, so watch does not wait for more
     assert "line 2" in capsys.readouterr().err
 
 

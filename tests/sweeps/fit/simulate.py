@@ -11,7 +11,7 @@ Array = NDArray[np.float64]
 
 
 def law(compute: Array, a: float, b: float | Array, c_mid: float | Array, r0: float) -> Array:
-    """arXiv 2510.13786, eq. 1, written literally."""
+    """The curve of arXiv 2510.13786, eq. 1."""
     with np.errstate(divide="ignore"):
         return np.asarray(r0 + (a - r0) / (1 + (c_mid / compute) ** b))
 
@@ -30,7 +30,7 @@ def curve(
     seed_sd: float = 0.0,
     rng: int = 0,
 ) -> Curve:
-    """Evaluations at even steps from compute 0: sampling error `white`, AR(1) of sd `wander` and rho 0.6.
+    """Simulate evenly spaced evaluations with white noise (sd `white`) and AR(1) noise (sd `wander`, rho 0.6).
 
     The baseline of `base+axis=choice` is `base`.
     """
@@ -41,8 +41,8 @@ def curve(
         process = np.zeros(points)
         for i in range(1, points):
             process[i] = 0.6 * process[i - 1] + 0.8 * wander * random.standard_normal()
-        own = a + seed_sd * random.standard_normal()
-        rewards.append(law(compute, own, b, c_mid, r0) + process + white * random.standard_normal(points))
+        asymptote = a + seed_sd * random.standard_normal()
+        rewards.append(law(compute, asymptote, b, c_mid, r0) + process + white * random.standard_normal(points))
         labels += [str(seed)] * points
     reward = np.clip(np.concatenate(rewards), 0, 1)
     return make_curve(recipe, np.tile(compute, seeds), reward, labels, baseline=recipe.partition("+")[0])

@@ -1,4 +1,4 @@
-"""Truths about families: the right one is found, a wrong one misleads as published, and no skill means no ranking."""
+"""Tests of curve families: each wins on its own data, and fits without forecasting skill are not ranked."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def noisy(reward: np.ndarray, sd: float = 0.003, rng: int = 0) -> np.ndarray:
         ("power_law", 0.7 - 0.3 * (np.maximum(COMPUTE, 400) / 400) ** -0.8, {"B": 0.8}),
     ],
 )
-def test_each_family_returns_its_own_parameters_and_wins_on_its_own_data(
+def test_each_family_recovers_its_parameters_and_wins_on_its_own_data(
     family: str, reward: np.ndarray, shape: dict[str, float]
 ) -> None:
     fit = fit_curve(make_curve("x", COMPUTE, noisy(reward, 0.001)), FitOptions(family=family))
     assert fit.family == family
     json.dumps(fit.to_json(), allow_nan=False)
     for name, value in shape.items():
-        found = fit.shape[name]
-        assert found.value == pytest.approx(value, rel=0.1)
-        assert found.low is not None and found.high is not None
-        # One in twenty 95% intervals misses, by less than its own width.
-        width = found.high - found.low
-        assert found.low - width - 1e-3 * value <= value <= found.high + width + 1e-3 * value
+        estimate = fit.shape[name]
+        assert estimate.value == pytest.approx(value, rel=0.1)
+        assert estimate.low is not None and estimate.high is not None
+        # One in twenty 95% intervals misses, so a miss by less than the interval's width is allowed.
+        width = estimate.high - estimate.low
+        assert estimate.low - width - 1e-3 * value <= value <= estimate.high + width + 1e-3 * value
     comparison = compare(make_curve("x", COMPUTE, noisy(reward, 0.001)))
     rows = {row.family: row for row in comparison.rows}
     assert set(rows) == set(FAMILIES)
@@ -54,7 +54,7 @@ def test_each_family_returns_its_own_parameters_and_wins_on_its_own_data(
 
 
 def test_power_law_misleads_on_a_saturating_curve_as_published() -> None:
-    """arXiv 2510.13786, A.4, in kind: on half the run the sigmoid keeps its A under every cut, the power law's is 1."""
+    """As in arXiv 2510.13786, A.4: A of the sigmoid is stable under every cut, A of the power law is far too high."""
     compute = np.arange(0.0, 50001.0, 700.0)
     data = make_curve("x", compute, noisy(law(compute, 0.645, 1.7, 10909.0, 0.3), 0.002))
     sigmoid = [fit_curve(data, FitOptions(r0=0.3, min_compute=cut)).A.value for cut in (0.0, 1500.0, 5000.0)]
@@ -68,10 +68,10 @@ def test_power_law_misleads_on_a_saturating_curve_as_published() -> None:
 
 
 @pytest.mark.slow
-def test_a_curve_that_foretells_less_than_the_last_value_is_not_ranked() -> None:
-    """A ramp that stops: every fit to its past expects the rise to go on, standing still would have been right."""
-    stopping = 0.2 + ((0.4 * np.maximum(COMPUTE, 1e-3) / 6000.0) ** -6 + 0.4**-6) ** (-1 / 6)
-    ramp = make_curve("ramp", COMPUTE, noisy(stopping, 0.0004))
+def test_a_curve_that_forecasts_worse_than_the_last_value_is_not_ranked() -> None:
+    """A ramp that stops: every fit of its past predicts a further rise, while the last value would have been right."""
+    plateauing = 0.2 + ((0.4 * np.maximum(COMPUTE, 1e-3) / 6000.0) ** -6 + 0.4**-6) ** (-1 / 6)
+    ramp = make_curve("ramp", COMPUTE, noisy(plateauing, 0.0004))
     fits = fit_curves([curve("good", white=0.004), ramp])
     assert [fit.verdict for fit in fits] == ["identifiable", "misfit"]
     assert compare(ramp).beats_last is False
@@ -83,8 +83,8 @@ def test_a_curve_that_foretells_less_than_the_last_value_is_not_ranked() -> None
 
 
 def test_too_few_points_are_not_compared() -> None:
-    found = compare(make_curve("x", [0.0, 1.0, 2.0], [0.1, 0.2, 0.3]))
-    assert found.rows == () and found.beats_last is None and "too few" in found.sentence
+    result = compare(make_curve("x", [0.0, 1.0, 2.0], [0.1, 0.2, 0.3]))
+    assert result.rows == () and result.beats_last is None and "too few" in result.sentence
 
 
 def test_unknown_family_is_named() -> None:
@@ -92,8 +92,8 @@ def test_unknown_family_is_named() -> None:
         fit_curve(curve(), FitOptions(family="cubic"))
 
 
-def test_seeds_that_ended_early_do_not_decide_on_skill() -> None:
-    """Two seeds apart by 0.06, one stopped early: the other's later evaluations belong to its own curve."""
+def test_a_seed_that_ended_early_does_not_change_the_comparison() -> None:
+    """Two seeds differ by 0.06 and one stopped early. The other's later evaluations are compared with its own curve."""
     compute = np.linspace(0.0, 16000.0, 41)
     parts = [(compute[:15], 0.64, "0"), (compute, 0.58, "1")]
     rewards = [noisy(law(c, a, 1.9, 2500.0, 0.3), 0.004, i) for i, (c, a, _) in enumerate(parts)]
@@ -103,13 +103,13 @@ def test_seeds_that_ended_early_do_not_decide_on_skill() -> None:
         np.concatenate(rewards),
         np.concatenate([np.full(len(c), s) for c, _, s in parts]),
     )
-    found = compare(data)
-    assert found.beats_last is True
-    assert min(row.held_out or 1.0 for row in found.rows) < 0.01
+    result = compare(data)
+    assert result.beats_last is True
+    assert min(row.held_out or 1.0 for row in result.rows) < 0.01
 
 
 @pytest.mark.full
-def test_points_with_errors_weigh_the_same_for_every_family() -> None:
+def test_every_family_weights_points_by_their_errors() -> None:
     compute = np.linspace(0.0, 12000.0, 41)
     sd = np.where(compute < 6000, 0.002, 0.03)
     sigmoid_wins = 0
@@ -120,5 +120,5 @@ def test_points_with_errors_weigh_the_same_for_every_family() -> None:
     assert sigmoid_wins >= 7
 
 
-def test_a_run_with_its_first_evaluation_only_is_not_compared() -> None:
+def test_a_single_evaluation_is_not_compared() -> None:
     assert compare(make_curve("x", [0.0], [0.3])).rows == ()

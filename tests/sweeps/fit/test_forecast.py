@@ -1,4 +1,4 @@
-"""Truths about forecasts of runs that have died: no reward at all, where nothing leads out again."""
+"""Tests of collapse: runs whose reward fell to exactly 0 cannot recover, and their forecast is 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RISING = [0.16, 0.2, 0.3, 0.36, 0.42, 0.45]
 
 
 def seen(rewards: Sequence[float], seeds: int = 1, bounded: bool = True) -> ScaledPoints:
-    """Evaluations at even steps; of several seeds one after the other at each step."""
+    """Return evenly spaced evaluations. With several seeds, `rewards` alternates between them at each step."""
     x = np.repeat(np.arange(1, len(rewards) // seeds + 1), seeds) / (len(rewards) // seeds)
     return ScaledPoints(
         x, np.array(rewards, dtype=float), np.tile(np.arange(seeds), len(rewards) // seeds), None, bounded
@@ -30,53 +30,55 @@ def seen(rewards: Sequence[float], seeds: int = 1, bounded: bool = True) -> Scal
 
 
 @pytest.mark.parametrize(("zeros", "p"), [(2, 2 / 3), (3, 4 / 5), (5, 16 / 17)])
-def test_more_evaluations_without_reward_are_more_surely_a_death(zeros: int, p: float) -> None:
-    found, since = collapse_probability(seen([*RISING, *[0.0] * zeros]))
-    assert found == pytest.approx(p) and since == pytest.approx(7 / (6 + zeros))
+def test_more_zeros_make_a_collapse_more_probable(zeros: int, p: float) -> None:
+    probability, since = collapse_probability(seen([*RISING, *[0.0] * zeros]))
+    assert probability == pytest.approx(p) and since == pytest.approx(7 / (6 + zeros))
 
 
 @pytest.mark.parametrize(
     "alive",
     [
-        seen([*RISING, 0.0]),  # one is chance
+        seen([*RISING, 0.0]),  # a single 0 may be chance
         seen([*RISING, 0.0, 0.0, 0.01]),
         seen([*RISING, 0.001, 0.001]),
-        seen([0.0] * 8),  # never rose
-        seen([0.0, 0.0, 0.02, 0.0, 0.01, 0.0, 0.0]),  # nor did this
-        seen([0.3, 0.4, 0.4, 0.5, 0.0, 0.4, 0.0, 0.5], seeds=2),  # one seed of two
+        seen([0.0] * 8),  # the reward never rose
+        seen([0.0, 0.0, 0.02, 0.0, 0.01, 0.0, 0.0]),  # neither did this one, above 0.02
+        seen([0.3, 0.4, 0.4, 0.5, 0.0, 0.4, 0.0, 0.5], seeds=2),  # only one of two seeds is 0
         ScaledPoints(
             X, np.array([0.3, 0.4, 0.0, 0.0, 0.0]), np.array([0, 1, 1, 1, 1]), None, True
-        ),  # the other ended alive
+        ),  # the other seed ended with a reward
         ScaledPoints(
             X, np.array([0.3, 0.4, 0.4, 0.0, 0.0]), np.array([0, 1, 0, 1, 0]), None, True
-        ),  # one evaluation of each
+        ),  # only one 0 of each seed
         seen([*RISING, 0.0, 0.0], bounded=False),
     ],
 )
-def test_what_has_not_died(alive: ScaledPoints) -> None:
+def test_these_runs_have_not_collapsed(alive: ScaledPoints) -> None:
     assert collapse_probability(alive) == (0.0, np.inf)
 
 
-def test_a_run_that_came_back_is_believed_less() -> None:
-    back = [*RISING, 0.0, 0.0, 0.3, 0.4, 0.0, 0.0]
-    assert 0 < collapse_probability(seen(back))[0] < collapse_probability(seen([*RISING, 0.0, 0.0]))[0]
+def test_an_earlier_recovery_makes_a_collapse_less_probable() -> None:
+    recovered = [*RISING, 0.0, 0.0, 0.3, 0.4, 0.0, 0.0]
+    assert 0 < collapse_probability(seen(recovered))[0] < collapse_probability(seen([*RISING, 0.0, 0.0]))[0]
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.4]), min_size=2, max_size=40))
-def test_one_more_without_reward_never_makes_a_death_less_likely(rewards: list[float]) -> None:
-    found, more = (collapse_probability(seen(each))[0] for each in (rewards, [*rewards, 0.0]))
-    assert found <= more <= 1
+def test_one_more_zero_never_makes_a_collapse_less_probable(rewards: list[float]) -> None:
+    probability, probability_after = (
+        collapse_probability(seen(run_rewards))[0] for run_rewards in (rewards, [*rewards, 0.0])
+    )
+    assert probability <= probability_after <= 1
 
 
 @pytest.mark.parametrize(("samples", "rate"), [(16, 0.25), (32, 0.1), (100, 0.05)])
-def test_pass_rates_that_come_and_go_by_chance_are_no_deaths(samples: int, rate: float) -> None:
+def test_zeros_by_chance_are_not_a_collapse(samples: int, rate: float) -> None:
     source = np.random.default_rng(2510)
-    said = [
+    probabilities = [
         collapse_probability(seen(run[:until]))[0]
         for run in source.binomial(samples, rate, (40, 60)) / samples
         for until in range(6, 61)
     ]
-    assert np.mean(said) < 0.005
+    assert np.mean(probabilities) < 0.005
 
 
 @pytest.mark.parametrize(("bottom", "top"), [(0.0, 1.0), (-1.0, 1.0)])
@@ -84,19 +86,19 @@ def test_a_dead_run_is_forecast_to_stay_dead(bottom: float, top: float) -> None:
     z = np.array([*RISING, *[0.0] * 8])
     fit = fit_curve(make_curve("dead", 10.0 * np.arange(1, 15), bottom + (top - bottom) * z))
     assert fit.curve.range == (bottom, top)
-    (warning,) = [each for each in fit.warnings if "exactly" in each]
+    (warning,) = [note for note in fit.warnings if "exactly" in note]
     assert f"exactly {bottom:g} from compute 70 on" in warning and "P = 0.99" in warning
     assert predict_mean(fit, np.array([160.0, 200.0, 240.0])) == (bottom, bottom, bottom)
     band = predict(fit, [160.0, 1000.0], observations=3)
     assert (band.value == bottom).all() and (band.high == bottom).all()
     assert np.median(asymptote_draws(fit)) == bottom
-    # What was before is as it was.
+    # The curve before the collapse is not affected.
     assert paths(fit, [60.0]).mean() > bottom + 0.3 * (top - bottom)
 
 
-def test_the_living_are_chosen_before_the_dead() -> None:
+def test_a_collapsed_recipe_is_unlikely_to_be_best() -> None:
     living = curve("living", a=0.3, r0=0.1, seeds=1)
     c = living.compute
     dead = make_curve("dead", c, np.where(c >= c[-5], 0.0, 0.2 + 0.6 * c / c.max()), baseline="living")
-    of_the_living, of_the_dead = chances_of_being_best(draw_rewards(fit_curves([living, dead]), 2 * c.max()))
-    assert of_the_living > 0.95 and of_the_dead < 0.05
+    p_living, p_dead = chances_of_being_best(draw_rewards(fit_curves([living, dead]), 2 * c.max()))
+    assert p_living > 0.95 and p_dead < 0.05

@@ -1,4 +1,4 @@
-"""A learning rate that decays: what compute counts for then, in the fit, in forecasts, from journals and other logs."""
+"""Tests of learning rate decay: compute counts less below half of the peak rate, in fits and in forecasts."""
 
 from __future__ import annotations
 
@@ -22,62 +22,63 @@ STEPS = np.arange(1.0, 321.0)
 
 
 def linear(end: float) -> Array:
-    """A rate that falls in a straight line to 0 at `end`, and stays there."""
+    """Return a rate that decreases linearly to 0 at `end` and stays 0."""
     return np.maximum(1 - STEPS / end, 0.0)
 
 
-def cooled(end: float, noise: float = 0.006, seed: int = 0) -> Curve:
-    """A sigmoid of what compute counts, of a run whose rate falls to 0 by `end`, evaluated every eight steps."""
-    at = np.arange(0.0, 321.0, 8.0)
-    counted = at_peak_rate(STEPS, linear(end), at)
-    assert counted is not None
-    reward = law(counted, 0.7, 1.8, 60.0, 0.2) + noise * np.random.default_rng(seed).standard_normal(len(at))
-    return make_curve("r", at, np.clip(reward, 0, 1), at_peak=counted)
+def decayed_run(end: float, noise: float = 0.006, seed: int = 0) -> Curve:
+    """Simulate a run whose rate decreases to 0 at `end`. Its reward is a sigmoid of the effective compute."""
+    computes = np.arange(0.0, 321.0, 8.0)
+    effective = at_peak_rate(STEPS, linear(end), computes)
+    assert effective is not None
+    reward = law(effective, 0.7, 1.8, 60.0, 0.2) + noise * np.random.default_rng(seed).standard_normal(len(computes))
+    return make_curve("r", computes, np.clip(reward, 0, 1), at_peak=effective)
 
 
-def test_compute_counts_in_full_down_to_half_of_the_peak_and_by_the_rate_below() -> None:
-    counted = at_peak_rate(STEPS, linear(320.0), np.array([0.0, 100.0, 160.0, 240.0, 320.0, 500.0]))
-    assert counted is not None
-    # Half of what is left at 160 counts, a quarter of that from 240 on; a step is as good as its end.
-    np.testing.assert_allclose(counted, [0, 100, 160, 160 + 60, 160 + 80, 160 + 80], atol=1.01)
+def test_compute_counts_fully_above_half_of_the_peak_rate() -> None:
+    effective = at_peak_rate(STEPS, linear(320.0), np.array([0.0, 100.0, 160.0, 240.0, 320.0, 500.0]))
+    assert effective is not None
+    # At 160 the rate is half of its peak. The 160 after it count as 80: 60 until 240 and 20 later. The tolerance is one
+    # step, because each step has the rate of its end.
+    np.testing.assert_allclose(effective, [0, 100, 160, 160 + 60, 160 + 80, 160 + 80], atol=1.01)
 
 
-def test_warm_up_and_constant_rates_change_nothing() -> None:
+def test_only_decay_reduces_effective_compute() -> None:
     warm = np.minimum(STEPS / 20, 1.0)
     assert at_peak_rate(STEPS, warm, STEPS) is None
     assert at_peak_rate(STEPS, np.zeros(320), STEPS) is None
     assert at_peak_rate(STEPS, np.where(STEPS > 5, np.nan, 1.0), STEPS) is None
     restarted = np.concatenate([linear(160.0)[:160], linear(160.0)[:160]])
-    counted = at_peak_rate(STEPS, restarted, np.array([160.0, 240.0]))
-    assert counted is not None
-    np.testing.assert_allclose(np.diff(counted), [80.0], atol=1.01)
+    effective = at_peak_rate(STEPS, restarted, np.array([160.0, 240.0]))
+    assert effective is not None
+    np.testing.assert_allclose(np.diff(effective), [80.0], atol=1.01)
 
 
-def test_beyond_the_last_evaluation_the_rate_goes_on_falling() -> None:
-    """What a linear decay to 320 will count, known at 200, is what it does count; then nothing more."""
-    run = cooled(320.0)
-    found = schedule_of(run, 200.0)
-    assert found is not None
+def test_the_decay_is_extrapolated_beyond_the_last_evaluation() -> None:
+    """From the steps up to 200, the linear decay to 320 is predicted correctly. Compute beyond 320 does not count."""
+    run = decayed_run(320.0)
+    known_schedule = schedule_of(run, 200.0)
+    assert known_schedule is not None
     later = np.array([200.0, 240.0, 280.0, 320.0, 1000.0])
     truth = at_peak_rate(STEPS, linear(320.0), later)
     assert truth is not None
-    np.testing.assert_allclose(found.effective_compute(later), truth, atol=1.5)
+    np.testing.assert_allclose(known_schedule.effective_compute(later), truth, atol=1.5)
     assert schedule_of(replace(run, at_peak=None)) is None
 
 
-def test_a_run_that_has_cooled_down_stands_still() -> None:
-    """Compute alone foretells a rise that the law of the peak rate has, and the run has not."""
-    run = cooled(140.0)
+def test_a_run_whose_rate_is_0_is_forecast_to_stay() -> None:
+    """A forecast by compute alone rises further, as at the peak rate. The run does not rise."""
+    run = decayed_run(140.0)
     late, early = run.compute > 240, run.compute <= 150
-    came = float(run.reward[late].mean())
+    final_reward = float(run.reward[late].mean())
     by_rate, low, high = predict_mean(fit_curve(run.take(early)), run.compute[late])
     by_compute, _, _ = predict_mean(fit_curve(replace(run.take(early), at_peak=None)), run.compute[late])
-    assert low <= came <= high
-    assert abs(by_rate - came) < 0.02 < by_compute - came
+    assert low <= final_reward <= high
+    assert abs(by_rate - final_reward) < 0.02 < by_compute - final_reward
 
 
-def test_parameters_are_those_at_the_peak_and_windows_those_spent() -> None:
-    fit = fit_curve(cooled(320.0))
+def test_parameters_use_effective_compute_and_windows_actual_compute() -> None:
+    fit = fit_curve(decayed_run(320.0))
     assert fit.identifiable and fit.window == (0.0, 320.0)
     for interval, truth in ((fit.A, 0.7), (fit.B, 1.8), (fit.C_mid, 60.0)):
         assert interval.low is not None and interval.high is not None
@@ -93,7 +94,7 @@ def test_parameters_are_those_at_the_peak_and_windows_those_spent() -> None:
     np.testing.assert_allclose(*fit.outlook.at(np.array([320.0, 3200.0])).T, atol=1e-3)
 
 
-def test_journals_and_logs_of_others_say_the_rate(tmp_path: Path) -> None:
+def test_the_rate_is_read_from_journals_and_other_logs(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "run", clock=lambda: 0.0)
     journal.header(run="run", curve="c", recipe="scalerl", seed=0, device="cpu")
     rows = []

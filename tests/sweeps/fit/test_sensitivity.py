@@ -1,4 +1,4 @@
-"""Truths about the refits: they are the fits they say they are, and what breaks the law early on shows."""
+"""Tests of the sensitivity table: each row equals the fit that it names, and early points off the law show up."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ EXAMPLE = ROOT / "examples" / "curves.csv"
 
 
 def with_early_bump(height: float) -> Curve:
-    """A curve whose first tenth lies above the law by up to `height`."""
+    """Return a curve that is above the law by up to `height` around compute 1000, near its start."""
     base = curve(rng=3)
     bump = height * np.exp(-(((base.compute - 1000) / 600) ** 2)) * (base.compute > 0)
     return make_curve("bump", base.compute, base.reward + bump, base.seed)
 
 
-def test_settings_are_the_fits_they_name() -> None:
+def test_each_row_equals_the_fit_that_it_names() -> None:
     data = curve(rng=1)
     rows = {row.short: row for row in sensitivity(fit_curve(data))}
     main = fit_curve(data)
@@ -46,19 +46,19 @@ def test_settings_are_the_fits_they_name() -> None:
 
 
 @pytest.mark.slow
-def test_a_curve_that_follows_the_law_does_not_move() -> None:
+def test_A_of_a_curve_that_follows_the_law_is_stable() -> None:
     for seed in range(1, 5):
         rows = sensitivity(fit_curve(curve(rng=seed)))
         assert rows[0].kind == MAIN and rows[0].shift == 0
         assert all(row.verdict == "identifiable" and abs(row.shift or 0) < 0.01 for row in rows if row.kind == CUT)
-        # A third of the points gone moves A a little further than its interval now and then; their own says so.
-        told = summary(rows)
-        assert "within its 95% interval" in told or "but the refit's own interval contains the A as fitted" in told
-        assert "not identifiable" not in told
+        # Without a third of the points, A may leave its interval by a little. The refit's interval then contains it.
+        text = summary(rows)
+        assert "within its 95% interval" in text or "but the refit's own interval contains the A as fitted" in text
+        assert "not identifiable" not in text
 
 
 @pytest.mark.slow
-def test_an_early_part_that_breaks_the_law_shows() -> None:
+def test_early_points_off_the_law_change_A() -> None:
     rows = sensitivity(fit_curve(with_early_bump(0.08)))
     assert rows[0].A.value is not None and rows[0].A.value > 0.63 and rows[0].verdict == "open"
     for row in rows:
@@ -68,9 +68,9 @@ def test_an_early_part_that_breaks_the_law_shows() -> None:
 
 
 @pytest.mark.full
-def test_what_changes_nothing_is_no_row() -> None:
+def test_settings_that_change_nothing_have_no_row() -> None:
     data = curve(rng=1)
-    # The first evaluation is at compute 0, within the window: R0 `first` and `free` are one fit.
+    # The first evaluation is at compute 0, within the window, so R0 `first` and `free` give the same fit.
     assert not {"R0 first", "R0 free", "no cut"} & {row.short for row in sensitivity(fit_curve(data))}
     cut = {row.short for row in sensitivity(fit_curve(data, FitOptions(min_compute=3200)))}
     assert {"no cut", "cut 10%", "cut 30%", "R0 free"} <= cut and "cut 20%" not in cut
@@ -79,27 +79,27 @@ def test_what_changes_nothing_is_no_row() -> None:
     assert "robust" not in {row.short for row in sensitivity(fit_curve(data, FitOptions(robust=True)))}
 
 
-def test_families_without_that_r0_keep_it() -> None:
+def test_families_without_R0_have_no_row_for_it() -> None:
     rows = sensitivity(fit_curve(curve(rng=1), FitOptions(family="power_law")))
     assert {row.kind for row in rows} == {MAIN, CUT, ROBUST, END}
 
 
-def test_too_few_points_leave_the_fit_alone() -> None:
+def test_too_few_points_have_few_rows() -> None:
     rows = sensitivity(fit_curve(curve(points=5, rng=1)))
     assert [row.verdict for row in rows] == ["too_few_points"] and rows[0].shift is None
     assert "not named" in summary(rows)
-    # Seven positive compute values carry the whole fit and light cuts, but not half of the window.
-    some = sensitivity(fit_curve(curve(points=8, rng=1)))
-    assert {row.short for row in some if row.kind in (CUT, END)} == {"cut 20%"}
+    # Seven positive compute values suffice for the fit and for light cuts, but not for half of the window.
+    seven_points = sensitivity(fit_curve(curve(points=8, rng=1)))
+    assert {row.short for row in seven_points if row.kind in (CUT, END)} == {"cut 20%"}
 
 
-def test_no_possible_r0_is_tried() -> None:
+def test_an_impossible_R0_is_not_tried() -> None:
     rows = sensitivity(fit_curve(curve(r0=0.02, rng=1)))
     assert "R0 -0.05" not in {row.short for row in rows} and "R0 +0.05" in {row.short for row in rows}
 
 
 @pytest.mark.slow
-def test_the_unit_of_compute_does_not_matter() -> None:
+def test_the_unit_of_compute_does_not_change_the_rows() -> None:
     data = curve(rng=2)
     small = sensitivity(fit_curve(data))
     large = sensitivity(fit_curve(replace(data, compute=data.compute * 1e15)))
@@ -107,8 +107,8 @@ def test_the_unit_of_compute_does_not_matter() -> None:
     np.testing.assert_allclose([row.shift for row in large], [row.shift for row in small], atol=1e-5)  # type: ignore[arg-type]
 
 
-def test_the_fit_itself_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a study's fits, which share their spread between seeds, the rows are those of the recipe alone."""
+def test_the_fit_itself_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a recipe in a study equal those of the recipe alone, although a study shares the spread between seeds."""
     alone = sensitivity(fit_curve(curve(rng=1)))
     fits = fit_curves([curve(rng=1), curve(recipe="other", rng=2, a=0.5)])
     made: list[FitOptions] = []
@@ -127,7 +127,7 @@ def test_signed_has_no_negative_zero() -> None:
 
 
 @pytest.mark.slow
-def test_fit_refits_only_when_asked(
+def test_fit_refits_only_with_the_option_sensitivity(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     header, *rows = EXAMPLE.read_text().splitlines()

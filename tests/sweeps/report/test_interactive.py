@@ -1,4 +1,4 @@
-"""Truths about what the page adds to its figures: short labels, small SVG, data to hover, and facts at its top."""
+"""Tests of the report page's parts: short labels, colours, small SVG, data for tooltips, and facts at the top."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from sweeps.run.rollouts import stored_steps, write_groups
         (["a+x=1+y=2", "a+x=1+z=3"], ["y=2", "z=3"]),
         (["a+x=1", "b+x=1"], ["a+x=1", "b+x=1"]),
         (["a+x=1"], ["a+x=1"]),
-        # Two labels never become one.
+        # Different labels stay different.
         (["a", "a+a"], ["a", "a+a"]),
         (["a+x=1", "a+x=1+y=2"], ["a", "y=2"]),
     ],
 )
-def test_labels_leave_out_what_all_share(labels: list[str], short: list[str]) -> None:
+def test_labels_leave_out_their_common_part(labels: list[str], short: list[str]) -> None:
     assert list(shortened(labels).values()) == short
 
 
-def test_two_recipes_never_have_the_same_cut_label() -> None:
+def test_cut_labels_stay_different() -> None:
     assert cut(["scalerl", "loss=dapo"], 18) == {"scalerl": "scalerl", "loss=dapo": "loss=dapo"}
-    # They end differently, begin differently, differ in the middle alone.
+    # Labels that differ at the end, and labels that differ only in the middle.
     ends = cut([f"kl=fixed+kl.coefficient={value}" for value in ("0.2", "0.35")], 18)
     assert list(ends.values()) == ["kl=fixed+…ient=0.2", "kl=fixed+…ent=0.35"]
     middle = [f"{'a' * 30}+x={value}+{'b' * 30}" for value in range(12)]
     assert all(f"+x={value}+" in shown for value, shown in enumerate(cut(middle, 18).values()))
-    # A label within another, labels that are printed alike, and a limit that leaves no room.
+    # A label that begins with another, labels that look alike when printed, and a limit that leaves little room.
     hard = ["a" * 20, "a" * 30, "a" * 40, "b\n", "b?", "b\t", *middle]
     for limit in (8, 18, 34):
         shown = cut(hard, limit)
@@ -61,7 +61,7 @@ def test_two_recipes_never_have_the_same_cut_label() -> None:
         assert all(len(text) <= limit and text.isprintable() for text in shown.values())
 
 
-def test_a_recipe_keeps_its_style_whatever_its_rank_and_the_baseline_has_its_own_colour() -> None:
+def test_styles_do_not_depend_on_rank_and_the_baseline_has_its_own_colour() -> None:
     recipes = ["scalerl", *(f"scalerl+x={x:02}" for x in range(21))]
     drawn = styles(recipes, "scalerl+x=07")
     assert drawn == styles(recipes[::-1], "scalerl+x=07")
@@ -73,29 +73,29 @@ def test_a_recipe_keeps_its_style_whatever_its_rank_and_the_baseline_has_its_own
     curves = [Curve(name, x, top * x / (x + 1), np.full(8, "0"), baseline="c") for name, top in planted.items()]
     fits = fit_curves(curves)
     ranking = rank(fits)
-    wanted = {"c": COLOURS[0], "a": COLOURS[1], "b": COLOURS[2]}
-    assert colours(ranking) == wanted
+    expected = {"c": COLOURS[0], "a": COLOURS[1], "b": COLOURS[2]}
+    assert colours(ranking) == expected
     data = study_data(curves, fits, ranking, [], {name: name for name in planted}, [])
-    assert {recipe["label"]: recipe["colour"] for recipe in data["recipes"]} == wanted
+    assert {recipe["label"]: recipe["colour"] for recipe in data["recipes"]} == expected
     left, right = overlay_figure(curves, fits, ranking).axes
     order = [entry.recipe for entry in ranking.ranking]
     points = [line for line in left.lines if line.get_marker() == "o"]
-    assert [line.get_color() for line in points] == [wanted[recipe] for recipe in order]
+    assert [line.get_color() for line in points] == [expected[recipe] for recipe in order]
     rows = {int(line.get_ydata()[0]): line.get_color() for line in right.lines if line.get_marker() == "o"}
-    assert [rows[row] for row in range(3)] == [wanted[recipe] for recipe in order]
+    assert [rows[row] for row in range(3)] == [expected[recipe] for recipe in order]
 
 
-def test_crowded_points_become_dots_and_none_is_lost() -> None:
+def test_many_points_are_drawn_as_dots() -> None:
     figure = Figure()
     panel = figure.subplots()
     x = np.arange(MANY_POINTS + 1.0)
     panel.plot(x, np.sin(x), "o", markersize=3)
-    panel.plot(x[:3], x[:3] / 3, "s")  # too few to matter: they keep their markers
+    panel.plot(x[:3], x[:3] / 3, "s")  # too few to replace: they keep their markers
     panel.plot(x, np.cos(x), label="a curve")
-    before = len(inline_svg(svg(figure), "p", ""))
+    size_with_markers = len(inline_svg(svg(figure), "p", ""))
     assert points_as_dots(figure) == len(x)
     element = inline_svg(svg(figure), "p", "")
-    assert element.count("h0") == len(x) and len(element) < before / 2
+    assert element.count("h0") == len(x) and len(element) < size_with_markers / 2
     assert len(panel.lines[2].get_xdata()) == len(x)
     drawing = ElementTree.fromstring(svg(figure))
     assert drawing.tag.endswith("svg")
@@ -104,7 +104,7 @@ def test_crowded_points_become_dots_and_none_is_lost() -> None:
     assert points_as_dots(few) == 0
 
 
-def test_an_svg_is_shortened_in_its_coordinates_only() -> None:
+def test_only_coordinates_of_an_svg_are_shortened() -> None:
     figure = Figure()
     panel = figure.subplots()
     panel.plot([0.0, 1.0], [0.0, 1.0])
@@ -116,13 +116,13 @@ def test_an_svg_is_shortened_in_its_coordinates_only() -> None:
     assert names == set(re.findall(r'(?:url\(#|href="#)([^)"]+)', element)) and names
 
 
-def test_picked_points_are_spread_evenly() -> None:
+def test_even_indices_are_evenly_spaced() -> None:
     assert list(even_indices(5, 1.0)) == [0, 1, 2, 3, 4]
     picked = even_indices(101, 0.11)
     assert picked[0] == 0 and picked[-1] == 100 and len(picked) == 11 and set(np.diff(picked)) == {10}
 
 
-def test_the_library_is_one_packed_script() -> None:
+def test_the_library_is_one_compressed_script() -> None:
     packed = library()
     assert packed is not None
     script = gzip.decompress(base64.b64decode(packed)).decode()
@@ -143,44 +143,48 @@ def run(folder: Path, recipe: str, seed: int, reward: float, config: dict[str, o
         write_json(folder / "spec.json", {"config": config})
 
 
-def test_points_are_joined_to_their_journals(tmp_path: Path) -> None:
+def test_points_are_matched_to_their_journals(tmp_path: Path) -> None:
     for seed in (0, 1):
         run(tmp_path / "runs" / f"r{seed}", "a", seed, 0.1 + seed)
     write_groups(tmp_path / "runs" / "r1", [{"step": 2, "rollouts": []}, {"step": 1, "rollouts": []}])
     views = [read_journal(tmp_path / "runs" / f"r{seed}") for seed in (0, 1)]
     c = np.array([0.0, 100.0, 200.0, 300.0] * 2)
     y = np.array([0.1 + seed + 0.01 * step for seed in (0, 1) for step in range(4)])
-    # The last point is of no journal.
+    # The last point is in no journal.
     y[-1] = 0.5
     data = Curve("a", c, y, np.repeat(["0", "1"], 4), axis="compute/flops", metric="eval/heldout/pass_rate")
     fits = fit_curves([data])
-    found = study_data([data], fits, rank(fits), views, {"a": "a"}, [], rate=3.0)
-    assert found["axes"] == [
+    page_data = study_data([data], fits, rank(fits), views, {"a": "a"}, [], rate=3.0)
+    assert page_data["axes"] == [
         *(["c", "FLOPs"], ["step", "optimizer steps"], ["tokens", "tokens trained on"]),
         *(["compute/device_hours", "device hours"], ["cost", "cost"]),
     ]
-    points = found["points"]
+    points = page_data["points"]
     assert points["run"] == [0, 0, 0, 0, 1, 1, 1, None] and points["step"] == [0, 1, 2, 3, 0, 1, 2, None]
     assert points["tokens"] == [0, 10, 20, 30, 0, 10, 20, None] and points["cost"][:3] == [0, 1.5, 3]
-    assert "compute/flops" not in points and found["thinned"] is None
+    assert "compute/flops" not in points and page_data["thinned"] is None
     loss = replace(data, reward=-data.reward, metric=f"-{data.metric}", lower_is_better=True)
     negated = study_data([loss], fits, rank(fits), views, {"a": "a"}, [], rate=3.0)["points"]
     assert negated["run"] == points["run"] and negated["y"] == [-value for value in points["y"]]
-    assert [kept for _, kept in found["runs"]] == [[], [1, 2]] == [stored_steps(view.path.parent) for view in views]
-    json.dumps(found, allow_nan=False)
+    assert (
+        [stored for _, stored in page_data["runs"]]
+        == [[], [1, 2]]
+        == [stored_steps(view.path.parent) for view in views]
+    )
+    json.dumps(page_data, allow_nan=False)
 
 
 def test_many_points_are_thinned_and_counted() -> None:
     c = np.arange(MAX_HOVERED + 500.0)
     data = Curve("a", c, 0.1 + 0.0 * c, np.full(len(c), "0"))
     fits = fit_curves([data])
-    found = study_data([data], fits, rank(fits), [], {"a": "a"}, [])
-    count, every = found["thinned"]
-    assert every == len(c) and count == len(found["points"]["c"]) <= MAX_HOVERED
-    assert found["points"]["c"][0] == 0 and found["axes"] == [["c", "compute"]]
+    page_data = study_data([data], fits, rank(fits), [], {"a": "a"}, [])
+    count, total = page_data["thinned"]
+    assert total == len(c) and count == len(page_data["points"]["c"]) <= MAX_HOVERED
+    assert page_data["points"]["c"][0] == 0 and page_data["axes"] == [["c", "compute"]]
 
 
-def test_what_stands_at_the_top(tmp_path: Path) -> None:
+def test_facts_at_the_top_of_the_page(tmp_path: Path) -> None:
     config: dict[str, object] = {
         "model": {"_target_": "lightning_scalerl.model_path", "path": "mine/model"},
         "task": {"_target_": "lightning_scalerl.ArithmeticTask", "train": [1, 2]},
@@ -197,17 +201,17 @@ def test_what_stands_at_the_top(tmp_path: Path) -> None:
     (crash,) = facts.crashes
     assert (crash.path.parent.name, crash.header["seed"], crash.reason) == ("r1", 1, "out of memory")
     journal = tmp_path / "runs" / "r0" / "metrics.jsonl"
-    # As simulations write it: times are counted from 0, and no line has a checksum.
-    counted = re.sub(r',"crc":"\w+"', "", re.sub(r'"time":[\d.e+]+', '"time":3.0', journal.read_text()))
-    journal.write_text(counted)
+    # A simulation's journal: times start at 0, and no line has a checksum.
+    simulated = re.sub(r',"crc":"\w+"', "", re.sub(r'"time":[\d.e+]+', '"time":3.0', journal.read_text()))
+    journal.write_text(simulated)
     undated = dict(Facts([read_journal(journal.parent)]).lines)
     assert "Date" not in undated and "Model" in undated
-    nothing = Facts([])
-    assert not nothing.lines and not nothing.commands and not nothing.crashes and nothing.rate is None
+    no_facts = Facts([])
+    assert not no_facts.lines and not no_facts.commands and not no_facts.crashes and no_facts.rate is None
 
 
 @pytest.mark.slow
-def test_without_the_library_the_page_is_static_and_says_how_to_change_that(
+def test_without_the_library_the_page_is_static_and_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report_page, "library", lambda: None)
@@ -219,14 +223,14 @@ def test_without_the_library_the_page_is_static_and_says_how_to_change_that(
 
 
 @pytest.mark.slow
-def test_two_studies_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_studies_are_shown_side_by_side(tmp_path: Path) -> None:
     def curves(*names: str) -> list[Curve]:
         return [Curve(name, np.arange(3.0), np.array([0.1, 0.2, 0.3]), np.full(3, "0")) for name in names]
 
-    ours, theirs = curves("a", "b"), curves("b", "<c>")
-    fits, others = fit_curves(ours), fit_curves(theirs)
-    beside = report_page.OtherStudy("their <study>", theirs, others, rank(others))
-    written = write_report(tmp_path / "x.html", ours, fits, rank(fits), title="mine", beside=beside)
+    our_curves, their_curves = curves("a", "b"), curves("b", "<c>")
+    fits, their_fits = fit_curves(our_curves), fit_curves(their_curves)
+    beside = report_page.OtherStudy("their <study>", their_curves, their_fits, rank(their_fits))
+    written = write_report(tmp_path / "x.html", our_curves, fits, rank(fits), title="mine", beside=beside)
     text = written[0].read_text(encoding="utf-8")
     assert "How does it compare with their &lt;study&gt;?" in text and tmp_path / "x_beside.pdf" in written
     table = text.split("A, their &lt;study&gt;")[1].split("</table>")[0]

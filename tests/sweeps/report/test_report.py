@@ -1,4 +1,4 @@
-"""Truths about the report: self-contained, escaped, readable without the data, and the same every time."""
+"""Tests of the report: self-contained, escaped, complete, and the same bytes for the same data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VOID = {"meta", "br", "img", "link"}
 
 
 class Page(HTMLParser):
-    """Collects text and attributes, and checks that every element is closed."""
+    """Parse a page, collect its text and attributes, and check that every element is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag not in {"link", "iframe", "img"}
-        # The page's own scripts are within it.
+        # Scripts are inline, so they have no src.
         assert tag != "script" or dict(attrs).keys() <= {"type", "id"}
         self.tags.append(tag)
         if tag not in VOID:
@@ -81,23 +81,25 @@ class Page(HTMLParser):
 
 
 def words(text: str) -> str:
-    """What is read on the page: no tags, no style, no script."""
+    """Return the visible text of a page, without tags, styles and scripts."""
     return re.sub(r"<[^>]*>", " ", re.sub(r"<style>.*?</style>", "", without_scripts(text), flags=re.DOTALL))
 
 
 def without_scripts(text: str) -> str:
-    """The page without the library, its data and our own script, which end it in this order."""
+    """Return the page without its scripts: the library, the data and our own script, in this order at its end."""
     library = r'<script type="application/gzip" id="library">[A-Za-z0-9+/=]+</script>\n'
     data = r'<script type="application/json" id="study">[^<]*</script>\n'
-    own = re.escape(f"<script>{(ROOT / 'sweeps/report/templates/report.js').read_text(encoding='utf-8')}</script>")
-    page, count = re.subn(f"{library}{data}{own}(?=\n</body></html>\n$)", "", text)
+    our_script = re.escape(
+        f"<script>{(ROOT / 'sweeps/report/templates/report.js').read_text(encoding='utf-8')}</script>"
+    )
+    page, count = re.subn(f"{library}{data}{our_script}(?=\n</body></html>\n$)", "", text)
     assert count == 1
     return page
 
 
 @cache
-def usual(folder: Path) -> tuple[str, tuple[Path, ...]]:
-    """The page of two recipes that are ranked and one that is not, made once for all that is read off it."""
+def usual_report(folder: Path) -> tuple[str, tuple[Path, ...]]:
+    """Write a page of two ranked recipes and one unranked recipe. It is cached, because many tests read it."""
     curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
     text, written = report(folder, *curves, title="My study")
     return text, tuple(written)
@@ -105,7 +107,7 @@ def usual(folder: Path) -> tuple[str, tuple[Path, ...]]:
 
 @pytest.fixture
 def usual_page(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, tuple[Path, ...]]:
-    return usual(tmp_path_factory.getbasetemp() / "usual")
+    return usual_report(tmp_path_factory.getbasetemp() / "usual")
 
 
 def report(tmp_path: Path, *curves: Curve, **options: object) -> tuple[str, list[Path]]:
@@ -120,7 +122,7 @@ def test_page_is_self_contained_and_well_formed(usual_page: tuple[str, tuple[Pat
     page = Page(text)
     assert len(page.ids) == len(set(page.ids))
     assert all(reference.startswith("#") and reference[1:] in page.ids for reference in page.references)
-    # Names of XML vocabularies are the only addresses.
+    # The only addresses are XML namespaces.
     assert set(re.findall(r"https?://[^\"'\s<)]+", text)) <= {
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
@@ -142,7 +144,7 @@ def test_page_is_self_contained_and_well_formed(usual_page: tuple[str, tuple[Pat
             assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")
 
 
-def test_outcome_tables_and_refusals_are_on_the_page(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+def test_outcome_tables_and_verdicts_are_on_the_page(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     text, _ = usual_page
     plain = words(text)
     for expected in (
@@ -186,7 +188,7 @@ def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
     page = Page(text)
     assert set(page.tags) <= TAGS
     plain = without_scripts(text)
-    # Bold are the least errors, and words that the page explains.
+    # Bold text of the template: the smallest errors and explained terms.
     plain = re.sub(r"<b>(?=0|How to read|A</b>|C_mid</b>|B</b>)", "", plain)
     assert not {"script", "b"} & set(re.findall(r"<(\w+)", plain))
     shown = "".join(ch for ch in evil if ch.isprintable())
@@ -197,13 +199,13 @@ def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
 
 
 @pytest.mark.full
-def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+def test_quality_R0_and_sensitivity_equal_those_of_the_fit(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     data = curve("scalerl", rng=1)
     fit = fit_curve(data)
     plain = " ".join(words(usual_page[0]).split())
     assert fit.r2 is not None and fit.rmse is not None and fit.extrapolation_error is not None
     row = re.search(r"scalerl identifiable .*? 66 / 2 (\S+) (\S+) (\S+) ", plain)
-    # In company the last digit may differ: other processes than this one fit the curves.
+    # The last digit may differ, because worker processes fit several curves.
     quality = (fit.r2, fit.rmse, fit.extrapolation_error)
     assert row is not None and [float(number) for number in row.groups()] == pytest.approx(quality, abs=1e-4)
     effect = fit.R0_effect
@@ -218,11 +220,11 @@ def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Pa
 
 
 @pytest.mark.slow
-def test_families_show_who_foretells_best(usual_page: tuple[str, tuple[Path, ...]]) -> None:
-    found = compare(curve("scalerl", rng=1))
+def test_families_are_shown_with_their_forecast_errors(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+    comparison = compare(curve("scalerl", rng=1))
     plain = words(usual_page[0])
-    assert found.sentence in plain and f"{found.last_value:.4f}" in plain
-    for row in found.rows:
+    assert comparison.sentence in plain and f"{comparison.last_value:.4f}" in plain
+    for row in comparison.rows:
         assert row.family in plain and f"{row.held_out:.4f}" in plain
 
 
@@ -233,13 +235,13 @@ def test_long_tables_scroll_and_short_ones_do_not(usual_page: tuple[str, tuple[P
 
 
 @pytest.mark.slow
-def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
+def test_journals_add_counters_and_provenance(tmp_path: Path) -> None:
     for recipe in ("scalerl", "scalerl+loss=dapo"):
         data = curve(recipe, seeds=1)
         journal = Journal(tmp_path / recipe)
         departures = {} if recipe == "scalerl" else {"loss": "dapo"}
-        named = {"run": recipe, "curve": recipe, "recipe": recipe, "departures": departures, "hardware": {}}
-        journal.header(**named, seed=7, commit="abc<123>", versions={"torch": "2.13"})
+        identity = {"run": recipe, "curve": recipe, "recipe": recipe, "departures": departures, "hardware": {}}
+        journal.header(**identity, seed=7, commit="abc<123>", versions={"torch": "2.13"})
         journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 0.0})
         if recipe == "scalerl":
             journal.record("train", 2, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 2.0})
@@ -253,15 +255,15 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     assert "scalerl seed 7: 15% or more of the completions were truncated (first at step 2, in 1 of 2 steps)" in text
     assert "scalerl+loss=dapo seed 7" not in text
     assert "abc&lt;123&gt;" in text and "2.13" in text and "How often did each choice make a difference?" in text
-    # A run is named once, and a field that says nothing is left out.
+    # Each run is listed once, and columns without a value are left out.
     provenance = text.split("<h4>Runs</h4>")[1].split("<script")[0]
     assert "<th>Run</th><th>Status</th><th>curve</th><th>departures</th><th>recipe</th>" in provenance
     assert "{}" not in provenance and "hardware" not in provenance
 
 
 @pytest.mark.full
-def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the page, and under a ranking."""
+def test_runs_that_continued_with_other_code_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The warning is on the page and in the output of `scalerl rank`."""
     code = {"commit": None, "diff": None, "files": "aa", "folders": {}, "versions": {"torch": "2.13.0"}}
     for seed in (0, 1):
         data = curve("scalerl", seeds=1, rng=seed)
@@ -278,15 +280,15 @@ def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pyt
     assert "scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -&gt; 2.14.0" in text
     assert "seed 0: from step" not in text
     assert cli.main(["rank", str(tmp_path / "runs"), "--json"]) == 0
-    said = capsys.readouterr().err
-    assert "warning: scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -> 2.14.0" in said
-    assert "seed 0: from step" not in said
+    stderr = capsys.readouterr().err
+    assert "warning: scalerl seed 1: continued from step 2 with other code: torch 2.13.0 -> 2.14.0" in stderr
+    assert "seed 0: from step" not in stderr
 
 
 @pytest.mark.full
-def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
+def test_sample_completions_are_shown_and_escaped(tmp_path: Path) -> None:
     def group(step: int, *rewards: float | None) -> dict[str, object]:
-        written = [
+        completions = [
             {
                 "completion": f"<b>{step}</b> & {reward} " + "x" * 2000,
                 **{"reward": reward, "outcome": "error" if reward is None else "score", "correct": False},
@@ -294,8 +296,8 @@ def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
             }
             for reward in rewards
         ]
-        about = {"admission": step, "prompt_id": "<i>", "prompt": "1 < 2?", "answer": "yes", "source": ""}
-        return {"step": step, "difficulty": "", **about, "rollouts": written}
+        prompt = {"admission": step, "prompt_id": "<i>", "prompt": "1 < 2?", "answer": "yes", "source": ""}
+        return {"step": step, "difficulty": "", **prompt, "rollouts": completions}
 
     runs = []
     for seed in (0, 1):
@@ -308,7 +310,7 @@ def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
     page = Page(text)
     assert "Sample completions" in page.data and "<b>" not in words(text)
     shown = " ".join(page.data)
-    # Of the last group in which rewards differ the best, and the one without a score.
+    # From the last group with different rewards: the best rollout, and the one without a score.
     assert "<b>1</b> & 1.0" in shown and "error: out" in shown and "<b>2</b>" not in shown and "[...]" in shown
     assert "reward 1, 7 tokens, cut off" in shown
 
@@ -321,14 +323,14 @@ def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     text, written = report(tmp_path, few, only_zero, curve("short", end=1500))
     Page(text)
     assert "undecided" in text
-    # No asymptote to compare; the one curve there is has residuals.
+    # There is no asymptote to compare. The one fitted curve has residuals.
     assert {path.name for path in written[1:]} == {
         f"report_{name}.{kind}" for name in ("overlay", "curves", "residuals") for kind in ("svg", "png", "pdf")
     }
 
 
 @pytest.mark.full
-def test_same_input_same_bytes(tmp_path: Path, usual_page: tuple[str, tuple[Path, ...]]) -> None:
+def test_the_same_data_gives_the_same_bytes(tmp_path: Path, usual_page: tuple[str, tuple[Path, ...]]) -> None:
     curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
     _, again = report(tmp_path, *curves, title="My study")
     assert [path.read_bytes() for path in usual_page[1]] == [path.read_bytes() for path in again]
@@ -343,14 +345,14 @@ def test_ranking_csv(tmp_path: Path) -> None:
     assert {"verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
     assert float(rows[0]["A_low"]) < float(rows[0]["A"]) < float(rows[0]["A_high"])
     assert rows[1]["A_high"] == "" and float(rows[1]["p_best"]) > 0.05
-    # What a spreadsheet would run stands there as text; numbers stay numbers.
+    # Text that a spreadsheet would execute as a formula is quoted. Numbers stay numbers.
     evil = replace(fits[0], curve=replace(fits[0].curve, recipe="=cmd|'/C calc'!A1"))
     with write_ranking_csv(path, [evil, fits[1]], rank([evil, fits[1]])).open(newline="") as handle:
         first = next(csv.DictReader(handle))
     assert first["recipe"] == "'=cmd|'/C calc'!A1" and float(first["A"]) == float(rows[0]["A"])
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     fits = fit_curves([curve(points=12)])
     with pytest.raises(UserError, match="cannot be written"):
@@ -360,12 +362,12 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 # --- figures about the fits ---------------------------------------------------------------------------------
 
 
-def test_confidence_curve_cuts_five_percent_at_the_interval() -> None:
+def test_the_confidence_curve_is_5_percent_at_the_ends_of_the_interval() -> None:
     fit = fit_curve(curve(rng=1))
     assert fit.A.value is not None
     x, p = confidence_curve(fit)
     low, middle, high = np.interp([fit.A.low or 0, fit.A.value, fit.A.high or 0], x, p)
-    # Both are read from the same draws, whose last digits differ between kinds of processors.
+    # Tolerance: the last digits of the draws depend on the processor.
     assert low == pytest.approx(0.05, abs=0.004) and high == pytest.approx(0.05, abs=0.004) and middle > 0.95
     assert (np.diff(x) > 0).all()
     top = int(p.argmax())
@@ -383,39 +385,39 @@ def test_an_open_asymptote_ends_at_its_bound_with_a_mark() -> None:
     assert figure is not None
     named, unnamed = figure.axes
     assert [text.get_text() for text in unnamed.texts] == ["open"] and not named.texts
-    # What is neither ranked nor open is not drawn.
-    alone = profile_figure([unbent], rank([unbent]))
-    assert alone is None
+    # Recipes that are neither ranked nor open are not drawn.
+    unranked_figure = profile_figure([unbent], rank([unbent]))
+    assert unranked_figure is None
 
 
-def test_residuals_are_about_the_fitted_curve() -> None:
+def test_residuals_are_relative_to_the_fitted_curve() -> None:
     data = curve(rng=1)
     fit = fit_curve(data, FitOptions(min_compute=2000))
     points = select(data, fit.options)
-    about = points.reward - fitted_line(fit, points.compute)
-    assert np.sqrt(np.mean(about**2)) == pytest.approx(fit.rmse, rel=1e-9)
+    residuals = points.reward - fitted_line(fit, points.compute)
+    assert np.sqrt(np.mean(residuals**2)) == pytest.approx(fit.rmse, rel=1e-9)
     figure = residuals_figure([fit], rank([fit]))
     assert figure is not None and fit.outlook is not None
     (panel,) = figure.axes
     drawn = np.concatenate([line.get_ydata() for line in panel.lines if line.get_linestyle() == "None"])
-    np.testing.assert_allclose(np.sort(drawn), np.sort(about))
+    np.testing.assert_allclose(np.sort(drawn), np.sort(residuals))
     assert panel.texts[0].get_text() == f"sd {np.median(fit.outlook.noise):.4f}"
 
 
 @pytest.mark.full
-def test_a_over_time_and_departures(tmp_path: Path) -> None:
+def test_A_over_time_and_departures_are_shown(tmp_path: Path) -> None:
     good = curve("good", rng=1)
     late = good.compute > 11000
     bad = make_curve("bad", good.compute, good.reward + 0.12 * late, good.seed)
     fits = fit_curves([good, bad])
-    found = histories(fits)
-    assert all(5 <= len(snapshots) <= 13 for snapshots in found.values())
-    figure = history_figure(found, rank(fits), "compute")
+    snapshots_by_recipe = histories(fits)
+    assert all(5 <= len(snapshots) <= 13 for snapshots in snapshots_by_recipe.values())
+    figure = history_figure(snapshots_by_recipe, rank(fits), "compute")
     assert figure is not None
-    named = [snapshot for snapshot in found["good"] if snapshot.A.value is not None]
+    named = [snapshot for snapshot in snapshots_by_recipe["good"] if snapshot.A.value is not None]
     panel = next(panel for panel in figure.axes if panel.get_title(loc="left") == "good")
     assert sum(line.get_marker() == "o" for line in panel.lines) == len(named)
-    text, written = report(tmp_path, good, bad, histories=found)
+    text, written = report(tmp_path, good, bad, histories=snapshots_by_recipe)
     Page(text)
     plain = words(text)
     assert "A over time" in plain and "bad: reward has been above its forecast" in plain
@@ -425,18 +427,18 @@ def test_a_over_time_and_departures(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_adds_mapping_families_and_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert cli.main(["report", str(EXAMPLE), "-o", str(page), "--history"]) == 0
     assert str(tmp_path / "page_history.svg") in capsys.readouterr().out
     plain = words(page.read_text(encoding="utf-8"))
     assert "How the sources were read" in plain and "264 rows: 264 points" in plain
-    # A recipe that is not ranked is compared too.
+    # The families of an unranked recipe are compared, too.
     assert "scalerl+aggregation=token: exponential predicts later rewards best" in plain
 
 
 @pytest.mark.slow
-def test_advice_is_a_command_to_paste_where_the_study_was_ours(tmp_path: Path) -> None:
+def test_advice_for_our_own_study_is_a_command(tmp_path: Path) -> None:
     for number, (recipe, a) in enumerate((("scalerl", 0.61), ("scalerl+loss=dapo", 0.59))):
         config = {"seed": 0, "budget": {"steps": 24}, "loss": {"_target_": recipe}}
         spec = replace(make_spec(config, config, recipe, "scalerl"), overrides=("experiment=<mine>", "seed=0"))
@@ -456,19 +458,19 @@ def test_advice_is_a_command_to_paste_where_the_study_was_ours(tmp_path: Path) -
     Page(text)
 
 
-def test_names_that_begin_alike_are_told_apart_in_a_figure() -> None:
-    begin = "scalerl+async_mode=ppo_off_policy+async_mode.k=32"
-    names = [begin, f"{begin}+loss=dapo", f"{begin}+loss=reinforce"]
+def test_labels_in_a_figure_stay_different() -> None:
+    prefix = "scalerl+async_mode=ppo_off_policy+async_mode.k=32"
+    names = [prefix, f"{prefix}+loss=dapo", f"{prefix}+loss=reinforce"]
     assert len({label(name) for name in names}) == 3
     assert all(len(label("x" * length)) == min(length, 34) for length in range(80))
     assert label("scalerl+loss=dapo") == "scalerl+loss=dapo" and label("a\nb") == "a?b"
 
 
 @pytest.mark.slow
-def test_the_page_calls_nobody_the_fastest_where_nobody_is_known_to_be(
+def test_no_recipe_is_called_the_fastest_if_none_is_known_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compute that no draw comes to is no 1 in the column of times."""
+    """If no draw reaches the reward, the column of ratios must not contain a 1."""
     monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
     text, _ = report(tmp_path, curve("scalerl", rng=1), curve("b", a=0.5, rng=2))
     section = text.split("Ratio to the least")[1].split("</table>")[0]

@@ -1,4 +1,4 @@
-"""The report as it is seen: two widths, light and dark, its figure, tables and buttons in use, and without script."""
+"""Tests of the report in a browser: widths, light and dark, figure, tables and buttons, print, and without scripts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.sweeps.fit.simulate import curve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
-# A label that no telephone is wide enough for.
+# A label that is wider than a telephone's screen.
 LONG = "context.max_new_tokens=12+thinking.interrupt_from=5+thinking.interrupt_to=7"
 RECIPES = ("scalerl", "scalerl+loss=dapo", f"scalerl+{LONG}")
-# Relative luminance and contrast as WCAG 2 defines them; the background is the nearest one painted.
+# Relative luminance and contrast by WCAG 2. The background is the nearest ancestor's that is not transparent.
 CONTRAST = """
 const parse = text => text.match(/[\\d.]+/g).map(Number);
 const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
@@ -45,7 +45,7 @@ for (const node of document.querySelectorAll(texts)) {
 }
 return worst.sort((a, b) => a[0] - b[0])[0];
 """
-# What is wider than the window, but for what scrolls within its own box.
+# Elements wider than the window, except elements that scroll in their own box.
 TOO_WIDE = """
 const wide = [...document.querySelectorAll("body *")].filter(node => !node.closest(".wide, figure:not(.table)")
   && node.getBoundingClientRect().right > innerWidth + 1);
@@ -53,7 +53,7 @@ const names = wide.slice(0, 5).map(node => `${node.tagName}.${node.className} ${
 return document.documentElement.scrollWidth > innerWidth ? ["the page", ...names] : names;
 """
 
-# Lines of the headline, tables cut at the right edge of a wide window, cut names in the legend, and the panels shown.
+# Layout: lines of the headline, tables cut at the right, number of cut names in the legend, and visible panels.
 LAID_OUT = """
 const all = query => [...document.querySelectorAll(query)], box = node => node.getBoundingClientRect();
 const lines = node => Math.round(box(node).height / parseFloat(getComputedStyle(node).lineHeight));
@@ -74,15 +74,15 @@ return arguments[0].find(at => {
 
 
 def write_page(folder: Path) -> Path:
-    """A study of three recipes, two seeds each, with journals and rollouts, and its page."""
+    """Write a study of three recipes, two seeds each, with journals and rollouts. Returns its page."""
     for recipe in RECIPES:
         data = curve(recipe, b=1.5 if "dapo" in recipe else 2.0, seeds=2, points=20, rng=RECIPES.index(recipe))
         for seed in (0, 1):
-            own = data.take(data.seed == np.unique(data.seed)[seed])
+            of_seed = data.take(data.seed == np.unique(data.seed)[seed])
             run = folder / "study" / "runs" / f"{RECIPES.index(recipe)}{seed}"
             journal = Journal(run)
             journal.header(run=run.name, curve=recipe, recipe=recipe, seed=seed, baseline="scalerl", departures={})
-            for step, (c, r) in enumerate(zip(own.compute, own.reward, strict=True)):
+            for step, (c, r) in enumerate(zip(of_seed.compute, of_seed.reward, strict=True)):
                 if step:
                     journal.record("train", step, {"train/credited_tokens": 100.0})
                 spent = {"compute/flops": float(c) * 1e9, "compute/virtual_device_hours": float(c)}
@@ -92,20 +92,20 @@ def write_page(folder: Path) -> Path:
             rollout = {"completion": "4", "reward": 1.0, "outcome": "score", "tokens": 1, "finish_reason": "stop"}
             lost = rollout | {"completion": "5", "reward": 0.0}
             group = {"prompt_id": "p", "prompt": "2 + 2?", "answer": "4", "rollouts": [rollout, lost]}
-            write_groups(run, [{"step": kept, **group} for kept in range(1, step + 1)])
+            write_groups(run, [{"step": stored_step, **group} for stored_step in range(1, step + 1)])
     study = load([folder / "study"], x="compute/virtual_device_hours")
     fits = fit_curves(study.curves)
     return write_report(folder / "page.html", study.curves, fits, rank(fits), study.runs, title="Three recipes")[0]
 
 
 @cache
-def made(folder: Path) -> Path:
+def cached_page(folder: Path) -> Path:
     return write_page(folder)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("page"))
+    return cached_page(tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield driver
 
 
-def opened(browser: Any, page: Path, width: int = 1400, dark: bool = False, media: str = "screen") -> None:
-    """Open the page afresh and wait for its figure."""
+def open_page(browser: Any, page: Path, width: int = 1400, dark: bool = False, media: str = "screen") -> None:
+    """Open the page again and wait until its figure is drawn."""
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": scheme})
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -136,36 +136,36 @@ def screenshot(browser: Any, path: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "dark"), every(2, [(1400, False), (1400, True), (390, True), (390, False)], pytest.mark.full)
 )
-def test_page_fits_and_is_legible_and_asks_nobody(
+def test_the_page_fits_is_legible_and_requests_nothing(
     browser: Any, page: Path, tmp_path: Path, width: int, dark: bool
 ) -> None:
     browser.get_log("performance")
-    opened(browser, page, width, dark)
+    open_page(browser, page, width, dark)
     assert browser.execute_script(TOO_WIDE) == []
     laid_out = browser.execute_script(LAID_OUT)
     assert laid_out["cut"] == 0
     if width == 1400:
         assert laid_out["headline"] == 1 and laid_out["wide"] == [] and laid_out["panels"] == []
         assert laid_out["whole"] > 600
-    else:  # panels one below the other, as wide as the page
+    else:  # panels are stacked and as wide as the page
         assert len(laid_out["panels"]) >= len(RECIPES) and laid_out["whole"] == 0
         assert all(left < 20 and across > 340 for left, across in laid_out["panels"])
     contrast, *where = browser.execute_script(CONTRAST)
     assert contrast >= 4.5, where
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
-    assert page.as_uri() in asked
-    assert {url for url in asked if not url.startswith(("data:", "blob:"))} == {page.as_uri()}
+    requested = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    assert page.as_uri() in requested
+    assert {url for url in requested if not url.startswith(("data:", "blob:"))} == {page.as_uri()}
     screenshot(browser, tmp_path / "page.png")
 
 
-def test_recipes_axes_and_scales_are_switched_by_the_keyboard(browser: Any, page: Path) -> None:
+def test_recipes_axes_and_scales_can_be_switched_by_keyboard(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import Select
 
-    opened(browser, page)
+    open_page(browser, page)
     points = "#chart-curves .mark-symbol path"
 
     def count() -> int:
@@ -180,7 +180,7 @@ def test_recipes_axes_and_scales_are_switched_by_the_keyboard(browser: Any, page
     labels[0].find_element(By.TAG_NAME, "input").send_keys(Keys.SPACE)
     assert wait_for(lambda: count() == every, 20)
     browser.find_element(By.ID, "log").send_keys(Keys.SPACE)
-    # Points at compute 0 have no place on a logarithmic axis.
+    # The points at compute 0 (6 runs) cannot be on a logarithmic axis.
     assert wait_for(lambda: count() == every - 6, 20)
     axis = Select(browser.find_element(By.ID, "axis"))
     assert [option.text for option in axis.options] == [
@@ -188,21 +188,21 @@ def test_recipes_axes_and_scales_are_switched_by_the_keyboard(browser: Any, page
     ]
     axis.select_by_value("tokens")
     assert wait_for(lambda: "tokens trained on" in browser.find_element(By.CSS_SELECTOR, "#chart-curves svg").text, 20)
-    before = len(browser.find_elements(By.CSS_SELECTOR, "#chart-curves .mark-area path"))
+    bands_before = len(browser.find_elements(By.CSS_SELECTOR, "#chart-curves .mark-area path"))
     browser.find_element(By.ID, "bands").send_keys(Keys.SPACE)
-    assert before == 0
+    assert bands_before == 0
     assert wait_for(lambda: browser.find_elements(By.CSS_SELECTOR, "#chart-curves .mark-area path"), 20)
 
 
-def test_a_point_tells_of_itself_and_leads_to_its_rollouts(browser: Any, page: Path) -> None:
+def test_a_point_has_a_tooltip_and_a_link_to_its_rollouts(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
 
-    opened(browser, page)
+    open_page(browser, page)
     data = browser.execute_script("return JSON.parse(document.getElementById('study').textContent)")
     run, shown = data["shown"][0]
     number = next(number for number, (folder, _) in enumerate(data["runs"]) if Path(folder).name == run)
-    # An evaluation of that run which no curve and no other evaluation lies on.
+    # An evaluation of that run that is not covered by a curve or another evaluation.
     points = [at for at, of in enumerate(data["points"]["run"]) if of == number and data["points"]["step"][at]]
     browser.execute_script("document.getElementById('chart-curves').scrollIntoView({block: 'center'})")
     at = browser.execute_script(UNCOVERED, points)
@@ -221,13 +221,13 @@ def test_a_point_tells_of_itself_and_leads_to_its_rollouts(browser: Any, page: P
     link.click()
     target = f"rollouts-{run}-{shown}"
     place = "return document.getElementById(arguments[0]).getBoundingClientRect().top"
-    assert wait_for(lambda: -1 <= browser.execute_script(place, target) < 900, 20)  # scrolled to a whole pixel
+    assert wait_for(lambda: -1 <= browser.execute_script(place, target) < 900, 20)  # scrolling rounds to whole pixels
 
 
-def test_tables_are_sorted_and_copied(browser: Any, page: Path) -> None:
+def test_tables_can_be_sorted_and_copied(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.by import By
 
-    opened(browser, page)
+    open_page(browser, page)
     browser.execute_script("window.copied = []; navigator.clipboard.writeText = async text => { copied.push(text); }")
     head = next(
         th for th in browser.find_elements(By.CSS_SELECTOR, "figure.table th") if th.text.startswith("P(best A)")
@@ -249,16 +249,16 @@ def test_tables_are_sorted_and_copied(browser: Any, page: Path) -> None:
     for button in table.find_elements(By.CSS_SELECTOR, ".tools button"):
         button.click()
     csv, latex, markdown = browser.execute_script("return copied")
-    # Labels are whole where they are taken along.
+    # Copied tables have the full labels.
     assert "scalerl+loss=dapo" in csv and csv.splitlines()[0].startswith(",Recipe,P(best A),A")
     assert latex.startswith("\\begin{tabular}{llrrrr") and "\\bottomrule" in latex and "90\\%" in latex
     assert markdown.splitlines()[1].startswith("|---|---|--:|")
 
 
-def test_without_script_the_static_figure_and_every_table_are_there(browser: Any, page: Path) -> None:
+def test_without_scripts_the_static_figure_and_tables_are_shown(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.by import By
 
-    opened(browser, page)  # as wide as the other tests of a screen, whichever came before
+    open_page(browser, page)  # sets the width, which an earlier test may have changed
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get(page.as_uri())
@@ -271,9 +271,9 @@ def test_without_script_the_static_figure_and_every_table_are_there(browser: Any
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_printed_page_has_the_figures_and_no_buttons(browser: Any, page: Path) -> None:
+def test_the_printed_page_has_figures_but_no_buttons(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.by import By
 
-    opened(browser, page, width=800, media="print")
+    open_page(browser, page, width=800, media="print")
     assert browser.find_element(By.CSS_SELECTOR, "#chart-curves svg").is_displayed()
     assert not any(button.is_displayed() for button in browser.find_elements(By.TAG_NAME, "button"))

@@ -1,4 +1,4 @@
-"""The live screen of `scalerl watch`: it fits any terminal, and shows what matters first."""
+"""Tests of the live screen of `scalerl watch`: it fits any terminal and shows failures and the ranking first."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def ranking() -> Ranking:
     return rank(fit_curves(CURVES, FitOptions()), brief=True)
 
 
-def shown(screen: Screen, width: int, height: int | None) -> list[str]:
-    """The lines as a terminal of this size gets them, without colours; None for what stays on it."""
+def printed_lines(screen: Screen, width: int, height: int | None) -> list[str]:
+    """Return the lines on a terminal of this size, without colours. height None: the final, unlimited output."""
     output = io.StringIO()
     console = Console(
         file=output, width=width, height=height, force_terminal=True, color_system="truecolor", legacy_windows=False
@@ -65,18 +65,18 @@ def shown(screen: Screen, width: int, height: int | None) -> list[str]:
     width=st.one_of(st.sampled_from([40, 80, 120, 200]), st.integers(20, 60)),
     height=st.one_of(st.none(), st.sampled_from([10, 24, 40])),
 )
-def test_it_fits_its_terminal_whatever_names_there_are(
+def test_the_screen_fits_the_terminal_with_any_names(
     members: tuple[Member, ...], text: str, ranked: bool, width: int, height: int | None
 ) -> None:
     screen = Screen(text, members, 600.0, {}, ranking() if ranked else None, 4.0, 2, text, (text,) * 5)
-    lines = shown(screen, width, height)
+    lines = printed_lines(screen, width, height)
     assert height is None or len(lines) == height
     assert all(cell_len(line) <= width for line in lines)
     assert all(character.isprintable() for line in lines for character in line)
 
 
 def study(members: int = 30) -> Screen:
-    names = [each.recipe for each in CURVES]
+    names = [recipe_curve.recipe for recipe_curve in CURVES]
     return Screen(
         title="outputs/mine",
         members=tuple(
@@ -84,7 +84,7 @@ def study(members: int = 30) -> Screen:
             for number in range(members)
         ),
         left_s=600.0,
-        curves={each.recipe: mean_curve(each) for each in CURVES},
+        curves={recipe_curve.recipe: mean_curve(recipe_curve) for recipe_curve in CURVES},
         ranking=ranking(),
         ranked_s=4.0,
         behind=3,
@@ -92,38 +92,38 @@ def study(members: int = 30) -> Screen:
     )
 
 
-def test_a_small_terminal_has_a_bit_of_everything() -> None:
-    lines = shown(study(), 40, 10)
+def test_a_small_terminal_shows_some_lines_of_every_part() -> None:
+    lines = printed_lines(study(), 40, 10)
     assert lines[0].startswith("outputs/mine  about 10 min left, 4 fail") and lines[3].startswith("! scalerl")
     assert re.match(r"rank +recipe +P\(best\)", lines[4]) and re.match(r" +1 +scalerl +[01]\.\d\d", lines[5])
     assert "and 29 more" in "\n".join(lines)
 
 
-def test_failures_come_first_and_the_ranking_is_kept_in_sight() -> None:
-    lines = shown(study(), 120, 24)
+def test_failures_come_first_and_the_ranking_stays_visible() -> None:
+    lines = printed_lines(study(), 120, 24)
     assert "about 10 min left, 4 failed" in lines[0]
-    places = [line for line in lines if re.search(r"0\.\d\d +(0\.\d{3} )?.*[▁-█]{4}.*[a-z_]+ *$", line)]
-    assert len(places) == 3 and places[2].split()[:2] == ["-", "kl=fixed"]
+    ranking_rows = [line for line in lines if re.search(r"0\.\d\d +(0\.\d{3} )?.*[▁-█]{4}.*[a-z_]+ *$", line)]
+    assert len(ranking_rows) == 3 and ranking_rows[2].split()[:2] == ["-", "kl=fixed"]
     states = [line.split()[0] for line in lines if line.partition(" ")[0] in STATES[:-1]]
     assert states[:5] == ["failed"] * 4 + ["cancelled"]
-    more = int(re.findall(r"and (\d+) more", lines[-1])[0])
-    assert len(states) + more == 30
+    not_shown = int(re.findall(r"and (\d+) more", lines[-1])[0])
+    assert len(states) + not_shown == 30
 
 
-def test_what_is_left_when_it_ends_has_the_whole_sentence() -> None:
-    left = shown(study(members=60), 60, None)
-    told = " ".join("\n".join(left).split())
-    assert ranking().sentence in told and f"and {60 - ROWS} more" in left
-    assert "ranked 4 s ago, 3 evaluations since, rewards at compute" in told
+def test_the_final_output_has_the_whole_sentence() -> None:
+    final_lines = printed_lines(study(members=60), 60, None)
+    final_text = " ".join("\n".join(final_lines).split())
+    assert ranking().sentence in final_text and f"and {60 - ROWS} more" in final_lines
+    assert "ranked 4 s ago, 3 evaluations since, rewards at compute" in final_text
 
 
 @pytest.mark.parametrize("waiting", ["", "no evaluation yet; waiting for the first"])
-def test_before_the_first_ranking_it_says_why_there_is_none(waiting: str) -> None:
-    lines = shown(Screen(title="x", waiting=waiting), 80, 10)
+def test_before_the_first_ranking_the_screen_says_what_it_waits_for(waiting: str) -> None:
+    lines = printed_lines(Screen(title="x", waiting=waiting), 80, 10)
     assert lines[1].rstrip() == (waiting or "the first fit is running")
 
 
-def test_what_may_not_be_ranked_stands_by_its_chance() -> None:
+def test_unranked_recipes_are_ordered_by_their_probability() -> None:
     short = [
         curve(recipe=name, a=a, points=4, seeds=1, rng=at) for at, (name, a) in enumerate([("low", 0.4), ("high", 0.9)])
     ]

@@ -1,4 +1,4 @@
-"""Members of a study that run as fast as a script says, and learn along curves that are known."""
+"""Simulated executors for tests of races and searches: members advance at a scripted pace along known curves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STEPS, EVERY = 40, 2
 
 
 class KilledError(BaseException):
-    """The controller's process was killed here."""
+    """Raised in place of a kill of the controller's process."""
 
 
 def member(a: float, seed: int = 0, steps: int = STEPS, c_mid: float = 0.25, cost: float = 1.0) -> RunSpec:
-    """A run whose pass rate rises from 0.2 to about `a`; `cost` is the compute of its STEPS steps."""
+    """Return a run whose pass rate rises from 0.2 to about `a`. cost: compute of its first STEPS steps."""
     config = {"a": a, "c_mid": c_mid, "cost": cost, "seed": seed, "budget": {"steps": steps}}
     name = f"a={a:g}" + (f",c_mid={c_mid:g}" if c_mid != 0.25 else "") + (f",cost={cost:g}" if cost != 1.0 else "")
     overrides = (f"a={a}", f"c_mid={c_mid}", f"cost={cost}", f"seed={seed}", f"budget.steps={steps}")
@@ -34,18 +34,18 @@ def member(a: float, seed: int = 0, steps: int = STEPS, c_mid: float = 0.25, cos
 
 
 def planned(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-    """What a planner does."""
-    found = []
+    """Plan members from overrides, like a planner."""
+    specs = []
     for overrides in override_lists:
-        values = dict(each.split("=", 1) for each in overrides)
+        values = dict(override.split("=", 1) for override in overrides)
         c_mid, cost = float(values.get("c_mid", 0.25)), float(values.get("cost", 1.0))
         steps = int(values.get("budget.steps", STEPS))
-        found.append(member(float(values["a"]), int(values.get("seed", 0)), steps, c_mid, cost))
-    return found
+        specs.append(member(float(values["a"]), int(values.get("seed", 0)), steps, c_mid, cost))
+    return specs
 
 
 def evaluation(spec: RunSpec, step: int) -> dict[str, float]:
-    """Of a member at a step: the same whoever runs it, and however often."""
+    """Return the metrics of a member's evaluation at a step. They depend only on the member and the step."""
     config: dict[str, Any] = dict(spec.config)
     compute = config["cost"] * step / STEPS
     source = np.random.default_rng((int(spec.run[:8], 16), step))
@@ -55,13 +55,13 @@ def evaluation(spec: RunSpec, step: int) -> dict[str, float]:
 
 
 class Runners:
-    """An executor: some members at a time, each takes a few steps a poll. `outlives` is False.
+    """An executor that runs a few members at a time, each some steps per poll. They end with their controller.
 
     Args:
-        slots: members at a time.
-        pace: steps of a member at a poll.
-        killed_after: polls after which the controller is killed.
-        fails: runs that fail, and the step at which they do.
+        slots: number of members that run at the same time.
+        pace: returns a member's number of steps in one poll.
+        killed_after: number of polls after which the controller is killed; None for never.
+        fails: step at which a run fails, by run.
     """
 
     outlives = False
@@ -76,7 +76,7 @@ class Runners:
         self.slots, self.pace, self.killed_after, self.fails = slots, pace, killed_after, fails or {}
         self.polls = 0
         self.started: list[str] = []
-        self.steps = 0  # of all members together
+        self.steps = 0  # sum over all members
         self._members: dict[str, tuple[Path, Journal, RunSpec, int]] = {}
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
@@ -104,9 +104,9 @@ class Runners:
         self.polls += 1
         if self.killed_after is not None and self.polls > self.killed_after:
             raise KilledError
-        return [found for run in list(self._members) if (found := self._go_on(run)) is not None]
+        return [found for run in list(self._members) if (found := self._advance(run)) is not None]
 
-    def _go_on(self, run: str) -> Outcome | None:
+    def _advance(self, run: str) -> Outcome | None:
         run_dir, journal, spec, step = self._members[run]
         if asked := requested_stop(run_dir):
             journal.close()
@@ -152,12 +152,12 @@ class Runners:
 
 
 class Cluster(Runners):
-    """As `Runners`, but with a queue, and its members outlive their controller: the next `Cluster` adopts them.
+    """Like `Runners`, but with a queue. Members outlive their controller and are adopted by the next `Cluster`.
 
     Args:
-        slots: members at work at a time; the others wait in the queue.
-        killed_after: polls after which the controller is killed.
-        before: the controller that is gone.
+        slots: number of members that run at the same time; the others wait in the queue.
+        killed_after: number of polls after which the controller is killed; None for never.
+        before: the killed controller whose members are adopted.
     """
 
     outlives = True
@@ -165,7 +165,7 @@ class Cluster(Runners):
     def __init__(self, slots: int = 3, killed_after: int | None = None, before: Cluster | None = None) -> None:
         super().__init__(slots, killed_after=killed_after)
         self._jobs = {} if before is None else before._members
-        self._unseen: set[str] = set()  # the queue has not been looked at yet
+        self._unseen: set[str] = set()  # adopted members whose state in the queue has not been polled yet
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
         return len(waiting)
@@ -186,15 +186,15 @@ class Cluster(Runners):
         self._unseen.clear()
         return super().poll(timeout_s)
 
-    def _go_on(self, run: str) -> Outcome | None:
+    def _advance(self, run: str) -> Outcome | None:
         waits = run in self.queued() and requested_stop(self._members[run][0]) is None
-        return None if waits else super()._go_on(run)
+        return None if waits else super()._advance(run)
 
     def close(self) -> None:
-        """Nothing: jobs go on."""
+        """Do nothing: jobs continue without the controller."""
 
 
 def uneven(seed: int) -> Callable[[], int]:
-    """Members that go on by fits and starts."""
+    """Return a pace that varies at random between 0 and 7 steps per poll."""
     source = random.Random(seed)
     return lambda: source.choice((0, 1, 1, 2, 3, 7))

@@ -1,4 +1,4 @@
-"""Truths about damaged records of a study: only what is damaged is lost, and that is said or refused in one line."""
+"""Tests of damaged files of a study: only damaged lines are lost, and the damage is reported or refused in one line."""
 
 from __future__ import annotations
 
@@ -57,58 +57,58 @@ LINES: list[dict[str, Any]] = [
     {"kind": "freed", "compute": 3.0, "steps": [{"recipe": "a", "action": "seed", "members": [["r1", "seed=2"]]}]}
     | {"sentence": "one more seed"},
 ]
-# What no field of a recorded line may be.
+# Values that are invalid in every field of a recorded line.
 WRONG: list[Any] = [None, True, -1, 2**70, 1e999, "", "x" * 300, "../..", [], [1], {}, {"a": 1}]
 
 
-def damaged(luck: random.Random, raw: bytes) -> bytes:
-    """Some bits flipped, a piece taken out, or the end cut off."""
-    at = luck.randrange(len(raw))
+def damaged(rng: random.Random, raw: bytes) -> bytes:
+    """Return the bytes with flipped bits, a piece removed, the end cut off, or zeros at the start."""
+    at = rng.randrange(len(raw))
     changed = bytearray(raw)
-    for _ in range(luck.choice((1, 1, 3, 30))):
-        changed[luck.randrange(len(raw))] ^= 1 << luck.randrange(8)
-    return [bytes(changed), raw[:at], raw[:at] + raw[at + luck.randrange(60) :], b"\0" * at + raw[at:]][
-        luck.randrange(4)
-    ]
+    for _ in range(rng.choice((1, 1, 3, 30))):
+        changed[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    return [bytes(changed), raw[:at], raw[:at] + raw[at + rng.randrange(60) :], b"\0" * at + raw[at:]][rng.randrange(4)]
 
 
-def with_wrong_field(luck: random.Random, entry: Any) -> Any:
-    """The entry with one field of another kind, at any depth."""
+def with_wrong_field(rng: random.Random, entry: Any) -> Any:
+    """Return the entry with one invalid field, at any depth."""
     if isinstance(entry, dict) and entry:
-        name = luck.choice(sorted(entry))
-        wrong = luck.choice(WRONG) if luck.random() < 0.5 else with_wrong_field(luck, entry[name])
-        return {**{key: value for key, value in entry.items() if key != name or luck.random() < 0.9}, name: wrong}
-    if isinstance(entry, list) and entry and luck.random() < 0.7:
-        return [with_wrong_field(luck, entry[0]), *entry[1:]]
-    return luck.choice(WRONG)
+        name = rng.choice(sorted(entry))
+        wrong = rng.choice(WRONG) if rng.random() < 0.5 else with_wrong_field(rng, entry[name])
+        return {**{key: value for key, value in entry.items() if key != name or rng.random() < 0.9}, name: wrong}
+    if isinstance(entry, list) and entry and rng.random() < 0.7:
+        return [with_wrong_field(rng, entry[0]), *entry[1:]]
+    return rng.choice(WRONG)
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_a_damaged_race_is_read_without_its_damaged_lines(tmp_path: Path, checksum: bool) -> None:
-    luck, path = random.Random(1), tmp_path / RACE_FILE
+def test_damaged_lines_of_a_race_are_left_out(tmp_path: Path, checksum: bool) -> None:
+    rng, path = random.Random(1), tmp_path / RACE_FILE
     raw = b"".join(dump_line(line, checksum) for line in LINES)
     path.write_bytes(raw)
     whole = RaceRecord.read(tmp_path)
     assert (len(whole.looks), list(whole.pruned), whole.members) == (6, ["r3"], ("r1", "r2", "r3"))
     assert whole.trouble is None and set(whole.stopped) == {"b"}
     for _ in range(300):
-        if checksum or luck.random() < 0.5:
-            path.write_bytes(damaged(luck, raw))
+        if checksum or rng.random() < 0.5:
+            path.write_bytes(damaged(rng, raw))
         else:
             lines = [*LINES]
-            at = luck.randrange(len(lines))
-            lines[at] = with_wrong_field(luck, lines[at])
+            at = rng.randrange(len(lines))
+            lines[at] = with_wrong_field(rng, lines[at])
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        found = RaceRecord.read(tmp_path)
-        assert found.sentence and (not checksum or set(found.looks) <= set(whole.looks))
-    # One damaged line costs nothing but what stood there, which is named.
+        race_record = RaceRecord.read(tmp_path)
+        assert race_record.sentence and (not checksum or set(race_record.looks) <= set(whole.looks))
+    # One damaged line loses only that line, and its number is reported.
     for at in range(2, 8):
         lines = raw.split(b"\n")
         lines[at] = lines[at].replace(b"compute", b"computf")
         path.write_bytes(b"\n".join(lines))
-        found = RaceRecord.read(tmp_path)
-        assert found.looks == (*whole.looks[: at - 2], *whole.looks[at - 1 :]) and found.damaged == (at + 1,)
-        assert f"race.jsonl: line {at + 1} torn or damaged" in found.sentence
+        race_record = RaceRecord.read(tmp_path)
+        assert race_record.looks == (*whole.looks[: at - 2], *whole.looks[at - 1 :]) and race_record.damaged == (
+            at + 1,
+        )
+        assert f"race.jsonl: line {at + 1} torn or damaged" in race_record.sentence
 
 
 def refused_in_a_journal(tmp_path: Path, name: str, wrong: Any) -> None:
@@ -126,7 +126,9 @@ def refused_in_a_journal(tmp_path: Path, name: str, wrong: Any) -> None:
 
 
 def refused_in_a_ledger(tmp_path: Path, name: str, wrong: Any) -> None:
-    name, wrong = ("time", "3") if name == "step" else (name, wrong)  # a ledger has no steps
+    name, wrong = (
+        ("time", "3") if name == "step" else (name, wrong)
+    )  # a ledger has no steps, so its time is damaged instead
     ledger = Ledger(tmp_path)
     ledger.append("planned", "a", recipe="b", seed=0)
     append_lines(ledger.path, [{"time": 1.0, "event": "planned", "run": "c", "recipe": "d", "seed": 1, name: wrong}])
@@ -152,7 +154,7 @@ FIELDS: list[tuple[str, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize("refused", [refused_in_a_journal, refused_in_a_ledger, refused_in_a_specification])
 @pytest.mark.parametrize(("name", "values"), FIELDS)
-def test_a_field_of_another_kind_is_refused_in_one_line(
+def test_a_field_of_the_wrong_type_is_refused_in_one_line(
     tmp_path: Path, refused: Callable[[Path, str, Any], None], name: str, values: Sequence[Any]
 ) -> None:
     for number, wrong in enumerate(values):
@@ -161,12 +163,12 @@ def test_a_field_of_another_kind_is_refused_in_one_line(
         refused(folder, name, wrong)
 
 
-def test_a_step_that_is_no_number_is_none(tmp_path: Path) -> None:
+def test_a_step_that_is_not_a_number_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind":"eval","time":1,"step":NaN,"metrics":{}}\n')
     assert last_metrics(tmp_path) == {}
 
 
-def test_a_loop_that_reports_a_step_that_none_can_have_goes_on(tmp_path: Path) -> None:
+def test_a_training_loop_that_reports_an_impossible_step_continues(tmp_path: Path) -> None:
     run = RacingRun(tmp_path, "a", 0, budget=10.0)
     for step in (2**70, float("inf"), float("nan"), -1):
         assert run.should_stop(step, 0.5, compute=1.0) is None  # type: ignore[arg-type]
@@ -175,7 +177,7 @@ def test_a_loop_that_reports_a_step_that_none_can_have_goes_on(tmp_path: Path) -
     assert [record.step for record in read_journal(run.run_dir).records] == [1]
 
 
-def test_lines_of_ledger_race_and_trials_have_checksums_and_optuna_reads_its_own(tmp_path: Path) -> None:
+def test_lines_have_checksums_and_optuna_still_reads_its_journal(tmp_path: Path) -> None:
     Ledger(tmp_path).append("planned", "a", recipe="b", seed=0)
     study = _open_study(tmp_path / TRIALS_FILE)
     for value in (0.25, 0.5):
@@ -185,14 +187,16 @@ def test_lines_of_ledger_race_and_trials_have_checksums_and_optuna_reads_its_own
     for name in (LEDGER_FILE, TRIALS_FILE):
         assert all(b',"crc":"' in line for line in (tmp_path / name).read_bytes().splitlines())
     storage = JournalStorage(JournalFileBackend(str(tmp_path / TRIALS_FILE)))
-    theirs = optuna.load_study(storage=storage, study_name="search")
-    assert [each.value for each in theirs.trials] == [each.value for each in _open_study(tmp_path / TRIALS_FILE).trials]
-    theirs.tell(theirs.ask(), 0.75)  # without a checksum, as in a journal of an earlier version
-    assert [each.value for each in study.trials] == [0.25, 0.5, 0.75]
+    optuna_study = optuna.load_study(storage=storage, study_name="search")
+    assert [one_trial.value for one_trial in optuna_study.trials] == [
+        one_trial.value for one_trial in _open_study(tmp_path / TRIALS_FILE).trials
+    ]
+    optuna_study.tell(optuna_study.ask(), 0.75)  # Optuna writes no checksum, like earlier versions of this project
+    assert [one_trial.value for one_trial in study.trials] == [0.25, 0.5, 0.75]
 
 
 def test_a_damaged_journal_of_trials_is_refused_with_its_line(tmp_path: Path) -> None:
-    luck, path = random.Random(2), tmp_path / TRIALS_FILE
+    rng, path = random.Random(2), tmp_path / TRIALS_FILE
     study = _open_study(path)
     for value in (0.25, 0.5):
         trial = study.ask()
@@ -202,7 +206,7 @@ def test_a_damaged_journal_of_trials_is_refused_with_its_line(tmp_path: Path) ->
     for at in range(raw.count(b"\n")):
         lines = raw.split(b"\n")
         changed = bytearray(lines[at])
-        changed[luck.randrange(len(changed))] ^= 1
+        changed[rng.randrange(len(changed))] ^= 1
         path.write_bytes(b"\n".join([*lines[:at], bytes(changed), *lines[at + 1 :]]))
         with pytest.raises(UserError, match=rf"^\S+optuna.jsonl, line {at + 1}: damaged; restore the file, or move it"):
             _open_study(path)

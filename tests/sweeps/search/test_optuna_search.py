@@ -1,4 +1,4 @@
-"""Truths about a search: what it proposes, what it learns, and that no trial is lost or run twice."""
+"""Tests of searches with Optuna: proposals, values of trials, and that no trial is lost or run twice."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE
 from tests.examples import every
 from tests.sweeps.search.runners import STEPS, KilledError, Runners, planned, uneven
-from tests.sweeps.search.test_live_race import Told
+from tests.sweeps.search.test_live_race import RecordingObserver
 
 SPACE = (Axis("a", tuple(f"{a:.2f}" for a in np.arange(0.3, 0.7, 0.05))), Axis("c_mid", low=0.1, high=0.6, log=True))
 
 
 class Crash:
-    """A controller that is killed at the n-th of the things that can be interrupted."""
+    """Raise KilledError at the n-th call, in place of a kill of the controller; None for never."""
 
     def __init__(self, after: int | None) -> None:
         self.left = after
@@ -50,26 +50,26 @@ def search(
     executor: Runners | None = None,
     crash: Crash | None = None,
     space: Sequence[Axis] = SPACE,
-    told: Told | None = None,
+    observer: RecordingObserver | None = None,
     base: Sequence[str] = (),
     sampler: Callable[[int], optuna.samplers.BaseSampler] | None = None,
     planner: Callable[[Sequence[Sequence[str]]], list[RunSpec]] | None = None,
 ) -> dict[str, MemberState]:
     study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
 
-    def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+    def plan_or_crash(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         if crash is not None:
             crash()
-        found = planned([["a=0.3", *each] for each in lists])
+        specs = planned([["a=0.3", *overrides] for overrides in lists])
         if crash is not None:
             crash()
-        return found
+        return specs
 
     def tpe(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
 
-    decider = Search(study, space, settings, base, planner or careful, sampler or tpe)
-    return study.run(executor or Runners(), [told or Told()], decider=decider)
+    decider = Search(study, space, settings, base, planner or plan_or_crash, sampler or tpe)
+    return study.run(executor or Runners(), [observer or RecordingObserver()], decider=decider)
 
 
 def trials(directory: Path) -> list[FrozenTrial]:
@@ -78,25 +78,25 @@ def trials(directory: Path) -> list[FrozenTrial]:
 
 
 @pytest.mark.slow
-def test_it_finds_what_is_best_and_learns_the_lower_bound(tmp_path: Path) -> None:
-    told = Told()
-    states = search(tmp_path, SearchSettings(30, 3, budget=1.0), Runners(slots=3), told=told)
-    found = trials(tmp_path)
-    assert [each.number for each in found] == list(range(30))
-    assert all(each.state is TrialState.COMPLETE for each in found)
-    assert {each.state for each in states.values()} == {"finished"}
-    best = max(found, key=lambda each: each.value or 0.0)
+def test_a_search_finds_the_best_and_uses_the_lower_bound_as_value(tmp_path: Path) -> None:
+    observer = RecordingObserver()
+    states = search(tmp_path, SearchSettings(30, 3, budget=1.0), Runners(slots=3), observer=observer)
+    all_trials = trials(tmp_path)
+    assert [one_trial.number for one_trial in all_trials] == list(range(30))
+    assert all(one_trial.state is TrialState.COMPLETE for one_trial in all_trials)
+    assert {member_state.state for member_state in states.values()} == {"finished"}
+    best = max(all_trials, key=lambda one_trial: one_trial.value or 0.0)
     assert float(best.params["a"]) >= 0.6
-    # Below what was seen last, and not by much.
-    for each in found:
-        last = each.intermediate_values[STEPS]
-        assert each.value is not None and last - 0.15 < each.value < last + 0.01
-    assert f"the best is trial {best.number}" in told.said[-1]
+    # The value of a trial is a lower bound, slightly below its last reward.
+    for one_trial in all_trials:
+        last = one_trial.intermediate_values[STEPS]
+        assert one_trial.value is not None and last - 0.15 < one_trial.value < last + 0.01
+    assert f"the best is trial {best.number}" in observer.messages[-1]
 
 
 @pytest.mark.slow
-def test_places_are_filled_as_they_become_free(tmp_path: Path) -> None:
-    """No batch waits for its slowest."""
+def test_slots_are_filled_as_soon_as_they_are_free(tmp_path: Path) -> None:
+    """Trials do not run in batches that wait for their slowest member."""
     executor = Runners(slots=4, pace=uneven(3))
     at_once = []
     poll = executor.poll
@@ -113,7 +113,7 @@ def test_places_are_filled_as_they_become_free(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", every(4, range(4), pytest.mark.full))
-def test_sixty_trials_through_many_deaths_none_lost_and_none_run_twice(tmp_path: Path, seed: int) -> None:
+def test_sixty_trials_survive_many_kills_without_loss_or_repetition(tmp_path: Path, seed: int) -> None:
     source = random.Random(seed)
     settings = SearchSettings(60, 4, budget=1.0)
     steps = 0
@@ -124,40 +124,40 @@ def test_sixty_trials_through_many_deaths_none_lost_and_none_run_twice(tmp_path:
             crash = Crash(5)
         with pytest.raises(KilledError):
             search(tmp_path, settings, executor, crash)
-            raise KilledError  # done already
+            raise KilledError  # the search ended before the kill
         steps += executor.steps
     executor = Runners(4)
     states = search(tmp_path, settings, executor)
-    found = trials(tmp_path)
-    assert len(found) == 60 and {each.state for each in found} == {TrialState.COMPLETE}
-    runs = [each.user_attrs["run"] for each in found]
-    assert set(runs) == set(states), "every trial has its member, and every member its trial"
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 60 and {one_trial.state for one_trial in all_trials} == {TrialState.COMPLETE}
+    runs = [one_trial.user_attrs["run"] for one_trial in all_trials]
+    assert set(runs) == set(states), "trials and members do not match"
     entries = Counter(entry["run"] for entry in Ledger(tmp_path).entries() if entry["event"] == "finished")
-    assert entries == Counter(set(runs)), "finished once"
-    # What is killed loses nothing here: every step of every member was taken once.
+    assert entries == Counter(set(runs)), "a member finished more than once"
+    # Simulated members lose no steps in a kill, so every step was taken once.
     assert steps + executor.steps == STEPS * len(set(runs))
     again = Runners(4)
     search(tmp_path, settings, again)
     assert again.started == [] and len(trials(tmp_path)) == 60
 
 
-def test_an_interrupted_search_counts_what_is_not_done(tmp_path: Path) -> None:
-    told = Told()
+def test_an_interrupted_search_counts_unfinished_members(tmp_path: Path) -> None:
+    observer = RecordingObserver()
     with pytest.raises(KilledError):
-        search(tmp_path, SearchSettings(20, 2, budget=1.0), Runners(killed_after=90), told=told)
+        search(tmp_path, SearchSettings(20, 2, budget=1.0), Runners(killed_after=90), observer=observer)
     states = Ledger(tmp_path).fold().values()
-    open_now = sum(each.state != "finished" for each in states)
+    open_now = sum(member_state.state != "finished" for member_state in states)
     assert len(states) > 4 > open_now > 0
-    assert told.closed == [open_now]
+    assert observer.closed == [open_now]
 
 
-def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_lock_of_a_killed_process_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, lock = tmp_path / TRIALS_FILE, tmp_path / f"{TRIALS_FILE}.lock"
     monkeypatch.setattr(trials_module, "_LOCK_GRACE_S", 0.05)
-    lock.symlink_to(journal)  # as Optuna's own lock
+    lock.symlink_to(journal)  # the form of Optuna's lock
     trials_module._break_stale_lock(journal)
     assert not lock.is_symlink()
-    # One that its owner releases meanwhile, and takes again, is not touched.
+    # A lock that was released and taken again in the meantime is not broken.
     lock.symlink_to(journal)
     taken = iter([lock.unlink, lambda: lock.symlink_to(tmp_path)])
     monkeypatch.setattr(trials_module.time, "sleep", lambda seconds: (next(taken)(), next(taken)()))
@@ -166,13 +166,13 @@ def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_larger_number_goes_on_with_the_same_study(tmp_path: Path) -> None:
+def test_a_larger_n_trials_continues_the_search(tmp_path: Path) -> None:
     search(tmp_path, SearchSettings(5, 2, budget=1.0))
-    before = [each.params for each in trials(tmp_path)]
+    before = [one_trial.params for one_trial in trials(tmp_path)]
     search(tmp_path, SearchSettings(9, 2, budget=1.0))
-    after = [each.params for each in trials(tmp_path)]
+    after = [one_trial.params for one_trial in trials(tmp_path)]
     assert after[:5] == before and len(after) == 9
-    assert len({str(each) for each in after}) == 9, "another process does not draw the same again"
+    assert len({str(parameters) for parameters in after}) == 9, "a new process must not repeat the proposals"
     with pytest.raises(UserError, match=r"hydra.sweeper.budget: 2.0, and the search in .* was begun with 1.0"):
         search(tmp_path, SearchSettings(9, 2, budget=2.0))
 
@@ -199,13 +199,13 @@ FOUR_TRIALS = SearchSettings(4, 2)
         ],
     ),
 )
-def test_what_cannot_be_compared_is_not_mixed(
+def test_a_search_with_other_settings_is_refused(
     tmp_path: Path, space: list[Axis], base: list[str], settings: SearchSettings, said: str
 ) -> None:
     search(tmp_path, SearchSettings(3, 2), space=[TWO])
     with pytest.raises(UserError, match=said):
         search(tmp_path, settings, space=space, base=base)
-    assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 3
+    assert [one_trial.state for one_trial in trials(tmp_path)] == [TrialState.COMPLETE] * 3
     search(tmp_path, FOUR_TRIALS, space=[TWO])
     assert len(trials(tmp_path)) == 4
 
@@ -219,20 +219,20 @@ SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_sampler_that_has_proposed_all_ends_the_search_for_good(tmp_path: Path, sampler: str) -> None:
-    told, space = Told(), [Axis("a", ("0.4", "0.5", "0.6"))]
-    states = search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS[sampler], told=told)
-    assert len(states) == 3 and {each.state for each in states.values()} == {"finished"}
-    found = trials(tmp_path)
-    # What runs may be proposed once more while the last ones are at work.
-    assert len(found) <= 5 and {each.params["a"] for each in found} == set(space[0].choices)
-    assert any("the sampler has no more proposals" in line for line in told.said)
+def test_an_exhausted_sampler_ends_the_search_for_good(tmp_path: Path, sampler: str) -> None:
+    observer, space = RecordingObserver(), [Axis("a", ("0.4", "0.5", "0.6"))]
+    states = search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS[sampler], observer=observer)
+    assert len(states) == 3 and {member_state.state for member_state in states.values()} == {"finished"}
+    all_trials = trials(tmp_path)
+    # While the last trials run, their values may be proposed again.
+    assert len(all_trials) <= 5 and {one_trial.params["a"] for one_trial in all_trials} == set(space[0].choices)
+    assert any("the sampler has no more proposals" in line for line in observer.messages)
     search(tmp_path, SearchSettings(20, 2), space=space, sampler=SAMPLERS[sampler])
-    assert len(trials(tmp_path)) == len(found)
+    assert len(trials(tmp_path)) == len(all_trials)
 
 
 @pytest.mark.parametrize("kills", every(3, map(pytest.param, [(), (3, 5)])), ids=["launched thrice", "killed"])
-def test_a_grid_is_gone_through_whoever_goes_on_with_it(tmp_path: Path, kills: tuple[int, ...]) -> None:
+def test_a_grid_is_completed_over_several_launches(tmp_path: Path, kills: tuple[int, ...]) -> None:
     values = [f"{0.3 + 0.02 * number:.2f}" for number in range(12)]
     space = [Axis("a", tuple(values))]
     grid = lambda seed: optuna.samplers.GridSampler({"a": values}, seed=seed)  # noqa: E731
@@ -241,11 +241,11 @@ def test_a_grid_is_gone_through_whoever_goes_on_with_it(tmp_path: Path, kills: t
             search(tmp_path, SearchSettings(20, 3), Runners(killed_after=after), space=space, sampler=grid)
     for n_trials in (20,) if kills else (4, 8, 20):
         search(tmp_path, SearchSettings(n_trials, 3), space=space, sampler=grid)
-    assert {each.params["a"] for each in trials(tmp_path)} == set(values)
+    assert {one_trial.params["a"] for one_trial in trials(tmp_path)} == set(values)
 
 
 @pytest.mark.slow
-def test_another_sampler_may_go_on_where_one_has_proposed_all(tmp_path: Path) -> None:
+def test_another_sampler_continues_after_an_exhausted_one(tmp_path: Path) -> None:
     space = [Axis("a", ("0.4", "0.5", "0.6"))]
     search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS["grid"])
     search(tmp_path, SearchSettings(12, 2), space=space)
@@ -253,7 +253,7 @@ def test_another_sampler_may_go_on_where_one_has_proposed_all(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_larger_grid_goes_on_where_a_smaller_one_has_ended(tmp_path: Path) -> None:
+def test_a_larger_grid_continues_a_smaller_one(tmp_path: Path) -> None:
     space = [Axis("a", ("0.4", "0.5", "0.6", "0.7"))]
     search(tmp_path, SearchSettings(9, 2), space=space, sampler=SAMPLERS["grid"])
     whole = lambda seed: optuna.samplers.GridSampler({"a": list(space[0].choices)}, seed=seed)  # noqa: E731
@@ -263,7 +263,7 @@ def test_a_larger_grid_goes_on_where_a_smaller_one_has_ended(tmp_path: Path) -> 
 
 
 class Picky(optuna.samplers.RandomSampler):
-    """As one that needs a package once it has seen some trials."""
+    """A sampler that needs a missing package after some trials."""
 
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         if len(study.trials) > 8:
@@ -282,9 +282,7 @@ class Picky(optuna.samplers.RandomSampler):
         (lambda seed: Picky(seed), "No module named 'picky'; give one that fits"),
     ],
 )
-def test_a_sampler_that_cannot_search_this_space_is_refused_before_anything_runs(
-    tmp_path: Path, sampler: Any, said: str
-) -> None:
+def test_a_sampler_that_does_not_fit_the_space_is_refused_first(tmp_path: Path, sampler: Any, said: str) -> None:
     executor = Runners()
     with pytest.raises(UserError, match=rf"hydra.sweeper.sampler: .*{said}"):
         search(tmp_path / "study", SearchSettings(20, 2, budget=1.0), executor, sampler=sampler)
@@ -292,7 +290,7 @@ def test_a_sampler_that_cannot_search_this_space_is_refused_before_anything_runs
 
 
 @pytest.mark.slow
-def test_fewer_places_than_were_proposed_for_are_kept_to(tmp_path: Path) -> None:
+def test_a_smaller_n_jobs_limits_members_already_proposed(tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         search(tmp_path, SearchSettings(8, 4, budget=1.0), Runners(4, killed_after=2))
     executor, at_once = Runners(4), []
@@ -309,8 +307,8 @@ def test_fewer_places_than_were_proposed_for_are_kept_to(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("prune", every(4, ["none", "race"]))
 @pytest.mark.parametrize("record", [{"eval/loss": 1.0}, {"eval/other/pass_rate": 0.5}], ids=["no rate", "another set"])
-def test_an_evaluation_that_cannot_be_read_ends_no_search(tmp_path: Path, record: dict[str, float], prune: str) -> None:
-    executor, told = Runners(2), Told()
+def test_an_unreadable_evaluation_does_not_end_a_search(tmp_path: Path, record: dict[str, float], prune: str) -> None:
+    executor, observer = Runners(2), RecordingObserver()
     poll = executor.poll
 
     def spoilt(timeout_s: float) -> Any:
@@ -319,14 +317,17 @@ def test_an_evaluation_that_cannot_be_read_ends_no_search(tmp_path: Path, record
         return poll(timeout_s)
 
     executor.poll = spoilt  # type: ignore[method-assign]
-    search(tmp_path, SearchSettings(6, 2, budget=1.0, prune=prune), executor, told=told)
-    found = trials(tmp_path)
-    assert len(found) == 6 and {each.state for each in found[1:]} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    search(tmp_path, SearchSettings(6, 2, budget=1.0, prune=prune), executor, observer=observer)
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 6 and {one_trial.state for one_trial in all_trials[1:]} <= {
+        TrialState.COMPLETE,
+        TrialState.PRUNED,
+    }
     search(tmp_path, SearchSettings(7, 2, budget=1.0, prune=prune))
     assert len(trials(tmp_path)) == 7
 
 
-def test_a_refused_launch_leaves_no_journal_behind(tmp_path: Path) -> None:
+def test_a_refused_launch_does_not_change_the_journal(tmp_path: Path) -> None:
     def refuses(submission: str, members: Sequence[Any]) -> Any:
         raise UserError("cluster: no such partition")
 
@@ -343,40 +344,40 @@ def test_a_refused_launch_leaves_no_journal_behind(tmp_path: Path) -> None:
     assert (tmp_path / TRIALS_FILE).read_bytes() == before
 
 
-def test_a_torn_line_is_cut(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_removed(tmp_path: Path) -> None:
     search(tmp_path, SearchSettings(3, 2), space=[TWO])
     path = tmp_path / TRIALS_FILE
     path.write_bytes(path.read_bytes()[:-20])
     search(tmp_path, SearchSettings(4, 2), space=[TWO])
-    assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 4
+    assert [one_trial.state for one_trial in trials(tmp_path)] == [TrialState.COMPLETE] * 4
 
 
 @pytest.mark.slow
 def test_a_failed_trial_is_counted_by_the_next_launch_too(tmp_path: Path) -> None:
-    space, told = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))], Told()
+    space, observer = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))], RecordingObserver()
     bad = planned([["a=0.5"]])[0].run
     search(tmp_path, SearchSettings(15, 2, budget=1.0), Runners(fails={bad: 4}), space=space)
-    search(tmp_path, SearchSettings(30, 2, budget=1), space=[*space], told=told)
-    assert told.closed == [1] and [heard for heard in told.heard if heard[0] == "failed"]
+    search(tmp_path, SearchSettings(30, 2, budget=1), space=[*space], observer=observer)
+    assert observer.closed == [1] and [heard for heard in observer.heard if heard[0] == "failed"]
 
 
 @pytest.mark.slow
-def test_the_same_proposal_twice_is_one_run(tmp_path: Path) -> None:
+def test_equal_proposals_share_one_run(tmp_path: Path) -> None:
     executor = Runners()
     states = search(tmp_path, SearchSettings(12, 2, budget=1.0), executor, space=[Axis("a", ("0.4", "0.6"))])
     assert len(states) == len(executor.started) == 2
-    found = trials(tmp_path)
-    assert len(found) == 12 and {each.state for each in found} == {TrialState.COMPLETE}
-    assert len({(each.params["a"], each.value) for each in found}) == 2
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 12 and {one_trial.state for one_trial in all_trials} == {TrialState.COMPLETE}
+    assert len({(one_trial.params["a"], one_trial.value) for one_trial in all_trials}) == 2
 
 
 @pytest.mark.slow
-def test_a_trial_whose_run_fails_has_failed_and_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_trial_whose_run_fails_is_not_repeated(tmp_path: Path) -> None:
     space = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))]
     bad = planned([["a=0.5"]])[0].run
     states = search(tmp_path, SearchSettings(15, 2, budget=1.0), Runners(fails={bad: 4}), space=space)
     assert states[bad].state == "failed"
-    ended = {each.params["a"]: each.state for each in trials(tmp_path)}
+    ended = {one_trial.params["a"]: one_trial.state for one_trial in trials(tmp_path)}
     assert ended["0.5"] is TrialState.FAIL and ended["0.7"] is TrialState.COMPLETE
     again = Runners()
     search(tmp_path, SearchSettings(15, 2, budget=1.0), again, space=space)
@@ -384,112 +385,119 @@ def test_a_trial_whose_run_fails_has_failed_and_is_not_tried_again(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Path) -> None:
-    def picky(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any("a=0.4" in each for each in lists):
+def test_a_refused_trial_fails_and_the_search_continues(tmp_path: Path) -> None:
+    def refuse_0_4(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any("a=0.4" in overrides for overrides in lists):
             raise UserError("a: 0.4 is not allowed")
-        return planned([["a=0.3", *each] for each in lists])
+        return planned([["a=0.3", *overrides] for overrides in lists])
 
-    told, space = Told(), [Axis("a", ("0.4", "0.5", "0.6"))]
+    observer, space = RecordingObserver(), [Axis("a", ("0.4", "0.5", "0.6"))]
     settings = SearchSettings(12, 2, budget=1.0)
-    search(tmp_path, settings, space=space, told=told, sampler=at_random, planner=picky)
-    for each in trials(tmp_path):
-        assert (each.state is TrialState.FAIL) == (each.params["a"] == "0.4")
-    assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in told.said)
+    search(tmp_path, settings, space=space, observer=observer, sampler=random_sampler, planner=refuse_0_4)
+    for one_trial in trials(tmp_path):
+        assert (one_trial.state is TrialState.FAIL) == (one_trial.params["a"] == "0.4")
+    assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in observer.messages)
 
 
 TEN = (Axis("a", tuple(f"{0.3 + 0.04 * number:.2f}" for number in range(10))),)
 
 
-def at_random(seed: int) -> optuna.samplers.BaseSampler:
+def random_sampler(seed: int) -> optuna.samplers.BaseSampler:
     return optuna.samplers.RandomSampler(seed=seed)
 
 
-def without(value: str, error: Exception, times: int = 10**6) -> Any:
-    """A planner that cannot compose one value, so many times."""
+def failing_planner(value: str, error: Exception, times: int = 10**6) -> Any:
+    """Return a planner that raises for one value, the first `times` times."""
     left = [times]
 
-    def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any(value in each for each in lists) and left[0] > 0:
+    def plan_or_fail(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any(value in overrides for overrides in lists) and left[0] > 0:
             left[0] -= 1
             raise error
-        return planned([["a=0.3", *each] for each in lists])
+        return planned([["a=0.3", *overrides] for overrides in lists])
 
-    return careful
-
-
-@pytest.mark.slow
-def test_a_value_that_cannot_be_composed_costs_its_trials_and_no_other(tmp_path: Path) -> None:
-    planner = without("a=0.46", RuntimeError("Could not find\n'loss/nope'"))
-    states = search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
-    refused = [each for each in trials(tmp_path) if each.params["a"] == "0.46"]
-    assert refused and {each.state for each in refused} == {TrialState.FAIL}
-    assert {each.user_attrs["refused"] for each in refused} == {"Could not find 'loss/nope'"}
-    assert {each.state for each in states.values()} == {"finished"} and len(trials(tmp_path)) == 20
+    return plan_or_fail
 
 
 @pytest.mark.slow
-def test_a_planner_that_is_gone_costs_no_trial(tmp_path: Path) -> None:
-    planner = without("a=0.46", PlannerLostError("planner: its process ended without an answer"), times=1)
+def test_a_value_that_cannot_be_composed_fails_only_its_trials(tmp_path: Path) -> None:
+    planner = failing_planner("a=0.46", RuntimeError("Could not find\n'loss/nope'"))
+    states = search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=random_sampler)
+    refused = [one_trial for one_trial in trials(tmp_path) if one_trial.params["a"] == "0.46"]
+    assert refused and {one_trial.state for one_trial in refused} == {TrialState.FAIL}
+    assert {one_trial.user_attrs["refused"] for one_trial in refused} == {"Could not find 'loss/nope'"}
+    assert {member_state.state for member_state in states.values()} == {"finished"} and len(trials(tmp_path)) == 20
+
+
+@pytest.mark.slow
+def test_a_lost_planner_fails_no_trial(tmp_path: Path) -> None:
+    planner = failing_planner("a=0.46", PlannerLostError("planner: its process ended without an answer"), times=1)
     with pytest.raises(PlannerLostError):
-        search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
-    search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
-    found = trials(tmp_path)
-    assert len(found) == 20 and {each.state for each in found} == {TrialState.COMPLETE}
-    assert "0.46" in {each.params["a"] for each in found}
+        search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=random_sampler)
+    search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=random_sampler)
+    all_trials = trials(tmp_path)
+    assert len(all_trials) == 20 and {one_trial.state for one_trial in all_trials} == {TrialState.COMPLETE}
+    assert "0.46" in {one_trial.params["a"] for one_trial in all_trials}
 
 
-def test_where_all_were_refused_the_space_may_be_mended(tmp_path: Path) -> None:
-    def nothing(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any(each for each in lists):
+def test_after_all_trials_were_refused_the_space_may_be_corrected(tmp_path: Path) -> None:
+    def refuse_all(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any(overrides for overrides in lists):
             raise UserError("losss: no such key")
         return planned([["a=0.3"]])
 
-    search(tmp_path, SearchSettings(4, 2), planner=nothing, space=[Axis("losss", ("dapo", "gspo"))], sampler=at_random)
-    assert {each.state for each in trials(tmp_path)} == {TrialState.FAIL}
-    states = search(tmp_path, SearchSettings(4, 2), space=TEN, sampler=at_random)
-    assert len(trials(tmp_path)) == 4 and {each.state for each in states.values()} == {"finished"}
+    search(
+        tmp_path,
+        SearchSettings(4, 2),
+        planner=refuse_all,
+        space=[Axis("losss", ("dapo", "gspo"))],
+        sampler=random_sampler,
+    )
+    assert {one_trial.state for one_trial in trials(tmp_path)} == {TrialState.FAIL}
+    states = search(tmp_path, SearchSettings(4, 2), space=TEN, sampler=random_sampler)
+    assert len(trials(tmp_path)) == 4 and {member_state.state for member_state in states.values()} == {"finished"}
 
 
 @pytest.mark.full
-def test_trials_that_will_not_be_best_are_pruned_and_stay_so(tmp_path: Path) -> None:
+def test_trials_that_will_not_be_best_are_pruned_for_good(tmp_path: Path) -> None:
     executor = Runners(slots=3)
     settings = SearchSettings(12, 3, budget=1.0, prune="race")
     states = search(tmp_path, settings, executor)
-    found = {each.user_attrs["run"]: each for each in trials(tmp_path)}
-    pruned = {run for run, each in found.items() if each.state is TrialState.PRUNED}
-    assert pruned == {run for run, each in states.items() if each.state == "stopped"}
+    by_run = {one_trial.user_attrs["run"]: one_trial for one_trial in trials(tmp_path)}
+    pruned = {run for run, one_trial in by_run.items() if one_trial.state is TrialState.PRUNED}
+    assert pruned == {run for run, member_state in states.items() if member_state.state == "stopped"}
     assert len(pruned) > 3 and executor.steps < 0.75 * STEPS * len(states)
     reward = {
-        run: 0.2 + (float(each.params["a"]) - 0.2) / (1 + each.params["c_mid"] ** 1.8) for run, each in found.items()
+        run: 0.2 + (float(one_trial.params["a"]) - 0.2) / (1 + one_trial.params["c_mid"] ** 1.8)
+        for run, one_trial in by_run.items()
     }
-    best = max(reward[run] for run in found.keys() - pruned)
-    assert max(reward[run] for run in pruned) < best + 0.02, "nothing is pruned that would have been best"
+    best = max(reward[run] for run in by_run.keys() - pruned)
+    assert max(reward[run] for run in pruned) < best + 0.02, "a trial that would have been the best was pruned"
     assert "of ending ahead of" in str(states[next(iter(pruned))].reason)
     again = Runners()
-    assert {run: each.state for run, each in search(tmp_path, settings, again).items()} == {
-        run: each.state for run, each in states.items()
+    assert {run: member_state.state for run, member_state in search(tmp_path, settings, again).items()} == {
+        run: member_state.state for run, member_state in states.items()
     }
     assert again.started == []
 
 
-def test_runs_too_short_for_a_fit_are_told_apart_by_what_was_seen(tmp_path: Path) -> None:
+def test_runs_too_short_for_a_fit_are_valued_by_their_rewards(tmp_path: Path) -> None:
     space = (Axis("a", ("0.2", "0.9")), Axis("budget.steps", ("4",)))
     search(tmp_path, SearchSettings(8, 2), space=space)
-    found = {each.params["a"]: each for each in trials(tmp_path)}
-    assert set(found) == {"0.2", "0.9"}
-    for each in found.values():
-        assert each.value is not None
-        assert each.intermediate_values[4] - 0.2 < each.value < each.intermediate_values[4]
-    assert (found["0.9"].value or 0.0) > (found["0.2"].value or 0.0) + 0.05
+    by_a = {one_trial.params["a"]: one_trial for one_trial in trials(tmp_path)}
+    assert set(by_a) == {"0.2", "0.9"}
+    for one_trial in by_a.values():
+        assert one_trial.value is not None
+        assert one_trial.intermediate_values[4] - 0.2 < one_trial.value < one_trial.intermediate_values[4]
+    assert (by_a["0.9"].value or 0.0) > (by_a["0.2"].value or 0.0) + 0.05
 
 
-def test_the_asymptote_is_made_large_where_it_may_be_named(tmp_path: Path) -> None:
+def test_the_objective_asymptote_uses_the_fitted_asymptote(tmp_path: Path) -> None:
     search(
         tmp_path, SearchSettings(8, 2, "asymptote"), space=[Axis("a", ("0.4", "0.6")), Axis("c_mid", ("0.1", "0.6"))]
     )
-    by = {(each.params["a"], each.params["c_mid"]): each for each in trials(tmp_path)}
-    early = by.get(("0.6", "0.1"))
+    by_values = {(one_trial.params["a"], one_trial.params["c_mid"]): one_trial for one_trial in trials(tmp_path)}
+    early = by_values.get(("0.6", "0.1"))
     assert early is not None and early.value is not None and 0.5 < early.value < 0.6
 
 
@@ -514,7 +522,7 @@ def test_bad_settings_are_named(given: dict[str, Any], said: str) -> None:
         SearchSettings.of(given)
 
 
-def test_a_range_that_holds_nothing_is_named() -> None:
+def test_an_empty_or_infinite_range_is_refused() -> None:
     with pytest.raises(UserError, match=r"lr: interval\(2,1\) holds nothing"):
         Axis("lr", low=2, high=1)
     with pytest.raises(UserError, match=r"lr: interval\(0,inf\) has no end"):
@@ -523,17 +531,15 @@ def test_a_range_that_holds_nothing_is_named() -> None:
         Axis("lr", low=0, high=1, log=True)
 
 
-def test_a_search_is_gone_on_with_once_a_killed_ones_lock_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before Optuna opens its file: there it would wait 30 s for the lock."""
+def test_a_stale_lock_is_broken_before_optuna_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna itself would wait 30 s for the lock."""
     search(tmp_path, SearchSettings(2, 2, budget=1.0))
-    lock, opened = tmp_path / f"{TRIALS_FILE}.lock", trials_module._open_study
+    lock, open_study = tmp_path / f"{TRIALS_FILE}.lock", trials_module._open_study
     lock.symlink_to(tmp_path / TRIALS_FILE)
 
     def unlocked(path: Path) -> optuna.Study:
         assert not lock.is_symlink()
-        return opened(path)
+        return open_study(path)
 
     monkeypatch.setattr(trials_module, "_LOCK_GRACE_S", 0.05)
     monkeypatch.setattr(trials_module, "_open_study", unlocked)

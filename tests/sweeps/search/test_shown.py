@@ -1,4 +1,4 @@
-"""What people see of a race: the report, MLflow, the command that gathers."""
+"""Tests of races in the report and in MLflow, during the race and after `scalerl publish`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from tests.sweeps.search.test_live_race import LIVE, LOSERS, four, raced
 
 
 @pytest.mark.full
-def test_the_report_says_who_was_stopped_and_why(tmp_path: Path) -> None:
+def test_the_report_shows_stopped_recipes_with_reasons(tmp_path: Path) -> None:
     raced(tmp_path / "study", four(), rules=LIVE)
     assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
     text = re.sub(r"\s+", " ", words((tmp_path / "report.html").read_text()))
     assert "A race to 1 virtual device hours a run: 2 recipes stopped at" in text
     table = text.partition("Stopped at P(ahead)")[2].partition("Forecasts at 1 as they stood")[0]
-    assert all(f" {recipe.removeprefix('scalerl+')} a=0.7" in table for recipe in LOSERS), "short, as in every table"
+    assert all(f" {recipe.removeprefix('scalerl+')} a=0.7" in table for recipe in LOSERS), (
+        "labels are short, as in every table"
+    )
 
 
 @pytest.mark.full
-def test_the_report_of_a_dry_run_claims_nothing(tmp_path: Path) -> None:
+def test_the_report_of_a_dry_run_says_would_be_stopped(tmp_path: Path) -> None:
     raced(tmp_path / "study", four(), rules=replace(LIVE, mode="dry_run"))
     assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
     assert "2 recipes would be stopped (a dry run)" in words((tmp_path / "report.html").read_text())
 
 
 @pytest.mark.full
-def test_mlflow_knows_who_was_stopped_and_why(schema: Path, tmp_path: Path) -> None:
+def test_mlflow_shows_stopped_members_with_reasons(schema: Path, tmp_path: Path) -> None:
     shutil.copy(schema, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     study = Study(tmp_path / "study", four())
@@ -57,18 +59,18 @@ def test_mlflow_knows_who_was_stopped_and_why(schema: Path, tmp_path: Path) -> N
     }
     assert tracked() == expected and {status for status, _ in expected.values()} == {"KILLED", "FINISHED"}
     assert main(["publish", str(tmp_path / "study"), "--mlflow", uri]) == 0
-    assert tracked() == expected, "whoever publishes it afterwards says the same"
-    # Whoever is continued, and done, is no longer one that was stopped.
-    more = Study(tmp_path / "study", four())
-    more.run(Runners(slots=8), [TrackingObserver(more, uri, AXIS)])
+    assert tracked() == expected, "publishing afterwards changes nothing"
+    # A stopped member that was continued to its end is no longer shown as stopped.
+    continued = Study(tmp_path / "study", four())
+    continued.run(Runners(slots=8), [TrackingObserver(continued, uri, AXIS)])
     assert set(tracked().values()) == {("FINISHED", None)}
     (parent,) = tracker.client.search_runs([experiment], "tags.kind = 'sweep'")
     assert "race.jsonl" in {file.path for file in tracker.client.list_artifacts(parent.info.run_id)}
 
 
 @pytest.mark.slow
-def test_whoever_publishes_runs_that_went_on_takes_back_why_they_were_stopped(schema: Path, tmp_path: Path) -> None:
-    """A run that a later one took up again was not stopped: MLflow says so no longer."""
+def test_publish_removes_the_stop_reason_of_continued_runs(schema: Path, tmp_path: Path) -> None:
+    """A later launch continued these runs, so MLflow must no longer call them stopped."""
     shutil.copy(schema, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     raced(tmp_path / "study", four())

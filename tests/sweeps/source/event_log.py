@@ -1,4 +1,4 @@
-"""TensorBoard event files for tests, made by TensorBoard's own writer."""
+"""TensorBoard event files for tests, written by TensorBoard's own writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRL_SCALARS = {
 
 
 def events(folder: Path, scalars: dict[str, list[tuple[int, float]]], tensors: bool = False) -> Path:
-    """An event file, with scalars in the form of PyTorch's writer or in that of TensorFlow 2."""
+    """Write an event file. tensors: store scalars like TensorFlow 2, as tensors; otherwise like PyTorch's writer."""
     proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
     summary = importlib.import_module("tensorboard.compat.proto.summary_pb2")
     tensor_util = importlib.import_module("tensorboard.util.tensor_util")

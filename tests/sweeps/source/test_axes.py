@@ -1,4 +1,4 @@
-"""What is no cumulative compute: row numbers, what each step took, values without a step; and files of no format."""
+"""Tests of axes that are not cumulative compute (row numbers, compute per step, no step), and of unknown formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sweeps.fit.fit import fit_curves
 from sweeps.source import load
 from tests.paths import ROOT
 
-TOOK = (900, 950, 910, 990, 905, 930, 901, 940)
+COMPUTE_PER_STEP = (900, 950, 910, 990, 905, 930, 901, 940)
 
 
 def history(path: Path, **columns: Sequence[float]) -> Path:
@@ -25,7 +25,7 @@ def history(path: Path, **columns: Sequence[float]) -> Path:
 REWARD = tuple(step / 10 for step in range(1, 9))
 
 
-def test_rows_are_numbered_where_order_is_asked_for(tmp_path: Path) -> None:
+def test_x_order_numbers_the_rows(tmp_path: Path) -> None:
     log = history(tmp_path / "a.jsonl", _step=(0,) * 8, acc=REWARD)
     (curve,) = load([log], metric="acc", x="order").curves
     assert curve.axis == "order" and curve.compute.tolist() == list(range(1, 9))
@@ -35,27 +35,27 @@ def test_rows_are_numbered_where_order_is_asked_for(tmp_path: Path) -> None:
     )
     table = tmp_path / "b.csv"
     table.write_text("recipe,seed,reward\n" + "".join(f"{r},{s},0.{i}\n" for i in (3, 4) for r in "xy" for s in (1, 2)))
-    for each in load([table], x="order").curves:  # each run is counted for itself
-        assert sorted(zip(each.seed, each.compute, strict=True)) == [("1", 1), ("1", 2), ("2", 1), ("2", 2)]
-        assert any("order numbers the rows from top to bottom, which is not compute" in note for note in each.warnings)
+    for c in load([table], x="order").curves:  # the rows of each run are numbered separately
+        assert sorted(zip(c.seed, c.compute, strict=True)) == [("1", 1), ("1", 2), ("2", 1), ("2", 2)]
+        assert any("order numbers the rows from top to bottom, which is not compute" in note for note in c.warnings)
     table.write_text("grpo,dapo\n" + "0.3,30\n" * 3)
-    assert {each.recipe for each in load([table], x="order", y="all").curves} == {"grpo", "dapo"}
-    table.write_text("order,reward\n5,0.1\n7,0.2\n")  # a column of that name is the one that is meant
+    assert {c.recipe for c in load([table], x="order", y="all").curves} == {"grpo", "dapo"}
+    table.write_text("order,reward\n5,0.1\n7,0.2\n")  # a column named order is used as the axis
     assert load([table], x="order").curves[0].compute.tolist() == [5, 7]
     chart = tmp_path / "chart.csv"
     chart.write_text("Step,a - acc,a - acc__MIN,a - acc__MAX\n10,0.1,0.1,0.1\n20,0.2,0.2,0.2\n")
     assert load([chart], x="order").curves[0].compute.tolist() == [1, 2]
 
 
-def test_evaluations_of_a_run_of_ours_are_numbered() -> None:
-    for each in load([ROOT / "examples" / "study"], x="order").curves:
-        for seed in set(each.seed):
-            assert each.compute[each.seed == seed].tolist() == list(range(1, sum(each.seed == seed) + 1))
-        assert any("which is not compute" in note for note in each.warnings)
+def test_x_order_numbers_the_evaluations_of_our_runs() -> None:
+    for c in load([ROOT / "examples" / "study"], x="order").curves:
+        for seed in set(c.seed):
+            assert c.compute[c.seed == seed].tolist() == list(range(1, sum(c.seed == seed) + 1))
+        assert any("which is not compute" in note for note in c.warnings)
 
 
-def test_what_each_step_took_is_named_and_can_be_summed(tmp_path: Path) -> None:
-    log = history(tmp_path / "a.jsonl", _step=range(1, 9), acc=REWARD, took=TOOK, same=(5,) * 8)
+def test_compute_per_step_gives_a_warning_and_can_be_summed(tmp_path: Path) -> None:
+    log = history(tmp_path / "a.jsonl", _step=range(1, 9), acc=REWARD, took=COMPUTE_PER_STEP, same=(5,) * 8)
     for name in ("took", "same"):
         (curve,) = load([log], metric="acc", x=name).curves
         assert any(
@@ -67,7 +67,7 @@ def test_what_each_step_took_is_named_and_can_be_summed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no metric nope; found _step, acc, took, same; choose with --x sum:METRIC"):
         load([log], metric="acc", x="sum:nope")
     table = tmp_path / "b.csv"
-    rows = [f"{s},{t},{r}\n" for s, t, r in zip(range(8), TOOK, REWARD, strict=True)]
+    rows = [f"{s},{t},{r}\n" for s, t, r in zip(range(8), COMPUTE_PER_STEP, REWARD, strict=True)]
     table.write_text("step,took,reward\n" + "".join(rows))
     assert any(
         "took looks like the compute of each step, not the total so far" in note
@@ -79,7 +79,7 @@ def test_what_each_step_took_is_named_and_can_be_summed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("x", "named"), [(None, "acc"), ("tokens", "tokens")])
-def test_values_logged_without_a_step_are_named(tmp_path: Path, x: str | None, named: str) -> None:
+def test_values_logged_without_a_step_are_refused_by_name(tmp_path: Path, x: str | None, named: str) -> None:
     rows = [{"_step": s if x else 0, "acc": s / 10} for s in range(1, 9)]
     rows += [{"_step": 0, "tokens": t} for t in range(8)]
     path = tmp_path / "a.jsonl"
@@ -88,7 +88,7 @@ def test_values_logged_without_a_step_are_named(tmp_path: Path, x: str | None, n
         load([path], metric="acc", x=x)
 
 
-def test_a_file_without_a_table_says_what_was_tried(tmp_path: Path) -> None:
+def test_an_unknown_file_is_refused_with_the_formats_tried(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text("epoch 1 of 3, all is well\nepoch 2 of 3, reward is 0.5\n")
     with pytest.raises(UserError, match=r"tried as: TRL trainer state, verl console log, console log .*, table$"):
@@ -101,7 +101,7 @@ def test_a_file_without_a_table_says_what_was_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("points", [6, 7])
-def test_the_least_number_of_points_is_the_one_that_is_named(tmp_path: Path, points: int) -> None:
+def test_the_minimum_number_of_points_is_the_one_in_the_message(tmp_path: Path, points: int) -> None:
     rows = "".join(f"{10 * (i + 1)},{0.1 + 0.05 * i}\n" for i in range(points))
     path = tmp_path / "a.csv"
     path.write_text("compute,reward\n" + rows)

@@ -1,4 +1,4 @@
-"""Runs that branch from each other count from where they part, and what they share counts once."""
+"""Tests of runs that branch from another run: compute counts from there, and shared evaluations count once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def run(
     per_step: float = 10.0,
     **header: Any,
 ) -> Path:
-    """Write a journal with an evaluation at each of these steps."""
+    """Write a journal with these rewards by step. branch: the parent, as `of` describes it."""
     folder = study / "runs" / name
     journal = Journal(folder)
-    own = {"run": name, "curve": recipe, "recipe": recipe, "baseline": "base", "seed": seed, "departures": {}}
+    identity = {"run": name, "curve": recipe, "recipe": recipe, "baseline": "base", "seed": seed, "departures": {}}
     if branch is not None:
-        own |= {"branch": {"optimizer": "kept", **branch}, "baseline": f"base@{branch['step']}"}
-    journal.header(**{**own, **header})
+        identity |= {"branch": {"optimizer": "kept", **branch}, "baseline": f"base@{branch['step']}"}
+    journal.header(**{**identity, **header})
     for step, reward in rewards.items():
         compute = {FLOPS: per_step * step, HOURS: step / 100}
         if step:
@@ -57,7 +57,7 @@ def family(study: Path) -> None:
     run(study, "b", "base@20+loss=dapo", CHANGED, of("p", 20), departures={"loss": "dapo"})
 
 
-def test_branch_and_parent_count_from_where_they_part(tmp_path: Path) -> None:
+def test_branch_and_parent_count_from_the_branch_point(tmp_path: Path) -> None:
     family(tmp_path)
     study = load([tmp_path], x=FLOPS)
     curves = {curve.recipe: curve for curve in study.curves}
@@ -72,7 +72,7 @@ def test_branch_and_parent_count_from_where_they_part(tmp_path: Path) -> None:
     assert steps == {"base@20": [0, 10, 20], "base@20+loss=dapo": [0, 10, 20]}
 
 
-def test_a_whole_run_is_untouched(tmp_path: Path) -> None:
+def test_a_run_without_branches_is_unchanged(tmp_path: Path) -> None:
     run(tmp_path, "p", "base", PARENT)
     (curve,) = load([tmp_path], x=FLOPS).curves
     assert curve.recipe == "base" and curve.compute.tolist() == [0, 100, 200, 300, 400] and curve.origin == 0
@@ -84,17 +84,19 @@ def test_a_branch_alone_counts_from_its_start(tmp_path: Path) -> None:
     assert curve.compute.tolist() == [0, 100, 200] and curve.reward.tolist() == [0.3, 0.5, 0.6]
 
 
-def test_branches_of_branches_part_where_they_do(tmp_path: Path) -> None:
+def test_branches_of_branches_count_from_their_common_ancestor(tmp_path: Path) -> None:
     family(tmp_path)
     late = {**CHANGED, 40: 0.7}
     run(tmp_path, "c", "base@20+loss=dapo@30+kl=light", late, of("b", 30, p=20), departures={"kl": "light"})
-    whole = {curve.recipe: curve.reward.tolist() for curve in load([tmp_path], x=FLOPS).curves}
-    assert whole["base@20+loss=dapo@30+kl=light"] == [0.3, 0.5, 0.7], "with the parent there: from step 20"
-    two = load([tmp_path / "runs" / "b", tmp_path / "runs" / "c"], x=FLOPS).curves
-    assert [curve.reward.tolist() for curve in two] == [[0.5, 0.6], [0.5, 0.7]], "the two of them: from step 30"
+    with_parent = {curve.recipe: curve.reward.tolist() for curve in load([tmp_path], x=FLOPS).curves}
+    assert with_parent["base@20+loss=dapo@30+kl=light"] == [0.3, 0.5, 0.7], "with the parent, curves start at step 20"
+    without_parent = load([tmp_path / "runs" / "b", tmp_path / "runs" / "c"], x=FLOPS).curves
+    assert [curve.reward.tolist() for curve in without_parent] == [[0.5, 0.6], [0.5, 0.7]], (
+        "without the parent, curves start at step 30"
+    )
 
 
-def test_between_evaluations_it_counts_from_the_last_that_is_shared(tmp_path: Path) -> None:
+def test_a_branch_between_evaluations_counts_from_the_last_shared_one(tmp_path: Path) -> None:
     run(tmp_path, "p", "base", PARENT)
     run(tmp_path, "b", "base@25+loss=dapo", CHANGED, of("p", 25), departures={"loss": "dapo"})
     for curve in load([tmp_path], x=FLOPS).curves:
@@ -111,16 +113,16 @@ def test_every_seed_counts_from_its_own_parent(tmp_path: Path) -> None:
     assert [curve.compute.tolist() for curve in curves] == [[0, 100, 200, 0, 110, 220]] * 2
     assert [curve.origin for curve in curves] == [210, 210]
     for fit in fit_curves(curves):
-        assert fit.seeds == 2 and fit.n == 6, "two of its own for each seed, and the common start"
+        assert fit.seeds == 2 and fit.n == 6, "per seed two evaluations of the branch and the shared start"
 
 
-def test_a_branch_that_changes_nothing_is_its_parent(tmp_path: Path) -> None:
+def test_a_branch_without_changes_is_merged_with_its_parent(tmp_path: Path) -> None:
     family(tmp_path)
     run(tmp_path, "same", "base@20", {**PARENT, 50: 0.55}, of("p", 20))
     study = load([tmp_path], x=FLOPS)
     curves = {curve.recipe: curve for curve in study.curves}
     assert sorted(curves) == ["base@20", "base@20+loss=dapo"]
-    assert curves["base@20"].reward.tolist() == [0.3, 0.4, 0.5, 0.55], "the longer of the two"
+    assert curves["base@20"].reward.tolist() == [0.3, 0.4, 0.5, 0.55], "the longer of the two runs is used"
     assert any("left out, because another run has the same curve" in line for line in study.shown)
     fresh = run(tmp_path, "fresh", "base@20+fresh", PARENT, {**of("p", 20), "optimizer": "fresh"})
     assert fresh.exists() and len(load([tmp_path], x=FLOPS).curves) == 3
@@ -133,7 +135,7 @@ def test_unrelated_runs_are_not_compared_with_branches(tmp_path: Path) -> None:
         load([tmp_path], x=FLOPS)
 
 
-def test_without_a_shared_evaluation_it_is_an_error(tmp_path: Path) -> None:
+def test_branches_without_a_shared_evaluation_are_refused(tmp_path: Path) -> None:
     late = {30: 0.4, 40: 0.5}
     run(tmp_path, "p", "base", late)
     run(tmp_path, "b", "base@20+loss=dapo", late, of("p", 20), departures={"loss": "dapo"})

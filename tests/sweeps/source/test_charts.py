@@ -1,4 +1,4 @@
-"""Charts exported from W&B: which column is the x axis, which are runs, and what is lost in an average."""
+"""Tests of charts exported from W&B: the x axis, columns of runs, several metrics, and averaged groups."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def csv_of(path: Path, columns: Mapping[str, Sequence[object]]) -> Path:
 
 
 def with_ranges(columns: Mapping[str, Sequence[float]], width: float = 0.0) -> dict[str, Sequence[object]]:
-    """The columns of a chart's runs, each with its lowest and highest value."""
-    found: dict[str, Sequence[object]] = {}
+    """Return the columns of a chart's runs, each followed by its __MIN and __MAX columns."""
+    with_min_and_max: dict[str, Sequence[object]] = {}
     for name, values in columns.items():
-        found[name] = values
-        found[f"{name}__MIN"] = [value - width for value in values]
-        found[f"{name}__MAX"] = [value + width for value in values]
-    return found
+        with_min_and_max[name] = values
+        with_min_and_max[f"{name}__MIN"] = [value - width for value in values]
+        with_min_and_max[f"{name}__MAX"] = [value + width for value in values]
+    return with_min_and_max
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -54,7 +54,7 @@ def test_a_chart_of_one_run_without_its_steps_is_refused(tmp_path: Path) -> None
         load([path])
 
 
-def test_row_numbers_are_no_steps(tmp_path: Path) -> None:
+def test_row_numbers_are_not_steps(tmp_path: Path) -> None:
     runs = with_ranges({"grpo - acc": VALUES, "dapo - acc": VALUES})
     path = csv_of(tmp_path / "chart.csv", {"": range(3), "Step": (10, 20, 30), **runs})
     assert [curve.compute.tolist() for curve in load([path]).curves] == [[10, 20, 30]] * 2
@@ -64,7 +64,7 @@ def test_row_numbers_are_no_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axis", ["Step", "train - tokens"])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_axis_is_the_column_that_is_no_run(tmp_path: Path, axis: str, first: bool) -> None:
+def test_the_axis_is_the_column_that_is_not_a_run(tmp_path: Path, axis: str, first: bool) -> None:
     runs = with_ranges({"grpo - acc": VALUES, "dapo - acc": VALUES})
     steps = {axis: (10, 20, 30)}
     path = csv_of(tmp_path / "chart.csv", {**steps, **runs} if first else {**runs, **steps})
@@ -74,18 +74,18 @@ def test_the_axis_is_the_column_that_is_no_run(tmp_path: Path, axis: str, first:
         ] * 2
 
 
-def test_means_over_a_group_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_means_over_a_group_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     means = with_ranges({"grpo - acc": VALUES}, width=0.1)
     path = csv_of(tmp_path / "chart.csv", {"Step": (10, 20, 30), **means, **with_ranges({"dapo - acc": VALUES})})
     dapo, grpo = load([path]).curves
-    said = (
+    warning = (
         "grpo: points whose __MIN and __MAX differ are means over steps or over the runs of a group; ungroup the chart "
         "to keep the seeds"
     )
-    assert said in grpo.warnings and not any("means over" in note for note in dapo.warnings)
+    assert warning in grpo.warnings and not any("means over" in note for note in dapo.warnings)
     assert cli.main(["fit", str(path)]) == 0
     printed = capsys.readouterr().err
-    assert said in printed and "runs whose points are means (their __MIN and __MAX differ): 1" in printed
+    assert warning in printed and "runs whose points are means (their __MIN and __MAX differ): 1" in printed
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -109,13 +109,13 @@ def test_a_metric_without_a_slash_is_chosen(tmp_path: Path) -> None:
     assert [curve.recipe for curve in load([path], metric="acc - mean").curves] == ["dapo", "grpo"]
 
 
-def test_parts_of_a_runs_name_are_no_metrics(tmp_path: Path) -> None:
+def test_parts_of_a_runs_name_are_not_metrics(tmp_path: Path) -> None:
     columns = {f"{recipe} - {size}": VALUES for recipe in ("grpo", "dapo") for size in ("small", "large")}
     path = csv_of(tmp_path / "runs.csv", {"compute": (10, 20, 30), **columns})
     assert {curve.recipe for curve in load([path]).curves} == set(columns)
 
 
-def test_a_run_without_a_value_is_named(tmp_path: Path) -> None:
+def test_a_run_without_a_value_is_left_out_by_name(tmp_path: Path) -> None:
     columns = {"grpo - acc": VALUES, "crashed - acc": ("", "", ""), "NaN only - acc": ("NaN",) * 3}
     path = csv_of(tmp_path / "chart.csv", {"Step": (10, 20, 30), **columns})
     study = load([path])
@@ -123,8 +123,8 @@ def test_a_run_without_a_value_is_named(tmp_path: Path) -> None:
     assert "runs left out: 2" in study.mapping[0]
 
 
-def test_runs_that_are_recipes_of_their_own_are_noted(tmp_path: Path) -> None:
-    """In a chart and in a table with a column per run; not if a name has its seed, and not for two runs."""
+def test_runs_that_are_treated_as_separate_recipes_are_noted(tmp_path: Path) -> None:
+    """The note is for charts and tables with a column per run. It is omitted if names have seeds, or for two runs."""
     hint = "each of the 3 runs is treated as a separate recipe; if some are seeds of one recipe, give --seed-from REGEX"
     for end, x in ((" - acc", "Step"), ("", "compute")):
         path = csv_of(tmp_path / "runs.csv", {x: (10, 20, 30), **{f"{run}{end}": VALUES for run in ("a1", "b2", "b3")}})
@@ -136,7 +136,7 @@ def test_runs_that_are_recipes_of_their_own_are_noted(tmp_path: Path) -> None:
             assert not any("of its own" in line for line in load([path]).shown)
 
 
-def test_sets_of_one_run_are_no_recipes_of_their_own(tmp_path: Path) -> None:
+def test_evaluation_sets_of_a_run_are_not_separate_recipes(tmp_path: Path) -> None:
     sets = {f"eval/{name}/avg@4": VALUES for name in ("math", "code", "chat")}
     rows = {"_step": (1, 2, 3) * 2, "run_name": ("a",) * 3 + ("b",) * 3, "progress/total_tokens": (10, 20, 30) * 2}
     path = csv_of(tmp_path / "history.csv", {**rows, **{name: [*values, *values] for name, values in sets.items()}})

@@ -1,4 +1,4 @@
-"""Consoles as transformers, TRL, Unsloth and ms-swift print them, and directories of them and of TRL's states."""
+"""Tests of console logs of transformers, TRL, Unsloth and ms-swift, and of directories of logs and TRL states."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ def bar(step: int, total: int, desc: str = "") -> str:
 
 
 def trl(steps: int = 20, every: int = 5, text: bool = False) -> str:
-    """What TRL on transformers prints: a bar that is drawn anew behind each object, evaluations with one of theirs."""
-    said = "Unsloth 2026.1: Fast Qwen2 patching. {'max_seq_length': 2048, 'load_in_4bit': True, 'step': 'off'}\n"
-    said += (
+    """Return a console of TRL: a progress bar redrawn after each row, and a second bar for each evaluation."""
+    console_text = (
+        "Unsloth 2026.1: Fast Qwen2 patching. {'max_seq_length': 2048, 'load_in_4bit': True, 'step': 'off'}\n"
+    )
+    console_text += (
         "\r" + bar(2, 2, "Loading checkpoint shards: ") + "\nMap: 100%|██████████| 7473/7473 [00:01<00:00, 5 ex/s]\n"
     )
-    said += "\r" + bar(0, steps)
+    console_text += "\r" + bar(0, steps)
     for step in range(1, steps + 1):
-        said += "\r" + bar(step, steps) + "\r" + " " * 60 + "\r"
+        console_text += "\r" + bar(step, steps) + "\r" + " " * 60 + "\r"
         row = {"loss": 0.0, "num_tokens": 1000.0 * step, "completions/mean_length": 200.5, "rewards/exact/mean": 0.5}
         row |= {"reward": step / 40, "frac_reward_zero_std": 0.0, "epoch": round(step / 7, 2)}
-        shown = {key: f"{value:.4g}" for key, value in row.items()} if text else row
-        said += str(shown).replace("'loss': 0.0", "'loss': nan, 'kl': np.float64(0.0012), 'entropy': tensor(0.5)")
-        said += "\n\n" + bar(step, steps)
+        printed_row = {key: f"{value:.4g}" for key, value in row.items()} if text else row
+        console_text += str(printed_row).replace(
+            "'loss': 0.0", "'loss': nan, 'kl': np.float64(0.0012), 'entropy': tensor(0.5)"
+        )
+        console_text += "\n\n" + bar(step, steps)
         if step % every == 0:
-            said += "".join("\r" + bar(batch, 8) for batch in range(9)) + "\r"
-            evaluated = {
+            console_text += "".join("\r" + bar(batch, 8) for batch in range(9)) + "\r"
+            evaluation_row = {
                 "eval_loss": 0.1,
                 "eval_runtime": 2.5,
                 "eval_num_tokens": 1000.0 * step,
                 "eval_reward": step / 50,
             }
-            said += f"{evaluated}\n"
-    return said + "{'train_runtime': 1234.5, 'train_samples_per_second': 0.8, 'train_loss': 0.001}\n"
+            console_text += f"{evaluation_row}\n"
+    return console_text + "{'train_runtime': 1234.5, 'train_samples_per_second': 0.8, 'train_loss': 0.001}\n"
 
 
 def write(path: Path, text: str) -> Path:
@@ -65,53 +69,53 @@ def test_a_console_of_trl_and_unsloth(tmp_path: Path, text: bool) -> None:
     assert training.reward.tolist() == pytest.approx([step / 40 for step in range(1, 21)])
 
 
-def test_a_console_of_ms_swift_says_its_steps(tmp_path: Path) -> None:
+def test_a_console_of_ms_swift_has_steps_in_its_rows(tmp_path: Path) -> None:
     rows = [
         {"loss": "0.01", "grad_norm": "0.5", "completions/mean_length": "9", "reward": f"{s / 400}",
          "rewards/MathORM/mean": "0.3", "epoch": "0.1", "global_step/max_steps": f"{s}/400", "percentage": f"{s / 4}%",
          "elapsed_time": "3m 27s", "train_speed(iter/s)": "0.04"}
         for s in range(5, 101, 5)
     ]  # fmt: skip
-    said = "".join(
+    console_text = "".join(
         f"Train: {bar(s // 5, 80)}[INFO:swift] {row}\n" for s, row in zip(range(5, 101, 5), rows, strict=True)
     )
-    study = load([write(tmp_path / "swift.txt", said)])
+    study = load([write(tmp_path / "swift.txt", console_text)])
     assert study.curves[0].compute.tolist() == list(range(5, 101, 5)) and "step <- in the rows" in study.mapping[0]
 
 
-def test_ms_swifts_own_file_of_rows(tmp_path: Path) -> None:
-    """`logging.jsonl`; and rows that were pasted into one line."""
+def test_rows_of_ms_swift_are_read_from_jsonl_and_text(tmp_path: Path) -> None:
+    """ms-swift's `logging.jsonl`, and rows that were pasted into one line."""
     rows = [
         {"loss": 0.0, "reward": s / 9, "rewards/a/mean": 0.0, "global_step/max_steps": f"{s}/99"} for s in range(1, 41)
     ]
-    said = {"logging.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "a.txt": "x " + " ".join(map(str, rows))}
-    for name, text in said.items():
+    files = {"logging.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "a.txt": "x " + " ".join(map(str, rows))}
+    for name, text in files.items():
         assert load([write(tmp_path / name, text)]).curves[0].compute.tolist() == list(range(1, 41))
 
 
-def test_json_behind_a_time_and_within_other_words(tmp_path: Path) -> None:
-    said = "config: " + json.dumps({"model": {"name": "a", "sizes": [{"a": {"b": 1}}] * 50}, "lr": 1e-6}) + "\n"
-    said += "".join(
+def test_json_rows_within_other_text_are_read(tmp_path: Path) -> None:
+    console_text = "config: " + json.dumps({"model": {"name": "a", "sizes": [{"a": {"b": 1}}] * 50}, "lr": 1e-6}) + "\n"
+    console_text += "".join(
         f'2026-01-0{s} 10:00 | INFO {{"step": {s}, "reward": 0.{s}, "loss": NaN, "more": {{"a": "}}"}}}} | done\n'
         for s in range(1, 9)
     )
-    (curve,) = load([write(tmp_path / "run.out", said)]).curves
+    (curve,) = load([write(tmp_path / "run.out", console_text)]).curves
     assert curve.compute.tolist() == list(range(1, 9)) and curve.reward.tolist() == [s / 10 for s in range(1, 9)]
 
 
-def test_rows_that_were_buffered_behind_the_bars_are_numbered(tmp_path: Path) -> None:
-    """Standard output is written by blocks where it is a file, the bars of standard error at once."""
+def test_rows_separated_from_their_progress_bars_are_numbered(tmp_path: Path) -> None:
+    """Standard output into a file is buffered in blocks, while bars on standard error are written at once."""
     bars = "".join("\r" + bar(step, 20) for step in range(21))
     rows = "".join(f"{{'loss': 0.1, 'rewards/a/mean': 0.5, 'reward': {step / 40}}}\n" for step in range(1, 21))
-    for said, why in (
+    for console_text, why in (
         (bars + "\n" + rows, "they were buffered"),
         (rows, "neither the rows nor a progress bar has a step"),
     ):
-        study = load([write(tmp_path / "a.log", said)])
+        study = load([write(tmp_path / "a.log", console_text)])
         assert study.curves[0].compute.tolist() == list(range(1, 21)) and why in study.mapping[0]
 
 
-def test_a_table_and_rows_of_json_are_no_console(tmp_path: Path) -> None:
+def test_tables_and_json_lines_are_not_taken_for_a_console(tmp_path: Path) -> None:
     rows = "".join(f'{{"compute": {c}, "reward": 0.{c}, "step": {c}}}\n' for c in range(1, 9))
     for path in (
         write(tmp_path / "a.log", rows),
@@ -137,14 +141,14 @@ def states(folder: Path, *steps: int, last: int | None = None) -> None:
 def test_a_directory_of_trl_gives_the_last_state_of_each_run(tmp_path: Path, inner: str) -> None:
     states(tmp_path / "out" / "a", 90, 100, 400)
     states(tmp_path / "out" / "b", 50, 60, last=60)
-    states(tmp_path / "out" / "c", 50, 70, last=50)  # continued after its end
+    states(tmp_path / "out" / "c", 50, 70, last=50)  # the run continued after its final state was saved
     curves = {curve.recipe: len(curve.compute) for curve in load([tmp_path / "out" / inner]).curves}
     assert curves == ({"a": 40} if inner else {"a": 40, "b": 6, "c": 7})
     if not inner:
         assert len(expand_source(str(tmp_path / "out"))) == 3 and len(read_runs([str(tmp_path / "out")], {})[0]) == 3
 
 
-def test_a_directory_of_consoles_leaves_out_what_has_no_reward(tmp_path: Path) -> None:
+def test_consoles_without_a_reward_are_left_out_of_a_directory(tmp_path: Path) -> None:
     line = "(TaskRunner pid=1) step:{0} - critic/score/mean:0.{0} - perf/total_num_tokens:10\n"
     for name in ("one.log", "deep/two.out"):
         write(tmp_path / name, "".join(line.format(step) for step in range(1, 9)))

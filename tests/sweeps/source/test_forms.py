@@ -1,4 +1,4 @@
-"""Truths about how a table may be packed, coded and parted: it gives the curves of the plain CSV."""
+"""Tests of forms of tables: compression, encodings, delimiters and Excel give the same curves as the plain CSV."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PLAIN = "\n".join(map(",".join, ROWS)) + "\n"
 
 
 def is_plain(study: LoadedStudy) -> bool:
-    """The curves are those of the rows, to the text of a seed."""
+    """Return whether the curves are those of ROWS, with seeds as text."""
     read = [(c.recipe, c.seed.tolist(), c.compute.tolist(), c.reward.tolist()) for c in study.curves]
     return read == [("a", ["01", "01"], [1, 2.5], [0.25, 0.5]), ("b", ["2"], [3], [1])]
 
 
-def packed(path: Path, raw: bytes) -> Path:
-    """The bytes, packed as the file's ending says."""
+def write_compressed(path: Path, raw: bytes) -> Path:
+    """Write the bytes, compressed according to the file's extension."""
     if path.suffix == ".zip":
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("curves.csv", raw)
@@ -47,8 +47,8 @@ def packed(path: Path, raw: bytes) -> Path:
 
 
 @pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst", "zip"])
-def test_a_packed_table_is_read_and_a_damaged_one_refused(tmp_path: Path, ending: str) -> None:
-    path = packed(tmp_path / f"curves.csv.{ending}", PLAIN.encode())
+def test_a_compressed_table_is_read_and_a_damaged_one_refused(tmp_path: Path, ending: str) -> None:
+    path = write_compressed(tmp_path / f"curves.csv.{ending}", PLAIN.encode())
     assert is_plain(load([path]))
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(UserError, match=rf"curves.csv.{ending}: cannot be unpacked \(") as caught:
@@ -56,16 +56,16 @@ def test_a_packed_table_is_read_and_a_damaged_one_refused(tmp_path: Path, ending
     assert "\n" not in str(caught.value)
 
 
-def test_a_packed_log_is_read_as_the_log_and_named_as_it(tmp_path: Path) -> None:
+def test_a_compressed_log_gives_the_curve_and_name_of_the_log(tmp_path: Path) -> None:
     for name in ("verl_grpo.log", "verl_dapo.jsonl", "open_instruct_history.csv"):
         (plain,), (curve,) = (
             load([LOGS / name]).curves,
-            load([packed(tmp_path / f"{name}.bz2", (LOGS / name).read_bytes())]).curves,
+            load([write_compressed(tmp_path / f"{name}.bz2", (LOGS / name).read_bytes())]).curves,
         )
         assert curve.recipe == plain.recipe and curve.reward.tolist() == plain.reward.tolist()
 
 
-def test_an_archive_holds_one_file(tmp_path: Path) -> None:
+def test_an_archive_with_two_files_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         archive.writestr("a.csv", PLAIN)
         archive.writestr("b.csv", PLAIN)
@@ -76,7 +76,7 @@ def test_an_archive_holds_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"]
 )
-def test_a_table_in_any_encoding_with_a_mark(tmp_path: Path, encoding: str) -> None:
+def test_a_table_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
     mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
     (tmp_path / "curves.csv").write_bytes((mark + PLAIN).encode(encoding))
     assert is_plain(load([tmp_path / "curves.csv"]))
@@ -84,7 +84,7 @@ def test_a_table_in_any_encoding_with_a_mark(tmp_path: Path, encoding: str) -> N
 
 @pytest.mark.parametrize(("parted", "said"), [(";", "';'"), ("\t", "tabs"), ("|", "'|'"), ("   ", "blanks")])
 @pytest.mark.parametrize("comma", [False, True])
-def test_what_parts_the_cells_and_decimal_commas(tmp_path: Path, parted: str, said: str, comma: bool) -> None:
+def test_delimiters_and_decimal_commas_are_recognized(tmp_path: Path, parted: str, said: str, comma: bool) -> None:
     rows = [[cell.replace(".", ",") if comma else cell for cell in row] for row in ROWS]
     path = tmp_path / "curves.txt"
     path.write_text("\n".join(map(parted.join, rows)))
@@ -96,13 +96,13 @@ def test_what_parts_the_cells_and_decimal_commas(tmp_path: Path, parted: str, sa
         load([path])
 
 
-def test_blanks_in_names_do_not_part_them(tmp_path: Path) -> None:
+def test_spaces_in_column_names_are_not_delimiters(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("my reward\n1\n")
     with pytest.raises(UserError, match="found my reward;"):
         load([tmp_path / "t.csv"])
 
 
-def sheets(path: Path, *frames: pandas.DataFrame, above: int = 0) -> Path:
+def write_sheets(path: Path, *frames: pandas.DataFrame, above: int = 0) -> Path:
     with pandas.ExcelWriter(path, engine="openpyxl") as writer:
         for number, frame in enumerate(frames):
             frame.to_excel(writer, sheet_name=f"sheet {number}", index=False, startrow=above)
@@ -111,29 +111,29 @@ def sheets(path: Path, *frames: pandas.DataFrame, above: int = 0) -> Path:
 
 def test_the_first_sheet_of_an_excel_file_is_read(tmp_path: Path) -> None:
     frame = pandas.DataFrame(ROWS[1:], columns=ROWS[0]).astype({"compute": float, "reward": float})
-    assert is_plain(load([sheets(tmp_path / "one.xlsx", frame)]))
-    study = load([sheets(tmp_path / "two.xlsx", frame, frame.iloc[:1], above=3)])
+    assert is_plain(load([write_sheets(tmp_path / "one.xlsx", frame)]))
+    study = load([write_sheets(tmp_path / "two.xlsx", frame, frame.iloc[:1], above=3)])
     assert is_plain(study) and "sheet sheet 0, the first of 2" in study.shown[0]
     frame.loc[1, "compute"] = None
-    study = load([sheets(tmp_path / "blank.xlsx", frame)])
+    study = load([write_sheets(tmp_path / "blank.xlsx", frame)])
     assert study.curves[0].compute.tolist() == [1] and "skipped 1 row without compute" in study.warnings[0]
     frame = frame.astype({"compute": object})
     frame.loc[1, "compute"] = "far"
     with pytest.raises(
         UserError, match=r"column compute is not a finite number in 1 of 3 rows, first at row 6 \('far'\)"
     ):
-        load([sheets(tmp_path / "text.xlsx", frame, above=3)])
+        load([write_sheets(tmp_path / "text.xlsx", frame, above=3)])
     with pytest.raises(UserError, match="the file is empty"):
-        load([sheets(tmp_path / "empty.xlsx", pandas.DataFrame())])
+        load([write_sheets(tmp_path / "empty.xlsx", pandas.DataFrame())])
 
 
-def test_whole_numbers_of_a_sheet_are_seeds_without_a_point(tmp_path: Path) -> None:
+def test_seeds_of_a_sheet_have_no_decimal_point(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"seed": [0, 1], "compute": [1, 2], "reward": [0.5, 0.25]})
-    (curve,) = load([sheets(tmp_path / "grpo.xlsx", frame)]).curves
+    (curve,) = load([write_sheets(tmp_path / "grpo.xlsx", frame)]).curves
     assert (curve.recipe, curve.seed.tolist()) == ("grpo", ["0", "1"])
 
 
-def test_without_openpyxl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openpyxl_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     (tmp_path / "t.xlsx").write_bytes(b"PK")
     with pytest.raises(UserError, match="openpyxl, which is not installed; pip install openpyxl"):
@@ -141,7 +141,7 @@ def test_without_openpyxl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("source", "imported"), [("examples/curves.csv", True), ("examples/study", False)])
-def test_pandas_is_imported_for_tables_and_not_for_journals(source: str, imported: bool) -> None:
+def test_pandas_is_imported_for_tables_but_not_for_journals(source: str, imported: bool) -> None:
     code = "import sys; from sweeps.source import load; load(sys.argv[1:]); sys.exit('pandas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, source], cwd=ROOT, check=False)
     assert done.returncode == imported
@@ -155,8 +155,8 @@ def test_the_runs_of_a_table_are_listed_by_recipe_then_seed(tmp_path: Path) -> N
     assert runs[0].compute.tolist() == [1, 2] and runs[0].reward.tolist() == [0.1, 0.4]
 
 
-def test_tables_of_one_name_in_two_folders_are_two_recipes(tmp_path: Path) -> None:
-    """Merged into one recipe and one seed, two recipes would be fitted as one without a word."""
+def test_tables_with_one_name_in_two_folders_are_two_recipes(tmp_path: Path) -> None:
+    """Otherwise two recipes would silently be fitted as one recipe with one seed."""
 
     def recipes(*names: str, text: str = "compute,reward\n1,0.5\n2,0.6\n") -> dict[str, list[str]]:
         for name in names:
@@ -186,7 +186,7 @@ def test_tables_of_one_name_in_two_folders_are_two_recipes(tmp_path: Path) -> No
     assert with_recipes == {"r": ["0", "1"]}
 
 
-def test_every_table_without_seeds_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_every_table_without_seeds_is_a_separate_run(tmp_path: Path) -> None:
     paths = [tmp_path / f"part{number}.csv" for number in range(3)]
     for path, text in zip(paths, ("a,,1,0.5\na,b,2,0.6", "a,,1,0.4", "b,,1,0.4"), strict=True):
         path.write_text(f"recipe,baseline,compute,reward\n{text}\n")
@@ -216,8 +216,8 @@ def test_every_table_without_seeds_is_a_run_of_its_own(tmp_path: Path) -> None:
         ("run,_step,seed,acc\na,1,0,0.5\na,,,0.6\nb,1,,0.1\n", ""),
     ],
 )
-def test_a_blank_recipe_or_seed_is_no_name(tmp_path: Path, text: str, error: str) -> None:
-    """Cells that a spreadsheet has merged are blank but for the first."""
+def test_a_blank_recipe_or_seed_is_refused(tmp_path: Path, text: str, error: str) -> None:
+    """Merged cells of a spreadsheet are blank except for the first."""
     (tmp_path / "t.csv").write_text(text)
     metric = "acc" if "acc" in text else None
     if not error:
@@ -240,7 +240,7 @@ def test_a_seed_column_that_is_blank_in_all_rows_is_ignored(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
 def test_commas_that_may_separate_thousands_are_refused(tmp_path: Path, delimiter: str) -> None:
-    """Read as decimal commas, compute of 347, 1,043 and 2,086 would be 347, 1.043 and 2.086."""
+    """With decimal commas, the compute values 347, 1,043 and 2,086 would become 347, 1.043 and 2.086."""
 
     def read(*compute: str) -> list[float]:
         rows = ["other;recipe;reward;compute", *(f"{cell};a;0,{at}5;{cell}" for at, cell in enumerate(compute))]
@@ -257,4 +257,4 @@ def test_commas_that_may_separate_thousands_are_refused(tmp_path: Path, delimite
     assert read("1,043", "2000", "2,086") == [1.043, 2.086, 2000]
     assert read("1,043", "2") == [1.043, 2]
     (tmp_path / "t.csv").write_text("other;recipe;reward;compute\n1,043;a;0,5;1\n2,086;a;0,6;2\n")
-    assert load([tmp_path / "t.csv"]).curves[0].compute.tolist() == [1, 2]  # a column that is not used
+    assert load([tmp_path / "t.csv"]).curves[0].compute.tolist() == [1, 2]  # the ambiguous column is not used

@@ -1,4 +1,4 @@
-"""Truths about logs of other frameworks: the right column becomes the reward, and what is left out is counted."""
+"""Tests of logs of other frameworks: the right columns become compute and reward, and skipped rows are counted."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def state(path: Path, rows: list[Any], **more: object) -> Path:
 
 
 def line(study: LoadedStudy) -> str:
-    (found,) = study.mapping
-    assert study.shown == study.mapping and "\n" not in found
-    return found
+    (mapping_line,) = study.mapping
+    assert study.shown == study.mapping and "\n" not in mapping_line
+    return mapping_line
 
 
-def test_fixtures_are_what_their_script_makes(tmp_path: Path) -> None:
+def test_log_fixtures_equal_the_output_of_their_script(tmp_path: Path) -> None:
     code = (LOGS / "make.py").read_text()
     copy = write(tmp_path / "make.py", code)
     subprocess.run([sys.executable, copy], check=True)
@@ -85,7 +85,7 @@ def test_trl_falls_back_to_training_reward_and_to_steps_and_says_so(tmp_path: Pa
     assert named.metric == "completions/mean_length"
 
 
-def test_trl_rows_logged_again_after_a_resume_supersede(tmp_path: Path) -> None:
+def test_trl_rows_logged_again_after_a_resume_replace_earlier_ones(tmp_path: Path) -> None:
     rows = [{"step": step, "reward": 0.1 * step, "num_tokens": 100.0 * step} for step in (1, 2, 3, 2, 3, 4)]
     rows[3]["reward"] = 0.25
     path = state(tmp_path / "a" / "trainer_state.json", rows)
@@ -95,7 +95,7 @@ def test_trl_rows_logged_again_after_a_resume_supersede(tmp_path: Path) -> None:
     assert any("replaced by a later value at the same step" in note for note in study.curves[0].warnings)
 
 
-def test_bad_values_of_a_log_are_counted_with_the_first(tmp_path: Path) -> None:
+def test_bad_values_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     rows: list[Any] = [{"step": s, "eval_reward": 0.1 * s, "eval_num_tokens": 10.0 * s} for s in range(5)]
     rows[2]["eval_reward"] = float("nan")
     rows[3]["eval_reward"] = "oops"
@@ -121,13 +121,13 @@ def test_bad_values_of_a_log_are_counted_with_the_first(tmp_path: Path) -> None:
         ([{"step": -1, "reward": 0.5}], "negative steps: 1, first -1"),
     ],
 )
-def test_unusable_trl_states_say_why(tmp_path: Path, rows: Any, message: str) -> None:
+def test_unusable_trl_states_are_refused_with_a_reason(tmp_path: Path, rows: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load([state(tmp_path / "trainer_state.json", rows)])
     assert "trainer_state.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_one_point_a_constant_and_rewards_outside_the_unit_interval_get_a_verdict(tmp_path: Path) -> None:
+def test_single_constant_and_wide_rewards_get_a_verdict(tmp_path: Path) -> None:
     for name, values in (("one", [0.5]), ("flat", [0.5] * 8), ("wide", [-3.0, 1.0, 4.0, 5.0, 5.5, 5.7])):
         rows = [{"step": s, "reward": v, "num_tokens": 100.0 * s} for s, v in enumerate(values)]
         (fit,) = fit_curves(load([state(tmp_path / name / "trainer_state.json", rows)]).curves)
@@ -143,7 +143,7 @@ def test_verl_console_and_file_logger_give_the_same_points(tmp_path: Path) -> No
     for study in (console, lines):
         (curve,) = study.curves
         assert curve.metric == "val-core/openai/gsm8k/acc/mean@1" and curve.axis == "perf/total_num_tokens"
-        # The counter is one batch's: the axis is its running sum, 0 at the validation before training.
+        # verl counts tokens per batch. The axis is their running sum, 0 at the validation before training.
         assert curve.compute.tolist() == [TOKENS * step for step in range(0, 81, 5)]
         assert 0.5 < curve.reward[-1] < 0.7 and curve.reward[0] < 0.25
         assert "verl's name, running sum over the steps" in line(study)
@@ -163,12 +163,16 @@ def test_verl_lines_cut_off_repeated_and_missing_are_counted(tmp_path: Path) -> 
     (curve,) = study.curves
     assert curve.reward.tolist() == pytest.approx([0.2, 0.3, 0.6, 0.7])
     assert curve.compute.tolist() == [100, 200, 300, 300]
-    said = " ".join(curve.warnings)
-    assert "log starts at step 2" in said and "2 steps missing in the log" in said and "1 value of critic" in said
+    all_warnings = " ".join(curve.warnings)
+    assert (
+        "log starts at step 2" in all_warnings
+        and "2 steps missing in the log" in all_warnings
+        and "1 value of critic" in all_warnings
+    )
     assert "fields that are not numbers: 5" in line(study)
 
 
-def test_verl_data_sources_are_a_choice(tmp_path: Path) -> None:
+def test_verl_data_sources_need_a_choice(tmp_path: Path) -> None:
     text = "step:1 - val-core/gsm8k/acc/mean@4:0.5 - val-core/aime/acc/mean@4:0.1 - val-core/aime/acc/best@4/mean:0.3\n"
     path = write(tmp_path / "x.txt", text)
     with pytest.raises(UserError, match="2 rewards could be meant"):
@@ -176,7 +180,7 @@ def test_verl_data_sources_are_a_choice(tmp_path: Path) -> None:
     assert [curve.factors["set"] for curve in load([path], metric="all").curves] == ["aime", "gsm8k"]
 
 
-def test_a_torn_last_line_of_a_log_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_any_other_is_refused(tmp_path: Path) -> None:
     text = (LOGS / "verl_dapo.jsonl").read_text()
     assert "an incomplete last line was left out" in line(
         load([write(tmp_path / "a.jsonl", text + '{"step": 81, "da')])
@@ -189,7 +193,7 @@ def test_a_torn_last_line_of_a_log_is_left_out_and_any_other_is_an_error(tmp_pat
 
 @pytest.mark.parametrize("name", ["verl_dapo.jsonl", "verl_grpo.log", "open_instruct_history.csv"])
 def test_nul_bytes_of_a_crash_are_dropped_and_counted(tmp_path: Path, name: str) -> None:
-    """Behind the last line, before a whole line, and in place of the end of one."""
+    """NUL bytes after the last line, before a complete line, and in place of the end of a line."""
     raw = (LOGS / name).read_bytes()
     (whole,) = load([LOGS / name]).curves
     study = load([write(tmp_path / name, raw + b"\0" * 4096)])
@@ -202,17 +206,17 @@ def test_nul_bytes_of_a_crash_are_dropped_and_counted(tmp_path: Path, name: str)
         study = load([write(tmp_path / name, b"\n".join([*lines[:half], *middle, *lines[half:]]))])
         assert study.curves[0].reward.tolist() == whole.reward.tolist()
         assert ("left by a crash, and 1 line cut off there" in study.warnings[0]) == bool(lost)
-    if name != "open_instruct_history.csv":  # of a CSV, a cell's end cannot be told from a cell
+    if name != "open_instruct_history.csv":  # in a CSV the remainder of a cell may look like a whole cell
         raw = b"\n".join([*lines[:half], broken + lines[half], *lines[half + 1 :]])
         assert load([write(tmp_path / name, raw)]).curves[0].reward.tolist() == whole.reward.tolist()
 
 
-def test_nul_bytes_behind_a_state_and_before_a_log_are_dropped(tmp_path: Path) -> None:
+def test_nul_bytes_after_a_state_and_before_a_log_are_dropped(tmp_path: Path) -> None:
     rows = [{"step": s, "reward": 0.1 * s, "num_tokens": 100.0 * s} for s in range(4)]
     path = state(tmp_path / "a" / "trainer_state.json", rows)
     path.write_bytes(path.read_bytes() + b"\0\0")
     assert len(load([path]).curves[0].reward) == 4
-    # A log that was cut short while its writer went on starts with a hole, and then in the middle of a line.
+    # If a log is truncated while it is written, it begins with NUL bytes, followed by the rest of a line.
     raw = b"\0" * 9000 + b"core/x:0.5\n" + (LOGS / "verl_grpo.log").read_bytes()
     study = load([write(tmp_path / "job.log", raw)])
     assert len(study.curves[0].reward) == 17 and "dropped 9000 NUL bytes left by a crash" in study.warnings[0]
@@ -221,7 +225,7 @@ def test_nul_bytes_behind_a_state_and_before_a_log_are_dropped(tmp_path: Path) -
 # --- W&B, prime-rl, open-instruct -----------------------------------------------------------------------------
 
 
-def test_a_chart_export_has_a_recipe_a_run() -> None:
+def test_a_chart_export_has_one_recipe_per_run() -> None:
     study = load([LOGS / "wandb_chart.csv"])
     assert [curve.recipe for curve in study.curves] == ["brisk-sweep-7", "olive-sweep-3"]
     assert [len(curve.reward) for curve in study.curves] == [31, 41]
@@ -230,7 +234,7 @@ def test_a_chart_export_has_a_recipe_a_run() -> None:
         load([LOGS / "wandb_chart.csv"], x="other")
 
 
-def test_a_chart_of_steps_groups_and_averages(tmp_path: Path) -> None:
+def test_a_chart_with_steps_groups_and_averages_is_read(tmp_path: Path) -> None:
     columns = [f"algo: cispo, seed: {seed} - reward{end}" for seed in (1, 2) for end in ("", "__MIN", "__MAX")]
     header = ",".join(f'"{name}"' for name in ["Step", *columns])
     rows = ["1,0.1,0.05,0.15,0.2,0.2,0.2", "2,,,,0.3,0.3,0.3", "3,0.4,0.4,0.4,NaN,NaN,NaN"]
@@ -245,7 +249,7 @@ def test_a_chart_of_steps_groups_and_averages(tmp_path: Path) -> None:
         load([tmp_path / "chart.csv"], by="nope")
 
 
-def test_prime_rl_evaluations_join_training_by_step() -> None:
+def test_prime_rl_evaluations_are_joined_with_training_by_step() -> None:
     path = LOGS / "prime_rl_history.json"
     math, code = load([path], metric="all").curves
     assert (math.factors["set"], code.factors["set"]) == ("aime24", "livecodebench")
@@ -254,7 +258,7 @@ def test_prime_rl_evaluations_join_training_by_step() -> None:
     assert len(curve.reward) == 61
 
 
-def test_prime_rl_file_monitor_is_no_journal_of_ours(tmp_path: Path) -> None:
+def test_a_file_of_prime_rl_is_not_taken_for_our_journal(tmp_path: Path) -> None:
     rows = [{"step": s, "time": 1.0 + s, "progress/total_tokens": 10 * s, "reward/all/mean": 0.1 * s} for s in range(5)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     write(tmp_path / "study" / "run_a" / "metrics.jsonl", text)
@@ -273,7 +277,7 @@ def test_open_instruct_prefers_the_held_out_rate() -> None:
 
 
 @pytest.mark.parametrize("form", ["csv", "json", "jsonl", "parquet"])
-def test_a_history_of_several_runs_in_every_form(tmp_path: Path, form: str) -> None:
+def test_a_history_of_several_runs_is_read_in_every_format(tmp_path: Path, form: str) -> None:
     rows = [
         {"_step": s, "run_name": f"r{seed}", "algo": algo, "seed": seed, "size": size, "x": 10.0 * s, "acc": 0.1 * s}
         for seed, algo, size in ((1, "a", "7b"), (2, "a", "7b"), (1, "b", "1b"))
@@ -301,7 +305,7 @@ def test_a_history_of_several_runs_in_every_form(tmp_path: Path, form: str) -> N
         load([path], metric="acc", by="nope")
 
 
-def test_an_axis_that_falls_is_said(tmp_path: Path) -> None:
+def test_a_decreasing_axis_gives_a_warning(tmp_path: Path) -> None:
     rows = [{"_step": s, "acc": 0.1 * s, "tokens": t} for s, t in enumerate((0, 10, 20, 5, 15))]
     (curve,) = load([write(tmp_path / "h.json", rows)], metric="acc", x="tokens").curves
     assert any("tokens falls at 1 step, first at step 3" in note for note in curve.warnings)
@@ -315,14 +319,14 @@ def test_compute_between_logged_steps_is_interpolated_and_counted(tmp_path: Path
     assert "at compute 0: 1" in line(study) and "interpolated between logged steps: 1" in line(study)
 
 
-def test_runs_of_one_recipe_get_a_seed_each(tmp_path: Path) -> None:
+def test_runs_of_one_recipe_get_different_seeds(tmp_path: Path) -> None:
     rows = [{"step": s, "reward": 0.1 * s, "num_tokens": 100.0 * s} for s in range(3)]
     paths = [state(tmp_path / folder / "grpo" / "trainer_state.json", rows) for folder in "ab"]
     (curve,) = load(paths).curves
     assert sorted(set(curve.seed.tolist())) == ["run 0", "run 1"] and len(curve.reward) == 6
 
 
-def test_one_run_given_twice_is_no_second_seed(tmp_path: Path) -> None:
+def test_a_run_given_twice_is_not_a_second_seed(tmp_path: Path) -> None:
     rows = [{"step": s, "reward": 0.1 * s, "num_tokens": 100.0 * s} for s in range(4)]
     early = state(tmp_path / "grpo" / "checkpoint-2" / "trainer_state.json", rows[:3])
     late = state(tmp_path / "grpo" / "checkpoint-3" / "trainer_state.json", rows)
@@ -336,7 +340,7 @@ def test_one_run_given_twice_is_no_second_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_event_files_of_scalars_and_tensors(tmp_path: Path, tensors: bool) -> None:
+def test_event_files_with_scalars_or_tensors_are_read(tmp_path: Path, tensors: bool) -> None:
     path = events(tmp_path / "run", TRL_SCALARS, tensors)
     study = load([path])
     (curve,) = study.curves
@@ -348,7 +352,7 @@ def test_event_files_of_scalars_and_tensors(tmp_path: Path, tensors: bool) -> No
     assert timed.compute.tolist() == list(range(1, 21))
 
 
-def test_every_directory_of_event_files_is_a_run_and_damage_is_said(tmp_path: Path) -> None:
+def test_a_directory_of_event_files_is_a_run_and_damage_gives_a_warning(tmp_path: Path) -> None:
     events(tmp_path / "study" / "a", TRL_SCALARS)
     cut = events(tmp_path / "study" / "b" / "logs", TRL_SCALARS)
     cut.write_bytes(cut.read_bytes()[:-20])
@@ -364,7 +368,7 @@ def test_every_directory_of_event_files_is_a_run_and_damage_is_said(tmp_path: Pa
         load([tmp_path / "other"])
 
 
-def test_seeds_in_the_names_of_folders_with_event_files(tmp_path: Path) -> None:
+def test_seeds_are_read_from_folder_names_of_event_files(tmp_path: Path) -> None:
     for name in ("a/seed_1", "a/seed_2", "b/seed_1"):
         events(tmp_path / "study" / name, TRL_SCALARS)
     a, b = load([tmp_path / "study"]).curves
@@ -373,20 +377,20 @@ def test_seeds_in_the_names_of_folders_with_event_files(tmp_path: Path) -> None:
     assert alone.recipe == "a" and set(alone.seed.tolist()) == {"1", "2"}
 
 
-def test_without_tensorboard_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match="tensorboard, which is not installed; pip install tensorboard"):
         load([write(tmp_path / "events.out.tfevents.1", b"")])
 
 
-# --- all of them ----------------------------------------------------------------------------------------------
+# --- all frameworks -------------------------------------------------------------------------------------------
 
 
 def test_no_two_frameworks_claim_the_same_names() -> None:
     for vocabulary in VOCABULARIES:
         for example in ("val-core/a/acc/mean@1", "progress/total_tokens", "val/num_total_tokens", "train/num_tokens"):
-            speaking = [v.project for v in VOCABULARIES if v.speaks([example])]
-            assert len(speaking) == 1, (example, speaking, vocabulary.project)
+            claiming = [v.project for v in VOCABULARIES if v.speaks([example])]
+            assert len(claiming) == 1, (example, claiming, vocabulary.project)
 
 
 JUNK = st.one_of(
@@ -442,7 +446,7 @@ def test_a_million_rows_load_in_seconds(tmp_path: Path) -> None:
     assert [len(curve.reward) for curve in curves] == [count // 2] * 2
 
 
-def test_the_command_shows_the_mapping_of_logs_and_is_quiet_about_its_own(
+def test_the_command_shows_the_mapping_of_logs_but_not_of_tables(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["fit", str(LOGS / "verl_grpo.log"), "--json"]) == 0

@@ -1,4 +1,4 @@
-"""Truths about MLflow as a source: what our tracker shipped comes back as it was, and nothing is written."""
+"""Tests of MLflow as a source: runs sent by our tracker equal their journals, and nothing is written to the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def database(schema: Path, tmp_path: Path) -> Path:
 
 
 def journal(run_dir: Path, recipe: str, seed: int, top: float, sets: tuple[str, ...] = ("math", "code")) -> Path:
-    """A finished run with a train record a step and an evaluation every second, one of them at C = 0."""
+    """Write a finished run with a train record per step, and an evaluation at step 0 and at every second step."""
     log = Journal(run_dir, clock=lambda: 1e9)
     log.header(run=run_dir.name, recipe=recipe, seed=seed, device="cpu")
     for step in range(7):
@@ -46,7 +46,7 @@ def journal(run_dir: Path, recipe: str, seed: int, top: float, sets: tuple[str, 
 
 
 @pytest.mark.slow
-def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_path: Path) -> None:
+def test_runs_from_our_tracker_equal_their_journals(database: Path, tmp_path: Path) -> None:
     tracker = Tracker(f"sqlite:///{database}", "study", axis=FLOPS)
     members = [
         Member(f"{recipe}-{seed}", recipe, seed, journal(tmp_path / "sweep" / f"{recipe}-{seed}", recipe, seed, top))
@@ -60,14 +60,21 @@ def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_
     with pytest.raises(UserError, match=r"2 rewards could be meant \(eval/"):
         load([source])
     for name in ("eval/math/pass_rate", "eval/code/pass_rate"):
-        study, known = load([source], metric=name), load([tmp_path / "sweep"], metric=name, x=FLOPS)
+        study, from_journals = load([source], metric=name), load([tmp_path / "sweep"], metric=name, x=FLOPS)
         assert [curve.recipe for curve in study.curves] == ["scalerl", "scalerl+loss=dapo"]
-        for shipped, kept in zip(study.curves, known.curves, strict=True):
-            assert shipped.axis == kept.axis == FLOPS
-            assert shipped.compute.tolist() == pytest.approx(kept.compute.tolist(), rel=1e-12)
-            assert shipped.reward.tolist() == kept.reward.tolist() and shipped.seed.tolist() == kept.seed.tolist()
-            assert (shipped.sd is None) == (kept.sd is None)
-            assert shipped.sd is None or kept.sd is None or shipped.sd.tolist() == kept.sd.tolist()
+        for mlflow_curve, journal_curve in zip(study.curves, from_journals.curves, strict=True):
+            assert mlflow_curve.axis == journal_curve.axis == FLOPS
+            assert mlflow_curve.compute.tolist() == pytest.approx(journal_curve.compute.tolist(), rel=1e-12)
+            assert (
+                mlflow_curve.reward.tolist() == journal_curve.reward.tolist()
+                and mlflow_curve.seed.tolist() == journal_curve.seed.tolist()
+            )
+            assert (mlflow_curve.sd is None) == (journal_curve.sd is None)
+            assert (
+                mlflow_curve.sd is None
+                or journal_curve.sd is None
+                or mlflow_curve.sd.tolist() == journal_curve.sd.tolist()
+            )
     assert "MLflow" in study.shown[0] and "runs of other kinds (sweeps, fits): 1" in study.shown[0]
     assert [curve.factors for curve in load([source], metric="all").curves][:2] == [{"set": "code"}, {"set": "math"}]
     (joined,) = load([source], metric="eval/math/pass_rate", x="train/loss").curves[:1]
@@ -75,7 +82,7 @@ def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_
     assert database.read_bytes() == before
 
 
-def test_an_experiment_and_a_store_may_have_a_hash_in_their_names(database: Path, tmp_path: Path) -> None:
+def test_names_of_experiments_and_stores_may_contain_a_hash(database: Path, tmp_path: Path) -> None:
     store = tmp_path / "a#b" / "ml#flow.db"
     store.parent.mkdir()
     shutil.copy(database, store)
@@ -105,7 +112,7 @@ def test_an_experiment_and_a_store_may_have_a_hash_in_their_names(database: Path
         ("mlflow:sqlite:///nowhere.db", ("sqlite:///nowhere.db", "")),
     ],
 )
-def test_the_parts_of_an_address(source: str, parts: tuple[str, str]) -> None:
+def test_addresses_are_split_into_store_and_experiment(source: str, parts: tuple[str, str]) -> None:
     assert parts_of(source) == parts
 
 
@@ -131,8 +138,8 @@ def test_every_documented_command_runs(
         assert out and ("source: " in err) == ("examples/" not in command), command
 
 
-def foreign(database: Path) -> None:
-    """Runs that another framework logged: metrics by step, parameters and tags."""
+def log_foreign_runs(database: Path) -> None:
+    """Log runs like another framework: metrics by step, parameters and tags."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{database}")
@@ -155,8 +162,8 @@ def foreign(database: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_of_others_by_metric_tag_and_parameter(database: Path) -> None:
-    foreign(database)
+def test_foreign_runs_are_read_by_metric_tag_and_parameter(database: Path) -> None:
+    log_foreign_runs(database)
     source = f"mlflow:sqlite:///{database}#theirs"
     curves = load([source], metric="acc", x="tokens").curves
     assert [curve.recipe for curve in curves] == ["run-a", "run-b", "run-c"]
@@ -202,11 +209,11 @@ def test_runs_of_others_by_metric_tag_and_parameter(database: Path) -> None:
         ),
     ),
 )
-def test_stores_that_cannot_be_read_say_why_and_stay_as_they_are(
+def test_unreadable_stores_are_refused_and_not_changed(
     database: Path, tmp_path: Path, source: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    foreign(database)
+    log_foreign_runs(database)
     shutil.copy(database, tmp_path / "old.db")
     execute(tmp_path / "old.db", "UPDATE alembic_version SET version_num = 'x'")
     execute(tmp_path / "other.db", "CREATE TABLE runs (a)")

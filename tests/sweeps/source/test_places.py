@@ -1,4 +1,4 @@
-"""What kind of thing a source is, asked once for all who read it."""
+"""Tests of Place, which recognizes the kind of a source."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ STUDY = ROOT / "examples" / "study"
         ("nowhere.csv", Kind.MISSING, "nowhere"),
     ],
 )
-def test_every_source_is_of_one_kind(source: str | Path, kind: Kind, title: str) -> None:
+def test_the_kind_of_a_source_is_recognized(source: str | Path, kind: Kind, title: str) -> None:
     place = Place(source)
     assert place.kind is kind and place.title == title
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
-def test_a_name_that_no_file_can_have_is_missing(name: str) -> None:
+def test_an_impossible_file_name_is_missing(name: str) -> None:
     place = Place(name)
     assert place.kind is Kind.MISSING and place.folder is None and not place.runs
     with pytest.raises(UserError, match="no such file or directory"):
         place.check()
 
 
-def test_a_folder_parts_our_runs_from_logs_of_the_same_name(tmp_path: Path) -> None:
+def test_a_folder_separates_our_runs_from_other_logs_named_metrics(tmp_path: Path) -> None:
     for run, line in (("ours", '{"kind": "header"}\n'), ("theirs", '{"step": 1, "reward": 0.5}\n')):
         (tmp_path / run).mkdir()
         (tmp_path / run / "metrics.jsonl").write_text(line)
@@ -54,6 +54,6 @@ def test_the_folder_of_a_run_is_found_from_its_journal(tmp_path: Path) -> None:
     assert Place(tmp_path / "table.csv").folder is None
 
 
-def test_a_directory_without_anything_to_read_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in this directory"):
         Place(tmp_path).check()

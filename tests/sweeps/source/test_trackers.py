@@ -1,4 +1,4 @@
-"""Trackers' own stores: W&B's folders and projects, and Trackio's database."""
+"""Tests of trackers' stores as sources: W&B's folders and projects, and Trackio's database."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ TRACKIO = ROOT / "tests" / "data" / "trackio" / "mine.db.gz"
 
 
 def points(study: LoadedStudy) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Compute and reward of each recipe and seed."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    """Return (compute, reward) pairs by recipe and seed."""
+    by_recipe_and_seed: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for curve in study.curves:
         for seed, x, y in zip(curve.seed, curve.compute, curve.reward, strict=True):
-            found.setdefault((curve.recipe, str(seed)), []).append((float(x), round(float(y), 6)))
-    return found
+            by_recipe_and_seed.setdefault((curve.recipe, str(seed)), []).append((float(x), round(float(y), 6)))
+    return by_recipe_and_seed
 
 
 # --- W&B's folders -------------------------------------------------------------------------------------------
 
 
 def message(kind: str, **values: Any) -> bytes:
-    """A record as W&B writes one: of a run, or a row of its history."""
+    """Return a record of W&B: a run, or a row of its history."""
     record = wandb_internal_pb2.Record()
     if kind == "run":
         record.run.display_name = values.pop("name")
@@ -57,17 +57,17 @@ def message(kind: str, **values: Any) -> bytes:
 
 
 def log_of(path: Path, *messages: bytes) -> Path:
-    """A LevelDB log: records in fragments, none of which crosses the end of a block of 32 KiB."""
+    """Write a LevelDB log: records are split into fragments that do not cross the end of a 32 KiB block."""
     raw = bytearray(b":W&B" + struct.pack("<HB", 0xBEE1, 0))
     for data in messages:
-        first, rest = True, data
-        while first or rest:
-            left = 32768 - len(raw) % 32768
-            if left < 7:
-                raw += bytes(left)
+        first, remainder = True, data
+        while first or remainder:
+            block_left = 32768 - len(raw) % 32768
+            if block_left < 7:
+                raw += bytes(block_left)
                 continue
-            part, rest = rest[: left - 7], rest[left - 7 :]
-            kind = (1 if not rest else 2) if first else (4 if not rest else 3)
+            part, remainder = remainder[: block_left - 7], remainder[block_left - 7 :]
+            kind = (1 if not remainder else 2) if first else (4 if not remainder else 3)
             raw += struct.pack("<IHB", zlib.crc32(part, zlib.crc32(bytes([kind]))), len(part), kind) + part
             first = False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,46 +88,46 @@ EXPECTED = [(1000.0 * step, round(0.1 * step, 6)) for step in range(1, 6)]
 
 
 @pytest.mark.parametrize("note", ["", "n" * 32700, "n" * 100_000], ids=["one block", "at its end", "several"])
-def test_a_folder_of_offline_runs(note: str, tmp_path: Path) -> None:
+def test_a_folder_of_offline_runs_is_read(note: str, tmp_path: Path) -> None:
     for seed in (0, 1):
         run_log(tmp_path / "wandb", seed, note)
     (tmp_path / "wandb" / "latest-run").symlink_to("offline-run-2026_1")
-    found = points(load([tmp_path / "wandb"]))
-    assert set(found) == {("grpo", "0"), ("grpo", "1")}
-    assert found["grpo", "0"] == EXPECTED
-    assert found["grpo", "1"] == [(x, round(y + 0.01, 6)) for x, y in EXPECTED]
-    assert points(load([next(tmp_path.rglob("run-abc0.wandb"))])) == {("grpo", "0"): found["grpo", "0"]}
+    points_by_run = points(load([tmp_path / "wandb"]))
+    assert set(points_by_run) == {("grpo", "0"), ("grpo", "1")}
+    assert points_by_run["grpo", "0"] == EXPECTED
+    assert points_by_run["grpo", "1"] == [(x, round(y + 0.01, 6)) for x, y in EXPECTED]
+    assert points(load([next(tmp_path.rglob("run-abc0.wandb"))])) == {("grpo", "0"): points_by_run["grpo", "0"]}
 
 
-def test_a_run_of_ours_in_a_folder_of_wandb_has_its_default_axis(tmp_path: Path) -> None:
-    """As its journal and its CSVLogger have: the virtual clock's where one ran, else device hours."""
+def test_our_run_in_a_wandb_folder_has_our_default_axis(tmp_path: Path) -> None:
+    """The default is the same as for journals and CSVLogger: virtual device hours if present, else device hours."""
     names = ("compute/flops", "compute/tokens", "compute/device_hours", "compute/virtual_device_hours")
     for count in (3, 4):
         rows = [
             message("row", step=s, **{"eval/math/pass_rate": s / 9}, **{names[i]: i * s for i in range(count)})
             for s in range(1, 6)
         ]
-        place = tmp_path / str(count)
-        log_of(place / "offline-run-a" / "run-a.wandb", message("run", name="a"), *rows)
-        study = load([place])
+        folder_of_count = tmp_path / str(count)
+        log_of(folder_of_count / "offline-run-a" / "run-a.wandb", message("run", name="a"), *rows)
+        study = load([folder_of_count])
         assert (
             study.curves[0].axis == names[count - 1]
             and "our default: virtual device hours, else device hours" in study.mapping[0]
         )
-        assert load([place], x="compute/flops").curves[0].axis == "compute/flops"
+        assert load([folder_of_count], x="compute/flops").curves[0].axis == "compute/flops"
 
 
 @pytest.mark.parametrize("cut", [1, 30, 90])
-def test_a_log_that_is_cut_off_is_read_up_to_there(cut: int, tmp_path: Path) -> None:
+def test_a_truncated_log_is_read_up_to_its_end(cut: int, tmp_path: Path) -> None:
     path = run_log(tmp_path, 0)
     path.write_bytes(path.read_bytes()[:-cut])
     study = load([path])
     assert points(study)["grpo", "0"] == EXPECTED[: len(points(study)["grpo", "0"])]
     assert len(points(study)["grpo", "0"]) < 5
-    assert any("cut off or damaged at byte" in each for curve in study.curves for each in curve.warnings)
+    assert any("cut off or damaged at byte" in warning for curve in study.curves for warning in curve.warnings)
 
 
-def test_a_damaged_record_ends_it(tmp_path: Path) -> None:
+def test_a_damaged_record_ends_the_log(tmp_path: Path) -> None:
     path = run_log(tmp_path, 0)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1
@@ -135,14 +135,14 @@ def test_a_damaged_record_ends_it(tmp_path: Path) -> None:
     assert len(points(load([path]))["grpo", "0"]) == 4
 
 
-def test_a_log_without_metrics(tmp_path: Path) -> None:
+def test_a_log_without_metrics_is_refused(tmp_path: Path) -> None:
     path = log_of(tmp_path / "run-a.wandb", message("run", name="x"))
     with pytest.raises(UserError, match="no metric in 1 log of W&B"):
         load([path])
 
 
 @pytest.mark.slow
-def test_what_wandb_itself_writes(tmp_path: Path) -> None:
+def test_a_log_written_by_wandb_is_read(tmp_path: Path) -> None:
     script = """
 import wandb
 config = {"seed": 3, "recipe": "mine"}
@@ -160,35 +160,35 @@ run.finish()
 
 
 class Stand(BaseHTTPRequestHandler):
-    """What W&B answers of one project with three runs, two to a page; the key is `secret`."""
+    """A fake W&B server with one project of three runs, two runs per page. The API key is `secret`."""
 
     runs: tuple[tuple[str, int], ...] = (("aaa", 0), ("bbb", 1), ("ccc", 2))
-    asked: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         login = base64.b64decode(self.headers.get("Authorization", "Basic ").split()[-1] + "==").decode()
-        given = body["variables"]
-        type(self).asked.append(given)
+        variables = body["variables"]
+        type(self).requests.append(variables)
         if login != "api:secret":
             self.send_error(401, "Unauthorized")
             return
-        answer = json.dumps({"data": {"project": self._project(given)}}).encode()
+        answer = json.dumps({"data": {"project": self._project(variables)}}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(answer)
 
-    def _project(self, given: dict[str, Any]) -> Any:
-        if (given["entity"], given["project"]) != ("me", "mine"):
+    def _project(self, variables: dict[str, Any]) -> Any:
+        if (variables["entity"], variables["project"]) != ("me", "mine"):
             return None
-        if "run" in given:
+        if "run" in variables:
             rows = [
                 {"_step": step, "eval/reward": step / 5000, "train/num_tokens": 10 * step}
                 for step in range(0, 2500, 50)
             ]
-            kept = [row for row in rows if given["minStep"] <= row["_step"] < given["maxStep"]]
+            kept = [row for row in rows if variables["minStep"] <= row["_step"] < variables["maxStep"]]
             return {"run": {"history": [json.dumps(row) for row in kept]}}
-        first = int(given["cursor"] or 0)
+        first = int(variables["cursor"] or 0)
         nodes = [
             {
                 "name": name, "displayName": f"grpo-seed{seed}", "group": "",
@@ -208,7 +208,7 @@ class Stand(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Stand]]:
-    Stand.asked = []
+    Stand.requests = []
     http = HTTPServer(("127.0.0.1", 0), Stand)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{http.server_port}")
@@ -220,26 +220,28 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Sta
     http.server_close()
 
 
-def test_a_project(server: type[Stand]) -> None:
+def test_a_project_is_read_over_several_pages(server: type[Stand]) -> None:
     study = load(["wandb:me/mine"])
-    found = points(study)
-    assert set(found) == {("grpo", "0"), ("grpo", "1"), ("grpo", "2")}
-    assert found["grpo", "0"] == [(10.0 * step, step / 5000) for step in range(0, 2500, 50)], (
-        "every row, over three pages"
+    points_by_run = points(study)
+    assert set(points_by_run) == {("grpo", "0"), ("grpo", "1"), ("grpo", "2")}
+    assert points_by_run["grpo", "0"] == [(10.0 * step, step / 5000) for step in range(0, 2500, 50)], (
+        "every row must be read, over three pages"
     )
-    assert any("crashed; its points are used" in each for curve in study.curves for each in curve.warnings)
-    windows = [(each["minStep"], each["maxStep"]) for each in server.asked if each.get("run") == "aaa"]
+    assert any("crashed; its points are used" in warning for curve in study.curves for warning in curve.warnings)
+    windows = [(request["minStep"], request["maxStep"]) for request in server.requests if request.get("run") == "aaa"]
     assert windows == [(0, 1000), (1000, 2000), (2000, 2451)]
     assert any("W&B project" in line and "compute <- train/num_tokens" in line for line in study.shown)
     assert Place("wandb:me/mine").title == "mine"
 
 
-def test_one_run_of_it_by_id_or_name(server: type[Stand]) -> None:
+def test_one_run_of_a_project_is_read_by_id_or_name(server: type[Stand]) -> None:
     assert set(points(load(["wandb:me/mine/bbb"]))) == {("grpo", "1")}
     assert set(points(load(["wandb:me/mine/grpo-seed2"]))) == {("grpo", "2")}
 
 
-def test_the_key_that_wandb_login_keeps(server: type[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_stored_by_wandb_login_is_used(
+    server: type[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine 127.0.0.1\n  login user\n  password secret\n")
     assert len(points(load(["wandb:me/mine"]))) == 3
@@ -255,7 +257,7 @@ def test_the_key_that_wandb_login_keeps(server: type[Stand], tmp_path: Path, mon
         ("wandb:me//x", "secret", "give wandb:entity/project"),
     ],
 )
-def test_what_is_not_there(
+def test_missing_projects_and_wrong_keys_are_refused(
     server: type[Stand], monkeypatch: pytest.MonkeyPatch, source: str, key: str, said: str
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", key)
@@ -264,7 +266,7 @@ def test_what_is_not_there(
     assert key not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(wandb_project, "TIMEOUT_S", 2.0)
     with pytest.raises(UserError, match=r"cannot be asked .*; see WANDB_BASE_URL"):
@@ -276,25 +278,27 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trackio(tmp_path: Path) -> Path:
-    """A file that Trackio 0.43 has written: two runs of eight steps, evaluated at every second one."""
+    """A database written by Trackio 0.43: two runs of eight steps, evaluated at every second step."""
     path = tmp_path / "store" / "mine.db"
     path.parent.mkdir()
     path.write_bytes(gzip.decompress(TRACKIO.read_bytes()))
     return path
 
 
-def test_a_trackio_project(trackio: Path) -> None:
+def test_a_trackio_database_is_read_and_not_changed(trackio: Path) -> None:
     before = trackio.read_bytes()
     study = load([trackio])
     assert points(study) == {
         ("grpo", str(seed)): [(1000.0 * step, round(0.05 * step + 0.01 * seed, 6)) for step in (2, 4, 6, 8)]
         for seed in (0, 1)
     }
-    assert points(load([trackio.parent])) == points(study), "its folder, too"
-    assert trackio.read_bytes() == before and len(list(trackio.parent.iterdir())) == 1, "it is only read"
+    assert points(load([trackio.parent])) == points(study), "its folder must give the same points"
+    assert trackio.read_bytes() == before and len(list(trackio.parent.iterdir())) == 1, (
+        "the database must not be changed"
+    )
 
 
-def test_another_programs_database(tmp_path: Path) -> None:
+def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "other.db")
     connection.execute("CREATE TABLE metrics (key TEXT, value FLOAT)")
     connection.commit()
@@ -305,7 +309,7 @@ def test_another_programs_database(tmp_path: Path) -> None:
         load([tmp_path])
 
 
-def test_a_damaged_one(trackio: Path) -> None:
+def test_a_damaged_trackio_database_is_refused(trackio: Path) -> None:
     connection = sqlite3.connect(trackio)
     connection.execute("UPDATE metrics SET metrics = '{' WHERE id = 3")
     connection.commit()
