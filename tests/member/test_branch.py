@@ -1,4 +1,4 @@
-"""Branches: bit for bit the parent's curve with nothing changed, and one line for whatever cannot be branched."""
+"""Tests of branches: an unchanged branch repeats its parent bit for bit, and invalid branches are refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.variants import VARIANTS
 HALF = STEPS // 2
 # Label of the parent, whose settings `tests.place` gives.
 LABEL = "scalerl+async_mode.k=2"
-# Wide enough that checkpoints of every step of the parent would not be there without keep_steps.
+# These checkpoints of the parent exist only because of keep_steps.
 KEPT = (4, HALF, 9)
 
 
 @dataclass
 class Family:
-    """A finished parent, and how to branch from it."""
+    """A finished parent run, and helpers to branch from it."""
 
     place: Place
     parent: Path
@@ -61,8 +61,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in place.environment().items():
             patch.setenv(name, value)
-        own = [*place.overrides("base", "seed=3"), f"checkpoint.keep_steps=[{','.join(map(str, KEPT))}]"]
-        (spec,) = plan_members([own])
+        overrides = [*place.overrides("base", "seed=3"), f"checkpoint.keep_steps=[{','.join(map(str, KEPT))}]"]
+        (spec,) = plan_members([overrides])
         folder = Path(spec.config["output_dir"]) / "runs" / spec.run
         spec.write(folder)
         run_member(folder)
@@ -70,7 +70,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def deterministic(folder: Path) -> list[tuple[str, int, dict[str, float]]]:
-    """Without the counters of what departs from the recipe, for a branch departs from its parent instead."""
+    """Return the deterministic records without `mechanism/` counters.
+
+    A branch counts departures from its parent, and not from the recipe, so these counters differ.
+    """
     return [
         (kind, step, {name: value for name, value in metrics.items() if not name.startswith("mechanism/")})
         for kind, step, metrics in read_journal(folder).deterministic()
@@ -81,7 +84,7 @@ def rows(folder: Path, after: int, last: int = STEPS) -> list[tuple[str, int, di
     return [row for row in deterministic(folder) if after < row[1] <= last]
 
 
-def test_with_nothing_changed_it_is_the_parents_own_curve(family: Family) -> None:
+def test_an_unchanged_branch_repeats_the_parents_curve(family: Family) -> None:
     spec = family.branch()
     assert spec.recipe == f"{LABEL}@{HALF}" and spec.seed == 3 and spec.steps == STEPS and not spec.departures
     folder = family.run(spec)
@@ -97,23 +100,23 @@ def test_with_nothing_changed_it_is_the_parents_own_curve(family: Family) -> Non
     assert [json.loads(line) for line in (folder / PASSES_FILE).read_text().splitlines()] == shared
 
 
-def test_one_choice_changed_parts_there_and_not_before(family: Family) -> None:
+def test_a_changed_choice_differs_from_the_parent_only_after_the_branch(family: Family) -> None:
     folder = family.run(family.branch("loss=reinforce", "budget.steps=8", output="parted"))
     spec = RunSpec.read(folder)
     assert (spec.recipe, spec.baseline) == (f"{LABEL}@{HALF}+loss=reinforce", f"{LABEL}@{HALF}")
     assert dict(spec.departures) == {"loss": "reinforce"}
-    own, parents = deterministic(folder), deterministic(family.parent)
-    up_to = [row for row in parents if row[1] <= HALF]
-    assert own[: len(up_to)] == up_to
+    records, parent_records = deterministic(folder), deterministic(family.parent)
+    shared = [row for row in parent_records if row[1] <= HALF]
+    assert records[: len(shared)] == shared
     assert rows(folder, HALF) != rows(family.parent, HALF, 8)
     first = next(record for record in read_journal(folder).records if record.step == HALF + 1)
-    before = next(r for r in read_journal(family.parent).records if r.step == HALF and r.kind == "train")
-    assert first.metrics["compute/flops"] > before.metrics["compute/flops"] > 0
+    parent_last = next(r for r in read_journal(family.parent).records if r.step == HALF and r.kind == "train")
+    assert first.metrics["compute/flops"] > parent_last.metrics["compute/flops"] > 0
 
 
 @pytest.mark.slow
-def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(family: Family) -> None:
-    ends = {}
+def test_a_branch_may_change_optimizer_settings_and_keep_or_reset_its_state(family: Family) -> None:
+    optimizer_states = {}
     for name, change in {
         "kept": (),
         "fresh": ("branch.optimizer=fresh",),
@@ -123,20 +126,20 @@ def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(fami
     }.items():
         folder = family.run(family.branch(*change, "budget.steps=8", output=name))
         saved = torch.load(checkpoint_at(folder, 8), weights_only=True)
-        ends[name] = saved["optimizer_states"][0]
+        optimizer_states[name] = saved["optimizer_states"][0]
         if name == "rate":
             assert not any(
                 r.metrics["train/learning_rate"] for r in read_journal(folder).records[-2:] if r.kind == "train"
             )
-    assert "momentum_buffer" in ends.pop("muon")["state"][0]
-    steps = {name: float(state["state"][0]["step"]) for name, state in ends.items()}
+    assert "momentum_buffer" in optimizer_states.pop("muon")["state"][0]
+    steps = {name: float(state["state"][0]["step"]) for name, state in optimizer_states.items()}
     assert steps == {"kept": 8, "fresh": 2, "rate": 8, "decay": 8}
-    decay = {name: state["param_groups"][0]["weight_decay"] for name, state in ends.items()}
+    decay = {name: state["param_groups"][0]["weight_decay"] for name, state in optimizer_states.items()}
     assert decay["decay"] == 0.7 != decay["kept"]
 
 
 @pytest.mark.slow
-def test_a_branch_of_a_branch(family: Family) -> None:
+def test_a_branch_can_be_branched(family: Family) -> None:
     spec = family.branch("loss=reinforce", f"checkpoint.keep_steps=[{KEPT[-1]}]")
     first = family.run(spec)
     second = family.branch(step=KEPT[-1], run=first, output="later")
@@ -153,8 +156,8 @@ def test_a_branch_of_a_branch(family: Family) -> None:
 
 
 @pytest.mark.slow
-def test_it_goes_on_after_a_stop_and_without_its_parent(family: Family, tmp_path: Path) -> None:
-    """The parent's folder may go once the branch has begun, also when it has no checkpoint of its own yet."""
+def test_a_stopped_branch_continues_without_its_parent(family: Family, tmp_path: Path) -> None:
+    """The parent's folder may be deleted once the branch has begun, even before the branch's first checkpoint."""
     copy = tmp_path / "parent"
     shutil.copytree(family.parent, copy / "runs" / family.parent.name)
     run = copy / "runs" / family.parent.name
@@ -165,7 +168,7 @@ def test_it_goes_on_after_a_stop_and_without_its_parent(family: Family, tmp_path
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_scalerl.member.run._fit", lambda *given: (_ for _ in ()).throw(StopError))
+        patch.setattr("lightning_scalerl.member.run._fit", lambda *arguments: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             run_member(folder)
     assert deterministic(folder) == [row for row in deterministic(family.parent) if row[1] <= HALF]
@@ -176,13 +179,13 @@ def test_it_goes_on_after_a_stop_and_without_its_parent(family: Family, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed_in", ["fetch_checkpoint", "_copy_passes", "Journal.checkpoint"])
-def test_a_start_that_is_killed_begins_again(family: Family, killed_in: str, tmp_path: Path) -> None:
+def test_a_branch_killed_while_it_starts_begins_again(family: Family, killed_in: str, tmp_path: Path) -> None:
     spec = family.branch("budget.steps=7", output=tmp_path.name)
 
     class Killed(BaseException):
         pass
 
-    def kill(*given: Any, **named: Any) -> None:
+    def kill(*arguments: Any, **options: Any) -> None:
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
@@ -194,7 +197,7 @@ def test_a_start_that_is_killed_begins_again(family: Family, killed_in: str, tmp
     assert trained == [row for row in rows(family.parent, 0, 7) if row[0] == "train"]
 
 
-def test_where_the_parent_is(family: Family) -> None:
+def test_the_parent_may_be_given_as_folder_study_or_identity(family: Family) -> None:
     by_folder = family.branch()
     assert family.branch(run=family.parent.name).run == by_folder.run
     assert family.branch(run=family.place.root / "base").run == by_folder.run
@@ -208,7 +211,7 @@ def test_where_the_parent_is(family: Family) -> None:
     assert fresh.run != family.branch(step=9).run
 
 
-def test_a_member_of_another_trainer_is_no_branch(family: Family) -> None:
+def test_a_member_of_another_trainer_cannot_branch(family: Family) -> None:
     with pytest.raises(ConfigurationError, match="branch: starts from a checkpoint of ours, which TRL cannot read"):
         plan_trl([["trainer=trl", f"branch.run={family.parent}", f"branch.step={HALF}"]])
 
@@ -230,7 +233,7 @@ def test_a_member_of_another_trainer_is_no_branch(family: Family) -> None:
         (["branch.step=half"], "branch.step: 'half' must be a whole number"),
     ],
 )
-def test_what_cannot_be_branched(family: Family, overrides: Sequence[str], message: str) -> None:
+def test_invalid_branches_are_refused(family: Family, overrides: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         family.branch(*overrides)
 
@@ -241,8 +244,8 @@ def _without_checkpoint(parent: Path) -> None:
 
 def _without_records(parent: Path) -> None:
     lines = (parent / JOURNAL_FILE).read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line).get("step") != 2]
-    (parent / JOURNAL_FILE).write_text("".join(kept))
+    other_lines = [line for line in lines if json.loads(line).get("step") != 2]
+    (parent / JOURNAL_FILE).write_text("".join(other_lines))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def _without_records(parent: Path) -> None:
         (_without_records, "lacks step 2 of 6"),
     ],
 )
-def test_a_parent_that_is_gone_is_one_line(
+def test_a_missing_or_damaged_parent_is_refused_in_one_line(
     family: Family, tmp_path: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     parent = tmp_path / "runs" / family.parent.name
@@ -264,13 +267,13 @@ def test_a_parent_that_is_gone_is_one_line(
         run_member(family.folder(spec))
 
 
-def test_a_checkpoint_of_shards_is_linked_file_by_file(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_linked_file_by_file(tmp_path: Path) -> None:
     source = checkpoint_at(tmp_path / "parent", 4)
     (source / "part").mkdir(parents=True)
     (source / "part" / "weights").write_text("w")
     branch = Branch(run="p", step=4, folder=str(tmp_path / "parent"))
-    own = fetch_checkpoint(tmp_path / "own", branch)
-    assert own == checkpoint_at(tmp_path / "own", 4) and (own / "part" / "weights").samefile(
+    copy = fetch_checkpoint(tmp_path / "own", branch)
+    assert copy == checkpoint_at(tmp_path / "own", 4) and (copy / "part" / "weights").samefile(
         source / "part" / "weights"
     )
     shutil.rmtree(source)
@@ -279,7 +282,7 @@ def test_a_checkpoint_of_shards_is_linked_file_by_file(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_branches_or_is_refused_before_it_starts(family: Family, variant: str) -> None:
+def test_every_variant_can_branch_or_is_refused_before_it_starts(family: Family, variant: str) -> None:
     try:
         spec = family.branch(f"variant={variant}", "budget.steps=8", output="variants")
     except ConfigurationError:

@@ -1,4 +1,4 @@
-"""A member goes on with other code than it was begun with: a checkout of its own, in which a loss is tripled."""
+"""Test of a run that continues with changed code: in a separate checkout, the loss is tripled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins", "conf")
 
 
 @pytest.mark.full
-def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -> None:
+def test_changed_code_is_refused_if_strict_and_recorded_otherwise(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, checkout / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -34,8 +34,8 @@ def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
 
-    begun = train(2)
-    assert begun.returncode == 0, begun.stderr[-2000:]
+    first_run = train(2)
+    assert first_run.returncode == 0, first_run.stderr[-2000:]
     (run_dir,) = (tmp_path / "out" / "runs").iterdir()
     launched = read_journal(run_dir).header["code"]
     assert launched["commit"] and launched["diff"] is None
@@ -53,7 +53,7 @@ def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -
     warned = train(3)
     assert warned.returncode == 0, warned.stderr[-2000:]
     resume = json.loads(next(line for line in (run_dir / JOURNAL_FILE).read_text().splitlines() if '"resume"' in line))
-    what = f"uncommitted changes none -> {resume['code']['diff']}"
-    assert f"warning: from step 2 the run continues with changed code: {what}" in warned.stderr.splitlines()
-    assert [(change.step, change.what) for change in read_journal(run_dir).code_changes] == [(2, (what,))]
+    change_text = f"uncommitted changes none -> {resume['code']['diff']}"
+    assert f"warning: from step 2 the run continues with changed code: {change_text}" in warned.stderr.splitlines()
+    assert [(change.step, change.what) for change in read_journal(run_dir).code_changes] == [(2, (change_text,))]
     assert resume["code"]["commit"] == launched["commit"] and resume["code"]["files"] != launched["files"]

@@ -1,4 +1,4 @@
-"""A plan and its errors are those of composing every member whole by Hydra."""
+"""Tests that a plan and its errors equal the result of composing every member completely by Hydra."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_scalerl.member.identify import plan_members
 from sweeps.run.spec import Texts
 from tests.examples import every, examples
 
-# A base model that is made in a moment; where only the configuration matters, not what it learns.
+# A base model that is made quickly, for tests in which only the configuration matters.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
 
 GROUPS = [
@@ -32,7 +32,7 @@ GROUPS = [
 NUMBERS = st.one_of(
     st.integers(-3, 5000), st.floats(1e-8, 1e8).map(lambda x: float(f"{x:.4g}")), st.sampled_from(["1e-4", "inf"])
 )
-# Leaves that stand alone, leaves that others are computed from, and a leaf that only some rows of groups have.
+# Independent keys. `READ` has keys that other keys are computed from, and keys that only some choices have.
 KEYS = [
     "seed",
     "budget.steps",
@@ -86,20 +86,20 @@ ODD = [
 VALUES = st.builds("{}={}".format, st.sampled_from(KEYS + READ), NUMBERS)
 NAMES = st.builds("{}={}".format, st.sampled_from(["study", "output_dir", "mlflow.uri", "thinking.end"]), st.just("x"))
 OVERRIDES = st.lists(st.one_of(st.sampled_from(GROUPS), VALUES, VALUES, NAMES, st.sampled_from(ODD)), max_size=6)
-# Shared by all examples, so that what one leaves behind is put to the test by the next.
+# Shared by all examples, so that state left behind by one example would be noticed in the next.
 SHARED = Composer()
 
 
 def outcome(resolve: Any, overrides: list[str]) -> Any:
-    """What comes out, values (as text, for types and order count) or error."""
+    """Return the resolved values, or the error. Values are returned as text, because types and order count."""
     try:
         return repr(resolve(overrides))
     except Exception as error:
         return type(error), str(error)
 
 
-def whole(overrides: list[str]) -> Any:
-    """Plain values of what Hydra composes of all overrides."""
+def compose_completely(overrides: list[str]) -> Any:
+    """Return the plain values that Hydra composes from all overrides."""
     config = compose(overrides)
     if missing := sorted(OmegaConf.missing_keys(config)):
         raise ConfigurationError(f"{missing[0]}: needs a value; give {missing[0]}=...")
@@ -107,8 +107,8 @@ def whole(overrides: list[str]) -> Any:
 
 
 @cache
-def composed_whole(overrides: tuple[str, ...]) -> Any:
-    return outcome(whole, list(overrides))
+def hydra_outcome(overrides: tuple[str, ...]) -> Any:
+    return outcome(compose_completely, list(overrides))
 
 
 @pytest.mark.full
@@ -123,15 +123,15 @@ def composed_whole(overrides: tuple[str, ...]) -> Any:
 @example(["loss=dapo", "loss.clip_high=0.3"])
 @example(["loss=cispo", "loss.clip_high=0.3"])
 @given(OVERRIDES)
-def test_a_configuration_is_what_hydra_composes(overrides: list[str]) -> None:
-    assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
+def test_a_configuration_equals_the_one_composed_by_hydra(overrides: list[str]) -> None:
+    assert outcome(SHARED.resolved, overrides) == hydra_outcome(tuple(overrides))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", every(24, ODD, pytest.mark.full))
-def test_unusual_overrides_go_through_hydra(entry: str) -> None:
+def test_unusual_overrides_give_the_result_of_hydra(entry: str) -> None:
     for overrides in ([entry], ["seed=2", entry, "optimizer.lr=0.5"]):
-        assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
+        assert outcome(SHARED.resolved, overrides) == hydra_outcome(tuple(overrides))
 
 
 def specs_or_error(lists: list[list[str]]) -> Any:
@@ -159,7 +159,7 @@ GRIDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", every(12, GRIDS, pytest.mark.full))
-def test_a_plan_is_what_hydra_composes(
+def test_a_plan_equals_the_one_composed_by_hydra(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -169,7 +169,7 @@ def test_a_plan_is_what_hydra_composes(
     assert specs_or_error(lists) == quick
 
 
-def test_a_grid_composes_each_row_of_groups_once(
+def test_a_grid_composes_each_combination_of_choices_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -179,7 +179,7 @@ def test_a_grid_composes_each_row_of_groups_once(
         calls.append(tuple(overrides))
         return compose(overrides)
 
-    composition._composer_of_ours.cache_clear()  # whatever tests before this one composed
+    composition._composer_of_ours.cache_clear()  # forget what earlier tests composed
     monkeypatch.setattr(composition, "compose", counted)
     specs = plan_members(
         [
@@ -192,16 +192,16 @@ def test_a_grid_composes_each_row_of_groups_once(
     assert sorted(calls) == [(), ("variant=loss_dapo",), ("variant=none",)]
     assert len({spec.run for spec in specs}) == 30 and len({spec.curve for spec in specs}) == 6
     assert all(spec.config["seed"] == spec.seed for spec in specs)
-    # Equal parts are one object: a thousand members cost little more than one.
+    # Equal parts are shared objects, so that a thousand members cost little more than one.
     assert len({id(spec.config["task"]) for spec in specs}) == 1
 
 
-def test_a_mistake_names_what_is_valid() -> None:
+def test_an_unknown_key_is_refused_with_the_valid_keys() -> None:
     with pytest.raises(ConfigurationError, match=r"optimizer\.nonsense.*valid here: _target_, lr"):
         plan_members([["seed=1", *QUICK], ["seed=2", "optimizer.nonsense=1", *QUICK]])
 
 
-def test_a_pool_that_may_be_exhausted_is_warned_of_at_launch() -> None:
+def test_a_pool_that_may_be_exhausted_causes_a_warning() -> None:
     small = [*QUICK, "scale=tiny", "task.train=[6]"]
     (spec,) = plan_members([[*small, "budget.steps=4"]])
     (line,) = spec.cautions
@@ -209,23 +209,23 @@ def test_a_pool_that_may_be_exhausted_is_warned_of_at_launch() -> None:
     assert "its group of 4 " in line and line.endswith("resampling=uniform")
     assert "cautions" not in json.loads(Texts().of(spec._fields(), ()))
     others = plan_members([[*small, "budget.steps=3"], [*small, "budget.steps=99", "resampling=uniform"]])
-    assert [each.cautions for each in others] == [(), ()]
+    assert [other.cautions for other in others] == [(), ()]
 
 
-def test_a_length_penalty_that_does_not_act_in_the_first_stage_is_warned_of() -> None:
+def test_a_length_penalty_inactive_in_the_first_stage_causes_a_warning() -> None:
     staged = [*QUICK, "scale=tiny", "curriculum=staged_length", "budget.steps=1"]
     lists = [
         [*staged, "length_control=penalty"],
         [*staged, "length_control=penalty", "thinking.penalty_buffer=12"],
         staged,
     ]
-    idle, acts, other = plan_members(lists)
+    idle, active, other = plan_members(lists)
     (line,) = idle.cautions
     assert line.startswith(
         "warning: curriculum: completions of the first stage have at most 10 tokens, and length_control"
     )
-    assert "acts from 16 tokens on" in line and acts.cautions == other.cautions == ()
+    assert "acts from 16 tokens on" in line and active.cautions == other.cautions == ()
 
 
-def test_infinity_is_composed_as_it_is() -> None:
+def test_infinity_is_composed_unchanged() -> None:
     assert math.isinf(Composer().resolved(["optimizer.clip_norm=inf"])["optimizer"]["clip_norm"])

@@ -1,10 +1,10 @@
-"""Identities outlive versions: what stands in identities.json stays as it is, and may only grow.
+"""Tests that identities of runs do not change between versions: rows of identities.json never change.
 
-A row stands for a command as it was understood when the row was made. A recipe or scale that has been corrected since
-is given what it was, by explicit overrides: so an old identity stays within reach. `COMMAND @2` is a row that was made
-after the corrections of the form 2, and so on.
+A row is a command with the meaning that it had when the row was added. If a recipe or scale was corrected later, the
+test adds overrides with the old values, so that the old identity can still be obtained. `COMMAND @2` is a row that was
+added after the corrections of form 2.
 
-python -m tests.member.test_identity     adds what is new in CASES; what is there it never changes
+python -m tests.member.test_identity     adds new CASES to the table, and never changes existing rows
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.variants import VARIANTS, variant_text
 TABLE = Path(__file__).with_name("identities.json")
 CONF = ROOT / "conf"
 QUICK = ("model.batches=2", "model.width=32", "model.layers=1")
-# Which of conf/ were there when the table was begun; later ones are added by hand.
+# Recipes in conf/ when the table was begun; later ones are added by hand.
 RECIPES = (
     "baseline",
     "dapo_qwen",
@@ -45,7 +45,7 @@ RECIPES = (
     "scalerl_32k",
 )
 
-# Form by form, what a recipe or a scale was before it was corrected.
+# By form: old values of recipes and scales that were corrected in it.
 _EVALUATED = ("evaluation.every_n_steps=10", "evaluation.samples=4")
 CORRECTED: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
@@ -59,19 +59,22 @@ CORRECTED: dict[int, dict[str, tuple[str, ...]]] = {
 }
 
 
-def in_its_form(case: str) -> list[str]:
-    """The overrides of a row: its command, and what has been corrected since the row was made."""
+def overrides_of(case: str) -> list[str]:
+    """Return the overrides of a row: its command, and the old values of later corrections."""
     command, _, form = case.partition(" @")
     words = command.split()
-    named = words if any(word.startswith("recipe=") for word in words) else [*words, "recipe=scalerl"]
-    since = [was for number, was in CORRECTED.items() if number > int(form or 1)]
-    return [*words, *(override for was in since for what in named for override in was.get(what, ()))]
+    corrected_names = words if any(word.startswith("recipe=") for word in words) else [*words, "recipe=scalerl"]
+    corrections = [old_values for number, old_values in CORRECTED.items() if number > int(form or 1)]
+    return [
+        *words,
+        *(override for old_values in corrections for name in corrected_names for override in old_values.get(name, ())),
+    ]
 
 
 TWO_REWARDS = (
     "task=dataset task.train=train.jsonl task.heldout={a:heldout.jsonl} task.leaks=keep task.rewards=[exact_match,math]"
 )
-# Of variants that the recipe alone does not make one.
+# Cases of variants that need more than a recipe to differ from it.
 CASE_OF = {
     "clip_none": "variant=clip_none @2",
     "clip_0.3": "scale=8b scaled_for=null variant=clip_0.3 @2",
@@ -81,16 +84,18 @@ CASE_OF = {
 
 
 def _case(variant: str) -> str:
-    """On the first recipe whose own choice it is not: that would be no variant of it."""
+    """Return the case of a variant, with the first recipe whose own choice differs from the variant's."""
     if variant in CASE_OF:
         return CASE_OF[variant]
     text = variant_text(variant)
     lines = [line for line in text.splitlines() if line.startswith("  - override /")]
     values = any(line.startswith("  ") and line not in lines for line in text.splitlines())
     for recipe in ("scalerl", "scalerl_core", "ppo"):
-        own = (CONF / "recipe" / f"{recipe}.yaml").read_text()
-        own += "".join(f"  - override /{axis}: {file}\n" for axis, file in NEUTRAL.items() if f"/{axis}:" not in own)
-        if values or not lines or not re.search(rf"^{re.escape(lines[0])}( #.*)?$", own, re.MULTILINE):
+        recipe_text = (CONF / "recipe" / f"{recipe}.yaml").read_text()
+        recipe_text += "".join(
+            f"  - override /{axis}: {file}\n" for axis, file in NEUTRAL.items() if f"/{axis}:" not in recipe_text
+        )
+        if values or not lines or not re.search(rf"^{re.escape(lines[0])}( #.*)?$", recipe_text, re.MULTILINE):
             return f"variant={variant}" if recipe == "scalerl" else f"recipe={recipe} variant={variant}"
     raise AssertionError(f"variant {variant} changes none of the recipes")
 
@@ -134,8 +139,8 @@ CASES = [
 ]
 
 
-def in_a_place(folder: Path) -> None:
-    """Files that some cases name."""
+def write_files(folder: Path) -> None:
+    """Write the files that some cases name."""
     for name in ("train", "heldout"):
         (folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     row = {"data_source": "ours", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
@@ -147,18 +152,18 @@ def in_a_place(folder: Path) -> None:
 
 
 def identities(cases: list[str]) -> dict[str, list[str]]:
-    """Run and curve of each case."""
-    # The toy's scale, on another model: what the table was begun with.
-    lists = [[*in_its_form(case), *(("scaled_for=null",) if "model=path" in case else QUICK)] for case in cases]
+    """Return the identities of run and curve of each case."""
+    # Rows with a model of the user keep the small default scale with which the table was begun.
+    lists = [[*overrides_of(case), *(("scaled_for=null",) if "model=path" in case else QUICK)] for case in cases]
     specs = plan_members(lists)
     for spec in specs:
-        check_identity(spec, Path())  # what was composed is what it says
+        check_identity(spec, Path())  # the composed specification agrees with its identity
     return {case: [spec.run, spec.curve] for case, spec in zip(cases, specs, strict=True)}
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    in_a_place(tmp_path)
+    write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -173,7 +178,7 @@ def test_no_identity_has_changed(place: Path, every: int) -> None:
     assert identities(some) == {case: frozen[case] for case in some}
 
 
-def test_a_specification_that_is_not_what_it_names_is_refused(place: Path) -> None:
+def test_a_changed_specification_is_refused(place: Path) -> None:
     task = ["task=jsonl", "task.train=train.jsonl", "task.heldout={a:heldout.jsonl}"]
     (spec,) = plan_members([["variant=loss_dapo", *task, *QUICK]])
     check_identity(spec, place)
@@ -194,19 +199,19 @@ def test_a_specification_that_is_not_what_it_names_is_refused(place: Path) -> No
         check_identity(spec, place)
 
 
-def test_the_table_tells_curves_apart() -> None:
-    """Same run exactly where nothing of science differs."""
+def test_different_curves_have_different_identities() -> None:
+    """Two rows have the same run exactly if no scientific value differs."""
     frozen = json.loads(TABLE.read_text())
     same = {"variant=none", "cluster=slurm", "budget.steps=9 study=elsewhere", "health=stop"}
     assert len({tuple(frozen[case]) for case in same}) == 1
     assert frozen["seed=7"][1] == frozen["variant=none"][1] and frozen["seed=7"][0] != frozen["variant=none"][0]
-    # The recipe of the run with long thinking is ScaleRL's; what is its own is its scale.
+    # `scalerl_32k` has the recipe of ScaleRL and differs only in its scale.
     assert frozen["recipe=scalerl @2"] == frozen["recipe=scalerl_32k"]
     others = [frozen[case][1] for case in frozen if case not in same | {"seed=7", "recipe=scalerl_32k"}]
     assert len(set(others)) == len(others) and frozen["variant=none"][1] not in others
 
 
-def test_what_a_machine_needs_changes_no_identity(place: Path) -> None:
+def test_machine_settings_change_no_identity(place: Path) -> None:
     needs = [
         "generator.cache_gib=3",
         "driver=live driver.silence_s=9 driver.start_s=9 driver.probe_every=2 driver.tensor_parallel=2",
@@ -215,19 +220,19 @@ def test_what_a_machine_needs_changes_no_identity(place: Path) -> None:
     assert plain == cache and live_plain == live != plain
 
 
-def test_data_counts_by_content_wherever_it_lies(place: Path) -> None:
+def test_data_is_identified_by_content_and_not_by_path(place: Path) -> None:
     (place / "copy").mkdir()
     for name in ("train.jsonl", "heldout.jsonl"):
         (place / "copy" / name).write_bytes((place / name).read_bytes())
-    given = ["task=jsonl task.train=train.jsonl task.heldout={a:heldout.jsonl}"]
-    moved = [case.replace("=train", "=copy/train").replace(":heldout", ":copy/heldout") for case in given]
-    (first,) = identities(given).values()
+    cases = ["task=jsonl task.train=train.jsonl task.heldout={a:heldout.jsonl}"]
+    moved = [case.replace("=train", "=copy/train").replace(":heldout", ":copy/heldout") for case in cases]
+    (first,) = identities(cases).values()
     assert list(identities(moved).values()) == [first]
     (place / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')
-    assert list(identities(given).values()) != [first]
+    assert list(identities(cases).values()) != [first]
 
 
-def test_a_model_counts_by_content_and_a_large_file_by_samples(place: Path) -> None:
+def test_a_model_is_identified_by_content_and_large_files_by_samples(place: Path) -> None:
     weights = place / "model" / "model.safetensors"
     weights.write_bytes(bytes(2**25))
     config = {"model": {"_target_": "lightning_scalerl.model_path", "path": "./model"}}
@@ -244,7 +249,10 @@ def test_a_model_counts_by_content_and_a_large_file_by_samples(place: Path) -> N
 
 
 class Plain:
-    """A class as it was when its identities were frozen, and as it is now."""
+    """A class whose parameters changed after its identities were frozen.
+
+    neutral: parameters at that time; added: later ones; remarks: parameters that are never part of an identity.
+    """
 
     neutral: ClassVar[Mapping[str, Any]] = {"choice": "Plain", "width": 1}
     added: ClassVar[Mapping[str, Any]] = {"depth": 0}
@@ -256,10 +264,10 @@ def form(**parameters: Any) -> dict[str, Any]:
 
 
 class DAPO:
-    """Bears the name of one of ours."""
+    """A user's class with the name of one of our classes."""
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
+def test_ambiguous_or_missing_classes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"bears the name of lightning_scalerl\.DAPO.*rename it"):
         identity_of({"loss": {"_target_": f"{__name__}.DAPO"}})
     with pytest.raises(ConfigurationError, match=r"task: .*nowhere"):
@@ -268,7 +276,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     assert one != other
 
 
-def test_what_is_left_out() -> None:
+def test_neutral_values_and_remarks_are_left_out() -> None:
     assert form(width=2) == {"thing": {"choice": "Plain", "width": 2}}
     assert form(width=2, depth=0, why="because") == form(width=2)
     assert form(width=2, depth=1) == {"thing": {"choice": "Plain", "width": 2, "depth": 1}}
@@ -276,13 +284,13 @@ def test_what_is_left_out() -> None:
     assert identity_of({"seed": 1, "study": "x", "nested": {"a": [{"b": 1}]}}) == {"nested": {"a": [{"b": 1}]}}
 
 
-def test_every_case_has_its_identity() -> None:
-    """Asked here as well as where they are compared: that one is slow."""
+def test_every_case_is_in_the_table() -> None:
+    """This is also asserted where identities are compared, but that test is slow."""
     assert set(CASES) <= set(json.loads(TABLE.read_text())), "new cases: python -m tests.member.test_identity"
 
 
-def test_frozen_files_name_what_never_moves() -> None:
-    """Specifications name public classes, launches and jobs public functions: by these names, wherever they stand."""
+def test_names_in_frozen_files_stay_importable() -> None:
+    """Frozen specifications, launches and jobs contain these public names, so the names must stay importable."""
     targets = set()
     for path in CONF.rglob("*.yaml"):
         if "hydra" not in path.relative_to(CONF).parts:
@@ -303,7 +311,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALERL_CACHE"] = folder + "/cache"
         os.chdir(folder)
-        in_a_place(Path(folder))
+        write_files(Path(folder))
         cases = [case for case in CASES if case not in frozen]
         new = identities(cases) if cases else {}
     TABLE.write_text(json.dumps({**frozen, **new}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A run that is asked to stop, loses its lease or runs out of disk: what it leaves, and that it goes on from there."""
+"""Tests of runs that get a stop request, lose their lease or run out of disk space, and then continue."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.helpers import SMALL, CountingTask, fit, quiet, undisturbed
 STEPS = 6
 
 
-class At(Recorder):
-    """Does something when a record of a kind and step comes."""
+class ActAt(Recorder):
+    """Calls `act` at the record of the given kind and step."""
 
     def __init__(self, step: int, act: Callable[[], Any], kind: str = "train") -> None:
         self.wanted, self.act = (kind, step), act
@@ -42,12 +42,12 @@ class At(Recorder):
             self.act()
 
 
-def ask() -> None:
+def request_stop() -> None:
     interruption.request("SIGUSR2")
 
 
 @pytest.fixture(autouse=True)
-def not_asked() -> Iterator[None]:
+def _no_request() -> Iterator[None]:
     interruption.clear()
     yield
     interruption.clear()
@@ -67,31 +67,37 @@ MODES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", every(4, reversed(MODES), pytest.mark.full))
-def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
-    """Also between checkpoints, and by a second request after the first."""
+def test_a_run_stopped_after_any_step_continues_bit_for_bit(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
+    """This holds for stops between checkpoints, and for a second stop after the first."""
     recipe, choice = MODES[mode]
     options: dict[str, Any] = {"steps": STEPS, "recipe": recipe, "checkpoint_every": 4}
-    journal, whole = undisturbed(tiny_model_path, choice=choice, **options)
+    journal, expected_weights = undisturbed(tiny_model_path, choice=choice, **options)
     for stops in ([1], [2, 3], [4], [5]):
         run_dir = tmp_path / f"stopped_{stops[0]}"
         for number, step in enumerate(stops):
             interruption.clear()
             with pytest.raises(RunInterruptedError, match=f"^step {step}: SIGUSR2$"):
-                fit(tiny_model_path, run_dir, callbacks=[choice(), At(step, ask)], resume=number > 0, **options)
+                fit(
+                    tiny_model_path,
+                    run_dir,
+                    callbacks=[choice(), ActAt(step, request_stop)],
+                    resume=number > 0,
+                    **options,
+                )
             view = read_journal(run_dir)
             assert (view.status, view.reason, view.checkpoint_step) == ("running", None, step)
             assert '"kind":"end"' not in (run_dir / "metrics.jsonl").read_text()
             assert view.of_kind("train")[-1].step == step
         interruption.clear()
-        parts = fit(tiny_model_path, run_dir, callbacks=[choice()], resume=True, **options)
+        resumed = fit(tiny_model_path, run_dir, callbacks=[choice()], resume=True, **options)
         view = read_journal(run_dir)
         assert view.status == "finished"
         assert view.deterministic() == journal, stops
-        assert all(map(torch.equal, whole, weights(parts)))
+        assert all(map(torch.equal, expected_weights, weights(resumed)))
 
 
 class Signals(CountingTask):
-    """Sends a signal, or asks, in the middle of whatever needs its n-th reward."""
+    """Calls `act` at the n-th reward, for example to send a signal in the middle of a generation."""
 
     def __init__(self, at: int, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -101,7 +107,7 @@ class Signals(CountingTask):
         self.rewards += 1
         if self.rewards == self.at:
             self.act()
-        assert self.rewards < self.at + 12, "less than a batch later"
+        assert self.rewards < self.at + 12, "the run must stop within less than a batch"
         return super().reward(prompt, completion)
 
 
@@ -121,10 +127,10 @@ class Signals(CountingTask):
         pytest.mark.full,
     ),
 )
-def test_a_signal_in_a_generation_is_honoured_there(
+def test_a_signal_during_a_generation_stops_the_run_there(
     tiny_model_path: str, tmp_path: Path, number: signal.Signals, mode: str, at: int
 ) -> None:
-    """Between two events: the stream is saved as it is, and goes on bit for bit; also in the first generation."""
+    """The run stops between two events of the stream, also in the first generation, and continues bit for bit."""
     recipe, choice = MODES[mode]
     options: dict[str, Any] = {"steps": STEPS, "recipe": recipe}
     task = Signals(at, lambda: os.kill(os.getpid(), number))
@@ -136,64 +142,66 @@ def test_a_signal_in_a_generation_is_honoured_there(
     names = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
     assert names == [f"step-{view.checkpoint_step:08d}.ckpt"]
     interruption.clear()
-    parts = fit(tiny_model_path, tmp_path / "parts", callbacks=[choice()], resume=True, **options)
-    journal, whole = undisturbed(tiny_model_path, choice=choice, **options)
+    resumed = fit(tiny_model_path, tmp_path / "parts", callbacks=[choice()], resume=True, **options)
+    journal, expected_weights = undisturbed(tiny_model_path, choice=choice, **options)
     assert read_journal(tmp_path / "parts").deterministic() == journal
-    assert all(map(torch.equal, whole, weights(parts)))
+    assert all(map(torch.equal, expected_weights, weights(resumed)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("evaluation", "steps"), every(2, [(0, 5), (2, 5), (5, 5), (4, 5)], pytest.mark.full))
-def test_a_request_in_an_evaluation_is_honoured_there(
+def test_a_request_during_an_evaluation_stops_the_run_there(
     tiny_model_path: str, tmp_path: Path, evaluation: int, steps: int
 ) -> None:
-    """The evaluation is not recorded and made anew: at the start, in between, and after the last step."""
+    """The interrupted evaluation is not recorded and is repeated: at the start, in between, and after the last step."""
 
     class InEvaluation(CountingTask):
-        """Asks in the middle of the evaluation of a step: held-out prompts, two samples each, are 6 rewards."""
+        """Requests a stop during the evaluation of a step; an evaluation of 3 prompts needs 6 rewards."""
 
         heldout = 0
 
         def reward(self, prompt: Any, completion: str) -> float:
             self.heldout += prompt in self.pool[-3:]
             if self.heldout == 6 * [0, 2, 4, 5].index(evaluation) + 1:
-                ask()
+                request_stop()
             return super().reward(prompt, completion)
 
     with pytest.raises(RunInterruptedError, match=f"step {evaluation}: SIGUSR2"):
         fit(tiny_model_path, tmp_path / "parts", steps, task=InEvaluation())
     view = read_journal(tmp_path / "parts")
     assert view.status == "running" and evaluation not in [record.step for record in view.of_kind("eval")]
-    # Still asked for: it stops again where it is, with nothing lost.
+    # The request is still there: the run stops again at once, and loses nothing.
     with pytest.raises(RunInterruptedError, match=f"step {evaluation}: SIGUSR2"):
         fit(tiny_model_path, tmp_path / "parts", steps, resume=True)
     interruption.clear()
     fit(tiny_model_path, tmp_path / "parts", steps, resume=True)
-    parts = read_journal(tmp_path / "parts")
-    assert parts.status == "finished"
-    assert parts.deterministic() == undisturbed(tiny_model_path, steps)[0]
-    assert not any(record.metrics["compute/wasted_flops"] for record in parts.records), "no step was lost"
+    resumed = read_journal(tmp_path / "parts")
+    assert resumed.status == "finished"
+    assert resumed.deterministic() == undisturbed(tiny_model_path, steps)[0]
+    assert not any(record.metrics["compute/wasted_flops"] for record in resumed.records), "no step was lost"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_a_scripts_own_sigterm_is_honoured_at_a_border_too(tiny_model_path: str, tmp_path: Path, kind: str) -> None:
-    """Nobody has asked for signals: Lightning takes this one, and with `ResumableCheckpoint` the run goes on later."""
+def test_sigterm_of_a_script_stops_the_run_at_the_end_of_a_step(
+    tiny_model_path: str, tmp_path: Path, kind: str
+) -> None:
+    """The script handles no signals, so Lightning gets SIGTERM. `ResumableCheckpoint` lets the run continue later."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunInterruptedError, match="step 2: SIGTERM"):
         fit(
             tiny_model_path,
             tmp_path / "parts",
             4,
-            callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGTERM), kind)],
+            callbacks=[ActAt(2, lambda: os.kill(os.getpid(), signal.SIGTERM), kind)],
         )
     assert signal.getsignal(signal.SIGTERM) == before and read_journal(tmp_path / "parts").status == "running"
     fit(tiny_model_path, tmp_path / "parts", 4, resume=True)
     assert read_journal(tmp_path / "parts").deterministic() == undisturbed(tiny_model_path, 4)[0]
 
 
-def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> None:
-    """A script without checkpoints to go on from ends as Lightning ends it, and not a generation later."""
+def test_lightnings_own_signal_handling_stops_a_generation(tiny_model_path: str) -> None:
+    """A script without resumable checkpoints ends as Lightning ends it, within the current generation."""
     task = Signals(20, lambda: os.kill(os.getpid(), signal.SIGTERM))
     module = ScaleRL(tiny_model_path, "scalerl", overrides=SMALL)
     with pytest.raises(SIGTERMException):
@@ -201,16 +209,16 @@ def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> No
 
 
 @pytest.mark.slow
-def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_run_asked_before_its_first_step_does_not_train(tiny_model_path: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "parts"
     with pytest.raises(RunInterruptedError, match="step 0: SIGUSR2"):
-        fit(tiny_model_path, run_dir, steps=2, callbacks=[At(0, ask, "eval")])
+        fit(tiny_model_path, run_dir, steps=2, callbacks=[ActAt(0, request_stop, "eval")])
     assert read_journal(run_dir).status == "running" and not read_journal(run_dir).of_kind("train")
     assert newest_checkpoint(run_dir / "checkpoints").path is None
     interruption.clear()
     with pytest.raises(RunInterruptedError, match="step 1: SIGUSR2"):
-        fit(tiny_model_path, run_dir, steps=2, callbacks=[At(1, ask)], resume=True)
-    # Still asked: a run that went on at once stops where it is, with the checkpoint it has.
+        fit(tiny_model_path, run_dir, steps=2, callbacks=[ActAt(1, request_stop)], resume=True)
+    # The request is still there: a resumed run stops at once, with the same checkpoint.
     with pytest.raises(RunInterruptedError, match="step 1: SIGUSR2"):
         fit(tiny_model_path, run_dir, steps=2, resume=True)
     interruption.clear()
@@ -219,23 +227,23 @@ def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp
 
 
 @pytest.mark.slow
-def test_asked_in_the_last_evaluation_or_after_it(tiny_model_path: str, tmp_path: Path) -> None:
-    fit(tiny_model_path, tmp_path, steps=3, callbacks=[At(3, ask, "eval")])
+def test_a_run_asked_during_its_last_evaluation_finishes(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=[ActAt(3, request_stop, "eval")])
     view = read_journal(tmp_path)
     assert (view.status, view.checkpoint_step) == ("finished", 3)
-    # Nothing is left to do: asked or not, it stays finished.
+    # The run stays finished, with or without a request.
     fit(tiny_model_path, tmp_path, steps=3, resume=True)
     assert read_journal(tmp_path).status == "finished"
 
 
 class LostError(Exception):
-    """Another process has the run."""
+    """Raised when another process has taken over the run."""
 
     leave_journal = True
 
 
 class Lease:
-    """A guard that refuses from the n-th call on."""
+    """A guard that raises from the n-th call on."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls
@@ -261,29 +269,31 @@ def guarded_fit(model_path: str, run_dir: Path, log_guard: Any, checkpoint_guard
 
 
 @pytest.mark.slow
-def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path: Path) -> None:
-    """At every single write: the journal is a prefix of the undisturbed one, and says nothing of an end."""
-    free = Lease(1000)
-    guarded_fit(tiny_model_path, tmp_path / "whole", free, None)
-    calls = 1000 - free.left
+def test_a_process_that_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path: Path) -> None:
+    """The lease is lost at several writes. The journal is then shorter and has no end."""
+    unlimited = Lease(1000)
+    guarded_fit(tiny_model_path, tmp_path / "whole", unlimited, None)
+    calls = 1000 - unlimited.left
     lines = len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())
     assert calls >= lines == 1 + 3 + 4 + 2 + 1
     written = []
-    for kept in [0, 1, 2, 3, 5, 8, lines]:
-        run_dir = tmp_path / f"kept_{kept}"
+    for allowed in [0, 1, 2, 3, 5, 8, lines]:
+        run_dir = tmp_path / f"kept_{allowed}"
         with pytest.raises(LostError):
-            guarded_fit(tiny_model_path, run_dir, Lease(kept), None)
+            guarded_fit(tiny_model_path, run_dir, Lease(allowed), None)
         journal = run_dir / "metrics.jsonl"
         written.append(len(journal.read_text().splitlines()) if journal.exists() else 0)
         assert not journal.exists() or '"end"' not in journal.read_text()
-        assert (run_dir / "semantics.json").exists() == (kept > 1)  # the first call is for opening the journal
+        assert (run_dir / "semantics.json").exists() == (
+            allowed > 1
+        )  # the first call is made when the journal is opened
     assert written[0] == 0
-    # The meter's heartbeat asks too, as often as time passes; so does what writes the passes of three evaluations.
+    # The guard is also called by the meter's heartbeat, as often as time passes, and by the passes of 3 evaluations.
     assert written == sorted(written) and written[-1] >= lines - 7
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_lost_run_does_not_take_its_place(tiny_model_path: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_lost_run_is_not_kept(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(LostError):
         guarded_fit(tiny_model_path, tmp_path, None, Lease(1), steps=8)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
@@ -291,8 +301,8 @@ def test_a_checkpoint_of_a_lost_run_does_not_take_its_place(tiny_model_path: str
     assert (view.status, view.checkpoint_step) == ("running", 2)
 
 
-def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
-    """The disk is full from the checkpoint of a step on."""
+def fail_half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
+    """Let every checkpoint from a step on fail half-written, as on a full disk."""
     save = DirectCheckpointIO.save_checkpoint
 
     def full(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -308,7 +318,7 @@ def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
 def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "parts"
     with monkeypatch.context() as patch:
-        half_written(patch, 4)
+        fail_half_written(patch, 4)
         with pytest.raises(OSError, match="No space left"):
             fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
@@ -320,7 +330,7 @@ def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even the end can be written: the error is still the disk's, and the run goes on once there is room."""
+    """Even the end cannot be written. The disk's error is still raised, and the run continues once there is space."""
     run_dir = tmp_path / "parts"
 
     class Fills(Recorder):
@@ -341,35 +351,35 @@ def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog
     assert read_journal(run_dir).deterministic() == undisturbed(tiny_model_path, 6, checkpoint_every=2)[0]
 
 
-def test_only_a_whole_checkpoint_of_a_run_is_used(tiny_model_path: str, tmp_path: Path) -> None:
+def test_only_complete_checkpoints_of_our_runs_are_used(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, steps=1)
     directory = tmp_path / "checkpoints"
-    (good,) = checkpoints(directory)
-    foreign = torch.load(good, weights_only=True)
+    (valid,) = checkpoints(directory)
+    foreign = torch.load(valid, weights_only=True)
     del foreign["scalerl"]
     torch.save(foreign, directory / "step-00000002.ckpt")
     torch.save([1, 2], directory / "step-00000003.ckpt")
     torch.save(torch.zeros(3), directory / "step-00000004.ckpt")
-    (directory / "step-00000005.ckpt").write_bytes(good.read_bytes()[:-100])
+    (directory / "step-00000005.ckpt").write_bytes(valid.read_bytes()[:-100])
     (directory / "step-00000006.ckpt").write_bytes(b"")
     (directory / "step-00000007.ckpt").mkdir()
     (directory / "step-00000008.ckpt").symlink_to(directory / "gone")
-    (directory / "step-00000009.12345678.part").write_bytes(good.read_bytes())
-    assert newest_checkpoint(directory).path == good
-    good.unlink()
+    (directory / "step-00000009.12345678.part").write_bytes(valid.read_bytes())
+    assert newest_checkpoint(directory).path == valid
+    valid.unlink()
     assert newest_checkpoint(directory).path is None
     assert newest_checkpoint(tmp_path / "nowhere").path is None
 
 
-def test_what_another_process_left_half_written_is_cleared(tiny_model_path: str, tmp_path: Path) -> None:
+def test_partial_checkpoints_of_another_process_are_deleted(tiny_model_path: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-00000001.12345678.part").write_bytes(b"half")
     fit(tiny_model_path, tmp_path, steps=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.ckpt"]
 
 
-def test_checkpoints_beyond_the_one_gone_on_from_are_set_aside(tiny_model_path: str, tmp_path: Path) -> None:
-    """Unreadable once, readable later: they would void what was recorded in between, or crowd out what is new."""
+def test_checkpoints_after_the_resumed_one_are_set_aside(tiny_model_path: str, tmp_path: Path) -> None:
+    """A checkpoint that is unreadable now may be readable later. It would then void newer records or checkpoints."""
     saves = ResumableCheckpoint(tmp_path, every_n_steps=2)
     for step in (2, 8, 288):
         (tmp_path / f"step-{step:08d}.ckpt").write_text("unreadable")

@@ -1,4 +1,4 @@
-"""A run by the clock on the wall whose processes are killed: the generators', and the trainer's."""
+"""Tests of live runs (`driver=live`) whose generator or trainer process is killed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def place(tmp_path: Path) -> Place:
 
 
 def generators_of(parent: int) -> list[int]:
-    """The processes that a trainer has started."""
-    found = []
+    """Return the generator processes that a trainer has started."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            over = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            parent_pid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             continue
-        if b"lightning_scalerl.generator.fleet" in words and over == parent:
-            found.append(int(folder.name))
-    return sorted(found)
+        if b"lightning_scalerl.generator.fleet" in command and parent_pid == parent:
+            pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def alive(pid: int) -> bool:
@@ -49,8 +49,8 @@ def run_of(place: Place) -> Path:
     return run_dir
 
 
-def check(run_dir: Path) -> None:
-    """Done; every step once, every record finite, nothing trained that was too old."""
+def assert_complete(run_dir: Path) -> None:
+    """Assert that a run is done, with every step once, bounded staleness and valid idle shares."""
     assert is_done(run_dir, STEPS, run_dir.name)
     steps = [record.step for record in read_journal(run_dir).of_kind("train")]
     assert steps == list(range(1, STEPS + 1))
@@ -60,32 +60,32 @@ def check(run_dir: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_generator_is_lost_and_the_run_goes_on(place: Place, how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_generator_is_restarted(place: Place, signal_number: signal.Signals) -> None:
     with place.command(["-m", "lightning_scalerl.train", *place.overrides("live", *LIVE)], 0.02) as process:
         assert wait_until(lambda: (place.root / "live/runs").exists() and lines(run_of(place)) >= 6, process)
         first, _ = generators_of(process.pid)
-        os.kill(first, how)
+        os.kill(first, signal_number)
         assert process.wait(timeout=PATIENCE_S) == 0, place.said()
-    check(run_of(place))
+    assert_complete(run_of(place))
     assert not alive(first)
     assert "it is restarted" in place.said()
 
 
-def test_the_trainer_is_killed_and_its_generators_end_and_the_same_command_goes_on(place: Place) -> None:
+def test_generators_end_with_a_killed_trainer_and_the_same_command_continues(place: Place) -> None:
     command = ["-m", "lightning_scalerl.train", *place.overrides("live", *LIVE)]
     with place.command(command, 0.02) as process:
         assert wait_until(lambda: (place.root / "live/runs").exists() and lines(run_of(place)) >= 12, process)
         assert kinds(run_of(place))["checkpoint"] >= 1
-        started = generators_of(process.pid)
-        assert len(started) == 2
+        generators = generators_of(process.pid)
+        assert len(generators) == 2
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 20
-        while any(alive(pid) for pid in started):
+        while any(alive(pid) for pid in generators):
             assert time.monotonic() < deadline, "generators outlive their trainer"
             time.sleep(0.1)
         kill_group(process)
     with place.command(command) as process:
         assert process.wait(timeout=PATIENCE_S) == 0, place.said()
-    check(run_of(place))
+    assert_complete(run_of(place))

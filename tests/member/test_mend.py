@@ -1,4 +1,4 @@
-"""A real run whose journal was damaged goes on where nothing is missing, and learns what it would have learnt."""
+"""Tests of a real run with a damaged journal: it resumes before the damage, and ends with the same records."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.place import STEPS, Place
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to its end."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run to its end."""
     place = Place(tmp_path_factory.mktemp("place"))
-    before = dict(os.environ)
+    old_environment = dict(os.environ)
     os.environ.update(place.environment())
     try:
         (spec,) = plan_members([place.overrides("out")])
@@ -35,19 +35,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_member(run_dir)
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(old_environment)
     return run_dir
 
 
 @pytest.fixture
-def run_dir(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, value in Place(whole.parents[2]).environment().items():
+def run_dir(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in Place(finished_run.parents[2]).environment().items():
         monkeypatch.setenv(name, value)
-    return Path(shutil.copytree(whole, tmp_path / whole.name))
+    return Path(shutil.copytree(finished_run, tmp_path / finished_run.name))
 
 
-def spoil(run_dir: Path, line: int, end: bool) -> bytes:
-    """Break a line of the journal, counted from 1 or from its end."""
+def break_line(run_dir: Path, line: int, end: bool) -> bytes:
+    """Break a line of the journal, counted from 1, or from the end if negative.
+
+    Without `end`, the journal's last line is removed.
+    """
     path = run_dir / JOURNAL_FILE
     lines = path.read_bytes().splitlines()
     number = line - 1 if line > 0 else len(lines) + line
@@ -57,37 +60,39 @@ def spoil(run_dir: Path, line: int, end: bool) -> bytes:
 
 
 def entries(run_dir: Path, kind: str) -> list[dict[str, object]]:
-    found = map(json.loads, (run_dir / JOURNAL_FILE).read_text().splitlines())
-    return [entry for entry in found if entry["kind"] == kind]
+    lines = map(json.loads, (run_dir / JOURNAL_FILE).read_text().splitlines())
+    return [entry for entry in lines if entry["kind"] == kind]
 
 
-def names(run_dir: Path) -> list[str]:
+def file_names(run_dir: Path) -> list[str]:
     return sorted(each.name for each in run_dir.rglob("*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("line", "begin"), [(-4, STEPS - 3), (4, -1)], ids=["near the end", "near the start"])
-def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
-    whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], line: int, begin: int
+def test_a_run_resumes_from_the_last_checkpoint_before_a_broken_line(
+    finished_run: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], line: int, begin: int
 ) -> None:
-    raw = spoil(run_dir, line, end=False)
+    raw = break_line(run_dir, line, end=False)
     number = raw.count(b"\n", 0, raw.index(b"\0")) + 1
     checkpoints = run_dir / "checkpoints"
-    sound = [f"{path.stem}.unrecorded" for path in checkpoints.iterdir() if int(path.stem[5:]) > begin]
-    assert sound
+    unrecorded = [f"{path.stem}.unrecorded" for path in checkpoints.iterdir() if int(path.stem[5:]) > begin]
+    assert unrecorded
     run_member(run_dir)
-    said = capfd.readouterr().out
-    assert f"{run_dir / JOURNAL_FILE}, line {number}: " in said and "metrics.damaged-1.jsonl" in said
-    assert ("from the start" in said) == (begin < 0)
+    output = capfd.readouterr().out
+    assert f"{run_dir / JOURNAL_FILE}, line {number}: " in output and "metrics.damaged-1.jsonl" in output
+    assert ("from the start" in output) == (begin < 0)
     assert (run_dir / "metrics.damaged-1.jsonl").read_bytes() == raw
-    assert [path.name for path in checkpoints.glob("*.unrecorded")] == sound, "of sound ones only records are lost"
+    assert [path.name for path in checkpoints.glob("*.unrecorded")] == unrecorded, (
+        "these checkpoints are valid, but their records are lost"
+    )
     (resume,) = entries(run_dir, "resume")
     assert resume["step"] == begin
     assert resume["mended"] == {"line": number, "kept": "metrics.damaged-1.jsonl", "step": begin}
     after = read_journal(run_dir)
-    assert after.deterministic() == read_journal(whole).deterministic()
+    assert after.deterministic() == read_journal(finished_run).deterministic()
     assert after.status == "finished"
-    spent = read_journal(whole).of_kind("train")[-1].metrics["compute/flops"]
+    spent = read_journal(finished_run).of_kind("train")[-1].metrics["compute/flops"]
     kept = 0.0 if begin < 0 else next(r for r in after.of_kind("train") if r.step == begin).metrics["compute/flops"]
     assert after.of_kind("train")[-1].metrics["compute/wasted_flops"] == pytest.approx(spent - kept, rel=0.2)
 
@@ -96,10 +101,10 @@ def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
 @pytest.mark.parametrize(
     "begin", every(3, [STEPS - 3, -1], pytest.mark.full), ids=["its end is lost", "all of it is lost"]
 )
-def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
-    whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], begin: int
+def test_a_checkpoint_newer_than_the_journal_is_not_used(
+    finished_run: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], begin: int
 ) -> None:
-    """The machine lost power after the checkpoint was on the disk and before the journal's last lines were."""
+    """A power cut came after the checkpoint was on disk, and before the journal's last lines were."""
     path = run_dir / JOURNAL_FILE
     lines = path.read_bytes().splitlines(keepends=True)
     covered = next((n for n, line in enumerate(lines) if b'"checkpoint"' in line and b'"step":%d,' % begin in line), -1)
@@ -114,16 +119,16 @@ def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
     (resume,) = entries(run_dir, "resume")
     assert resume["step"] == begin and f"step-{STEPS:08d}.ckpt" in str(resume["passed_over"])
     after = read_journal(run_dir)
-    assert after.deterministic() == read_journal(whole).deterministic()
+    assert after.deterministic() == read_journal(finished_run).deterministic()
     assert after.status == "finished" and after.holes == []
 
 
 @pytest.mark.slow
-def test_killed_right_after_it_was_mended_it_goes_on_from_there(
-    whole: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_killed_right_after_the_repair_continues(
+    finished_run: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoints that must not be gone on from are out of the way first."""
-    spoil(run_dir, -4, end=False)
+    """Checkpoints that must not be used are set aside before the journal is repaired."""
+    break_line(run_dir, -4, end=False)
 
     def killed(*_: object) -> None:
         raise OSError("killed")
@@ -134,12 +139,12 @@ def test_killed_right_after_it_was_mended_it_goes_on_from_there(
     assert not entries(run_dir, "resume")
     run_member(run_dir)
     assert [entry["step"] for entry in entries(run_dir, "resume")] == [STEPS - 3]
-    assert read_journal(run_dir).deterministic() == read_journal(whole).deterministic()
+    assert read_journal(run_dir).deterministic() == read_journal(finished_run).deterministic()
 
 
 @pytest.mark.slow
-def test_a_run_that_is_done_stays_done_with_a_broken_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    raw = spoil(run_dir, 4, end=True)
+def test_a_finished_run_stays_done_with_a_broken_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = break_line(run_dir, 4, end=True)
     assert is_done(run_dir, STEPS, run_dir.name)
     run_member(run_dir)
     assert "done already" in capfd.readouterr().out
@@ -147,22 +152,22 @@ def test_a_run_that_is_done_stays_done_with_a_broken_line(run_dir: Path, capfd: 
 
 
 @pytest.mark.slow
-def test_a_journal_of_another_run_is_refused_and_not_touched(run_dir: Path) -> None:
+def test_a_journal_of_another_run_is_refused_and_unchanged(run_dir: Path) -> None:
     path = run_dir / JOURNAL_FILE
     header, rest = path.read_bytes().split(b"\n", 1)
     raw = dump_line({**(parse_line(header) or {}), "run": "somebody"}, checksum=True) + rest
     path.write_bytes(raw)
-    before = names(run_dir)
+    before = file_names(run_dir)
     assert (run_dir / SPEC_FILE).exists()
     with pytest.raises(UserError, match=f"{path}: .*another run, somebody, in the folder of {run_dir.name}"):
         run_member(run_dir)
     assert path.read_bytes() == raw
-    assert names(run_dir) == before
+    assert file_names(run_dir) == before
 
 
 @pytest.mark.slow
-def test_a_changed_specification_is_not_run_under_the_identity_of_what_it_was(run_dir: Path) -> None:
-    """Whoever starts a member by hand asks no ledger: the member compares content and identity itself."""
+def test_a_changed_specification_is_refused_by_the_member(run_dir: Path) -> None:
+    """A member started by hand does not read the ledger, so it compares content and identity itself."""
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / JOURNAL_FILE).unlink()
     path = run_dir / SPEC_FILE

@@ -1,4 +1,4 @@
-"""Truths about where a run goes and what it is named by: a value that names nothing is refused by its field."""
+"""Tests of seed, budget, study and output folder: an invalid value is refused with the name of its field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = "n" * 300
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("seed=", r"^seed: '' must be a whole number, 0 or more; give seed=0"),
         ("seed=null", r"^seed: None must be a whole number"),
@@ -34,24 +34,24 @@ LONG = "n" * 300
         (f"output_dir=a/{LONG}/b", r"^output_dir: 'a/n+\.\.\.' has a name of 300 bytes in it"),
     ],
 )
-def test_a_value_that_names_nothing_is_refused_by_its_field(override: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words) as refusal:
+def test_an_invalid_value_is_refused_with_its_field(override: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as refusal:
         plan_members([[override]])
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.slow
-def test_names_as_long_as_a_file_system_takes_them_are_taken() -> None:
+def test_the_longest_name_of_a_file_system_is_accepted() -> None:
     assert plan_members([[f"study={'n' * 255}"]])[0].config["output_dir"] == f"outputs/{'n' * 255}"
 
 
-def test_a_single_run_below_a_file_is_one_line(tmp_path: Path) -> None:
+def test_an_output_folder_below_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    done = forked.run(
+    result = forked.run(
         [sys.executable, "-m", "lightning_scalerl.train", "output_dir=file/x", "budget.steps=1", "model.batches=2"],
         cwd=tmp_path, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    last = done.stderr.strip().splitlines()[-1]  # the base model may have been made before
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    last = result.stderr.strip().splitlines()[-1]  # lines before it may report that the base model was made
     assert last.startswith("scalerl train: output_dir: file/x/runs/") and "in the way" in last
     assert (tmp_path / "file").read_text() == "mine"

@@ -1,4 +1,4 @@
-"""Data and rewards as people have them, from the command line to the curve: what is read, graded, kept and fitted."""
+"""Tests with a user's data and reward functions, from the command line to the curve."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sleepy(completion, answer):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, prompts of two kinds, and rewards, as files."""
+    """Write a model, training and held-out prompts, and reward functions."""
     root = tmp_path_factory.mktemp("mine")
     new_model(width=32, layers=1, seed=0).save_pretrained(root / "model")
     tokenizer().save_pretrained(root / "model")
@@ -90,7 +90,7 @@ def overrides(place: Path, *more: str, reward: str = "ones") -> list[str]:
 
 
 def train(place: Path, folder: Path, *more: str, reward: str = "ones") -> Path:
-    """A run, in this process; returns its folder."""
+    """Run in this process and return the folder of the run."""
     (spec,) = plan_members([[*overrides(place, *more, reward=reward), f"output_dir={folder}"]])
     run_dir = folder / "runs" / spec.run
     spec.write(run_dir)
@@ -99,7 +99,7 @@ def train(place: Path, folder: Path, *more: str, reward: str = "ones") -> Path:
 
 
 @pytest.mark.slow
-def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
+def test_stored_rollouts_can_be_read_and_graded_again(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sweeps.cli.main import main
@@ -109,19 +109,19 @@ def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
     assert [group["step"] for group in groups] == [1, 1, 2, 2, 3, 3]
     for group in groups:
         assert len(group["rollouts"]) == 4 and group["prompt"].endswith("=")
-        for each in group["rollouts"]:
-            assert each["outcome"] == "score"
-            assert each["reward"] == each["completion"].count("1") / max(1, len(each["completion"])) * 8
-            assert sum(count for _, count in each["versions"]) == each["tokens"]
-    # The same verifier grades the same; another one differs where it must.
+        for rollout in group["rollouts"]:
+            assert rollout["outcome"] == "score"
+            assert rollout["reward"] == rollout["completion"].count("1") / max(1, len(rollout["completion"])) * 8
+            assert sum(count for _, count in rollout["versions"]) == rollout["tokens"]
+    # The same verifier gives the same grades, another one gives its own.
     (same,) = rescore_run(run_dir)
     assert same["rollouts"] == 24 and same["changed"] == 0 and same["before"] == same["after"]
     out = tmp_path / "again.jsonl"
     (other,) = rescore_run(run_dir, f"{place}/rewards.py:odd", out)
-    anew = [json.loads(line) for line in out.read_text().splitlines()]
-    wanted = [float(sum(c in "13579" for c in e["completion"]) > 2) for g in groups for e in g["rollouts"]]
-    assert [each["grade"] for group in anew for each in group["rollouts"]] == wanted
-    assert other["after"]["reward"] == sum(wanted) / 24
+    regraded = [json.loads(line) for line in out.read_text().splitlines()]
+    expected = [float(sum(c in "13579" for c in e["completion"]) > 2) for g in groups for e in g["rollouts"]]
+    assert [rollout["grade"] for group in regraded for rollout in group["rollouts"]] == expected
+    assert other["after"]["reward"] == sum(expected) / 24
     with pytest.raises(UserError, match="is there already"):
         rescore_run(run_dir, None, out)
     capsys.readouterr()
@@ -136,41 +136,41 @@ def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
     assert "--reward: 'nonsense' is none of" in capsys.readouterr().err
 
 
-def test_what_was_written_beyond_a_checkpoint_is_made_again_and_not_there_twice(tmp_path: Path) -> None:
+def test_rollouts_after_the_checkpoint_are_cut_before_they_are_written_again(tmp_path: Path) -> None:
     def group(step: int, admission: int) -> dict[str, Any]:
         return {"step": step, "admission": admission, "rollouts": []}
 
     write_groups(tmp_path, [group(1, 0), group(2, 2), group(2, 3), group(3, 4)])
-    asked: list[str] = []
-    cut_groups(tmp_path, 3, lambda: asked.append("nothing to cut"))
-    cut_groups(tmp_path, 1, lambda: asked.append("guard"))
+    calls: list[str] = []
+    cut_groups(tmp_path, 3, lambda: calls.append("nothing to cut"))
+    cut_groups(tmp_path, 1, lambda: calls.append("guard"))
     write_groups(tmp_path, [group(2, 2), group(2, 3)])
     assert [(entry["step"], entry["admission"]) for entry in read_groups(tmp_path)] == [(1, 0), (2, 2), (2, 3)]
-    assert asked == ["guard"]
-    cut_groups(tmp_path / "nowhere", 1, lambda: asked.append("no file"))
-    assert asked == ["guard"]
+    assert calls == ["guard"]
+    cut_groups(tmp_path / "nowhere", 1, lambda: calls.append("no file"))
+    assert calls == ["guard"]
 
 
 @pytest.mark.slow
-def test_another_reward_has_the_columns_and_ids_that_it_asks_for(place: Path, tmp_path: Path) -> None:
-    """The run's own verifier needs neither, so its prompts have left them behind."""
+def test_another_reward_gets_the_columns_and_ids_that_it_needs(place: Path, tmp_path: Path) -> None:
+    """The run's own verifier needs neither columns nor ids, so its stored prompts do not have them."""
     run_dir = train(place, tmp_path, "task.rewards=exact_match", "reward=plus_minus_one")
-    theirs = tmp_path / "theirs.py"
-    theirs.write_text(
+    reward_file = tmp_path / "theirs.py"
+    reward_file.write_text(
         "def reward(completions, completion_ids, question, gold, **kwargs):\n"
         "    assert question[0].endswith('=') and gold[0].isdigit()\n"
         "    return [float(len(ids)) for ids in completion_ids]\n"
     )
-    lengths = [each["tokens"] for group in read_groups(run_dir) for each in group["rollouts"]]
-    (row,) = rescore_run(run_dir, f"{theirs}:reward")
+    lengths = [rollout["tokens"] for group in read_groups(run_dir) for rollout in group["rollouts"]]
+    (row,) = rescore_run(run_dir, f"{reward_file}:reward")
     assert row["after"]["errors"] == 0 and row["after"]["reward"] == sum(lengths) / len(lengths)
-    # The same verifier gives the same, whatever the run has made of its rewards.
+    # The run's own verifier gives the same grades, although the run rescaled its rewards.
     (same,) = rescore_run(run_dir)
     assert same["before"] == same["after"]
 
 
 @pytest.mark.slow
-def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
+def test_a_mixture_is_graded_again_with_its_columns_and_errors_are_shown(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sweeps.cli.main import main
@@ -185,32 +185,32 @@ def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
     (tmp_path / "conf/task/both.yaml").write_text(
         "defaults: [mixture, dataset@tasks.easy, dataset@tasks.hard, _self_]\ntasks:\n" + parts
     )
-    theirs = tmp_path / "theirs.py"
-    theirs.write_text(
+    reward_file = tmp_path / "theirs.py"
+    reward_file.write_text(
         "def reward(completions, question, gold, **kwargs):\n"
         "    if question[0][1] in '02468':\n"
         "        raise OSError('the judge is out')\n"
         "    return [float(each.isdigit()) for each in gold]\n"
     )
-    words = [each for each in overrides(place, "rollouts.groups=4") if not each.startswith("task")]
-    words += ["task=both", "context.max_prompt_tokens=32", "verify.max_error_share=1"]
+    arguments = [each for each in overrides(place, "rollouts.groups=4") if not each.startswith("task")]
+    arguments += ["task=both", "context.max_prompt_tokens=32", "verify.max_error_share=1"]
     run_dir = tmp_path / "run"
-    (spec,) = plan_members([[*words, f"output_dir={tmp_path}"]], [str(tmp_path / "conf")])
+    (spec,) = plan_members([[*arguments, f"output_dir={tmp_path}"]], [str(tmp_path / "conf")])
     spec.write(run_dir)
     run_member(run_dir)
-    rows = rescore_run(run_dir, f"{theirs}:reward")
+    rows = rescore_run(run_dir, f"{reward_file}:reward")
     schemas.validator("rescore").validate(rows)
     assert {row["source"] for row in rows} == {"easy", "hard"}
-    out = [group["prompt"][1] in "02468" for group in read_groups(run_dir)]
-    assert True in out and False in out
-    assert sum(row["after"]["errors"] for row in rows) == 4 * sum(out)
+    fails = [group["prompt"][1] in "02468" for group in read_groups(run_dir)]
+    assert True in fails and False in fails
+    assert sum(row["after"]["errors"] for row in rows) == 4 * sum(fails)
     capsys.readouterr()
-    assert main(["rescore", str(run_dir), "--reward", f"{theirs}:reward"]) == 0
+    assert main(["rescore", str(run_dir), "--reward", f"{reward_file}:reward"]) == 0
     assert "the judge is out" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
+def test_a_run_without_stored_rollouts_is_refused_with_a_remedy(place: Path, tmp_path: Path) -> None:
     run_dir = train(place, tmp_path, "rollouts.groups=0", "budget.steps=1")
     assert not (run_dir / "rollouts.jsonl").exists()
     with pytest.raises(UserError, match=r"rollouts\.groups of 1 or more"):
@@ -218,7 +218,7 @@ def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: Path, tmp_path: Path) -> None:
+def test_abstentions_and_errors_are_counted_and_leave_their_group(place: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     for number in (0, 3, 6, 9):
         rows[number]["gold"] = "fail" if number % 2 else "abstain"
@@ -231,13 +231,13 @@ def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: P
         last["verify/abstained"] > 0 and last["verify/errors"] > 0 and last["verify/retried"] == last["verify/errors"]
     )
     groups = read_groups(run_dir)
-    by_outcome = {each["outcome"] for group in groups for each in group["rollouts"]}
+    by_outcome = {rollout["outcome"] for group in groups for rollout in group["rollouts"]}
     assert by_outcome == {"score", "abstain", "error"}
     for group in groups:
-        outcomes = {each["outcome"] for each in group["rollouts"]}
+        outcomes = {rollout["outcome"] for rollout in group["rollouts"]}
         assert outcomes == {{"fail": "error", "abstain": "abstain"}.get(group["answer"], "score")}
-    errors = [each for group in groups for each in group["rollouts"] if each["outcome"] == "error"]
-    assert all("the judge is out" in each["extra"]["why"] and each["reward"] is None for each in errors)
+    errors = [rollout for group in groups for rollout in group["rollouts"] if rollout["outcome"] == "error"]
+    assert all("the judge is out" in rollout["extra"]["why"] and rollout["reward"] is None for rollout in errors)
     trained = read_journal(run_dir).of_kind("train")
     assert any(record.metrics.get("train/ungraded", 0) == 0.5 for record in trained)
 
@@ -252,7 +252,7 @@ def test_a_verifier_that_always_abstains_ends_the_run(place: Path, tmp_path: Pat
 
 
 def test_a_reward_file_that_changes_under_a_run_is_refused(place: Path, tmp_path: Path) -> None:
-    """A worker that is replaced would load other rewards."""
+    """A worker that is restarted would load other rewards."""
     mine = tmp_path / "mine.py"
     mine.write_text("def reward(completion, answer):\n    return 1.0\n")
     rewards = reward_sum("task.rewards", f"{mine}:reward")
@@ -266,7 +266,7 @@ def test_a_reward_file_that_changes_under_a_run_is_refused(place: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_batch_without_any_score_moves_nothing_and_the_run_goes_on(place: Path, tmp_path: Path) -> None:
+def test_a_batch_without_any_score_changes_no_weights_and_the_run_continues(place: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     silent = tmp_path / "silent.jsonl"
     silent.write_text("\n".join(json.dumps({**row, "gold": "abstain"}) for row in rows))
@@ -282,10 +282,8 @@ def test_a_batch_without_any_score_moves_nothing_and_the_run_goes_on(place: Path
 
 
 @pytest.mark.slow
-def test_a_verifier_that_sleeps_for_ever_in_one_prompt_costs_that_prompt_and_nothing_else(
-    place: Path, tmp_path: Path
-) -> None:
-    """One of a thousand prompts. Up to the step that trains on it all is the same, and the run goes to its end."""
+def test_a_verifier_that_hangs_on_one_prompt_affects_only_that_prompt(place: Path, tmp_path: Path) -> None:
+    """One of 1000 prompts hangs its verifier. Earlier steps are unchanged, and the run finishes."""
     rows = [{"question": f"{i}+{i}=", "gold": str(2 * i)} for i in range(1000)]
 
     def write(name: str) -> Path:
@@ -298,56 +296,58 @@ def test_a_verifier_that_sleeps_for_ever_in_one_prompt_costs_that_prompt_and_not
     third = [group for group in read_groups(fine) if group["step"] == 3]
     rows[int(third[0]["prompt_id"])]["gold"] = "sleep"
     hung = train(place, tmp_path / "hung", *more, f"task.train={write('hung')}", reward="sleepy")
-    one, two = read_journal(fine), read_journal(hung)
-    assert two.status == "finished" and len(two.of_kind("train")) == 6
+    fine_view, hung_view = read_journal(fine), read_journal(hung)
+    assert hung_view.status == "finished" and len(hung_view.of_kind("train")) == 6
 
     def rewards(run_dir: Path, step: int) -> dict[str, list[float | None]]:
         groups = [group for group in read_groups(run_dir) if group["step"] == step]
-        return {group["prompt_id"]: [each["reward"] for each in group["rollouts"]] for group in groups}
+        return {group["prompt_id"]: [rollout["reward"] for rollout in group["rollouts"]] for group in groups}
 
     for step in (1, 2):
         assert rewards(fine, step) == rewards(hung, step)
     other = third[1]["prompt_id"]
     assert rewards(hung, 3) == {third[0]["prompt_id"]: [None] * 4, other: rewards(fine, 3)[other]}
-    metrics = two.of_kind("train")[-1].metrics
+    metrics = hung_view.of_kind("train")[-1].metrics
     assert metrics["verify/timeouts"] == metrics["verify/errors"] == 4.0
-    # Four completions, each tried twice for a second: the graders' own time, not the machine's.
-    spent = metrics["time/verify_total_s"] - one.of_kind("train")[-1].metrics["time/verify_total_s"]
-    assert 8.0 <= spent < 16.0
-    assert metrics["verify/scored"] + 4 == one.of_kind("train")[-1].metrics["verify/scored"]
+    # Four completions are each tried twice for one second. This is time of the graders, not of the machine.
+    grading_s = metrics["time/verify_total_s"] - fine_view.of_kind("train")[-1].metrics["time/verify_total_s"]
+    assert 8.0 <= grading_s < 16.0
+    assert metrics["verify/scored"] + 4 == fine_view.of_kind("train")[-1].metrics["verify/scored"]
 
 
 @pytest.mark.slow
-def test_noise_is_that_of_sampling(place: Path) -> None:
+def test_the_noise_of_an_evaluation_matches_its_prediction(place: Path) -> None:
     more = [entry for entry in overrides(place, "evaluation.samples=2", reward="odd") if not entry.startswith("model")]
     (row,) = measure_noise(f"{place}/model", [each for each in more if "rollouts" not in each], repeats=12)
     schemas.validator("noise").validate([row])
     assert (row["set"], row["prompts"], row["samples"]) == ("test", 4, 2)
     assert 0 < row["pass_rate"] < 1
     assert row["sampling_error_low"] < row["sampling_error"] < row["sampling_error_high"]
-    # What one evaluation foretells of its error lies in the interval that twelve of them give.
+    # The error predicted from one evaluation is within the interval from twelve evaluations.
     assert row["sampling_error_low"] < row["foretold"] < row["sampling_error_high"]
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "said"),
+    ("model", "more", "message"),
     [
         ("model", [], "task: say what is evaluated"),
         ("model", ["task=arithmetic"], None),
         ("nothing", ["task=x"], "task=x: no such choice; valid: aime"),
     ],
 )
-def test_noise_says_what_it_needs(place: Path, model: str, more: list[str], said: str | None) -> None:
-    if said is None:
+def test_noise_refuses_missing_or_invalid_options(
+    place: Path, model: str, more: list[str], message: str | None
+) -> None:
+    if message is None:
         with pytest.raises(UserError, match="--repeats 1: at least 2"):
             measure_noise(f"{place}/{model}", more, repeats=1)
         return
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         measure_noise(f"{place}/{model}", more, repeats=2)
 
 
 @pytest.mark.slow
-def test_a_script_has_it_all_too(place: Path, tmp_path: Path) -> None:
+def test_a_script_can_use_the_same_data_and_rewards(place: Path, tmp_path: Path) -> None:
     task = DatasetTask(
         format="columns",
         train=f"{place}/train.jsonl",
@@ -369,7 +369,7 @@ def test_a_script_has_it_all_too(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_verifier_that_calls_right_wrong_stops_the_run_before_its_first_step(place: Path, tmp_path: Path) -> None:
+def test_a_verifier_that_rejects_right_answers_stops_the_run_before_its_first_step(place: Path, tmp_path: Path) -> None:
     mirrored = place / "mirrored.py"
     mirrored.write_text("def reward(completion, answer):\n    return float(answer not in completion)\n")
     words = [*overrides(place, "task.right='it is {answer}'"), f"task.rewards={mirrored}:reward"]
@@ -382,8 +382,8 @@ def test_a_verifier_that_calls_right_wrong_stops_the_run_before_its_first_step(p
 
 
 @pytest.mark.slow
-def test_where_it_is_graded_changes_nothing(place: Path, tmp_path: Path) -> None:
-    """In the trainer's process, or in one or three others, and by which of them: the curve is the same, bit for bit."""
+def test_the_number_of_grading_workers_does_not_change_the_curve(place: Path, tmp_path: Path) -> None:
+    """Graded in the trainer's process, or in one or three workers, the curve is the same bit for bit."""
     more = ("async_mode=pipeline", "context.max_new_tokens=9", "budget.steps=6", "cost_model.grade_s=0.01")
     journals = [
         read_journal(train(place, tmp_path / str(workers), *more, f"verify.workers={workers}")).deterministic()
@@ -393,10 +393,10 @@ def test_where_it_is_graded_changes_nothing(place: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_point_measured_on_other_weights_is_refused(
+def test_an_evaluation_of_other_weights_is_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A generator that does not take the weights it is sent, and says which it has."""
+    """The generator does not load new weights, and reports the version that it has."""
     publish = TorchGenerator.publish
 
     def late(self: TorchGenerator, weights: Any, version: int, recompute_kv: bool = False) -> None:
@@ -411,7 +411,7 @@ def test_a_point_measured_on_other_weights_is_refused(
 
 @pytest.mark.full
 def test_a_mixture_has_a_curve_for_each_of_its_tasks(place: Path, tmp_path: Path) -> None:
-    """Mathematics and programs, from files and a configuration of one's own, by the real commands."""
+    """A mixture of mathematics and programs from the user's files and configuration, run by the real commands."""
     (tmp_path / "task").mkdir()
     math = [{"question": f"What is {i} and {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
     code = [
@@ -441,17 +441,17 @@ tasks:
     heldout: {{test: {tmp_path}/code_test.jsonl}}
 """
     )
-    words = [
+    arguments = [
         "--config-dir", str(tmp_path), "model=path", f"model.path={place}/model", "task=both", "scale=trial",
         "length_control=none", "precision=fp32", "context.max_new_tokens=12", "chat.template=none", "budget.steps=14",
         "evaluation.every_n_steps=2", f"output_dir={tmp_path}/out",
     ]  # fmt: skip
-    done = scalerl("train", *words)
-    assert done.returncode == 0, done.stderr
+    result = scalerl("train", *arguments)
+    assert result.returncode == 0, result.stderr
     assert (
-        "6 of math, 6 of code" in done.stdout
-        and "graded all test completions correctly" in done.stdout
-        and "sandbox: " in done.stdout
+        "6 of math, 6 of code" in result.stdout
+        and "graded all test completions correctly" in result.stdout
+        and "sandbox: " in result.stdout
     )
     (run_dir,) = (tmp_path / "out" / "runs").iterdir()
     for name in ("math", "code"):
@@ -469,7 +469,7 @@ def scalerl(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_stored_conversation_is_graded_as_in_training() -> None:
-    """A reward function sees its turns, and of the tokens those of the last turn."""
+    """A reward function gets all turns, but only the tokens of the last turn."""
     stored = {
         "completion": "4", "finish_reason": "stop", "ids": [5, 6, 7, 8], "conversation": {"starts": [0, 3]},
         "turns": [["sampled", "2+2?"], ["environment", "try"], ["sampled", "4"]],

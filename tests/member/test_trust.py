@@ -1,4 +1,4 @@
-"""Folders that somebody else has made: nothing that they name runs unasked, and one's own study works as ever."""
+"""Tests of folders from other users: code that they name runs only with --trust. The user's own studies need none."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*given, **named):
 
 run()
 """
-MINE = """
+MY_MODULE = """
 import os
 
 from lightning_scalerl.task.arithmetic import ArithmeticTask
@@ -50,19 +50,19 @@ class MyTask(ArithmeticTask):
 """
 
 
-def planned(place: Path, *more: str, folders: Sequence[Path] = ()) -> Path:
-    """A study of one member that was launched and has kept a group of rollouts; its run's folder."""
+def write_study_of_a_run(place: Path, *more: str, folders: Sequence[Path] = ()) -> Path:
+    """Write a launched study of one member with stored rollouts; return the folder of the run."""
     words = ["model.batches=1", "model.width=32", "model.layers=1", f"output_dir={place}/study", *more]
     (spec,) = plan_members([words], [str(folder) for folder in folders])
     run_dir = place / "study" / "runs" / spec.run
     spec.write(run_dir)
     write_groups(run_dir, [{"step": 1, "admission": 0, "prompt_id": "none", "prompt": "", "rollouts": []}])
     Ledger(place / "study").append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)
-    launched(place / "study")
+    write_launch(place / "study")
     return run_dir
 
 
-def launched(study: Path, **others: Any) -> None:
+def write_launch(study: Path, **others: Any) -> None:
     values = {
         "kind": "local", "entry": "lightning_scalerl:run_member", "preload": ("lightning_scalerl.member.run",),
         "max_parallel": 1, "threads": 1, "tracking": None,
@@ -74,19 +74,19 @@ def launched(study: Path, **others: Any) -> None:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planned(tmp_path_factory.mktemp("original"))
+    return write_study_of_a_run(tmp_path_factory.mktemp("original"))
 
 
 @pytest.fixture
 def run_dir(original: Path, tmp_path: Path) -> Path:
-    """A run of a study that came from elsewhere, in `tmp_path / "study"`."""
+    """Copy a study from elsewhere to `tmp_path / "study"`; return the folder of its run."""
     shutil.copytree(original.parents[1], tmp_path / "study")
     return tmp_path / "study" / "runs" / original.name
 
 
 @pytest.fixture
 def mark(run_dir: Path, tmp_path: Path) -> Iterator[Path]:
-    """What exists once foreign code has run; that code lies in the study's folder, as `foreign`."""
+    """Put the module `foreign` into the study's folder; return the path of a file that exists once it has run."""
     (tmp_path / "study" / "theirs").mkdir()
     (tmp_path / "study" / "theirs" / "foreign.py").write_text(FOREIGN.format(mark=str(tmp_path / "mark")))
     path = [*sys.path]
@@ -136,31 +136,31 @@ FOREIGN_SPECS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def filled(value: Any, **names: Any) -> Any:
+def fill_names(value: Any, **names: Any) -> Any:
     if isinstance(value, dict):
-        return {key: filled(item, **names) for key, item in value.items()}
+        return {key: fill_names(item, **names) for key, item in value.items()}
     if isinstance(value, list):
-        return [filled(item, **names) for item in value]
+        return [fill_names(item, **names) for item in value]
     return value.format(**names) if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize("name", FOREIGN_SPECS)
-def test_what_somebody_elses_run_names_is_not_run(
+def test_code_named_by_a_foreign_run_is_not_run(
     name: str, run_dir: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"study": tmp_path / "study", "mark": mark, "run": run_dir.name}
-    edits, said = FOREIGN_SPECS[name]
+    edits, message = FOREIGN_SPECS[name]
     for field, value in edits.items():
-        edit(run_dir, field, filled(value, **names))
+        edit(run_dir, field, fill_names(value, **names))
     assert main(["rescore", str(run_dir)]) == 1
     error = capsys.readouterr().err
-    assert said.format(**names) in error and "--trust" in error and error.count("\n") == 1, error
+    assert message.format(**names) in error and "--trust" in error and error.count("\n") == 1, error
     assert not mark.exists() and "foreign" not in sys.modules
     with pytest.raises(UserError, match="--trust"):
         check_runs([[str(run_dir), run_dir.name]], [])
 
 
-def test_every_command_that_would_run_it_refuses_and_trust_runs_it(
+def test_every_command_refuses_foreign_code_unless_trusted(
     run_dir: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(run_dir, "config.task", {"_target_": "os.mkdir", "path": str(mark)})
@@ -172,12 +172,12 @@ def test_every_command_that_would_run_it_refuses_and_trust_runs_it(
     assert main(["collect", str(tmp_path / "study"), "--wait"]) == 1
     assert "config.task._target_: 'os.mkdir'" in capsys.readouterr().err
     assert not mark.exists()
-    with pytest.raises(AttributeError, match="grader"):  # what it made is no task, and made it was
+    with pytest.raises(AttributeError, match="grader"):  # the foreign code ran, but its result is not a task
         main(["rescore", str(run_dir), "--trust"])
     assert mark.exists()
 
 
-def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Path) -> None:
+def test_code_named_by_a_foreign_launch_is_not_run(run_dir: Path, tmp_path: Path) -> None:
     study = tmp_path / "study"
 
     def check() -> None:
@@ -185,11 +185,11 @@ def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Pa
 
     check()
     for field, value in {"entry": "os:mkdir", "preload": ("antigravity",)}.items():
-        launched(study, **{field: value})
+        write_launch(study, **{field: value})
         with pytest.raises(UserError, match=f"launch.json: {field}: .*--trust"):
             check()
     jobs = SlurmCluster.of({"setup": ["module load cuda"]})
-    launched(study, kind="slurm", cluster=jobs)
+    write_launch(study, kind="slurm", cluster=jobs)
     check()
     (study / "launch.json").chmod(0o666)
     with pytest.raises(UserError, match=r"settings.setup: .*module load cuda.* --trust"):
@@ -198,22 +198,24 @@ def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Pa
         check_runs([[str(run_dir), "another"]], [])
 
 
-def test_ones_own_folder_needs_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_folder_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     mine = tmp_path / "mine"
     (mine / "task").mkdir(parents=True)
-    (mine / "my_trusted_task.py").write_text(MINE)
-    own = (Path(__file__).parents[2] / "conf" / "task" / "arithmetic.yaml").read_text()
-    (mine / "task" / "mine.yaml").write_text(own.replace("lightning_scalerl.ArithmeticTask", "my_trusted_task.MyTask"))
-    run_dir = planned(tmp_path, "task=mine", folders=[mine])
+    (mine / "my_trusted_task.py").write_text(MY_MODULE)
+    task_config = (Path(__file__).parents[2] / "conf" / "task" / "arithmetic.yaml").read_text()
+    (mine / "task" / "mine.yaml").write_text(
+        task_config.replace("lightning_scalerl.ArithmeticTask", "my_trusted_task.MyTask")
+    )
+    run_dir = write_study_of_a_run(tmp_path, "task=mine", folders=[mine])
     check_runs([[str(run_dir), run_dir.name]], [])
-    # Through a module of mine, nothing of others'.
+    # The user's own module must not give access to names that it imports.
     edit(run_dir, "config.task._target_", "my_trusted_task.os.mkdir")
     with pytest.raises(UserError, match=r"config.task._target_: 'my_trusted_task.os.mkdir'"):
         check_run(run_dir, RunSpec.read(run_dir))
     edit(run_dir, "config.task._target_", "my_trusted_task.MyTask")
     check_run(run_dir, RunSpec.read(run_dir))
-    # What anybody may write is nobody's own, nor is what belongs to somebody else.
+    # A folder that anybody may write, or that another user owns, is not trusted.
     mine.chmod(0o777)
     with pytest.raises(UserError, match=r"folders: .*--trust"):
         check_run(run_dir, RunSpec.read(run_dir))
@@ -223,11 +225,11 @@ def test_ones_own_folder_needs_no_word(tmp_path: Path, monkeypatch: pytest.Monke
         check_run(run_dir, RunSpec.read(run_dir))
 
 
-def test_data_that_has_changed_or_is_gone_is_no_edited_configuration(tmp_path: Path) -> None:
+def test_changed_or_missing_data_is_not_an_edited_configuration(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     rows = [{"id": str(n), "prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 16)]
     data.write_text("\n".join(map(json.dumps, rows)))
-    run_dir = planned(tmp_path, "task=jsonl", f"task.train={data}", f"task.heldout={{test: {data}}}")
+    run_dir = write_study_of_a_run(tmp_path, "task=jsonl", f"task.train={data}", f"task.heldout={{test: {data}}}")
     check_run(run_dir, RunSpec.read(run_dir))
     data.write_text(json.dumps(rows[0]))
     check_run(run_dir, RunSpec.read(run_dir))
@@ -235,27 +237,27 @@ def test_data_that_has_changed_or_is_gone_is_no_edited_configuration(tmp_path: P
     check_run(run_dir, RunSpec.read(run_dir))
 
 
-def test_collect_runs_nothing_that_somebody_elses_launch_names(
+def test_collect_refuses_a_foreign_launch_before_anything_runs(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A foreign `entry` is named before anything runs."""
     study = tmp_path / "study"
-    launched(study, entry="os:mkdir")
+    write_launch(study, entry="os:mkdir")
     before = sorted(study.rglob("*"))
     assert main(["collect", str(study), "--wait"]) == 1
     assert "launch.json: entry: 'os:mkdir'" in capsys.readouterr().err
     assert sorted(study.rglob("*")) == before
 
 
-def test_a_command_is_run_that_ones_own_file_says(tmp_path: Path) -> None:
-    """It stands in a file of the user's outside of the study: what the study's folder says instead is not run."""
+def test_a_command_is_run_only_if_the_users_own_file_has_it(tmp_path: Path) -> None:
+    """The command is in the user's file outside the study. A different command in the study's folder is not run."""
     file = write_study(tmp_path / "mine")
     (spec,) = plan_commands([["loss=dapo", "seed=1"]], [str(file)])
     study = tmp_path / "mine" / "outputs"
     run_dir = study / "runs" / spec.run
     spec.write(run_dir)
     Ledger(study).append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)
-    launched(
+    write_launch(
         study,
         entry="sweeps.command.runner:run_member",
         preload=("sweeps.command.runner",),
@@ -278,7 +280,10 @@ def test_a_command_is_run_that_ones_own_file_says(tmp_path: Path) -> None:
 
 
 def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
-    """A launched study of one member that TRL is to train, by an interpreter that only says so; its run's folder."""
+    """Write a launched study of one member for TRL, with a fake interpreter that prints its version.
+
+    Return the folder of the run and its specification.
+    """
     python = place / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\ntouch {place}/asked\necho {VERSION}\n")
@@ -290,7 +295,7 @@ def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
     run_dir = place / "study" / "runs" / spec.run
     spec.write(run_dir)
     Ledger(place / "study").append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)
-    launched(
+    write_launch(
         place / "study",
         entry="sweeps.command.runner:run_member",
         preload=("sweeps.command.runner",),
@@ -298,8 +303,10 @@ def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
     return run_dir, spec
 
 
-def test_a_member_of_trl_is_run_that_its_overrides_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From wherever it is asked for; how a study is conducted, and its tracking's address, are in no command."""
+def test_a_member_of_trl_is_run_if_its_overrides_give_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check works from any folder. The command has no settings of the study or of tracking."""
     monkeypatch.chdir(tmp_path)
     run_dir, spec = trl_study(tmp_path, "mlflow.uri=https://me:hunter2@example.org", "race.mode=live", "seed=1")
     line = spec.config["command"]["line"]
@@ -330,7 +337,7 @@ FOREIGN_ON_TRL: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FOREIGN_ON_TRL)
-def test_what_somebody_elses_member_of_trl_names_is_not_run(
+def test_code_named_by_a_foreign_member_of_trl_is_not_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -338,16 +345,16 @@ def test_what_somebody_elses_member_of_trl_names_is_not_run(
     study = tmp_path / "study"
     shutil.copytree(tmp_path / "env" / "bin", study / "theirs")
     names = {"study": study, "mark": tmp_path / "mark"}
-    edits, said = FOREIGN_ON_TRL[name]
+    edits, message = FOREIGN_ON_TRL[name]
     for field, value in edits.items():
-        value = filled(value, **names)
+        value = fill_names(value, **names)
         edit(run_dir, field, [*spec.overrides, *value] if field == "overrides" else value)
-    with pytest.raises(UserError, match=re.escape(said.format(**names)) + ".*--trust"):
+    with pytest.raises(UserError, match=re.escape(message.format(**names)) + ".*--trust"):
         check_runs([[str(run_dir), spec.run]], [])
     assert not (tmp_path / "mark").exists()
 
 
-def test_an_interpreter_that_anybody_may_change_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_anybody_may_change_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir, spec = trl_study(tmp_path)
     (tmp_path / "env" / "bin").chmod(0o777)

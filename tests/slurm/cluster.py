@@ -1,4 +1,4 @@
-"""A study on a real SLURM cluster as a user sees it, and the ways to hurt it."""
+"""A real SLURM cluster, a study on it with the commands of a user, and faults to inject."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.place import Deterministic, Place
 PATIENCE_S = 480.0
 
 
-def eventually(true: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait until something holds."""
+def eventually(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until a condition is true; `what` describes it in the failure's message."""
     deadline = time.monotonic() + patience_s
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, f"not within {patience_s:.0f} s: {what}"
         time.sleep(0.2)
 
@@ -41,36 +41,36 @@ class Lab:
     environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, *words: str) -> str:
-        command, *rest = words
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "slurm/lab/lab.py"), command, "--dir", str(self.directory), *rest],
+        command, *options = words
+        result = subprocess.run(
+            [sys.executable, str(ROOT / "slurm/lab/lab.py"), command, "--dir", str(self.directory), *options],
             capture_output=True,
             text=True,
             timeout=300,
         )
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-        return done.stdout
+        assert result.returncode == 0, f"{words}: {result.stdout}{result.stderr}"
+        return result.stdout
 
     def up(self) -> None:
-        """Whatever is missing."""
+        """Start the nodes and daemons that are not running."""
         self.run("up", "--port", str(self.port), "--node-down-s", "5", "--set", "MessageTimeout=5")
-        said = subprocess.run(
+        environment_output = subprocess.run(
             ["bash", "-c", f". {self.directory}/env.sh && env -0"], capture_output=True, text=True, check=True
         )
-        self.environment = dict(each.split("=", 1) for each in said.stdout.split("\0") if "=" in each)
+        self.environment = dict(each.split("=", 1) for each in environment_output.stdout.split("\0") if "=" in each)
 
     def sh(self, *command: str) -> str:
-        """One of SLURM's commands."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        """Run one of SLURM's commands and return its output."""
+        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result.stdout.strip()
 
     def jobs(self) -> list[str]:
-        """Ids of jobs that wait or run."""
+        """Return the ids of queued and running jobs."""
         return self.sh("squeue", "-h", "-a", "-r", "-o", "%i").split()
 
     def empty(self) -> None:
-        """No jobs, and all nodes ready for some."""
+        """Cancel all jobs, and wait until all nodes are idle."""
         if jobs := self.jobs():
             self.sh("scancel", *jobs)
         eventually(lambda: not self.jobs(), "an empty queue")
@@ -79,7 +79,7 @@ class Lab:
 
 @dataclass
 class Sweep:
-    """A study in a folder: launched, looked at, hurt."""
+    """A study in a folder, with methods to launch, inspect and kill it."""
 
     place: Place
     lab: Lab
@@ -91,31 +91,35 @@ class Sweep:
         return self.place.root / self.name
 
     def command(self, *more: str) -> list[str]:
-        """`python -m lightning_scalerl.train --multirun ... cluster=slurm`, or a light study's."""
+        """Return the command `python -m lightning_scalerl.train --multirun ... cluster=slurm`."""
         return [
             *(sys.executable, *self.place.study(self.name, *self.overrides, cluster="slurm")),
             *("cluster=slurm", "hydra.launcher.gpus_per_node=2", "hydra.launcher.mem_gb=2"),
             *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10"),
-            "hydra.launcher.require_gpu=false",  # the lab's are only counted
+            "hydra.launcher.require_gpu=false",  # the lab's GPUs are only counted
             *more,
         ]
 
     def environment(self, verifier_s: float, extra: dict[str, str] | None = None) -> dict[str, str]:
-        own = self.place.environment(verifier_s)
-        return {**self.lab.environment, **{k: own[k] for k in own if os.environ.get(k) != own[k]}, **(extra or {})}
+        place_environment = self.place.environment(verifier_s)
+        return {
+            **self.lab.environment,
+            **{k: place_environment[k] for k in place_environment if os.environ.get(k) != place_environment[k]},
+            **(extra or {}),
+        }
 
     @contextmanager
     def launched(
         self, *more: str, verifier_s: float = 0.0, extra: dict[str, str] | None = None
     ) -> Iterator[subprocess.Popen[str]]:
-        """The command, running; ended by pid if the test leaves first (its jobs go on)."""
-        with self.log.open("a") as said:
+        """Start the command; kill it if the test leaves first. Its jobs continue."""
+        with self.log.open("a") as log_file:
             process = subprocess.Popen(
                 self.command(*more),
                 cwd=self.place.root,
                 env=self.environment(verifier_s, extra),
-                stdout=said,
-                stderr=said,
+                stdout=log_file,
+                stderr=log_file,
                 text=True,
             )
         try:
@@ -126,12 +130,12 @@ class Sweep:
                 process.wait()
 
     def launch(self, *more: str, verifier_s: float = 0.0, extra: dict[str, str] | None = None) -> int:
-        """The command, to its end; its exit code."""
+        """Run the command to its end and return its exit code."""
         with self.launched(*more, verifier_s=verifier_s, extra=extra) as process:
             return process.wait(timeout=PATIENCE_S)
 
     def scalerl(self, *words: str, extra: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """The console script, from a later shell."""
+        """Run the console script, as from a later shell."""
         return subprocess.run(
             [sys.executable, "-m", "sweeps.cli.main", *words],
             cwd=self.place.root,
@@ -142,16 +146,16 @@ class Sweep:
         )
 
     def status(self) -> dict[str, Any]:
-        """What `scalerl status --json` says."""
-        done = self.scalerl("status", str(self.directory), "--json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
+        """Return the output of `scalerl status --json`."""
+        result = self.scalerl("status", str(self.directory), "--json")
+        assert result.returncode == 0, result.stderr
+        return dict(json.loads(result.stdout))
 
-    # --- what there is -----------------------------------------------------------------------------------
+    # --- files and processes of the study ----------------------------------------------------------------
 
     @property
     def log(self) -> Path:
-        """What this study's controllers print, and no other's: a test that looks for a line must find its own."""
+        """Return the file with the output of this study's controllers. Output of other studies would mislead tests."""
         return self.place.root / f"{self.name.replace('/', ' ')}.said.txt"
 
     def said(self) -> str:
@@ -161,7 +165,7 @@ class Sweep:
         return list(Ledger(self.directory).fold().values())
 
     def state(self) -> MemberState:
-        """Of a study of one member."""
+        """Return the state of the only member."""
         (state,) = self.states()
         return state
 
@@ -175,48 +179,48 @@ class Sweep:
         return read_journal(self.run_dir())
 
     def step(self) -> int:
-        """The newest step in the journal of a study of one member; -1 before the first."""
+        """Return the newest step in the journal of the only member; -1 before the first."""
         try:
             return max((record.step for record in self.journal().records), default=-1)
         except Exception:
             return -1
 
     def reaches(self, step: int) -> None:
-        """Wait until the member has come so far."""
+        """Wait until the only member has reached a step."""
         eventually(lambda: self.step() >= step, f"step {step}; {self.said()[-2000:]}")
 
     def finished(self) -> bool:
         return self.journal().status == "finished"
 
     def steps_written(self) -> list[int]:
-        """Every training record that was ever written, superseded ones too."""
+        """Return the steps of all training records ever written, including replaced ones."""
         lines = (self.run_dir() / "metrics.jsonl").read_bytes().split(b"\n")
         entries = [json.loads(line) for line in lines if line.strip()]
         return [entry["step"] for entry in entries if entry["kind"] == "train"]
 
     def processes(self) -> list[int]:
-        """Pids, on this machine, of the Python processes that run the member."""
-        found = []
+        """Return the pids of the Python processes that run members. The lab's nodes are on this machine."""
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
+                arguments = (folder / "cmdline").read_bytes().split(b"\0")
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 name = (Path("/proc") / str(parent) / "comm").read_text().strip()
             except (OSError, ValueError, IndexError):
                 continue
-            ours = any(word.startswith(str(self.directory / "jobs").encode()) for word in words)
-            if b"submitit.core._submit" in words and ours and name.startswith("slurmstepd"):
-                found.append(int(folder.name))
-        return found
+            is_of_this_study = any(word.startswith(str(self.directory / "jobs").encode()) for word in arguments)
+            if b"submitit.core._submit" in arguments and is_of_this_study and name.startswith("slurmstepd"):
+                pids.append(int(folder.name))
+        return pids
 
     def kill_member(self) -> None:
-        """kill -9 of the member's process, by pid."""
+        """Kill the only member's process with SIGKILL."""
         (pid,) = self.processes()
         os.kill(pid, signal.SIGKILL)
 
 
 def baseline(place: Place, *overrides: str) -> dict[str, Deterministic]:
-    """The journals of the same study run on this machine, by run identity."""
+    """Run the same study on this machine without a cluster; return its journals by run identity."""
     output = "baseline"
     subprocess.run(
         [sys.executable, *place.study(output, *overrides)],
@@ -230,18 +234,18 @@ def baseline(place: Place, *overrides: str) -> dict[str, Deterministic]:
 
 
 def by_run(study: Path) -> dict[str, Deterministic]:
-    """Journals as read, without the wall clock, by run identity."""
+    """Return the journals without wall-clock values, by run identity."""
     return {path.name: read_journal(path).deterministic() for path in sorted((study / "runs").iterdir())}
 
 
 def specs(study: Path) -> Sequence[RunSpec]:
-    """Frozen specifications of a study."""
+    """Return the frozen specifications of a study."""
     return [RunSpec.read(path) for path in sorted((study / "runs").iterdir())]
 
 
 @contextmanager
 def small_disk(path: Path, megabytes: int) -> Iterator[None]:
-    """A file system of its own, of so many MiB."""
+    """Mount a separate file system of `megabytes` MiB at `path`."""
     path.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], check=True)
     try:
@@ -250,7 +254,7 @@ def small_disk(path: Path, megabytes: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-# The process's first thread alone: the others go on, as in a collective whose peer is gone.
+# Stops only the process's first thread. The others continue, as in a collective that waits for a dead peer.
 _HOLD = """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -267,5 +271,5 @@ while True:
 
 
 def hold_still(pid: int) -> subprocess.Popen[bytes]:
-    """A process hangs from now on; the one that holds it ends with it, or lets it go when it is ended itself."""
+    """Let a process hang. The returned process holds it: it ends with it, and releases it when it is killed."""
     return subprocess.Popen([sys.executable, "-c", _HOLD, str(pid)])

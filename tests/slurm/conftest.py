@@ -1,4 +1,4 @@
-"""One SLURM cluster for all tests of a worker, on this machine."""
+"""Fixtures: one SLURM cluster on this machine for all tests of a worker."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 from tests.place import Deterministic, Place, views
 from tests.slurm.cluster import Lab
 
-# Each cluster takes a hundred; other checkouts may be at work on this machine.
+# Each cluster needs 100 ports; tests of other checkouts may run on this machine.
 PORTS = range(27400, 29400, 100)
 
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    """Four nodes with two GPUs each, real accounting."""
+    """Start a cluster of four nodes with two GPUs each, and real accounting."""
     if os.geteuid() != 0:
         pytest.skip("a SLURM cluster needs root")
-    # Not tmp_path: unix sockets need a short name.
+    # Not tmp_path, because unix sockets need a short path.
     root = Path(tempfile.mkdtemp(prefix="scalerl-lab-"))
     lab = Lab(root / "lab", port=next(port for port in PORTS if is_free(port)))
     try:
@@ -35,14 +35,14 @@ def lab() -> Iterator[Lab]:
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens on a port of this machine."""
+    """Return whether nothing listens on a port of this machine."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.fixture
-def whole(lab: Lab) -> Iterator[Lab]:
-    """The cluster with all its nodes and daemons and no job, whatever the test before did to it."""
+def ready_lab(lab: Lab) -> Iterator[Lab]:
+    """Provide the cluster with all nodes and daemons up and no jobs. The previous test may have changed that."""
     lab.up()
     lab.empty()
     yield lab
@@ -52,7 +52,7 @@ def whole(lab: Lab) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def undisturbed_recipe(studies: Place, undisturbed: dict[str, Deterministic]) -> dict[str, Deterministic]:
-    """What one member of the recipe learns when nothing happens to it, by its run identity."""
+    """Return the journal of an undisturbed member of the unchanged recipe, by run identity."""
     return _of_recipe(studies, undisturbed)
 
 
@@ -60,7 +60,7 @@ def undisturbed_recipe(studies: Place, undisturbed: dict[str, Deterministic]) ->
 def light_undisturbed_recipe(
     light_studies: Place, light_undisturbed: dict[str, Deterministic]
 ) -> dict[str, Deterministic]:
-    """The same of a member that does not train."""
+    """Return the same for a member that does not train."""
     return _of_recipe(light_studies, light_undisturbed)
 
 

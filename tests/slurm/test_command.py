@@ -1,4 +1,4 @@
-"""A study of another trainer's commands on a cluster: its controller and a member are killed, and it is finished."""
+"""Test of a study of another trainer's commands on a cluster, whose controller and one member are killed."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ pytestmark = [pytest.mark.slurm]
 LINE = f"{sys.executable} -S train.py --steps={{steps}} --seed={{seed}} --out={{run_dir}} --loss={{loss}} --wait=17"
 
 
-def test_a_study_of_commands_is_killed_twice_and_finished(tmp_path: Path, whole: Lab) -> None:
+def test_a_study_of_commands_finishes_after_two_kills(tmp_path: Path, ready_lab: Lab) -> None:
     write_study(tmp_path, line=LINE)
-    words = [
+    command = [
         *(sys.executable, "-m", "lightning_scalerl.train", "--config-dir", str(tmp_path), "--config-name", "toy"),
         *("--multirun", "loss=grpo,dapo", "seed=1", "cluster=slurm"),
         *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10", "hydra.launcher.mem_gb=1"),
     ]
-    environment = {**whole.environment, "PYTHONPATH": str(ROOT)}
+    environment = {**ready_lab.environment, "PYTHONPATH": str(ROOT)}
     runs = tmp_path / "outputs" / "runs"
-    with (tmp_path / "said.txt").open("w") as said:
-        launch = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=said, stderr=said)
+    with (tmp_path / "said.txt").open("w") as log:
+        launch = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
     eventually(lambda: runs.is_dir() and len([each for each in runs.iterdir() if lines(each) > 10]) == 2, "journals")
     launch.kill()
     launch.wait()
-    # The command of one member, as the kernel kills: the job fails, and another attempt goes on from its checkpoint.
+    # Kill the command of one member. Its job fails, and the next attempt continues from its checkpoint.
     one, other = runs.iterdir()
     (process,) = commands_of(one)
     os.kill(process, 9)
     (other / "go").touch()
     eventually(lambda: "ended with killed by SIGKILL" in (one / "metrics.jsonl").read_text(), "the end of an attempt")
     (one / "go").touch()
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert result.returncode == 0, result.stdout + result.stderr
     states = Ledger(tmp_path / "outputs").fold().values()
     assert {state.state for state in states} == {"finished"}
-    (again,) = [entry for entry in Ledger(tmp_path / "outputs").entries() if entry["event"] == "retried"]
-    assert (again["run"], again["kind"]) == (one.name, "killed") and "killed by SIGKILL at step" in again["reason"]
+    (retried,) = [entry for entry in Ledger(tmp_path / "outputs").entries() if entry["event"] == "retried"]
+    assert (retried["run"], retried["kind"]) == (one.name, "killed") and "killed by SIGKILL at step" in retried[
+        "reason"
+    ]
     for run in (one, other):
         assert steps_of(run) == list(range(1, 31)) and steps_of(run, "eval") == [5, 10, 15, 20, 25, 30]

@@ -1,4 +1,4 @@
-"""The executor of a cluster keeps to the contract of all on a real one."""
+"""Tests that the cluster's executor meets the contract of all executors on a real cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sweeps.executor.slurm.settings import JobSettings
 from tests.paths import ROOT
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually
 from tests.sweeps.executor import contract
-from tests.sweeps.executor.contract import Engine, QueueContract, once
+from tests.sweeps.executor.contract import Engine, QueueContract, new_submission_name
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 class Cluster(Engine):
-    """The lab."""
+    """Members are jobs of the lab."""
 
     patience_s = PATIENCE_S
     nodes = ("n1", "n2")
@@ -44,30 +44,30 @@ class Cluster(Engine):
     def has_begun(self, run: str) -> bool:
         return (self.study / "runs" / run / "begun").exists()
 
-    def only_room_for_one(self) -> None:
+    def allow_one_at_a_time(self) -> None:
         self.resources |= {"nodelist": "n1", "exclusive": True}
 
 
 class TestSlurm(QueueContract):
-    """`ClusterExecutor` on the lab's SLURM."""
+    """The contract, for `ClusterExecutor` on the lab's SLURM."""
 
     @pytest.fixture
-    def engine(self, tmp_path: Path, whole: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-        for name, value in whole.environment.items():
+    def engine(self, tmp_path: Path, ready_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+        for name, value in ready_lab.environment.items():
             if os.environ.get(name) != value:
                 monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where jobs find the members
-        yield Cluster(tmp_path, whole)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))  # jobs import the members from here
+        yield Cluster(tmp_path, ready_lab)
 
-    def test_clusters_of_a_federation_are_named(self, engine: Engine) -> None:
-        """By commands that name the cluster, where each has other columns or headings."""
+    def test_jobs_can_be_submitted_to_a_named_cluster(self, engine: Engine) -> None:
+        """With `clusters` set, SLURM's commands name the cluster and print other columns or headings."""
         assert isinstance(engine, Cluster)
         engine.resources["clusters"] = "lab"
-        engine.only_room_for_one()
+        engine.allow_one_at_a_time()
         executor = engine.executor()
-        (member,) = executor.submit(once(), [engine.launch("a", "wait")])
+        (member,) = executor.submit(new_submission_name(), [engine.launch("a", "wait")])
         engine.until(executor, lambda: engine.has_begun(member))
-        job = executor.submit(once(), [engine.launch("b", "wait")])["b"]
+        job = executor.submit(new_submission_name(), [engine.launch("b", "wait")])["b"]
         engine.until(executor, lambda: "b" in executor.queued())
         outcomes: dict[str, Outcome] = {}
         executor.stop(["a", "b"], "no longer needed")

@@ -1,4 +1,4 @@
-"""The lab itself: a cluster comes up, breaks where it is told to, comes back, and ends nothing of others."""
+"""Tests of the lab: the cluster starts, fails on request, recovers, and ends no processes of others."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ pytestmark = [
 
 
 class Cluster:
-    """The lab's commands, and SLURM's as a user of the lab calls them."""
+    """Runs the lab's commands, and SLURM's commands as a user of the lab."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def lab(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command, *rest = words
-        line = [sys.executable, str(SCRIPT), command, "--dir", str(self.root), *rest]
+        command, *options = words
+        line = [sys.executable, str(SCRIPT), command, "--dir", str(self.root), *options]
         return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
     def sh(self, line: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", f". {self.root}/env.sh; {line}"], capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        assert result.returncode == 0, f"{line}: {result.stdout}{result.stderr}"
+        return result.stdout.strip()
 
     def states(self) -> list[str]:
         return self.sh("sinfo -h -N -p main -o %T").split()
@@ -57,22 +57,22 @@ def eventually(check: Callable[[], bool], seconds: float = 30) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # Not tmp_path: unix sockets need a short name.
+    # Not tmp_path, because unix sockets need a short path.
     root = Path(tempfile.mkdtemp(prefix="lab-")).resolve() / "lab"
-    it = Cluster(root)
-    up = it.lab("up", "--nodes", "2", "--port", PORT, "--node-down-s", "5", "--set", "MessageTimeout=5")
+    new_cluster = Cluster(root)
+    up = new_cluster.lab("up", "--nodes", "2", "--port", PORT, "--node-down-s", "5", "--set", "MessageTimeout=5")
     try:
         assert up.returncode == 0, up.stderr
-        yield it
+        yield new_cluster
     finally:
-        it.lab("down", "--wipe")
+        new_cluster.lab("down", "--wipe")
         shutil.rmtree(root.parent)
 
 
 def test_jobs_get_their_gpus(cluster: Cluster) -> None:
-    # One after the other both GPUs of a node are given out, so the two steps of one job see one each.
-    seen = cluster.sh("srun -N2 -n2 --gpus-per-node=1 bash -c 'hostname; echo gpu $CUDA_VISIBLE_DEVICES'")
-    assert sorted(seen.splitlines()) == ["gpu 0", "gpu 0", "n1", "n2"]
+    # Each of the two nodes gives one GPU to its task, and the task sees it as GPU 0.
+    output = cluster.sh("srun -N2 -n2 --gpus-per-node=1 bash -c 'hostname; echo gpu $CUDA_VISIBLE_DEVICES'")
+    assert sorted(output.splitlines()) == ["gpu 0", "gpu 0", "n1", "n2"]
     log = cluster.root / "job.log"
     job = cluster.sh(f"""sbatch --parsable --wait -o {log} --gres=gpu:2 --wrap '
         {sys.executable} -c "import os; print(os.environ[\\"CUDA_VISIBLE_DEVICES\\"])"'""")
@@ -85,25 +85,25 @@ def test_exit_codes_are_known_without_accounting(cluster: Cluster) -> None:
     array = cluster.sh("sbatch --parsable -o /dev/null --array=0-1 --wrap 'exit $((27 + SLURM_ARRAY_TASK_ID))'")
     killed = cluster.sh("sbatch --parsable -o /dev/null --wrap 'kill -9 $$'")
     assert eventually(lambda: cluster.sh("squeue -h -o %i") == "")
-    asked = f"""{sys.executable} -c '
+    program = f"""{sys.executable} -c '
 from sweeps.executor.slurm.scheduler import Slurm
 slurm = Slurm()
 slurm.accounted = lambda jobs: dict()
 print(slurm.exit_codes(["{array}_0", "{array}_1", "{killed}", "1"]))'"""
-    assert cluster.sh(asked) == str({f"{array}_0": "27:0", f"{array}_1": "28:0", killed: "0:9"})
+    assert cluster.sh(program) == str({f"{array}_0": "27:0", f"{array}_1": "28:0", killed: "0:9"})
 
 
 def test_a_job_over_its_memory_is_killed(cluster: Cluster) -> None:
     log = cluster.root / "memory.log"
     fill = "import time; x = b'x' * 300_000_000; time.sleep(20); print('alive')"
-    done = f'sbatch --parsable --wait --mem=100M -o {log} --wrap "{sys.executable} -c \\"{fill}\\"" || true'
-    job = cluster.sh(done)
+    command = f'sbatch --parsable --wait --mem=100M -o {log} --wrap "{sys.executable} -c \\"{fill}\\"" || true'
+    job = cluster.sh(command)
     assert "exceeded memory limit" in log.read_text()
     assert "alive" not in log.read_text()
     assert eventually(lambda: cluster.sh(f"sacct -X -n -P -j {job} -o State,ExitCode") == "FAILED|0:9")
 
 
-def test_a_mount_made_later_is_seen_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_see_a_mount_that_was_made_later(cluster: Cluster, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "none", str(tmp_path)], check=True)
     try:
         (tmp_path / "file").write_text("late")
@@ -114,7 +114,7 @@ def test_a_mount_made_later_is_seen_by_jobs(cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_a_node_goes_off_and_comes_back(cluster: Cluster) -> None:
+def test_a_node_that_was_switched_off_returns(cluster: Cluster) -> None:
     log = cluster.root / "long.log"
     job = cluster.sh(f"sbatch --parsable -w n2 -D {cluster.root} -o {log} --wrap 'hostname; exec sleep 987'")
     assert eventually(lambda: log.is_file() and "n2" in log.read_text())
@@ -122,7 +122,7 @@ def test_a_node_goes_off_and_comes_back(cluster: Cluster) -> None:
     assert not [
         line for line in processes_in(cluster.root).values() if "slurmd -D -N n2" in line or "sleep 987" in line
     ]
-    # A node that is back before anyone noticed keeps a young job: slurmctld waits for it to report.
+    # Wait until slurmctld notices. If a node returns earlier, slurmctld waits for its report and keeps the job.
     assert eventually(lambda: "down*" in cluster.states())
     up = cluster.lab("up")
     assert up.returncode == 0, up.stderr
@@ -132,7 +132,7 @@ def test_a_node_goes_off_and_comes_back(cluster: Cluster) -> None:
     assert cluster.sh("srun -N2 -n2 hostname").split() in (["n1", "n2"], ["n2", "n1"])
 
 
-def test_killed_daemons_come_back(cluster: Cluster) -> None:
+def test_killed_daemons_are_restarted(cluster: Cluster) -> None:
     for name in ("slurmctld", "slurmd:n1"):
         assert cluster.lab("kill", name).stdout == f"{name} killed\n"
         assert f"{name:10} down" in cluster.lab("status").stdout
@@ -145,7 +145,7 @@ def test_killed_daemons_come_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("node-off", "7"), "there is no node 7: this lab has 2"),
         (("kill", "sshd"), "no daemon sshd"),
@@ -153,11 +153,11 @@ def test_killed_daemons_come_back(cluster: Cluster) -> None:
         (("up", "--set", "MaxArraySize"), "--set takes KEY=VALUE"),
     ],
 )
-def test_errors_are_one_line(cluster: Cluster, words: tuple[str, ...], said: str) -> None:
-    failed = cluster.lab(*words)
-    assert failed.returncode == 1
-    assert said in failed.stderr
-    assert failed.stderr.count("\n") == 1
+def test_errors_are_one_line(cluster: Cluster, words: tuple[str, ...], message: str) -> None:
+    result = cluster.lab(*words)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_port_in_use_and_a_long_directory(cluster: Cluster) -> None:
@@ -167,11 +167,11 @@ def test_a_port_in_use_and_a_long_directory(cluster: Cluster) -> None:
     assert "--dir may have 60 characters" in Cluster(Path("/tmp") / ("x" * 60)).lab("up").stderr
 
 
-def test_down_ends_what_it_started_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
+def test_down_ends_only_processes_of_the_lab(cluster: Cluster, tmp_path: Path) -> None:
     namesake = tmp_path / "slurmstepd"
     shutil.copy2(shutil.which("sleep") or "/bin/sleep", namesake)
     bystanders = [subprocess.Popen([name, "987"]) for name in ("sleep", str(namesake))]
-    # A record that outlived its process: another one has the pid by now.
+    # A stale record, whose pid now belongs to another process.
     (cluster.root / "pids/slurmd:n2.old").write_text(f"{bystanders[0].pid} 1\n")
     cluster.sh(f"sbatch -D {cluster.root} -o /dev/null --wrap 'exec sleep 986'")
     assert eventually(lambda: any("sleep 986" in line for line in processes_in(cluster.root).values()))
@@ -189,13 +189,13 @@ def test_down_ends_what_it_started_and_nothing_else(cluster: Cluster, tmp_path: 
 
 
 def processes_in(root: Path) -> dict[int, str]:
-    """The processes whose working directory or command line is the lab's."""
-    found = {}
+    """Return the processes whose working directory or command line is in the lab's folder."""
+    processes = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             if str(root) in line or (process / "cwd").readlink().is_relative_to(root):
-                found[int(process.name)] = line
+                processes[int(process.name)] = line
         except OSError:
             continue
-    return found
+    return processes

@@ -1,4 +1,4 @@
-"""Whole studies on a cluster: as on one machine bit for bit, whatever happens to the controller or to MLflow."""
+"""Tests of studies on a cluster: results equal local ones bit for bit, despite faults of controller or MLflow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """Members that do not train: what is tested is what happens to a study."""
+    """Return a place whose members do not train, because these tests are about the study."""
     return Place(tmp_path, light=True)
 
 
@@ -41,24 +41,24 @@ def events(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 class AnyMode(Place):
-    """Without a choice of its own on an axis that the study varies."""
+    """A place that sets nothing on the axis `async_mode`, which the study varies."""
 
     def overrides(self, output: str, *more: str) -> list[str]:
         return [word for word in super().overrides(output, *more) if not word.startswith("async_mode.")]
 
 
-def test_a_leave_one_out_is_the_local_one_bit_for_bit(tmp_path: Path, whole: Lab) -> None:
-    """Eighteen members, twenty steps, two GPUs asked for each."""
+def test_a_leave_one_out_study_equals_the_local_one(tmp_path: Path, ready_lab: Lab) -> None:
+    """18 members take 20 steps, and each asks for two GPUs."""
     place = AnyMode(tmp_path, light=True)
     study = ("experiment=leave_one_out", "seed=0,1", "budget.steps=20", "evaluation.every_n_steps=5")
-    sweep = Sweep(place, whole, study)
+    sweep = Sweep(place, ready_lab, study)
     with sweep.launched("hydra.launcher.array_size=7", verifier_s=0.02) as process:
-        asked = ""
+        allocated = ""
         while process.poll() is None:
-            asked = asked or sweep.lab.sh("squeue", "-h", "-t", "R", "-O", "tres-alloc:100")
+            allocated = allocated or sweep.lab.sh("squeue", "-h", "-t", "R", "-O", "tres-alloc:100")
             time.sleep(1)
     assert process.returncode == 0, sweep.said()
-    assert "gres/gpu=2" in asked
+    assert "gres/gpu=2" in allocated
     states = sweep.states()
     assert len(states) == 18 and {state.state for state in states} == {"finished"}
     assert {state.attempts for state in states} == {1}
@@ -69,7 +69,7 @@ def test_a_leave_one_out_is_the_local_one_bit_for_bit(tmp_path: Path, whole: Lab
     assert sweep.status()["counts"] == {"finished": 18}
 
 
-# Dies after the first line that none before it has died after.
+# The controller dies after the first ledger entry after which no earlier controller died.
 KILLED_AFTER_A_LINE = """
 import os, signal, sys
 from pathlib import Path
@@ -89,40 +89,40 @@ main()
 
 
 @pytest.mark.full
-def test_the_controller_is_killed_after_each_line_of_the_ledger(place: Place, whole: Lab) -> None:
+def test_a_study_finishes_if_its_controller_is_killed_after_each_ledger_entry(place: Place, ready_lab: Lab) -> None:
     study = ("variant=none,loss_dapo", "seed=0")
-    sweep = Sweep(place, whole, study)
+    sweep = Sweep(place, ready_lab, study)
     deaths = 0
     while True:
         launch = sweep.command()
         command = [sys.executable, "-c", KILLED_AFTER_A_LINE, *launch[launch.index("--multirun") :]]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=place.root, env=sweep.environment(0.1), capture_output=True, text=True, timeout=200
         )
-        if done.returncode == 0:
+        if result.returncode == 0:
             break
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert result.returncode == -signal.SIGKILL, result.stderr
         deaths += 1
         assert deaths < 12
-    assert deaths >= 4, "planned, submitting, started, finished"
+    assert deaths >= 4, "killed after the entries planned, submitting, started and finished"
     assert Counter(event for event, _ in events(sweep))["finished"] == 2
     assert {state.attempts for state in sweep.states()} == {1}, "no job was submitted twice"
     assert by_run(sweep.directory) == baseline(place, *study)
 
 
 @pytest.mark.full
-def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place: Place, whole: Lab) -> None:
+def test_errors_and_lack_of_memory_are_reported_and_affect_no_other_member(place: Place, ready_lab: Lab) -> None:
     verifiers = ",".join(
         [f"tests.slurm.entries:{name}" for name in ("explode", "hoard", "starve")] + ["tests.place:odd_digits"]
     )
-    sweep = Sweep(place, whole, ("variant=none", "seed=0", f"task.verifier={verifiers}"))
+    sweep = Sweep(place, ready_lab, ("variant=none", "seed=0", f"task.verifier={verifiers}"))
     assert sweep.launch(extra={"SERVICE_PASSWORD": "correct horse"}) == 1
     assert outcomes(sweep) == {("finished", None): 1, ("failed", "error"): 1, ("failed", "out_of_memory"): 2}
     for state in sweep.states():
         if "explode" in state.recipe:
             assert "RewardError" in str(state.reason) and state.attempts == 1
         elif state.state == "failed":
-            assert state.attempts == 2, "one more attempt, with more memory"
+            assert state.attempts == 2, "one retry, with more memory"
     scripts = [path.read_text() for path in sweep.directory.glob("jobs/*/*_submission.sh")]
     assert any("#SBATCH --mem=3GB" in script for script in scripts)
     written = [path for path in sweep.directory.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
@@ -132,9 +132,9 @@ def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place
 
 
 @pytest.mark.full
-def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(place: Place, whole: Lab) -> None:
+def test_a_full_disk_is_reported_and_the_run_continues_once_there_is_space(place: Place, ready_lab: Lab) -> None:
     study = ("variant=none", "seed=0")
-    sweep = Sweep(place, whole, study, name="small/study")
+    sweep = Sweep(place, ready_lab, study, name="small/study")
     with small_disk(place.root / "small", 64):
         with sweep.launched(verifier_s=0.1) as process:
             sweep.reaches(4)
@@ -153,36 +153,36 @@ def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(
 
 
 @pytest.mark.full
-def test_the_documented_check_ends_as_documented(tmp_path: Path, whole: Lab) -> None:
+def test_the_documented_check_ends_as_documented(tmp_path: Path, ready_lab: Lab) -> None:
     page = (ROOT / "docs/guide/cluster.md").read_text()
     (command,) = re.findall(r"(?m)^scalerl (train --multirun study=check .*)$", page)
-    (end,) = re.findall(r"It should end with `([^`]+)`", page)
-    words = command.replace("partition=YOURS", "partition=main").split()
-    environment = {**whole.environment, "OMP_NUM_THREADS": "1", "SCALERL_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "sweeps.cli.main", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.strip().splitlines()[-1].endswith(end)
+    (expected_end,) = re.findall(r"It should end with `([^`]+)`", page)
+    arguments = command.replace("partition=YOURS", "partition=main").split()
+    environment = {**ready_lab.environment, "OMP_NUM_THREADS": "1", "SCALERL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "sweeps.cli.main", *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.strip().splitlines()[-1].endswith(expected_end)
 
 
-def test_names_that_look_like_commands_do_nothing(place: Place, whole: Lab) -> None:
+def test_study_names_are_not_run_as_commands(place: Place, ready_lab: Lab) -> None:
     name = 'it\'s "my" $(touch pwned) `touch pwned`; touch pwned & \u00e9tude'
-    sweep = Sweep(place, whole, ("variant=none", "seed=0", "budget.steps=2"), name=name)
+    sweep = Sweep(place, ready_lab, ("variant=none", "seed=0", "budget.steps=2"), name=name)
     quoted = str(sweep.directory).replace("\\", "\\\\").replace("'", "\\'")
-    with sweep.log.open("a") as said:
+    with sweep.log.open("a") as log:
         command = [word for word in sweep.command() if not word.startswith("output_dir=")]
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, f"output_dir='{quoted}'"],
-            cwd=place.root, env=sweep.environment(0.0), stdout=said, stderr=said, timeout=200,
+            cwd=place.root, env=sweep.environment(0.0), stdout=log, stderr=log, timeout=200,
         )  # fmt: skip
-    assert done.returncode == 0, sweep.said()
+    assert result.returncode == 0, sweep.said()
     assert sweep.state().state == "finished"
     assert not list(place.root.rglob("pwned"))
     assert (sweep.directory / "jobs").stat().st_mode & 0o077 == 0
 
 
 class TrackingServer:
-    """`mlflow server`, as the documentation says to start one; killed and started again at will."""
+    """A tracking server, started as documented, which can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -192,15 +192,15 @@ class TrackingServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with (self.folder / "server.txt").open("a") as said:
+        with (self.folder / "server.txt").open("a") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)),
                     *("--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"),
                     *("--artifacts-destination", str(self.folder / "artifacts")),
                 ],
-                stdout=said,
-                stderr=said,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
         eventually(self.answers, "a tracking server", 120)
@@ -218,19 +218,21 @@ class TrackingServer:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[TrackingServer]:
-    started = TrackingServer(tmp_path / "mlflow")
-    started.start()
-    yield started
-    started.kill()
+    tracking_server = TrackingServer(tmp_path / "mlflow")
+    tracking_server.start()
+    yield tracking_server
+    tracking_server.kill()
 
 
 @pytest.mark.full
-def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, server: TrackingServer) -> None:
-    """It dies while members train, and comes back: nothing is lost there, nothing doubled, and all states are true."""
+def test_an_outage_of_the_tracking_server_loses_nothing(place: Place, ready_lab: Lab, server: TrackingServer) -> None:
+    """The server dies while members train, and returns. No point is lost or duplicated, and all states are correct."""
     from mlflow import MlflowClient
 
     verifiers = "tests.place:odd_digits,tests.slurm.entries:explode"
-    sweep = Sweep(place, whole, ("variant=none", "seed=0", f"task.verifier={verifiers}", f"mlflow.uri={server.uri}"))
+    sweep = Sweep(
+        place, ready_lab, ("variant=none", "seed=0", f"task.verifier={verifiers}", f"mlflow.uri={server.uri}")
+    )
     secret = {"SERVICE_PASSWORD": "correct horse", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     with sweep.launched(verifier_s=0.2, extra=secret) as process:
         eventually(lambda: list(sweep.directory.glob("runs/*/checkpoints/*.ckpt")), f"a checkpoint; {sweep.said()}")
@@ -239,7 +241,7 @@ def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, serve
         assert process.poll() is None, "training does not need the server"
         server.start()
         assert process.wait(timeout=PATIENCE_S) == 1, "one member failed"
-    # What could not be sent before the controller left is sent by the next.
+    # The next controller sends the points that the first one could not send.
     assert sweep.scalerl("collect", str(sweep.directory), "--trust").returncode == 1
     client = MlflowClient(server.uri)
     (experiment,) = [each for each in client.search_experiments() if each.name == sweep.directory.name]
@@ -248,21 +250,21 @@ def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, serve
     members = [run for run in runs if run.data.tags["kind"] == "member"]
     assert parent.info.status == "FAILED"
     assert sorted(run.info.status for run in members) == ["FAILED", "FINISHED"]
-    (done,) = [run for run in members if run.info.status == "FINISHED"]
-    losses = client.get_metric_history(done.info.run_id, "train/loss")
+    (finished,) = [run for run in members if run.info.status == "FINISHED"]
+    losses = client.get_metric_history(finished.info.run_id, "train/loss")
     assert [point.step for point in losses] == list(range(1, STEPS + 1))
-    rates = [point.step for point in client.get_metric_history(done.info.run_id, "eval/heldout/pass_rate")]
+    rates = [point.step for point in client.get_metric_history(finished.info.run_id, "eval/heldout/pass_rate")]
     assert rates == sorted(set(rates)) and rates[-1] == STEPS
     assert not any("correct horse" in f"{run.data.params} {run.data.tags}" for run in runs)
 
 
 @pytest.mark.full
-def test_mlflow_tells_of_a_requeue_and_of_a_cancellation(place: Place, whole: Lab) -> None:
-    """One run a member, whatever its jobs went through; SQLite, prepared by the controller."""
+def test_mlflow_shows_a_requeued_member_as_one_run_and_a_cancelled_one_as_killed(place: Place, ready_lab: Lab) -> None:
+    """Each member has one MLflow run, also after requeues. The store is SQLite, prepared by the controller."""
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{place.root}/mlflow.db"
-    sweep = Sweep(place, whole, ("variant=none,loss_dapo", "seed=0", f"mlflow.uri={uri}"))
+    sweep = Sweep(place, ready_lab, ("variant=none,loss_dapo", "seed=0", f"mlflow.uri={uri}"))
     with sweep.launched(verifier_s=0.2) as process:
         eventually(lambda: len(list(sweep.directory.glob("runs/*/checkpoints/*.ckpt"))) == 2, "checkpoints")
         first, second = sweep.states()
@@ -288,8 +290,8 @@ def attempts_of(sweep: Sweep, run: str) -> Any:
     return attempts(sweep.directory / "runs" / run)
 
 
-def test_what_the_cluster_will_never_run_is_one_line(place: Place, whole: Lab) -> None:
-    sweep = Sweep(place, whole, ("variant=none", "seed=0"))
+def test_impossible_resources_are_refused_in_one_line(place: Place, ready_lab: Lab) -> None:
+    sweep = Sweep(place, ready_lab, ("variant=none", "seed=0"))
     for override, remedy in (
         ("hydra.launcher.partition=nope", "names no partition"),
         ("hydra.launcher.gpus_per_node=64", "no node has what the job asks for"),

@@ -1,4 +1,4 @@
-"""A study whose members TRL trains as jobs of a cluster, by the commands of docs/guide/other_trainers.md."""
+"""Tests of a study whose members TRL trains as jobs of a cluster, by the commands of docs/guide/other_trainers.md."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.slurm.cluster import Lab, eventually
 from tests.translate.test_translate import peers_python
 from tests.translate.test_trl import ON_TRL, steps_of, tracked
 
-# Two or three minutes and more: every attempt imports torch and TRL.
+# These tests take minutes, because every attempt imports torch and TRL.
 pytestmark = [pytest.mark.slurm, pytest.mark.peers, pytest.mark.full]
 
-# Of a whole study: its members import TRL, side by side on a machine of few cores.
+# Timeout of a study, whose members import TRL at the same time on a machine with few cores.
 STUDY_S = 1400.0
 STEPS = 600
 
 
 class OnTrl:
-    """A study in a folder of its own, and a shell beside it."""
+    """A study in its own folder, and the commands of a user's shell."""
 
     def __init__(self, folder: Path, lab: Lab, *grid: str) -> None:
         self.folder, self.lab = folder, lab
@@ -36,21 +36,21 @@ class OnTrl:
         self.train = (
             *("train", "--multirun", "trainer=trl", f"trainer.python={peers_python()}", "study=on_trl", *ON_TRL, *grid),
             *(f"mlflow.uri={self.tracking}", "cluster=slurm"),
-            # Beyond the page: so that a test learns soon what the cluster knows.
+            # Not in the guide: short intervals, so that the controller soon notices changes.
             *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10", "hydra.launcher.mem_gb=3"),
         )
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """`scalerl ...`, running; what it says goes into a file."""
+        """Start `scalerl ...`; its output goes to a file."""
         environment = {**self.lab.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with (self.folder / "said.txt").open("a") as said:
+        with (self.folder / "said.txt").open("a") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "sweeps.cli.main", *words],
-                cwd=self.folder, env=environment, stdout=said, stderr=said, text=True,
+                cwd=self.folder, env=environment, stdout=log, stderr=log, text=True,
             )  # fmt: skip
 
     def scalerl(self, *words: str) -> int:
-        """The same to its end; its exit code."""
+        """Run `scalerl ...` to its end and return its exit code."""
         process = self.start(*words)
         try:
             return process.wait(STUDY_S)
@@ -62,26 +62,26 @@ class OnTrl:
         return (self.folder / "said.txt").read_text()
 
     def reached(self) -> dict[str, int]:
-        """The last evaluated step of every member that has one, by its run."""
-        found = {path.parent.name: steps_of(path) for path in self.runs.glob("*/trl")}
-        return {run: steps[-1] for run, steps in found.items() if steps}
+        """Return the last evaluated step of each member that has one, by run."""
+        steps_by_run = {path.parent.name: steps_of(path) for path in self.runs.glob("*/trl")}
+        return {run: steps[-1] for run, steps in steps_by_run.items() if steps}
 
     def is_at(self, step: int) -> bool:
         return max(self.reached().values(), default=-1) >= step
 
     def kill_a_trainer(self) -> str:
-        """kill -9 of TRL's process of the member that has come farthest, by pid; its run."""
+        """Kill TRL's process of the member with the most steps; return its run."""
         reached = self.reached()
-        run = max(reached, key=lambda each: reached[each])
+        run = max(reached, key=lambda candidate: reached[candidate])
         for file in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                words = file.read_bytes().decode().split("\0")
+                arguments = file.read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if any(word.endswith("trl_run.py") for word in words) and str(self.runs / run / "trl") in words:
+            if any(word.endswith("trl_run.py") for word in arguments) and str(self.runs / run / "trl") in arguments:
                 os.kill(int(file.parent.name), signal.SIGKILL)
                 return run
-        raise AssertionError(f"{run} is not at work")
+        raise AssertionError(f"{run} is not running")
 
     def states(self) -> dict[str, MemberState]:
         return {state.run: state for state in Ledger(self.runs.parent).fold().values()}
@@ -89,14 +89,14 @@ class OnTrl:
     def evaluated(self, run: str) -> list[int]:
         return [record.step for record in read_journal(self.runs / run).of_kind("eval")]
 
-    def went_on(self, run: str) -> bool:
-        """Whether the command of a member was started again, with something to go on from."""
+    def was_resumed(self, run: str) -> bool:
+        """Return whether the command of a member was restarted with a checkpoint to resume from."""
         last = json.loads((self.runs / run / "command.json").read_text())
         return int(last["attempts"]) > 1 and bool(last["goes_on"])
 
 
-def killed_twice(study: OnTrl, step: int) -> str:
-    """The controller is killed, then a member's trainer while nobody looks; the run that was killed."""
+def kill_controller_and_trainer(study: OnTrl, step: int) -> str:
+    """Kill the controller, then a member's trainer while no controller runs; return the killed run."""
     controller = study.start(*study.train)
     try:
         eventually(lambda: study.is_at(step), f"step {step}; {study.said()[-2000:]}")
@@ -108,32 +108,32 @@ def killed_twice(study: OnTrl, step: int) -> str:
     return run
 
 
-def test_a_member_of_trl_goes_on_when_controller_and_trainer_were_killed(tmp_path: Path, whole: Lab) -> None:
-    """It is taken up by `scalerl collect`, which needs no word for a study of one's own."""
-    study = OnTrl(tmp_path, whole, "seed=0", "loss=cispo", "budget.steps=40", "checkpoint.every_n_steps=2")
-    run = killed_twice(study, step=4)
+def test_a_member_of_trl_continues_after_its_controller_and_trainer_were_killed(tmp_path: Path, ready_lab: Lab) -> None:
+    """`scalerl collect` continues it, and needs no --trust for the user's own study."""
+    study = OnTrl(tmp_path, ready_lab, "seed=0", "loss=cispo", "budget.steps=40", "checkpoint.every_n_steps=2")
+    run = kill_controller_and_trainer(study, step=4)
     assert study.scalerl("collect", "outputs/on_trl", "--wait") == 0, study.said()
     (state,) = study.states().values()
-    assert (state.state, study.went_on(run)) == ("finished", True), study.said()
-    (again,) = [entry for entry in Ledger(study.runs.parent).entries() if entry["event"] == "retried"]
-    assert (again["run"], again["kind"]) == (run, "killed") and "killed by SIGKILL at step" in again["reason"]
+    assert (state.state, study.was_resumed(run)) == ("finished", True), study.said()
+    (retried,) = [entry for entry in Ledger(study.runs.parent).entries() if entry["event"] == "retried"]
+    assert (retried["run"], retried["kind"]) == (run, "killed") and "killed by SIGKILL at step" in retried["reason"]
     assert study.evaluated(run) == list(range(0, 41, 2))
     assert tracked(study.tracking, "on_trl") == [("FINISHED", "0", 40.0)]
 
 
-def test_a_study_of_trl_is_killed_twice_raced_and_finished(tmp_path: Path, whole: Lab) -> None:
-    """Two losses, three seeds, one race: the loss that moves nothing is stopped. Ranked, reported, in MLflow."""
+def test_a_race_of_trl_members_finishes_after_two_kills(tmp_path: Path, ready_lab: Lab) -> None:
+    """A race of two losses with three seeds stops the loss that changes no weights. All commands work on the result."""
     (tmp_path / "mine" / "loss").mkdir(parents=True)
-    # So low a cap that gradients are far below Adam's epsilon (1e-15).
+    # The cap is so low that gradients are far below Adam's epsilon (1e-15), so the weights do not change.
     (tmp_path / "mine" / "loss" / "still.yaml").write_text("_target_: lightning_scalerl.CISPO\nmax_ratio: 1.0e-30\n")
     study = OnTrl(
-        *(tmp_path, whole, "--config-dir", "mine", "seed=0,1,2", "loss=dapo,still", f"budget.steps={STEPS}"),
+        *(tmp_path, ready_lab, "--config-dir", "mine", "seed=0,1,2", "loss=dapo,still", f"budget.steps={STEPS}"),
         *("checkpoint.every_n_steps=10", "race.mode=live", "race.first=0.1", "race.growth=1.2"),
     )
-    killed = killed_twice(study, step=12)
+    killed = kill_controller_and_trainer(study, step=12)
     assert study.scalerl(*study.train) == 0, study.said()
     states = study.states()
-    assert study.went_on(killed)
+    assert study.was_resumed(killed)
     assert sorted((state.recipe.rpartition("=")[2], state.state) for state in states.values()) == [
         *[("dapo", "finished")] * 3,
         *[("still", "stopped")] * 3,

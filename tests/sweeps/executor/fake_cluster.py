@@ -1,9 +1,8 @@
-"""A SLURM cluster without SLURM: virtual time, members that do what is written for them, and every fault at will.
+"""A fake SLURM cluster in virtual time, with scripted members and injected faults.
 
-`FakeCluster` answers what `sweeps.executor.slurm.scheduler.Scheduler` asks. submitit submits to it: the sbatch that it
-calls is `FakeCluster`'s, which reads the batch script. It runs members at virtual times (a journal and an attempts file
-each, as `executor.node.entry` leaves them) and ends them as their `Fate` says. Nothing here waits, forks or looks
-at a clock.
+`FakeCluster` implements `sweeps.executor.slurm.scheduler.Scheduler`. Submissions go through submitit, whose call of
+sbatch is replaced by a method that reads the batch script. Each member gets a journal and an attempts file, as
+`executor.node.entry` writes them, and ends as its `Fate` says. Nothing here waits, forks or reads a real clock.
 """
 
 from __future__ import annotations
@@ -48,110 +47,116 @@ NODES = ("n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7")
 
 
 class Killed(BaseException):
-    """The controller's process was killed here."""
+    """Raised where the controller's process is killed."""
 
 
 class EndlessError(AssertionError):
-    """Virtual time has run out: somebody waits for what never happens."""
+    """Virtual time has run out: a controller waits for something that never happens."""
 
 
-# --- what becomes of a job -----------------------------------------------------------------------------------
+# --- fates: how one start of a job ends ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What one start of a job comes to.
+    """The script of one start of a job: its steps and its end.
 
     Attributes:
-        state: that SLURM shows at the end.
-        steps: that the member takes and saves; None is all that are left.
-        unsaved: whether it takes another one that it never saves.
-        said: outcome, kind and reason in its attempts file; None for one that was killed.
-        begins: whether the member gets as far as its attempts file.
+        state: state that SLURM shows at the end.
+        steps: number of steps that the member takes and saves; None for all remaining steps.
+        unsaved: whether it takes one more step that it never saves.
+        recorded: outcome, kind and reason that it writes to its attempts file; None if it is killed.
+        begins: whether the member gets as far as writing its attempts file.
         comes_back: whether the job is requeued under its own id.
-        held: whether it then waits for ever: its node has refused to launch it once more.
-        exit_code: as SLURM writes it.
-        words: in the batch log.
-        haunts_s: how long its process goes on after the scheduler counts it out; it then finishes the run.
-        forgotten: whether the scheduler loses the job instead, and gives its id out again.
-        lasts_s: from start to end.
-        until_stopped: it goes on until its study asks it to stop, and then is looked at every `lasts_s`.
-        unhanded: whether its submission ended before it had named the pickle that the job starts from.
+        held: whether the requeued job is held forever, because its node refused to launch it a second time.
+        exit_code: exit code, as SLURM writes it.
+        log_text: text in the batch log.
+        lingers_s: how long the process continues after the scheduler counts the job as ended. It then finishes the run.
+        forgotten: whether the scheduler loses the job and may give its id to another one.
+        lasts_s: time from start to end.
+        until_stopped: the job runs until its study asks it to stop, which is checked every `lasts_s`.
+        lacks_pickle: whether the submission ended before it named the pickle that the job starts from.
     """
 
     state: str
     steps: int | None = 1
     unsaved: bool = True
-    said: tuple[str, str | None, str | None] | None = None
+    recorded: tuple[str, str | None, str | None] | None = None
     begins: bool = True
     comes_back: bool = False
     held: bool = False
     exit_code: str = "0:0"
-    words: str = ""
-    haunts_s: float = 0.0
+    log_text: str = ""
+    lingers_s: float = 0.0
     forgotten: bool = False
     lasts_s: float = 60.0
     until_stopped: bool = False
-    unhanded: bool = False
+    lacks_pickle: bool = False
 
 
-FINISHES = Fate("COMPLETED", steps=None, said=("finished", None, None))
-# It asked for a requeue near its time limit, or before a preemption.
-REQUEUES = Fate("COMPLETING", unsaved=False, said=("interrupted", "time_limit", "SIGUSR2"), comes_back=True)
-NOT_REQUEUED = Fate("FAILED", unsaved=False, said=("interrupted", "preempted", "SIGTERM"), exit_code="1:0")
+FINISHES = Fate("COMPLETED", steps=None, recorded=("finished", None, None))
+# Interrupted near the time limit; the member saves and asks for a requeue.
+REQUEUES = Fate("COMPLETING", unsaved=False, recorded=("interrupted", "time_limit", "SIGUSR2"), comes_back=True)
+NOT_REQUEUED = Fate("FAILED", unsaved=False, recorded=("interrupted", "preempted", "SIGTERM"), exit_code="1:0")
 PREEMPTED_AND_BACK = Fate("PREEMPTED", comes_back=True)
 PREEMPTED = Fate("PREEMPTED")
 NODE_FAILS_AND_BACK = Fate("NODE_FAIL", comes_back=True)
 NODE_FAILS = Fate("NODE_FAIL", exit_code="1:0")
-# slurmctld was away when it began, took it for one that waits, and could not launch it beside itself.
+# slurmctld was down when the job began and took it for pending. The node then refused to launch it a second time.
 IS_HELD = Fate("COMPLETING", comes_back=True, held=True)
 TIMES_OUT = Fate("TIMEOUT", exit_code="0:1")
 RUNS_OUT_OF_MEMORY = Fate("OUT_OF_MEMORY", exit_code="0:125")
-RAISES_OUT_OF_MEMORY = Fate("FAILED", said=("failed", "out_of_memory", "MemoryError"), exit_code="1:0")
+RAISES_OUT_OF_MEMORY = Fate("FAILED", recorded=("failed", "out_of_memory", "MemoryError"), exit_code="1:0")
 IS_KILLED_FOR_MEMORY = Fate(
-    "FAILED", exit_code="0:9", words="slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
+    "FAILED", exit_code="0:9", log_text="slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
 )
-RAISES = Fate("FAILED", said=("failed", "error", "ValueError: no good"), exit_code="1:0")
-FILLS_THE_DISK = Fate("FAILED", said=("failed", "disk_full", "OSError: [Errno 28]"), exit_code="1:0")
+RAISES = Fate("FAILED", recorded=("failed", "error", "ValueError: no good"), exit_code="1:0")
+FILLS_THE_DISK = Fate("FAILED", recorded=("failed", "disk_full", "OSError: [Errno 28]"), exit_code="1:0")
 FILLS_THE_DISK_SILENTLY = Fate("FAILED", exit_code="28:0")
-# It had read a smaller budget than the member has by now.
-FINISHES_TOO_EARLY = Fate("COMPLETED", unsaved=False, said=("finished", None, None))
-GIVES_UP = Fate("FAILED", steps=0, said=("failed", "gave_up", "5 attempts in a row"), exit_code="1:0")
+# It read the budget before it was raised, so it stops too early.
+FINISHES_TOO_EARLY = Fate("COMPLETED", unsaved=False, recorded=("finished", None, None))
+GIVES_UP = Fate("FAILED", steps=0, recorded=("failed", "gave_up", "5 attempts in a row"), exit_code="1:0")
 IS_KILLED = Fate("FAILED", exit_code="0:9")
-GOES_ON = Fate("COMPLETED", said=("stopped", "stopped", "no longer needed"), lasts_s=10.0, until_stopped=True)
-IS_STOPPED = Fate("COMPLETED", unsaved=False, said=("stopped", "stopped", "no longer needed"))
+LASTS_UNTIL_STOPPED = Fate(
+    "COMPLETED", recorded=("stopped", "stopped", "no longer needed"), lasts_s=10.0, until_stopped=True
+)
+IS_STOPPED = Fate("COMPLETED", unsaved=False, recorded=("stopped", "stopped", "no longer needed"))
 IS_A_DUPLICATE = Fate(
-    "FAILED", steps=0, said=("failed", "duplicate", "another process has been writing"), exit_code="1:0"
+    "FAILED", steps=0, recorded=("failed", "duplicate", "another process has been writing"), exit_code="1:0"
 )
-HANGS = Fate("FAILED", said=("failed", "hang", "no sign of life for 1800 s"), exit_code="86:0")
+HANGS = Fate("FAILED", recorded=("failed", "hang", "no sign of life for 1800 s"), exit_code="86:0")
 ECC = "CUDA error: uncorrectable ECC error encountered"
-LOSES_ITS_GPU = Fate("FAILED", said=("failed", "gpu", f"RuntimeError: {ECC}"), exit_code="1:0")
-# Native code gives up: nothing of it reaches Python.
+LOSES_ITS_GPU = Fate("FAILED", recorded=("failed", "gpu", f"RuntimeError: {ECC}"), exit_code="1:0")
+# Native code aborts: no Python exception, so the only trace is in the log.
 ABORTS_WITHOUT_A_GPU = Fate(
-    "FAILED", exit_code="134:0", words=f"terminate called after throwing an instance of 'c10::Error'\n  what():  {ECC}"
-)
-LOSES_ITS_FILES = Fate("FAILED", said=("failed", "storage", "OSError: [Errno 116] Stale file handle"), exit_code="1:0")
-WAITS_IN_VAIN = Fate(
     "FAILED",
     exit_code="134:0",
-    words="[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600061 milliseconds",
+    log_text=f"terminate called after throwing an instance of 'c10::Error'\n  what():  {ECC}",
 )
-FINDS_NO_HUB = Fate("FAILED", steps=0, said=("failed", "network", "ReadTimeout: timed out"), exit_code="1:0")
+LOSES_ITS_FILES = Fate(
+    "FAILED", recorded=("failed", "storage", "OSError: [Errno 116] Stale file handle"), exit_code="1:0"
+)
+WAITS_FOR_A_RANK = Fate(
+    "FAILED",
+    exit_code="134:0",
+    log_text="[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600061 milliseconds",
+)
+FINDS_NO_HUB = Fate("FAILED", steps=0, recorded=("failed", "network", "ReadTimeout: timed out"), exit_code="1:0")
 LACKS_ITS_PICKLE = Fate(
     "FAILED",
     begins=False,
     exit_code="1:0",
-    words="RuntimeError: Waited for 60 seconds but could not find submitted jobs in path:",
-    unhanded=True,
+    log_text="RuntimeError: Waited for 60 seconds but could not find submitted jobs in path:",
+    lacks_pickle=True,
 )
-NEVER_BEGINS = Fate("FAILED", begins=False, exit_code="1:0", words="srun: error: no such file")
+NEVER_BEGINS = Fate("FAILED", begins=False, exit_code="1:0", log_text="srun: error: no such file")
 IS_CANCELLED = Fate("CANCELLED", exit_code="0:15")
 IS_FORGOTTEN = Fate("RUNNING", forgotten=True)
-# The scheduler takes its node for dead; the process goes on, and a second copy is started beside it.
-HAUNTS = Fate("NODE_FAIL", steps=0, unsaved=False, comes_back=True, haunts_s=200.0)
-IS_FORGOTTEN_AND_FINISHES = Fate("RUNNING", steps=0, unsaved=False, forgotten=True, haunts_s=400.0)
+# The scheduler believes the node is dead. The process continues, and a second copy is started.
+HAS_A_SURVIVING_PROCESS = Fate("NODE_FAIL", steps=0, unsaved=False, comes_back=True, lingers_s=200.0)
+IS_FORGOTTEN_AND_FINISHES = Fate("RUNNING", steps=0, unsaved=False, forgotten=True, lingers_s=400.0)
 
-# How the study must see each of them: the kind of failure, or None where it sees nothing.
+# Kind of failure that the study must record for each fate; None if it records no failure.
 KIND: Mapping[Fate, str | None] = {
     FINISHES: None,
     REQUEUES: None,
@@ -176,7 +181,7 @@ KIND: Mapping[Fate, str | None] = {
     LOSES_ITS_GPU: "gpu",
     ABORTS_WITHOUT_A_GPU: "gpu",
     LOSES_ITS_FILES: "storage",
-    WAITS_IN_VAIN: "collective",
+    WAITS_FOR_A_RANK: "collective",
     FINDS_NO_HUB: "network",
     IS_STOPPED: "stopped",
     NEVER_BEGINS: "launch",
@@ -191,19 +196,19 @@ KIND: Mapping[Fate, str | None] = {
 
 @dataclass
 class VirtualTime:
-    """Seconds that pass only when somebody sleeps."""
+    """A clock that advances only when `sleep` is called."""
 
     limit_s: float = 200_000.0
     now: float = 1_000.0
     then: list[Callable[[], None]] = field(default_factory=list)
 
     def clock(self) -> float:
-        """Now."""
+        """Return the current virtual time."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Move on, and let happen what is due."""
-        assert seconds > 0, "a sleep that takes no time: the caller is busy"
+        """Advance the clock, and call the functions in `then`."""
+        assert seconds > 0, "a sleep of no time: the caller is in a busy loop"
         self.now += seconds
         if self.now > self.limit_s:
             raise EndlessError(f"not done after {self.limit_s:.0f} virtual seconds")
@@ -244,7 +249,7 @@ class Job:
 
 @dataclass(eq=False)
 class Process:
-    """A member's process on a node; it may live when the scheduler thinks otherwise."""
+    """A member's process on a node; it may still run when the scheduler counts the job as ended."""
 
     run_dir: Path
     log: AttemptLog
@@ -255,18 +260,18 @@ class Process:
 
 
 class FakeCluster:
-    """A cluster of one user.
+    """A fake cluster with one user.
 
     Args:
-        time: virtual.
-        fates: of each run's starts, in order; all others finish.
-        wait_s: in the queue.
+        time: the virtual clock.
+        fates: fates of the starts of each run, in order; all further starts finish.
+        wait_s: time that a job waits in the queue.
         remembers_s: how long the queue shows a job that has ended.
-        accounting: whether there is sacct.
-        accounting_lag_s: how long sacct takes an ended job for running.
-        array_limit: tasks an array may have, as `scontrol` says.
-        true_array_limit: and as sbatch thinks.
-        submit_limit: jobs of a user that have not ended.
+        accounting: whether sacct is available.
+        accounting_lag_s: how long sacct shows an ended job as running.
+        array_limit: largest size of an array, as `scontrol` reports it.
+        true_array_limit: largest size that sbatch accepts; `array_limit` by default.
+        submit_limit: largest number of the user's jobs that have not ended; no limit by default.
     """
 
     def __init__(
@@ -287,20 +292,20 @@ class FakeCluster:
         self.remembers_s = remembers_s
         self.accounting = accounting
         self.accounting_lag_s = accounting_lag_s
-        self.says_array_limit = array_limit
+        self.reported_array_limit = array_limit
         self.true_array_limit = true_array_limit or array_limit
         self.submit_limit = submit_limit
-        self.blink_s = 4.0  # how long a job that comes back is seen as ended
+        self.blink_s = 4.0  # how long a job shows its end state before it is requeued
         self.silent: Callable[[float], bool] = lambda now: False
-        # One for each submission to come: None, "limit", "no_answer", "reply_lost", "late" (no answer, taken later),
-        # "shown_late" (an answer, and in the queue later), "refused", "killed_before", "killed_after",
-        # "killed_between" (with the process that submits for it, before the pickles have their names).
+        # One fault per future submission: None, "limit", "no_answer", "reply_lost", "late" (no answer, accepted later),
+        # "shown_late" (answered, but in the queue only later), "refused", "killed_before", "killed_after",
+        # "killed_between" (the controller and its helper process die before the pickles have their names).
         self.faults: deque[str | None] = deque()
         self.late_s = 100.0
-        self.places: int | None = None  # jobs at a time
-        self.bad: dict[str, Fate] = {}  # nodes on which every job comes to this end
-        self.ahead_s: Mapping[str, float] = {}  # what a node's clock shows too much
-        self.longest_wait_s = 0.0  # of a copy beside one that works
+        self.places: int | None = None  # number of jobs that may run at a time
+        self.bad: dict[str, Fate] = {}  # bad nodes, with the fate of every job on them
+        self.ahead_s: Mapping[str, float] = {}  # by node, seconds that its clock is ahead
+        self.longest_wait_s = 0.0  # longest time that a copy of a run waited for the other copy
         self.jobs: list[Job] = []
         self.scripts: list[str] = []
         self.submit_times: list[float] = []
@@ -315,10 +320,10 @@ class FakeCluster:
         self._serial = count()
         time.then.append(self._catch_up)
 
-    # --- what the executor asks --------------------------------------------------------------------------
+    # --- interface of the scheduler, called by the executor ----------------------------------------------
 
     def submit(self, request: Request) -> str:
-        """See `Scheduler.submit`; what `handover` does is done in this process."""
+        """See `Scheduler.submit`. The helper process of `handover` is replaced by a call in this process."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
             patch.setattr(
@@ -330,7 +335,7 @@ class FakeCluster:
         return job
 
     def _sbatch(self, name: str, path: str) -> str:
-        """What submitit calls sbatch for."""
+        """Replace the sbatch command that submitit calls."""
         assert name == "sbatch"
         script, self._dies_next = Path(path), False
         self._catch_up()
@@ -372,8 +377,8 @@ class FakeCluster:
         self._catch_up()
         if self.silent(self.time.now):
             return {}
-        own = [job for job in self.jobs if job.id in jobs and (self.accounting or self._shown(job))]
-        return {job.id: job.exit_code for job in own if job.ended_at is not None}
+        matching = [job for job in self.jobs if job.id in jobs and (self.accounting or self._shown(job))]
+        return {job.id: job.exit_code for job in matching if job.ended_at is not None}
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
         """See `Scheduler.accounted`."""
@@ -381,21 +386,21 @@ class FakeCluster:
         if not self.accounting or self.silent(self.time.now):
             return {}
         numbers = {int(job.split("_")[0]) for job in jobs}
-        found = {}
+        infos = {}
         for job in self.jobs:
             if job.number not in numbers:
                 continue
             info = self._info(job)
             if job.forgotten:
-                info = replace(info, state="PENDING", node="")  # nobody ever tells the database
+                info = replace(info, state="PENDING", node="")  # the accounting database never learns of its end
             elif job.ended_at is not None and self.time.now - job.ended_at < self.accounting_lag_s:
                 info = replace(info, state="RUNNING")
-            found[job.id] = info
-        return found
+            infos[job.id] = info
+        return infos
 
     def array_limit(self) -> int:
         """See `Scheduler.array_limit`."""
-        return self.says_array_limit
+        return self.reported_array_limit
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
         """See `Scheduler.cancel`."""
@@ -406,33 +411,33 @@ class FakeCluster:
                 continue
             if (job.id in jobs or str(job.number) in jobs) and not job.forgotten and job.state not in ENDED:
                 self._kill(job)
-                self._over(job, "CANCELLED", "0:15")
+                self._end_job(job, "CANCELLED", "0:15")
 
-    # --- what tests ask and do ---------------------------------------------------------------------------
+    # --- called by tests ---------------------------------------------------------------------------------
 
     def jobs_of(self, run: str) -> list[Job]:
-        """All jobs that were accepted for a run."""
+        """Return all jobs that were accepted for a run."""
         return [job for job in self.jobs if job.run == run]
 
     def sizes(self) -> list[int]:
-        """Of the submissions that were accepted, in order."""
+        """Return the sizes of the accepted submissions, in order."""
         return list(Counter(job.submission for job in self.jobs if job.submission).values())
 
     def foreign(self, number: int, name: str = "somebody-elses", state: str = "RUNNING") -> Job:
-        """Another's job under an id of one's choice."""
+        """Add a job of another user with the given id."""
         job = Job(number, None, name, "", "", Path(), {}, self.time.now, state=state)
         self.jobs.append(job)
         return job
 
     def first_id(self, number: int) -> None:
-        """Of the next job; where it runs follows from that."""
+        """Set the id of the next job, which also determines its node."""
         self._next = number
 
     def living(self) -> list[Process]:
-        """Processes that have not ended, whatever the scheduler thinks."""
+        """Return the processes that have not ended. The scheduler may count their jobs as ended."""
         return [process for process in self._processes if process.alive]
 
-    # --- how it goes -------------------------------------------------------------------------------------
+    # --- simulation --------------------------------------------------------------------------------------
 
     def _accept(self, script: Path, text: str, options: Mapping[str, str], size: int, fault: str | None) -> int:
         manifest = json.loads((script.parent / "submission.json").read_text())
@@ -458,10 +463,10 @@ class FakeCluster:
                 visible_at=self.time.now + late_s,
             )
             self.jobs.append(job)
-            self._at(self.time.now + late_s + _begin_s(options) + self.wait_s, job, self._start)
+            self._schedule(self.time.now + late_s + _begin_s(options) + self.wait_s, job, self._start)
         return number
 
-    def _at(self, when: float, job: Job, what: Callable[[Job], None]) -> None:
+    def _schedule(self, when: float, job: Job, what: Callable[[Job], None]) -> None:
         epoch = job.epoch
 
         def happen() -> None:
@@ -481,30 +486,30 @@ class FakeCluster:
                 self.time.now = now
 
     def _start(self, job: Job) -> None:
-        if self.places is not None and sum(each.state == "RUNNING" for each in self.jobs) >= self.places:
-            self._at(self.time.now + self.wait_s, job, self._start)
+        if self.places is not None and sum(other.state == "RUNNING" for other in self.jobs) >= self.places:
+            self._schedule(self.time.now + self.wait_s, job, self._start)
             return
         free = _free(job.options)
         job.state, job.reason = "RUNNING", "None"
         job.node = free[(job.number + (job.task or 0) + job.restart) % len(free)]
         self.started[job.run] += 1
         folder = job.run_dir.parents[1] / "jobs" / job.submission
-        (folder / f"{job.id}_0_log.out").touch()  # as SLURM does, and then the batch script
+        (folder / f"{job.id}_0_log.out").touch()  # SLURM creates this file, the batch script the next one
         (folder / f"{STARTED}{job.id}-{job.restart}").touch()
         self._look_for_pickle(job, self.time.now + 60.0)
 
     def _look_for_pickle(self, job: Job, until: float) -> None:
-        """As submitit does, for a minute."""
+        """Look for the pickle once per second for a minute, as submitit does in the job."""
         pickle = job.run_dir.parents[1] / "jobs" / job.submission / pickle_of(job.id)
         if not pickle.exists():
             if self.time.now >= until:
                 self._end(job, LACKS_ITS_PICKLE)
             else:
-                self._at(self.time.now + 1.0, job, lambda each: self._look_for_pickle(each, until))
+                self._schedule(self.time.now + 1.0, job, lambda each: self._look_for_pickle(each, until))
             return
         fates = self.fates[job.run]
         fate = self.bad.get(job.node) or (fates.popleft() if fates else FINISHES)
-        if fate.unhanded:
+        if fate.lacks_pickle:
             pickle.unlink()
         if fate.begins:
             ahead_s = self.ahead_s.get(job.node, 0.0)
@@ -515,10 +520,10 @@ class FakeCluster:
             self._processes.append(job.process)
             self.begun[job.run] += 1
             self._take_turn(job.process)
-        self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
+        self._schedule(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
 
     def _take_turn(self, process: Process) -> bool:
-        """As the lease on a run does: one process writes, the others wait."""
+        """Let one process of a run write and the others wait, as the lease on a run does."""
         others = [each for each in self.living() if each.run_dir == process.run_dir and each.writes]
         if not process.writes and not others:
             process.writes = True
@@ -529,24 +534,24 @@ class FakeCluster:
     def _end(self, job: Job, fate: Fate) -> None:
         process = job.process
         if fate.until_stopped and requested_stop(job.run_dir) is None:
-            self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
+            self._schedule(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
             return
-        if process is not None and not self._take_turn(process) and fate.said is not None:
+        if process is not None and not self._take_turn(process) and fate.recorded is not None:
             waited_s = self.time.now - process.began
             self.longest_wait_s = max(self.longest_wait_s, waited_s)
             if waited_s < DUPLICATE_WAIT_S:
-                self._at(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # waits for the other copy
+                self._schedule(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # wait for the other copy
                 return
             fate = IS_A_DUPLICATE
         if process is not None:
             work(process, fate)
-        if fate.words:
+        if fate.log_text:
             folder = job.run_dir.parents[1] / "jobs" / job.submission
-            (folder / f"{job.id}_0_log.out").write_text(fate.words + "\n")
-        if fate.haunts_s and process is not None:
+            (folder / f"{job.id}_0_log.out").write_text(fate.log_text + "\n")
+        if fate.lingers_s and process is not None:
             job.process = None
-            haunt = self.time.now + fate.haunts_s
-            heapq.heappush(self._events, (haunt, next(self._serial), lambda: finish(process)))
+            end_of_process = self.time.now + fate.lingers_s
+            heapq.heappush(self._events, (end_of_process, next(self._serial), lambda: finish(process)))
         else:
             self._kill(job)
         if fate.forgotten:
@@ -554,18 +559,18 @@ class FakeCluster:
             self._next = min(self._next, job.number)
         elif fate.comes_back:
             job.state, job.epoch = fate.state, job.epoch + 1
-            self._at(self.time.now + self.blink_s, job, self._hold if fate.held else self._come_back)
+            self._schedule(self.time.now + self.blink_s, job, self._hold if fate.held else self._come_back)
         else:
-            self._over(job, fate.state, fate.exit_code)
+            self._end_job(job, fate.state, fate.exit_code)
 
     def _come_back(self, job: Job) -> None:
         job.state, job.reason, job.node, job.restart = "PENDING", "BeginTime", "", job.restart + 1
-        self._at(self.time.now + self.wait_s, job, self._start)
+        self._schedule(self.time.now + self.wait_s, job, self._start)
 
     def _hold(self, job: Job) -> None:
         job.state, job.reason, job.node = "PENDING", "launch failed requeued held", ""
 
-    def _over(self, job: Job, state: str, exit_code: str) -> None:
+    def _end_job(self, job: Job, state: str, exit_code: str) -> None:
         job.state, job.exit_code, job.ended_at, job.epoch = state, exit_code, self.time.now, job.epoch + 1
 
     def _kill(self, job: Job) -> None:
@@ -585,20 +590,20 @@ class FakeCluster:
 
 
 def _exported() -> dict[str, str]:
-    """What sbatch finds in its environment: stronger than what the script says."""
+    """Return the options that sbatch takes from its environment; they override the options in the script."""
     names = {"SBATCH_JOB_NAME": "job-name", "SBATCH_ARRAY_INX": "array", "SBATCH_EXCLUDE": "exclude"}
     return {names[name]: value for name, value in slurm_environment(os.environ).items() if name in names}
 
 
 def _begin_s(options: Mapping[str, str]) -> float:
-    """Seconds that a job is to wait whatever is free."""
+    """Return the delay of `--begin` in seconds."""
     match = re.fullmatch(r"now\+(\d+)minutes", options.get("begin", "now+0minutes"))
     assert match is not None, options["begin"]
     return 60.0 * int(match[1])
 
 
 def _free(options: Mapping[str, str]) -> list[str]:
-    """Nodes that a job may run on."""
+    """Return the nodes on which a job may run."""
     excluded = options.get("exclude", "").strip("'").split(",")
     return [node for node in NODES if node not in excluded]
 
@@ -607,7 +612,7 @@ def _free(options: Mapping[str, str]) -> list[str]:
 
 
 def continue_journal(run_dir: Path) -> Journal:
-    """As a run does: from its last checkpoint; what came after is void."""
+    """Continue a journal from the last checkpoint, as a run does; later records become void."""
     step = checkpoint_step(run_dir)
     fresh = not (run_dir / JOURNAL_FILE).exists()
     journal = Journal(run_dir)
@@ -619,59 +624,59 @@ def continue_journal(run_dir: Path) -> Journal:
 
 
 def metrics_at(step: int) -> dict[str, dict[str, float]]:
-    """What a deterministic recipe records at a step."""
+    """Return the metrics that the deterministic fake recipe records at a step."""
     return {"train": {"train/loss": 1 / step}, "eval": {"eval/heldout/pass_rate": step / (step + 1)}}
 
 
 def work(process: Process, fate: Fate) -> None:
-    """Take the steps that a fate allows, and say what it lets one say."""
+    """Take the steps that a fate allows, and record the end that it allows to record."""
     journal = process.journal
     if journal is not None:
         begin = max(checkpoint_step(process.run_dir), 0)
-        # Only one that finishes reaches the budget.
+        # Only a member that finishes may reach the budget.
         end = STEPS if fate.steps is None else min(begin + fate.steps, STEPS - 1)
         for step in range(begin + 1, end + 1):
-            take(journal, step)
+            record_step(journal, step)
         if end > begin:
             journal.checkpoint(end)
         if fate.steps is not None and fate.unsaved:
-            take(journal, end + 1)
-        if fate.said is not None and fate.said[0] == "finished":
+            record_step(journal, end + 1)
+        if fate.recorded is not None and fate.recorded[0] == "finished":
             journal.end(end, "finished")
-        elif fate.said is not None and fate.said[0] == "failed":
-            journal.end(end, "failed", fate.said[2])
-    if fate.said is not None:
-        process.log.end(*fate.said)
+        elif fate.recorded is not None and fate.recorded[0] == "failed":
+            journal.end(end, "failed", fate.recorded[2])
+    if fate.recorded is not None:
+        process.log.end(*fate.recorded)
 
 
-def take(journal: Journal, step: int) -> None:
-    """One step."""
+def record_step(journal: Journal, step: int) -> None:
+    """Record one step."""
     for kind, metrics in metrics_at(step).items():
         journal.record(kind, step, metrics)
 
 
 def finish(process: Process) -> None:
-    """A process that nobody waits for any more reaches the end."""
+    """Let a lingering process finish its run."""
     if process.alive:
         work(process, FINISHES)
         stop(process)
 
 
 def stop(process: Process) -> None:
-    """No last word."""
+    """End a process without a record of its end."""
     process.alive = process.writes = False
     if process.journal is not None:
         process.journal.close()
 
 
 def member(seed: int = 0) -> RunSpec:
-    """A run of `STEPS` steps."""
+    """Return the spec of a run of `STEPS` steps."""
     config = {"loss": {"choice": "cispo"}, "seed": seed, "budget": {"steps": STEPS}}
     return make_spec(config, config, "scalerl", "scalerl")
 
 
-def whole(run_dir: Path) -> None:
-    """No record is missing, doubled or altered."""
+def assert_complete(run_dir: Path) -> None:
+    """Assert that no journal record is missing, duplicated or altered."""
     view = read_journal(run_dir)
     assert view.status == "finished"
     for kind in ("train", "eval"):
@@ -694,8 +699,8 @@ def whole(run_dir: Path) -> None:
 # --- controllers ---------------------------------------------------------------------------------------------
 
 
-class Told(Observer):
-    """An observer that remembers, and that checks the order of what it is told."""
+class RecordingObserver(Observer):
+    """An observer that records events, and checks their order."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[str]] = defaultdict(list)
@@ -707,19 +712,21 @@ class Told(Observer):
         self.opened += 1
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
-        self._hear(spec, "queued")
+        self._add(spec, "queued")
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        self._hear(spec, "started")
+        self._add(spec, "started")
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         assert reason
-        self._hear(spec, "retried")
+        self._add(spec, "retried")
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         assert (state == "finished") == (reason is None)
-        assert (state == "finished") == is_done(run_dir, STEPS, spec.run), "not the truth"
-        self._hear(spec, state)
+        assert (state == "finished") == is_done(run_dir, STEPS, spec.run), (
+            "reported as finished, or not, against the journal"
+        )
+        self._add(spec, state)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         self.ticks.append((len(running), queued, done, failed))
@@ -727,15 +734,15 @@ class Told(Observer):
     def close(self, failed: int, left: int) -> None:
         self.closed.append((failed, left))
 
-    def _hear(self, spec: RunSpec, event: str) -> None:
+    def _add(self, spec: RunSpec, event: str) -> None:
         earlier = self.events[spec.run]
-        assert not earlier or earlier[-1] not in ("finished", "failed", "cancelled"), "told after the end"
+        assert not earlier or earlier[-1] not in ("finished", "failed", "cancelled"), "an event after the end"
         assert not earlier or earlier[-1] != event, f"{event} twice"
         earlier.append(event)
 
 
 class MortalLease(Lease):
-    """A lease whose holder can be killed: the operating system drops its lock, the file stays as it was."""
+    """A lease whose holder can be killed: the operating system drops the lock, and the file stays unchanged."""
 
     holder_was_killed = False
 
@@ -751,22 +758,22 @@ class MortalLease(Lease):
 
 @dataclass
 class Place:
-    """A study on a fake cluster, and the controllers that come and go."""
+    """A study on a fake cluster; each `run` is a new controller."""
 
     directory: Path
     cluster: FakeCluster
     specs: list[RunSpec]
     settings: JobSettings = field(default_factory=JobSettings)
     retries: Mapping[str, int | None] = field(default_factory=retry_policy)
-    virtual_ledger: bool = False  # whether the ledger's times are the cluster's
+    virtual_ledger: bool = False  # whether the ledger uses the cluster's clock
 
     @property
     def time(self) -> VirtualTime:
-        """Of the cluster."""
+        """Return the cluster's clock."""
         return self.cluster.time
 
     def executor(self) -> ClusterExecutor:
-        """Of a new controller."""
+        """Return the executor of a new controller."""
         return ClusterExecutor(
             self.directory,
             self.cluster,
@@ -785,7 +792,7 @@ class Place:
         again: bool = True,
         killed_at: tuple[str, int] | None = None,
     ) -> dict[str, MemberState]:
-        """One controller's life; `killed_at` is `before` or `after`, and which write to the ledger."""
+        """Run one controller; `killed_at` kills it `before` or `after` the n-th write to the ledger."""
         MortalLease.holder_was_killed = False
         study = Study(self.directory, self.specs)
         if self.virtual_ledger:
@@ -801,32 +808,32 @@ class Place:
     def until_done(
         self, kills: Iterator[tuple[str, int] | None], gap_s: float = 0.0, controllers: int = 100
     ) -> dict[str, MemberState]:
-        """Controllers, each killed as said, until one lives to the end."""
+        """Run controllers, each killed at the next of `kills`, until one runs to its end."""
         for _ in range(controllers):
             try:
-                return self.run([Told()], again=False, killed_at=next(kills, None))
+                return self.run([RecordingObserver()], again=False, killed_at=next(kills, None))
             except Killed:
                 if gap_s:
                     self.time.sleep(gap_s)
         raise EndlessError(f"not done after {controllers} controllers")
 
     def events(self, run: str) -> list[dict[str, Any]]:
-        """A run's entries in the ledger."""
+        """Return a run's entries in the ledger."""
         return [entry for entry in Ledger(self.directory).entries() if entry["run"] == run]
 
     def count(self, run: str, event: str) -> int:
-        """How often a run's ledger has an event."""
+        """Count an event in a run's ledger entries."""
         return sum(entry["event"] == event for entry in self.events(run))
 
     def run_dir(self, run: str) -> Path:
-        """Where it writes."""
+        """Return the folder of a run."""
         return self.directory / "runs" / run
 
     def finished_once(self, run: str) -> None:
-        """Done, said so once, and nothing missing."""
+        """Assert that a run finished, that the ledger says so once, and that its journal is complete."""
         assert self.count(run, "finished") == 1, [entry["event"] for entry in self.events(run)]
         assert self.count(run, "failed") == 0
-        whole(self.run_dir(run))
+        assert_complete(self.run_dir(run))
 
 
 @contextmanager
@@ -838,11 +845,11 @@ def killed(where: str, number: int) -> Iterator[None]:
     def append_all(ledger: Ledger, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
         if not entries:
             return
-        now = next(calls) == number
-        if now and where == "before":
+        due = next(calls) == number
+        if due and where == "before":
             die()
         original(ledger, event, entries)
-        if now:
+        if due:
             die()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -851,19 +858,19 @@ def killed(where: str, number: int) -> Iterator[None]:
 
 
 def die() -> None:
-    """The controller's process ends here, and cleans nothing up."""
+    """End the controller's process without any clean-up."""
     MortalLease.holder_was_killed = True
     raise Killed
 
 
 @contextmanager
 def nothing() -> Iterator[None]:
-    """No kill."""
+    """Do not kill the controller."""
     yield
 
 
 def light(patch: pytest.MonkeyPatch) -> None:
-    """Leave out what costs time and is tested elsewhere: disks that sync, the code's commit."""
+    """Replace slow parts that are tested elsewhere: fsync, and freezing the code. Make leases mortal."""
     patch.setattr("os.fsync", lambda descriptor: None)
     patch.setattr("sweeps.executor.node.manifest.freeze_code", lambda folder: {"commit": None})
     patch.setattr(sweeps.launch.study, "Lease", MortalLease)

@@ -1,7 +1,7 @@
-"""A second kind of cluster: a queue kept in a folder, from which a small daemon starts jobs as processes.
+"""A second kind of cluster: its queue is a folder, and a small daemon starts the jobs as processes.
 
-A job is `<submission>.<number>.job`, and the daemon writes `.began` and `.ended` beside it.
-`python -m tests.sweeps.executor.folder_cluster ROOT PLACES` is the daemon, which runs until it is killed.
+A job is the file `<submission>.<number>.job`. The daemon marks it by files with the same stem, `.began` and `.ended`.
+`python -m tests.sweeps.executor.folder_cluster ROOT PLACES` runs the daemon until it is killed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FolderExecutor(Executor):
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout_s
-        while not (ended := self._that_are("ended")) and time.monotonic() < deadline:
+        while not (ended := self._runs_in_state("ended")) and time.monotonic() < deadline:
             time.sleep(0.02)
         return [self._outcome(*self._followed.pop(run)) for run in ended]
 
@@ -108,7 +108,7 @@ class FolderExecutor(Executor):
         return list(self._followed)
 
     def queued(self) -> frozenset[str]:
-        return frozenset(self._that_are("queued"))
+        return frozenset(self._runs_in_state("queued"))
 
     def settled(self) -> bool:
         return True
@@ -116,33 +116,33 @@ class FolderExecutor(Executor):
     def close(self) -> None:
         return
 
-    def _that_are(self, state: str) -> list[str]:
+    def _runs_in_state(self, state: str) -> list[str]:
         return [run for run, (_, path) in self._followed.items() if shown(path)[0] == state]
 
 
 def start(path: Path) -> int:
-    pid = os.fork()  # nothing is imported again
+    pid = os.fork()  # a fork needs no new imports, which take seconds
     if pid == 0:
         die_with_parent(os.getppid())
-        asked, job = json.loads(path.read_text()), path.stem
+        request, job = json.loads(path.read_text()), path.stem
         facts: Any = SimpleNamespace(
             rank=lambda: 0, step_tasks=lambda: 1, restart_count=lambda: 0, length_s=lambda: None
         )
         facts.job_id, facts.identity = lambda: job, lambda: {"job": job}
         facts.node_name, facts.length_s = socket.gethostname, lambda: None
-        run_task(Path(asked["folder"]), Path(asked["run_dir"]), facts)
+        run_task(Path(request["folder"]), Path(request["run_dir"]), facts)
     path.with_suffix(".began").write_text(str(pid))
     return pid
 
 
 def serve(root: Path, places: int) -> None:
-    working: dict[int, Path] = {}
+    running_jobs: dict[int, Path] = {}
     while True:
         for path in sorted(root.glob("*.job")):
-            if shown(path)[0] == "queued" and len(working) < places:
-                working[start(path)] = path
-        while working and (pid := os.waitpid(-1, os.WNOHANG)[0]):
-            working.pop(pid).with_suffix(".ended").touch()
+            if shown(path)[0] == "queued" and len(running_jobs) < places:
+                running_jobs[start(path)] = path
+        while running_jobs and (pid := os.waitpid(-1, os.WNOHANG)[0]):
+            running_jobs.pop(pid).with_suffix(".ended").touch()
         time.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""Truths about the order of attempts: no clock of a node has a say in it."""
+"""Tests of the order of attempts, which does not depend on the clocks of the nodes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tests.sweeps.executor.fake_cluster import (
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
-    """What the nodes' clocks say, look after look."""
+    """Set the times that successive reads of the clock return."""
     looks = iter(times)
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: next(looks)))
 
 
-def order(run_dir: Path) -> list[tuple[str, int]]:
-    return [(each.job, each.restart) for each in attempts(run_dir)]
+def attempt_order(run_dir: Path) -> list[tuple[str, int]]:
+    return [(attempt.job, attempt.restart) for attempt in attempts(run_dir)]
 
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -51,10 +51,10 @@ def order(run_dir: Path) -> list[tuple[str, int]]:
     jobs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=7),
     clocks=st.randoms(use_true_random=False),
 )
-def test_attempts_come_in_the_order_in_which_they_began_whatever_the_clocks_say(
+def test_attempts_are_in_order_of_their_begin_for_any_clocks(
     jobs: list[tuple[int, int]], clocks: random.Random
 ) -> None:
-    """Jobs in any order of their ids (slurmctld may have lost its count), each started again a few times."""
+    """Job ids are in any order (slurmctld may have lost its counter), and each job is restarted a few times."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", SimpleNamespace(time=lambda: clocks.uniform(-5000, 5000)))
         patch.setattr("os.fsync", lambda descriptor: None)
@@ -66,7 +66,7 @@ def test_attempts_come_in_the_order_in_which_they_began_whatever_the_clocks_say(
                 if clocks.random() < 0.5:
                     log.end("interrupted", "preempted", "SIGTERM")
                 began.append((str(name), restart))
-        assert order(Path(folder)) == began
+        assert attempt_order(Path(folder)) == began
 
 
 @settings(max_examples=examples(60))
@@ -75,14 +75,14 @@ def test_attempts_come_in_the_order_in_which_they_began_whatever_the_clocks_say(
     restarts=st.integers(0, 3),
     clocks=st.randoms(use_true_random=False),
 )
-def test_files_of_an_earlier_version_come_by_their_jobs_ids_and_before_the_others(
+def test_files_of_an_earlier_version_come_first_in_order_of_job_ids(
     jobs: list[tuple[int, int | None]], restarts: int, clocks: random.Random
 ) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: None)
         (Path(folder) / ATTEMPTS_DIR).mkdir()
         expected = []
-        for number, task in sorted(jobs, key=lambda each: (each[0], -1 if each[1] is None else each[1])):
+        for number, task in sorted(jobs, key=lambda job: (job[0], -1 if job[1] is None else job[1])):
             name = str(number) if task is None else f"{number}_{task}"
             for restart in range(restarts + 1):
                 entry = {"submission": "a", "job": name, "restart": restart, "node": "n", "step": 0}
@@ -90,33 +90,33 @@ def test_files_of_an_earlier_version_come_by_their_jobs_ids_and_before_the_other
                 path.write_text(json.dumps({**entry, "began": clocks.uniform(0, 5000)}) + "\n")
                 expected.append((name, restart))
         AttemptLog(Path(folder), "b", "1", 0, "n").begin(0)
-        assert order(Path(folder)) == [*expected, ("1", 0)]
+        assert attempt_order(Path(folder)) == [*expected, ("1", 0)]
 
 
-def test_a_start_that_did_not_see_the_one_before_comes_after_it_all_the_same(
+def test_a_restart_that_did_not_see_the_first_start_comes_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system may show a file late: then SLURM's count of a job's starts decides."""
+    """A network file system may show a file late. Then SLURM's restart count decides."""
     for name in ("7", "8"):
         AttemptLog(tmp_path, "a", name, 0, "n").begin(0)
     AttemptLog(tmp_path, "b", "9", 0, "n").begin(0)
     with monkeypatch.context() as patch:
         patch.setattr(module, "attempts", lambda run_dir: [])
         AttemptLog(tmp_path, "b", "9", 1, "n").begin(0)
-    assert [each.number for each in attempts(tmp_path)] == [1, 2, 3, 1]
-    assert order(tmp_path) == [("7", 0), ("8", 0), ("9", 0), ("9", 1)]
+    assert [attempt.number for attempt in attempts(tmp_path)] == [1, 2, 3, 1]
+    assert attempt_order(tmp_path) == [("7", 0), ("8", 0), ("9", 0), ("9", 1)]
 
 
-def test_a_job_that_starts_again_without_slurm_counting_it_is_the_newest(tmp_path: Path) -> None:
+def test_a_restart_that_slurm_did_not_count_is_the_newest(tmp_path: Path) -> None:
     for name in ("7", "8", "7"):
         AttemptLog(tmp_path, "a", name, 0, "n").begin(0)
-    assert order(tmp_path) == [("8", 0), ("7", 0)]
+    assert attempt_order(tmp_path) == [("8", 0), ("7", 0)]
 
 
-def test_the_chain_without_a_checkpoint_is_counted_from_its_end(
+def test_idle_attempts_are_counted_from_the_last_for_any_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three in a row that took no step, after one that did, on nodes whose clocks run apart."""
+    """Three attempts without a new checkpoint follow one that made progress, on nodes with different clocks."""
     clock(monkeypatch, 900.0, 901.0, 500.0, 501.0, 700.0, 701.0, 100.0, 101.0)
     for restart, step in enumerate((-1, 5, 5, 5)):
         log = AttemptLog(tmp_path, "a", "1", restart, "n")
@@ -125,36 +125,43 @@ def test_the_chain_without_a_checkpoint_is_counted_from_its_end(
     assert idle_attempts(attempts(tmp_path), 5) == 3
 
 
-@pytest.mark.parametrize("before", [PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK, REQUEUES])
-def test_an_error_on_a_node_that_is_behind_is_that_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Fate
+@pytest.mark.parametrize("first_fate", [PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK, REQUEUES])
+def test_an_error_on_a_node_with_a_late_clock_keeps_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_fate: Fate
 ) -> None:
-    """It once became `never began`: the start before, on a node with another clock, seemed to be the newer one."""
+    """Once it became a launch failure: the earlier start, on a node whose clock was ahead, counted as the newer one."""
     light(monkeypatch)
-    behind = iter(range(10_000, 0, -1000))
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: float(next(behind))))
+    times = iter(range(10_000, 0, -1000))
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: float(next(times))))
     spec = member()
     here = Place(
-        tmp_path, FakeCluster(VirtualTime(), {spec.run: [before, RAISES]}), [spec], JobSettings.of({}), retry_policy()
+        tmp_path,
+        FakeCluster(VirtualTime(), {spec.run: [first_fate, RAISES]}),
+        [spec],
+        JobSettings.of({}),
+        retry_policy(),
     )
     assert here.run()[spec.run].kind == KIND[RAISES] == "error"
 
 
 @pytest.mark.parametrize("skew", [-1000.0, 0.0, 1000.0])
-@pytest.mark.parametrize(("at_s", "kind"), [(60.0, "preempted"), (3480.0, "time_limit")])
-@pytest.mark.parametrize("told", [True, False], ids=["SLURM tells the end", "it does not"])
-def test_what_a_warning_came_for_is_told_by_one_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float, at_s: float, kind: str, told: bool
+@pytest.mark.parametrize(("warning_s", "kind"), [(60.0, "preempted"), (3480.0, "time_limit")])
+@pytest.mark.parametrize("end_is_known", [True, False], ids=["SLURM tells the end", "it does not"])
+def test_the_cause_of_a_warning_is_computed_with_one_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float, warning_s: float, kind: str, end_is_known: bool
 ) -> None:
-    """slurmctld's clock is minutes from the node's; an hour's job, 120 s of warning, ten minutes of set-up."""
-    began, now = 50_000.0 + skew, 50_000.0 + skew + at_s
+    """A job of one hour, with ten minutes of set-up, gets a warning after `warning_s`.
+
+    slurmctld's clock differs from the node's by `skew`. The warning for the time limit comes 120 s before the end.
+    """
+    began, now = 50_000.0 + skew, 50_000.0 + skew + warning_s
     monkeypatch.setattr(entry, "time", SimpleNamespace(time=lambda: now))
     for name in list(os.environ):
         if name.startswith(("SLURM", "SCALERL")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("SCALERL_BEGAN", str(int(began)))
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    if told:
+    if end_is_known:
         monkeypatch.setenv("SLURM_JOB_START_TIME", "50000")
         monkeypatch.setenv("SLURM_JOB_END_TIME", "53600")
     manifest = {"timeout_min": 60, "signal_delay_s": 120, "max_num_timeout": None}
@@ -164,6 +171,6 @@ def test_what_a_warning_came_for_is_told_by_one_clock(
     assert attempts(tmp_path)[0].kind == kind
 
 
-def test_the_batch_script_looks_at_its_nodes_clock_before_the_set_up(tmp_path: Path) -> None:
+def test_the_batch_script_reads_the_clock_before_the_setup_commands(tmp_path: Path) -> None:
     setup = parameters(tmp_path, JobSettings.of({"setup": ["sleep 600"]}), 1, "name")["setup"]
     assert setup.index("export SCALERL_BEGAN=$(date +%s)") < setup.index("sleep 600")

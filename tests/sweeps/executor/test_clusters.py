@@ -1,4 +1,4 @@
-"""A kind of cluster is one file and one entry in the registry: `folder_cluster` is a second one."""
+"""Tests that a kind of cluster needs only one file and an entry in the registry, with `folder_cluster` as example."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a queue with a daemon at work, which the registry knows."""
+    """Register the kind `folder`, start its daemon, and return the folder of its queue."""
     monkeypatch.setitem(CLUSTERS, "folder", f"{FolderCluster.__module__}:FolderCluster")
     root = tmp_path / "queue"
     root.mkdir()
@@ -49,7 +49,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class InAFolder(Engine):
-    """The folder's jobs."""
+    """Members are jobs of the folder cluster."""
 
     def executor(self) -> Executor:
         return FolderCluster(str(self.study / "queue")).executor(self.study, f"{contract.__name__}:perform", 1)
@@ -62,7 +62,7 @@ class InAFolder(Engine):
 
 
 class TestFolderCluster(ExecutorContract):
-    """`FolderExecutor`."""
+    """The contract, for `FolderExecutor`."""
 
     @pytest.fixture
     def engine(self, tmp_path: Path, root: Path) -> Engine:
@@ -70,7 +70,7 @@ class TestFolderCluster(ExecutorContract):
 
 
 def work(run_dir: Path) -> None:
-    """A member of four steps, which is held up after two at its first attempt."""
+    """Run a member. At step 2, which only the first attempt takes, it waits to be killed."""
     spec = RunSpec.read(run_dir)
     with sole_writer(run_dir, spec):
         step = int(last_metrics(run_dir).get("step", 0))
@@ -88,14 +88,14 @@ def work(run_dir: Path) -> None:
         journal.close()
 
 
-def wait_until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_a_study_goes_on_after_a_node_was_killed(
+def test_a_study_continues_after_its_jobs_were_killed(
     tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"loss": {"choice": "cispo"}, "budget": {"steps": 4}}
@@ -120,11 +120,11 @@ def test_a_study_goes_on_after_a_node_was_killed(
     assert "2 finished" in capsys.readouterr().out
     for run_dir in run_dirs:
         assert last_metrics(run_dir)["step"] == 4
-        killed, whole = attempts(run_dir)
-        assert (killed.outcome, whole.outcome) == (None, "finished") and killed.job != whole.job
+        first, second = attempts(run_dir)
+        assert (first.outcome, second.outcome) == (None, "finished") and first.job != second.job
 
 
-def test_a_kind_that_is_not_registered_is_named(tmp_path: Path) -> None:
+def test_an_unregistered_kind_of_cluster_is_refused(tmp_path: Path) -> None:
     plan = LaunchSettings("folder", "a:b", (), 1, 1, None, "x", FolderCluster("q"), retries())
     (tmp_path / LAUNCH_FILE).write_text(replace(plan, kind="none").text())
     with pytest.raises(UserError, match="cluster: 'none' is no kind of cluster; valid: slurm"):

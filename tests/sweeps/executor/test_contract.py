@@ -1,4 +1,4 @@
-"""The executors of this machine and of the virtual cluster keep to the contract of all (`contract`)."""
+"""Tests that the executors of this machine and of the virtual cluster meet the contract (`contract`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,27 @@ from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.settings import JobSettings
 from tests.sweeps.executor import contract
 from tests.sweeps.executor.contract import Engine, ExecutorContract, QueueContract
-from tests.sweeps.executor.fake_cluster import FINISHES, GOES_ON, NODES, RAISES, FakeCluster, VirtualTime, light
+from tests.sweeps.executor.fake_cluster import (
+    FINISHES,
+    LASTS_UNTIL_STOPPED,
+    NODES,
+    RAISES,
+    FakeCluster,
+    VirtualTime,
+    light,
+)
 
 
 class ThisMachine(Engine):
-    """Real processes."""
+    """Members are processes of this machine."""
 
     def __init__(self, study: Path) -> None:
         super().__init__(study)
-        self.made: list[LocalExecutor] = []
+        self.executors: list[LocalExecutor] = []
 
     def executor(self) -> Executor:
-        self.made.append(LocalExecutor(f"{contract.__name__}:perform", 2, threads=1, preload=["pytest"]))
-        return self.made[-1]
+        self.executors.append(LocalExecutor(f"{contract.__name__}:perform", 2, threads=1, preload=["pytest"]))
+        return self.executors[-1]
 
     def clock(self) -> float:
         return time.monotonic()
@@ -36,7 +44,7 @@ class ThisMachine(Engine):
 
 
 class TestThisMachine(ExecutorContract):
-    """`LocalExecutor`."""
+    """The contract, for `LocalExecutor`."""
 
     @pytest.fixture
     def engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
@@ -44,12 +52,12 @@ class TestThisMachine(ExecutorContract):
             monkeypatch.setenv(name, "1")
         here = ThisMachine(tmp_path)
         yield here
-        for executor in here.made:
+        for executor in here.executors:
             executor.close()
 
 
 class Virtual(Engine):
-    """A cluster that exists only in virtual time."""
+    """Members run on a fake cluster in virtual time."""
 
     patience_s = 5000.0
     nodes = NODES
@@ -67,22 +75,22 @@ class Virtual(Engine):
     def clock(self) -> float:
         return self.cluster.time.now
 
-    def launch(self, run: str, does: str) -> Launch:
-        self.cluster.fates[run].append({"finish": FINISHES, "fail": RAISES, "wait": GOES_ON}[does])
-        return super().launch(run, does)
+    def launch(self, run: str, behaviour: str) -> Launch:
+        self.cluster.fates[run].append({"finish": FINISHES, "fail": RAISES, "wait": LASTS_UNTIL_STOPPED}[behaviour])
+        return super().launch(run, behaviour)
 
     def has_begun(self, run: str) -> bool:
         return self.cluster.begun[run] > 0
 
-    def goes_on(self, run: str) -> bool:
+    def is_running(self, run: str) -> bool:
         return any(process.run_dir.name == run for process in self.cluster.living())
 
-    def only_room_for_one(self) -> None:
+    def allow_one_at_a_time(self) -> None:
         self.cluster.places = 1
 
 
 class TestVirtualCluster(QueueContract):
-    """`ClusterExecutor`, its cluster a fake."""
+    """The contract, for `ClusterExecutor` with a fake cluster."""
 
     @pytest.fixture
     def engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:

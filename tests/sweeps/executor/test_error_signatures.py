@@ -1,4 +1,4 @@
-"""Truths about the signs of failures: each leads to its kind, in an exception, behind others, and in a log."""
+"""Tests of error signatures: each leads to its kind, in an exception, in a chain of exceptions, and in a log."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TYPES = [(kind, name) for kind, signs in SIGNATURES.items() for name in signs.ty
 ERRNOS = [(kind, number) for kind, signs in SIGNATURES.items() for number in signs.errnos]
 
 
-def named(name: str, *bases: type[BaseException]) -> type[BaseException]:
-    """An exception of some library."""
+def exception_class(name: str, *bases: type[BaseException]) -> type[BaseException]:
+    """Return an exception class with this name, as a library may define it."""
     return type(name, bases or (Exception,), {})
 
 
-def test_each_kind_of_the_table_is_one_that_has_attempts() -> None:
+def test_each_kind_of_the_table_is_a_kind_of_failure() -> None:
     assert SIGNATURES.keys() <= KINDS.keys()
     assert SIGNATURES.keys() >= {"gpu", "storage", "collective", "network"}
     for kind in ("gpu", "storage", "collective", "network"):
-        assert retries()[kind], "it may be otherwise elsewhere, or later"
+        assert retries()[kind], "such a failure may not occur on another node or at a later time, so it is retried"
     assert {"gpu", "storage", "collective"} <= BLAMES_NODE
     assert "network" not in BLAMES_NODE
     assert SIGNATURES.keys() >= PEER_FAILURES
@@ -43,30 +43,30 @@ def caused_by(error: BaseException) -> BaseException:
     return outer
 
 
-def test_a_text_is_known_whatever_stands_around_it() -> None:
+def test_a_text_is_recognized_inside_a_longer_message() -> None:
     for kind, text in TEXTS:
         signs = SIGNATURES[kind]
         raised = RuntimeError if issubclass(RuntimeError, signs.of) else signs.of
-        for words in (text, text.upper(), f"Triggered internally: {text}!\nat some.cpp:12"):
-            assert kind_of(raised(words)) == kind, words
-            assert kind_of(caused_by(raised(words))) == kind, words
+        for message in (text, text.upper(), f"Triggered internally: {text}!\nat some.cpp:12"):
+            assert kind_of(raised(message)) == kind, message
+            assert kind_of(caused_by(raised(message))) == kind, message
 
 
-def test_a_text_counts_in_a_log_where_the_table_says_so() -> None:
+def test_a_text_is_recognized_in_a_log_if_the_table_allows_it() -> None:
     for kind, text in TEXTS:
         log = f"step 3\n[rank0]: {text} (and more)\n  frame #0: c10::Error\n"
         expected = (kind, f"[rank0]: {text} (and more)") if SIGNATURES[kind].in_logs else None
         assert classify_log(log) == expected, text
 
 
-def test_a_type_is_known_by_its_name_and_its_heirs_by_it() -> None:
+def test_a_type_is_recognized_by_its_name_and_so_are_its_subclasses() -> None:
     for kind, name in TYPES:
-        library = named(name, OSError) if kind != "out_of_memory" else named(name, RuntimeError)
+        library = exception_class(name, OSError) if kind != "out_of_memory" else exception_class(name, RuntimeError)
         assert kind_of(library("no more is said")) == kind, name
-        assert kind_of(named("Special", library)("no more is said")) == kind, name
+        assert kind_of(exception_class("Special", library)("no more is said")) == kind, name
 
 
-def test_a_number_of_the_system_is_known() -> None:
+def test_errno_values_are_recognized() -> None:
     for kind, number in ERRNOS:
         assert kind_of(OSError(number, os.strerror(number), "/shared/runs/checkpoint")) == kind, errno.errorcode[number]
 
@@ -77,7 +77,7 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        # CUDA, as torch passes it on
+        # CUDA errors, as torch raises them
         (
             RuntimeError(
                 "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported "
@@ -85,12 +85,15 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
             ),
             "gpu",
         ),
-        (named("AcceleratorError", RuntimeError)("CUDA error: unspecified launch failure"), "gpu"),
+        (exception_class("AcceleratorError", RuntimeError)("CUDA error: unspecified launch failure"), "gpu"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "error"),
         (RuntimeError("CUDA error: device-side assert triggered"), "error"),
         (RuntimeError("CUDA error: invalid device ordinal"), "error"),
         (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
-        (named("OutOfMemoryError", RuntimeError)("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
+        (
+            exception_class("OutOfMemoryError", RuntimeError)("CUDA out of memory. Tried to allocate 2 GiB"),
+            "out_of_memory",
+        ),
         (AssertionError("Torch not compiled with CUDA enabled"), "error"),
         (
             RuntimeError(
@@ -107,26 +110,26 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
         ),
         # NCCL and gloo
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "NCCL error in: ProcessGroupNCCL.cpp:275, unhandled cuda error, NCCL version 2.20.5\n"
                 "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'"
             ),
             "gpu",
         ),
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
             ),
             "out_of_memory",
         ),
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "ncclUnhandledCudaError: Cuda failure 700 'an illegal memory access was encountered'"
             ),
             "error",
         ),
         (
-            named("DistBackendError", RuntimeError)(
+            exception_class("DistBackendError", RuntimeError)(
                 "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
                 "NumelIn=1, Timeout(ms)=600000) ran for 600013 milliseconds before timing out."
             ),
@@ -148,7 +151,7 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
         (OSError(errno.ENOENT, "No such file or directory"), "error"),
         (OSError(errno.EACCES, "Permission denied"), "error"),
         (FileNotFoundError("there is no such task"), "error"),
-        # pipes to processes of our own
+        # pipes to our own processes
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), "error"),
         (EOFError(), "error"),
         # the network
@@ -157,7 +160,7 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
         (urllib.error.HTTPError(HUB, 503, "Service Unavailable", None, None), "network"),  # type: ignore[arg-type]
         (urllib.error.HTTPError(HUB, 404, "Not Found", None, None), "error"),  # type: ignore[arg-type]
         (TimeoutError("a generation took more than 30 s"), "error"),
-        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "network"),  # no file: a socket's
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "network"),  # without a file name: from a socket
         (OSError(errno.EHOSTDOWN, "Host is down"), "network"),
         (
             OSError(
@@ -170,12 +173,12 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
     ],
     ids=lambda value: f"{type(value).__name__}: {value}"[:60] if isinstance(value, BaseException) else value,
 )
-def test_what_libraries_really_say(error: BaseException, kind: str) -> None:
+def test_messages_of_real_libraries_are_recognized(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind
 
 
-def test_the_hubs_own_errors() -> None:
-    """Those of the version that is installed: names and descent are not ours."""
+def test_errors_of_huggingface_hub_are_recognized() -> None:
+    """Names and base classes are those of the installed version of huggingface_hub."""
     httpx = pytest.importorskip("httpx")
     errors = pytest.importorskip("huggingface_hub.errors")
     try:
@@ -188,9 +191,9 @@ def test_the_hubs_own_errors() -> None:
         try:
             client.Response(code, request=request).raise_for_status()
         except client.HTTPStatusError as error:
-            made = cls(str(error), response=error.response)  # type: ignore[call-arg]
-            made.__cause__ = error
-            return made
+            result = cls(str(error), response=error.response)  # type: ignore[call-arg]
+            result.__cause__ = error
+            return result
         raise AssertionError
 
     missed = errors.LocalEntryNotFoundError(
@@ -214,18 +217,18 @@ def test_the_hubs_own_errors() -> None:
     assert kind_of(offline) == "error"
     wrapped = OSError("We couldn't connect to 'https://hub.example' to load the files")
     wrapped.__cause__ = offline
-    assert kind_of(wrapped) == "error", "waiting does not switch the network on"
+    assert kind_of(wrapped) == "error", "offline mode is set by the user, so a retry does not help"
 
 
-def test_a_hub_that_answers_no_in_passing_does_not_hide_a_network_that_is_down() -> None:
-    lost = named("ConnectTimeout")("timed out")
-    lost.__context__ = named("EntryNotFoundError")("no adapter_config.json")
+def test_a_missing_file_on_the_hub_does_not_hide_a_network_failure() -> None:
+    lost = exception_class("ConnectTimeout")("timed out")
+    lost.__context__ = exception_class("EntryNotFoundError")("no adapter_config.json")
     assert kind_of(lost) == "network"
     lost.__cause__ = lost.__context__
     assert kind_of(lost) == "error"
 
 
-def test_the_first_failure_is_not_hidden_by_what_it_led_to_in_a_log() -> None:
+def test_in_a_log_a_symptom_does_not_hide_its_cause() -> None:
     log = (
         "[E ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8)\n"
         "terminate called after throwing an instance of 'c10::Error'\n"

@@ -1,4 +1,4 @@
-"""Truths about the causes of a failure: each error has its kind, each kind its number of attempts."""
+"""Tests of kinds of failure: each error has a kind, and each kind a number of retries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sweeps.executor.slurm.submitter import with_remedy
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch calls its own; only the name counts."""
+    """Has the name of torch's own error; only the name counts."""
 
 
 def chained(outer: BaseException, inner: BaseException, because: bool) -> BaseException:
-    """An error that another one caused, or that came up while it was handled."""
+    """Return `outer` with `inner` as its cause (`raise ... from`) or as its context (raised while handling it)."""
     if because:
         outer.__cause__ = inner
     else:
@@ -55,7 +55,7 @@ def chained(outer: BaseException, inner: BaseException, because: bool) -> BaseEx
     ],
     ids=repr,
 )
-def test_every_error_has_its_kind_also_behind_others(error: BaseException, kind: str) -> None:
+def test_the_kind_of_an_error_is_found_in_its_chain(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind
     for because in (True, False):
         wrapped = chained(ValueError("while saving"), error, because)
@@ -63,7 +63,7 @@ def test_every_error_has_its_kind_also_behind_others(error: BaseException, kind:
         assert kind_of(chained(TypeError("at the end"), wrapped, because)) == kind
 
 
-def test_a_circle_of_errors_has_an_end() -> None:
+def test_a_cycle_in_the_chain_of_errors_ends() -> None:
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one
     assert kind_of(one) == "error"
@@ -91,18 +91,18 @@ def test_an_error_is_always_one_short_line(text: str) -> None:
     assert len(line.splitlines()) == 1
 
 
-# --- attempts ------------------------------------------------------------------------------------------------
+# --- retries -------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_are_of_every_kind_and_may_be_changed_one_by_one() -> None:
+def test_each_default_can_be_overridden() -> None:
     policy = retries()
     assert policy == {kind: limit for kind, (_, limit) in KINDS.items()}
     assert retries({"error": 2, "node": None}) == {**policy, "error": 2, "node": None}
-    assert retries() == policy, "the defaults stay what they are"
+    assert retries() == policy, "overrides do not change the defaults"
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2", True, float("inf")])
-def test_a_number_of_attempts_that_is_none_is_refused_by_name(number: object) -> None:
+def test_an_invalid_number_of_retries_is_refused_by_name(number: object) -> None:
     with pytest.raises(UserError, match=r"retries\.node"):
         retries({"node": number})  # type: ignore[dict-item]
 
@@ -113,34 +113,32 @@ def test_an_unknown_kind_is_refused_with_the_valid_ones() -> None:
 
 
 @given(st.sampled_from(sorted(KINDS)), st.one_of(st.none(), st.integers(0, 5)), st.integers(0, 9), st.integers(0, 9))
-def test_attempts_are_counted_by_kind(kind: str, limit: int | None, spent: int, of_others: int) -> None:
-    others = {other: of_others for other in KINDS if other != kind}
+def test_retries_are_counted_per_kind(kind: str, limit: int | None, spent: int, spent_by_others: int) -> None:
+    others = {other: spent_by_others for other in KINDS if other != kind}
     assert may_retry({kind: limit}, kind, {**others, kind: spent}) == (limit is None or spent < limit)
 
 
 @given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 9))
-def test_what_was_a_nodes_fault_does_not_count_unless_nothing_is_allowed_at_all(
-    limit: int, spent: int, excused: int
-) -> None:
+def test_excused_failures_do_not_count_unless_no_retry_is_allowed(limit: int, spent: int, excused: int) -> None:
     assert may_retry({"gpu": limit}, "gpu", {"gpu": spent}, excused) == (spent - excused < limit)
     assert not may_retry({"gpu": 0}, "gpu", {"gpu": spent}, excused)
     assert may_retry({"gpu": None}, "gpu", {"gpu": spent}, excused)
 
 
-def test_what_nobody_allowed_is_not_tried_again() -> None:
+def test_kinds_without_a_limit_in_the_policy_are_not_retried() -> None:
     assert not any(may_retry(NO_RETRIES, kind, {}) for kind in KINDS)
     assert not may_retry(retries(), "a kind of tomorrow", {})
     assert set(KINDS) == set(NO_RETRIES) and set(KINDS) >= BLAMES_NODE
 
 
-def test_errors_of_the_recipe_are_never_tried_again_by_default() -> None:
+def test_errors_of_the_recipe_are_not_retried_by_default() -> None:
     policy = retries()
     assert [kind for kind, limit in policy.items() if limit == 0] == [
         *("error", "disk_full", "gave_up", "cancelled", "stopped"),
     ]
 
 
-# --- the verdict on a job ------------------------------------------------------------------------------------
+# --- why a job ended -----------------------------------------------------------------------------------------
 
 
 def info(state: str, exit_code: str = "1:0") -> JobInfo:
@@ -156,7 +154,7 @@ KILLED = attempt(None)
 
 
 @pytest.mark.parametrize(
-    ("state", "own", "words", "kind", "reason"),
+    ("state", "record", "log_text", "kind", "reason"),
     [
         ("COMPLETED", attempt("finished"), "", None, None),
         ("FAILED", attempt("finished"), "", None, None),
@@ -199,16 +197,16 @@ KILLED = attempt(None)
         (None, attempt("interrupted", "preempted", "SIGTERM"), "", "preempted", "SIGTERM"),
     ],
 )
-def test_scheduler_job_and_log_together_say_why(
-    state: str | None, own: Attempt | None, words: str, kind: str | None, reason: str | None
+def test_kind_and_reason_follow_from_scheduler_record_and_log(
+    state: str | None, record: Attempt | None, log_text: str, kind: str | None, reason: str | None
 ) -> None:
-    found, why = why_ended(info(state) if state else None, own, lambda: words)
-    assert found == kind
-    assert (why is None) == (reason is None)
-    assert reason is None or reason in str(why)
+    found_kind, found_reason = why_ended(info(state) if state else None, record, lambda: log_text)
+    assert found_kind == kind
+    assert (found_reason is None) == (reason is None)
+    assert reason is None or reason in str(found_reason)
 
 
-def test_the_ranks_own_logs_count_where_nobody_had_a_last_word() -> None:
+def test_the_logs_of_the_ranks_count_if_the_job_log_says_nothing() -> None:
     kind, reason = why_ended(info("FAILED", "134:0"), KILLED, lambda: "srun: Aborted", lambda: "GPU is lost, they say")
     assert kind == "gpu"
     assert reason == "GPU is lost, they say (SLURM says FAILED, exit code 134:0, on n3)"
@@ -216,31 +214,31 @@ def test_the_ranks_own_logs_count_where_nobody_had_a_last_word() -> None:
 
 @pytest.mark.parametrize("state", sorted(ENDED))
 @pytest.mark.parametrize(
-    "own", [NOT_BEGUN, KILLED, attempt("failed", "error", "no"), attempt("interrupted", "preempted", "x")]
+    "record", [NOT_BEGUN, KILLED, attempt("failed", "error", "no"), attempt("interrupted", "preempted", "x")]
 )
-def test_every_end_but_a_success_has_a_kind_and_a_reason(state: str, own: Attempt | None) -> None:
-    kind, reason = why_ended(info(state), own, lambda: "")
+def test_every_end_but_a_success_has_a_kind_and_a_reason(state: str, record: Attempt | None) -> None:
+    kind, reason = why_ended(info(state), record, lambda: "")
     assert kind in KINDS
     assert reason
 
 
-def test_a_disk_that_took_no_last_word_is_known_by_the_exit_code() -> None:
-    for own in (KILLED, NOT_BEGUN):
-        assert why_ended(info("FAILED", "28:0"), own, lambda: "")[0] == "disk_full"
+def test_a_full_disk_is_recognized_by_the_exit_code() -> None:
+    for record in (KILLED, NOT_BEGUN):
+        assert why_ended(info("FAILED", "28:0"), record, lambda: "")[0] == "disk_full"
     assert why_ended(info("FAILED", "28:0"), attempt("failed", "error", "no"), lambda: "")[0] == "error"
     assert why_ended(info("FAILED", "0:28"), KILLED, lambda: "")[0] == "killed"
 
 
-def test_the_log_is_read_only_if_it_can_tell_more() -> None:
+def test_the_log_is_read_only_if_the_kind_is_not_known() -> None:
     def unread() -> str:
         raise AssertionError
 
-    for state, own in (
+    for state, record in (
         ("TIMEOUT", KILLED),
         ("FAILED", attempt("failed", "error", "no")),
         ("COMPLETED", attempt("finished")),
     ):
-        why_ended(info(state), own, unread)
+        why_ended(info(state), record, unread)
 
 
 @pytest.mark.parametrize(

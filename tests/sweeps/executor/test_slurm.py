@@ -1,8 +1,8 @@
-"""Truths about a study on a cluster, from a cluster that exists only in virtual time (`fake_cluster`).
+"""Tests of a study on a SLURM cluster, with a fake cluster in virtual time (`fake_cluster`).
 
-Whatever happens to jobs, nodes, the scheduler and the controller: each member is done once or given up for its true
-reason, no record of it is lost or doubled, a job that was accepted is never submitted a second time, and whoever
-watches is told what is so, in order.
+Jobs, nodes, the scheduler and the controller fail in all ways. Each member must still finish exactly once, or be given
+up for its true reason. No journal record may be lost or duplicated, and no accepted job submitted twice. Observers must
+get the correct events in order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.sweeps.executor.fake_cluster import (
     FINISHES_TOO_EARLY,
     GIVES_UP,
     HANGS,
-    HAUNTS,
+    HAS_A_SURVIVING_PROCESS,
     IS_A_DUPLICATE,
     IS_CANCELLED,
     IS_FORGOTTEN,
@@ -68,14 +68,14 @@ from tests.sweeps.executor.fake_cluster import (
     REQUEUES,
     RUNS_OUT_OF_MEMORY,
     TIMES_OUT,
-    WAITS_IN_VAIN,
+    WAITS_FOR_A_RANK,
     EndlessError,
     FakeCluster,
     Fate,
     Job,
     Killed,
     Place,
-    Told,
+    RecordingObserver,
     VirtualTime,
     light,
     member,
@@ -91,37 +91,39 @@ def place(
     directory: Path,
     fates: Mapping[int, Sequence[Fate]] | None = None,
     members: int = 1,
-    given: Mapping[str, object] | None = None,
+    job_settings: Mapping[str, object] | None = None,
     retries: Mapping[str, int | None] | None = None,
     virtual_ledger: bool = False,
     **cluster: object,
 ) -> Place:
-    """A study of some members; `fates` by their number."""
+    """Make a study; `fates` are by index of the member, `virtual_ledger`: whether the ledger uses the virtual clock."""
     specs = [member(seed) for seed in range(members)]
-    by_run = {specs[number].run: each for number, each in (fates or {}).items()}
+    by_run = {specs[number].run: fates_of_run for number, fates_of_run in (fates or {}).items()}
     fake = FakeCluster(VirtualTime(), by_run, **cluster)  # type: ignore[arg-type]
-    return Place(directory, fake, specs, JobSettings.of(dict(given or {})), retries or retry_policy(), virtual_ledger)
+    return Place(
+        directory, fake, specs, JobSettings.of(dict(job_settings or {})), retries or retry_policy(), virtual_ledger
+    )
 
 
 def state(states: Mapping[str, MemberState], spec: RunSpec) -> tuple[str, str | None]:
     return states[spec.run].state, states[spec.run].kind
 
 
-# --- a study that nothing happens to -------------------------------------------------------------------------
+# --- a study without faults ----------------------------------------------------------------------------------
 
 
 def test_members_become_one_array_and_are_done_once(tmp_path: Path) -> None:
-    here, told = place(tmp_path, members=5), Told()
-    states = here.run([told])
+    here, observer = place(tmp_path, members=5), RecordingObserver()
+    states = here.run([observer])
     assert here.cluster.sizes() == [5]
     assert [job.id for job in here.cluster.jobs] == ["1_0", "1_1", "1_2", "1_3", "1_4"]
     for spec in here.specs:
         assert state(states, spec) == ("finished", None)
         here.finished_once(spec.run)
-        assert told.events[spec.run] == ["queued", "started", "finished"]
+        assert observer.events[spec.run] == ["queued", "started", "finished"]
         assert here.cluster.started[spec.run] == 1
-    assert (told.opened, told.closed) == (1, [(0, 0)])
-    assert told.ticks[-1] == (0, 0, 5, 0)
+    assert (observer.opened, observer.closed) == (1, [(0, 0)])
+    assert observer.ticks[-1] == (0, 0, 5, 0)
 
 
 def test_a_single_member_is_a_job_without_an_index(tmp_path: Path) -> None:
@@ -132,18 +134,18 @@ def test_a_single_member_is_a_job_without_an_index(tmp_path: Path) -> None:
     here.finished_once(here.specs[0].run)
 
 
-def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
+def test_finished_members_are_not_submitted_again(tmp_path: Path) -> None:
     here = place(tmp_path, members=3)
     here.run()
-    told = Told()
-    assert {each.state for each in here.run([told]).values()} == {"finished"}
+    observer = RecordingObserver()
+    assert {each.state for each in here.run([observer]).values()} == {"finished"}
     assert here.cluster.sizes() == [3]
-    assert all(told.events[spec.run] == ["finished"] for spec in here.specs)
+    assert all(observer.events[spec.run] == ["finished"] for spec in here.specs)
     for spec in here.specs:
         here.finished_once(spec.run)
 
 
-def test_a_member_that_was_given_up_gets_another_chance_only_when_asked(tmp_path: Path) -> None:
+def test_a_failed_member_is_retried_only_if_again_is_set(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RAISES]}, members=2)
     assert state(here.run(), here.specs[0]) == ("failed", "error")
     assert state(here.run(again=False), here.specs[0]) == ("failed", "error")
@@ -152,30 +154,30 @@ def test_a_member_that_was_given_up_gets_another_chance_only_when_asked(tmp_path
     assert here.cluster.sizes() == [2, 1]
 
 
-def test_the_scheduler_is_looked_at_every_poll_and_no_more_often(tmp_path: Path) -> None:
-    here = place(tmp_path, {0: [REQUEUES] * 10}, members=2, given={"poll_s": 30})
+def test_the_queue_is_queried_at_most_once_per_poll_interval(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [REQUEUES] * 10}, members=2, job_settings={"poll_s": 30})
     begin = here.time.now
     here.run()
     assert here.cluster.looks <= (here.time.now - begin) / 30 + 2
 
 
-# --- how a job ends, and what becomes of the member ----------------------------------------------------------
+# --- how a job ends, and what the study makes of it ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("fate", [fate for fate, kind in KIND.items() if kind is not None], ids=lambda fate: fate.state)
-def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
-    here, told = place(tmp_path, {0: [fate]}, members=2, retries=NO_RETRIES), Told()
-    states = here.run([told])
+def test_every_end_is_classified(tmp_path: Path, fate: Fate) -> None:
+    here, observer = place(tmp_path, {0: [fate]}, members=2, retries=NO_RETRIES), RecordingObserver()
+    states = here.run([observer])
     spec, other = here.specs
-    ended = "stopped" if fate is IS_STOPPED else "failed"
-    assert state(states, spec) == (ended, KIND[fate])
+    end_state = "stopped" if fate is IS_STOPPED else "failed"
+    assert state(states, spec) == (end_state, KIND[fate])
     reason = states[spec.run].reason
     assert reason
-    if fate.said is not None and fate.said[2] is not None:
-        assert fate.said[2] in reason
-    assert told.events[spec.run][-1] == ("cancelled" if KIND[fate] == "cancelled" else ended)
-    assert here.count(spec.run, ended) == 1
-    assert told.closed == [(int(ended == "failed"), 0)]
+    if fate.recorded is not None and fate.recorded[2] is not None:
+        assert fate.recorded[2] in reason
+    assert observer.events[spec.run][-1] == ("cancelled" if KIND[fate] == "cancelled" else end_state)
+    assert here.count(spec.run, end_state) == 1
+    assert observer.closed == [(int(end_state == "failed"), 0)]
     here.finished_once(other.run)
     assert here.cluster.sizes() == [2]
 
@@ -183,38 +185,40 @@ def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
 @pytest.mark.parametrize("remembers_s", every(5, [300.0, 3.0]))
 @pytest.mark.parametrize("lag_s", [0.0, 40.0])
 @pytest.mark.parametrize("fate", [fate for fate, kind in KIND.items() if kind is not None], ids=lambda fate: fate.state)
-def test_an_end_that_only_accounting_saw_is_the_same_end(
+def test_the_kind_does_not_depend_on_when_accounting_answers(
     tmp_path: Path, fate: Fate, remembers_s: float, lag_s: float
 ) -> None:
     here = place(tmp_path, {0: [fate]}, retries=NO_RETRIES, remembers_s=remembers_s, accounting_lag_s=lag_s)
-    # A job that said itself how it failed need not wait for the accounting that says the same.
+    # The job's own record or SLURM's accounting: either is enough to classify the end.
     assert state(here.run(), here.specs[0]) == ("stopped" if fate is IS_STOPPED else "failed", KIND[fate])
 
 
 @pytest.mark.parametrize(
-    "fate", [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK, HAUNTS], ids=["asked", "preempted", "node", "copies"]
+    "fate",
+    [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK, HAS_A_SURVIVING_PROCESS],
+    ids=["asked", "preempted", "node", "copies"],
 )
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_job_that_comes_back_under_its_own_id_is_waited_for(tmp_path: Path, fate: Fate, times: int) -> None:
-    here, told = place(tmp_path, {0: [fate] * times}, members=2), Told()
-    here.run([told])
+def test_a_requeued_job_is_waited_for(tmp_path: Path, fate: Fate, times: int) -> None:
+    here, observer = place(tmp_path, {0: [fate] * times}, members=2), RecordingObserver()
+    here.run([observer])
     spec = here.specs[0]
     here.finished_once(spec.run)
     assert here.count(spec.run, "retried") == 0
     assert here.cluster.sizes() == [2]
     assert here.cluster.started[spec.run] == times + 1
-    assert set(told.events[spec.run]) == {"queued", "started", "finished"}
+    assert set(observer.events[spec.run]) == {"queued", "started", "finished"}
 
 
-def test_a_copy_on_a_node_that_was_taken_for_dead_writes_nothing_twice(tmp_path: Path) -> None:
-    here = place(tmp_path, {0: [HAUNTS, FINISHES]})
+def test_a_process_that_outlives_its_job_writes_nothing_twice(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [HAS_A_SURVIVING_PROCESS, FINISHES]})
     here.run()
     spec = here.specs[0]
     here.finished_once(spec.run)
     assert [(each.job, each.restart) for each in attempts(here.run_dir(spec.run))] == [("1", 0), ("1", 1)]
 
 
-def test_a_job_that_was_forgotten_and_finishes_all_the_same_counts_once(tmp_path: Path) -> None:
+def test_a_lost_job_that_finishes_later_counts_once(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [IS_FORGOTTEN_AND_FINISHES]})
     here.run()
     spec = here.specs[0]
@@ -223,8 +227,8 @@ def test_a_job_that_was_forgotten_and_finishes_all_the_same_counts_once(tmp_path
     assert here.events(spec.run)[3]["kind"] == "lost"
 
 
-def test_a_job_that_was_forgotten_is_lost_only_after_its_time(tmp_path: Path) -> None:
-    here = place(tmp_path, {0: [IS_FORGOTTEN]}, given={"lost_after_s": 900})
+def test_a_missing_job_counts_as_lost_only_after_lost_after_s(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN]}, job_settings={"lost_after_s": 900})
     here.run()
     spec = here.specs[0]
     here.finished_once(spec.run)
@@ -233,27 +237,27 @@ def test_a_job_that_was_forgotten_is_lost_only_after_its_time(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("fate", [RAISES, FILLS_THE_DISK, NOT_REQUEUED, RAISES_OUT_OF_MEMORY, GIVES_UP])
-def test_without_accounting_the_jobs_own_last_word_counts(tmp_path: Path, fate: Fate) -> None:
+def test_without_accounting_the_jobs_own_record_counts(tmp_path: Path, fate: Fate) -> None:
     here = place(tmp_path, {0: [fate]}, retries=NO_RETRIES, accounting=False, remembers_s=1)
     begin = here.time.now
     assert state(here.run(), here.specs[0]) == ("failed", KIND[fate])
-    assert here.time.now - begin < 120, "it was known long before it counted as lost"
+    assert here.time.now - begin < 120, "the kind is known long before the job would count as lost"
 
 
-def test_a_scheduler_that_is_silent_is_no_news(tmp_path: Path) -> None:
-    here, told = place(tmp_path, {0: [REQUEUES]}, members=3), Told()
+def test_while_the_scheduler_is_silent_no_job_counts_as_lost(tmp_path: Path) -> None:
+    here, observer = place(tmp_path, {0: [REQUEUES]}, members=3), RecordingObserver()
     begin = here.time.now
     here.cluster.silent = lambda now: begin + 20 <= now < begin + 3_000
-    here.run([told])
+    here.run([observer])
     for spec in here.specs:
         here.finished_once(spec.run)
         assert here.count(spec.run, "retried") == 0
     assert here.cluster.sizes() == [3]
 
 
-def test_time_without_an_answer_is_no_time_missing(tmp_path: Path) -> None:
-    """A job that the queue did not show yet when the scheduler fell silent gets its whole time when it is back."""
-    here = place(tmp_path, given={"lost_after_s": 120})
+def test_silent_time_does_not_count_towards_lost_after_s(tmp_path: Path) -> None:
+    """The time limit for a job that is not in the queue yet starts again after the scheduler was silent."""
+    here = place(tmp_path, job_settings={"lost_after_s": 120})
     begin = here.time.now
     here.cluster.faults.append("shown_late")
     here.cluster.late_s = 200
@@ -264,11 +268,11 @@ def test_time_without_an_answer_is_no_time_missing(tmp_path: Path) -> None:
 
 
 def test_a_job_that_the_queue_shows_late_is_waited_for(tmp_path: Path) -> None:
-    here = place(tmp_path, members=2, given={"lost_after_s": 120})
+    here = place(tmp_path, members=2, job_settings={"lost_after_s": 120})
     here.cluster.faults.append("shown_late")
     here.cluster.late_s = 110
     here.run(detach=True)
-    assert here.time.now > 1_100, "left before it was clear that the jobs are there"
+    assert here.time.now > 1_100, "the detached controller left before the jobs were in the queue"
     here.run()
     assert here.cluster.sizes() == [2]
     for spec in here.specs:
@@ -291,7 +295,7 @@ FATE_OF = {
     "duplicate": IS_A_DUPLICATE,
     "gpu": LOSES_ITS_GPU,
     "storage": LOSES_ITS_FILES,
-    "collective": WAITS_IN_VAIN,
+    "collective": WAITS_FOR_A_RANK,
     "network": FINDS_NO_HUB,
     "launch": NEVER_BEGINS,
     "half_submitted": LACKS_ITS_PICKLE,
@@ -302,24 +306,24 @@ FATE_OF = {
 }
 
 
-def test_every_kind_has_its_fate_here() -> None:
+def test_every_kind_of_failure_has_a_fate_in_these_tests() -> None:
     assert FATE_OF.keys() == KINDS.keys()
 
 
 @pytest.mark.slow
-def test_a_duplicate_is_tried_again_ever_later_and_never_given_up(tmp_path: Path) -> None:
-    """Its copy works on: each look costs an allocation, so there are few."""
+def test_a_duplicate_is_retried_with_growing_delays_and_never_given_up(tmp_path: Path) -> None:
+    """The other copy of the run continues. Each retry costs an allocation, so the delays between retries grow."""
     here = place(tmp_path, {0: [IS_A_DUPLICATE] * 7})
     (spec,) = here.specs
     assert state(here.run(), spec) == ("finished", None)
     jobs = here.cluster.jobs_of(spec.run)
     begins = [job.options.get("begin") for job in jobs]
     assert begins == [None, *(f"now+{minutes}minutes" for minutes in (10, 20, 40, 80, 160, 240, 240))]
-    assert not any(job.options.get("exclude") for job in jobs), "no node is to blame"
+    assert not any(job.options.get("exclude") for job in jobs), "a duplicate is not blamed on its node"
 
 
 @pytest.mark.parametrize("damage", ["a line", "another run"])
-def test_a_journal_that_cannot_be_read_is_no_budget_that_grew(
+def test_an_unreadable_journal_is_an_error_and_not_a_raised_budget(
     tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = place(tmp_path)
@@ -329,7 +333,7 @@ def test_a_journal_that_cannot_be_read_is_no_budget_that_grew(
 
     def spoil_and_judge(endings: JobEndings, each: FollowedJob, nodes: int) -> object:
         lines = path.read_bytes().splitlines(keepends=True)
-        if damage == "a line":  # and the end is lost
+        if damage == "a line":  # damage line 4 and cut off the last one
             path.write_bytes(b"".join([*lines[:3], b"<<<\n", *lines[4:-1]]))
         else:
             header = {**(parse_line(lines[0]) or {}), "run": "somebody"}
@@ -347,20 +351,20 @@ def test_a_journal_that_cannot_be_read_is_no_budget_that_grew(
 
 
 @pytest.mark.parametrize("kind", [kind for kind, limit in POLICY.items() if limit is not None])
-def test_a_member_is_tried_as_often_as_its_kind_of_failure_allows_and_then_given_up(tmp_path: Path, kind: str) -> None:
+def test_a_member_fails_after_the_allowed_retries_of_its_kind(tmp_path: Path, kind: str) -> None:
     limit = POLICY[kind]
     assert limit is not None
-    here, told = place(tmp_path, {0: [FATE_OF[kind]] * (limit + 1)}), Told()
-    states = here.run([told])
+    here, observer = place(tmp_path, {0: [FATE_OF[kind]] * (limit + 1)}), RecordingObserver()
+    states = here.run([observer])
     spec = here.specs[0]
     assert state(states, spec) == ("stopped" if kind == "stopped" else "failed", kind)
     assert states[spec.run].attempts == limit + 1 == len(here.cluster.jobs_of(spec.run))
     assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == [kind] * limit
-    assert told.events[spec.run].count("retried") == limit
+    assert observer.events[spec.run].count("retried") == limit
 
 
 @pytest.mark.parametrize("accounting", [{"accounting": False}, {"accounting_lag_s": 60.0}, {}])
-def test_a_disk_that_took_no_last_word_is_known_before_accounting_knows(
+def test_a_full_disk_is_recognized_by_the_exit_code_before_accounting(
     tmp_path: Path, accounting: dict[str, object]
 ) -> None:
     here = place(tmp_path, {0: [FILLS_THE_DISK_SILENTLY]}, **accounting)
@@ -370,7 +374,7 @@ def test_a_disk_that_took_no_last_word_is_known_before_accounting_knows(
 @pytest.mark.parametrize(
     "kind", every(14, every(7, [kind for kind, limit in POLICY.items() if limit != 0], pytest.mark.full))
 )
-def test_a_member_that_is_done_at_its_last_try_is_done(tmp_path: Path, kind: str) -> None:
+def test_a_member_may_finish_at_its_last_retry(tmp_path: Path, kind: str) -> None:
     times = POLICY[kind] or 12
     here = place(tmp_path, {0: [FATE_OF[kind]] * times})
     here.run()
@@ -379,7 +383,7 @@ def test_a_member_that_is_done_at_its_last_try_is_done(tmp_path: Path, kind: str
     assert len(here.cluster.jobs) == times + 1
 
 
-def test_each_kind_is_counted_by_itself(tmp_path: Path) -> None:
+def test_retries_are_counted_per_kind(tmp_path: Path) -> None:
     fates = [NODE_FAILS, RUNS_OUT_OF_MEMORY, IS_KILLED, NODE_FAILS, NEVER_BEGINS, IS_KILLED, IS_FORGOTTEN, TIMES_OUT]
     here = place(tmp_path, {0: fates, 1: [*fates, RUNS_OUT_OF_MEMORY]}, members=2)
     states = here.run()
@@ -387,7 +391,7 @@ def test_each_kind_is_counted_by_itself(tmp_path: Path) -> None:
     assert state(states, here.specs[1]) == ("failed", "out_of_memory")
 
 
-def test_another_chance_comes_with_all_attempts_anew(tmp_path: Path) -> None:
+def test_a_new_launch_resets_the_retries(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [NEVER_BEGINS] * 3})
     assert state(here.run(), here.specs[0]) == ("failed", "launch")
     here.run()
@@ -395,67 +399,71 @@ def test_another_chance_comes_with_all_attempts_anew(tmp_path: Path) -> None:
     assert len(here.cluster.jobs) == 4
 
 
-def memory(script: str) -> str | None:
+def memory_option(script: str) -> str | None:
     match = re.search(r"(?m)^#SBATCH --mem=(\S+)$", script)
     return match[1] if match else None
 
 
-def excluded(script: str) -> str | None:
+def exclude_option(script: str) -> str | None:
     match = re.search(r"(?m)^#SBATCH --exclude=(\S+)$", script)
     return match[1].strip("'") if match else None
 
 
 @pytest.mark.parametrize("fate", [RUNS_OUT_OF_MEMORY, RAISES_OUT_OF_MEMORY, IS_KILLED_FOR_MEMORY])
-def test_one_that_ran_out_of_memory_asks_for_half_as_much_again(tmp_path: Path, fate: Fate) -> None:
+def test_a_retry_after_out_of_memory_asks_for_half_as_much_memory_again(tmp_path: Path, fate: Fate) -> None:
     policy = retry_policy({"out_of_memory": 3})
-    here = place(tmp_path, {0: [fate] * 3}, given={"mem_gb": 8}, retries=policy)
+    here = place(tmp_path, {0: [fate] * 3}, job_settings={"mem_gb": 8}, retries=policy)
     here.run()
     here.finished_once(here.specs[0].run)
-    assert [memory(script) for script in here.cluster.scripts] == ["8GB", "12GB", "18GB", "27GB"]
+    assert [memory_option(script) for script in here.cluster.scripts] == ["8GB", "12GB", "18GB", "27GB"]
 
 
-def laid_out(spec: RunSpec, devices: int, nodes: int = 1) -> RunSpec:
+def with_layout(spec: RunSpec, devices: int, nodes: int = 1) -> RunSpec:
     return replace(spec, config={**spec.config, "strategy": {"name": "fsdp2", "nodes": nodes, "devices": devices}})
 
 
 def ranks(script: str) -> list[str]:
-    """Nodes, tasks and GPUs on each that a job asks for."""
+    """Return the numbers of nodes, of tasks per node and of GPUs per node that a job asks for."""
     return re.findall(r"(?m)^#SBATCH --(?:nodes|ntasks-per-node|gpus-per-node)=(\S+)$", script)
 
 
-@pytest.mark.parametrize(("gpus", "asked"), [(1, "4"), ("a100:2", "a100:4"), (6, "6"), (None, None)])
+@pytest.mark.parametrize(("gpus", "expected_gpus"), [(1, "4"), ("a100:2", "a100:4"), (6, "6"), (None, None)])
 def test_each_member_has_the_ranks_that_its_strategy_asks_for(
-    tmp_path: Path, gpus: int | str | None, asked: str | None
+    tmp_path: Path, gpus: int | str | None, expected_gpus: str | None
 ) -> None:
-    """Members that ask for the same share an array; a retry asks again for as much."""
-    given = {} if gpus is None else {"gpus_per_node": gpus}
-    here = place(tmp_path, {2: [NODE_FAILS]}, members=4, given=given)
-    here.specs[1:3] = [laid_out(spec, 4, nodes=2) for spec in here.specs[1:3]]
+    """Members that need the same resources share an array; a retry asks for the same resources again."""
+    job_settings = {} if gpus is None else {"gpus_per_node": gpus}
+    here = place(tmp_path, {2: [NODE_FAILS]}, members=4, job_settings=job_settings)
+    here.specs[1:3] = [with_layout(spec, 4, nodes=2) for spec in here.specs[1:3]]
     here.run()
     for spec in here.specs:
         here.finished_once(spec.run)
-    large = sorted(["2", "4", *([asked] if asked else [])])
+    large = sorted(["2", "4", *([expected_gpus] if expected_gpus else [])])
     assert [sorted(ranks(script)) == large for script in here.cluster.scripts] == [False, True, False, True]
     assert here.cluster.sizes() == [1, 2, 1, 1]
 
 
-def test_memory_that_nobody_named_does_not_grow(tmp_path: Path) -> None:
+def test_unset_memory_does_not_grow(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RUNS_OUT_OF_MEMORY]})
     here.run()
-    assert [memory(script) for script in here.cluster.scripts] == [None, None]
+    assert [memory_option(script) for script in here.cluster.scripts] == [None, None]
 
 
 @pytest.mark.parametrize("fate", [NODE_FAILS, IS_KILLED, IS_HELD], ids=["node", "killed", "held"])
-def test_nodes_that_are_to_blame_are_kept_off_and_those_given_stay_off(tmp_path: Path, fate: Fate) -> None:
-    here = place(tmp_path, {0: [fate, fate]}, given={"exclude": "n7"})
+def test_a_retry_excludes_the_failed_nodes_and_the_users_own(tmp_path: Path, fate: Fate) -> None:
+    here = place(tmp_path, {0: [fate, fate]}, job_settings={"exclude": "n7"})
     here.run()
     here.finished_once(here.specs[0].run)
     used = [each.node for each in attempts(here.run_dir(here.specs[0].run))]
     assert len(set(used)) == 3
-    assert [excluded(script) for script in here.cluster.scripts] == ["n7", f"n7,{used[0]}", f"n7,{used[0]},{used[1]}"]
+    assert [exclude_option(script) for script in here.cluster.scripts] == [
+        "n7",
+        f"n7,{used[0]}",
+        f"n7,{used[0]},{used[1]}",
+    ]
 
 
-def test_a_job_that_slurm_holds_after_a_failed_launch_is_cancelled_and_tried_elsewhere(tmp_path: Path) -> None:
+def test_a_job_held_after_a_failed_launch_is_cancelled_and_retried(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [IS_HELD]})
     here.run()
     spec = here.specs[0]
@@ -465,43 +473,43 @@ def test_a_job_that_slurm_holds_after_a_failed_launch_is_cancelled_and_tried_els
     assert retried["kind"] == "node" and "launch failed requeued held" in retried["reason"]
 
 
-def test_a_node_on_which_nothing_begins_is_kept_off(tmp_path: Path) -> None:
+def test_a_node_on_which_a_launch_failed_is_excluded(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [NEVER_BEGINS]})
     here.run()
     here.finished_once(here.specs[0].run)
     failed_on = here.events(here.specs[0].run)[3]["node"]
-    assert [excluded(script) for script in here.cluster.scripts] == [None, failed_on]
+    assert [exclude_option(script) for script in here.cluster.scripts] == [None, failed_on]
 
 
 @pytest.mark.parametrize("fate", [TIMES_OUT, PREEMPTED, NOT_REQUEUED, RUNS_OUT_OF_MEMORY, IS_FORGOTTEN])
-def test_what_is_not_the_nodes_fault_keeps_off_no_node(tmp_path: Path, fate: Fate) -> None:
+def test_failures_without_a_guilty_node_exclude_no_node(tmp_path: Path, fate: Fate) -> None:
     here = place(tmp_path, {0: [fate]})
     here.run()
-    assert [excluded(script) for script in here.cluster.scripts] == [None, None]
+    assert [exclude_option(script) for script in here.cluster.scripts] == [None, None]
 
 
-def test_members_with_different_needs_are_submitted_apart(tmp_path: Path) -> None:
+def test_members_with_different_resources_are_submitted_separately(tmp_path: Path) -> None:
     fates = {0: [RUNS_OUT_OF_MEMORY], 1: [TIMES_OUT], 2: [NODE_FAILS], 3: [RUNS_OUT_OF_MEMORY]}
-    here = place(tmp_path, fates, members=4, given={"mem_gb": 4})
+    here = place(tmp_path, fates, members=4, job_settings={"mem_gb": 4})
     here.run()
     for spec in here.specs:
         here.finished_once(spec.run)
     node = next(entry["node"] for entry in here.events(here.specs[2].run) if "node" in entry)
-    needs = {job.run: (memory(script), excluded(script)) for job, script in last_scripts(here)}
+    needs = {job.run: (memory_option(script), exclude_option(script)) for job, script in last_scripts(here)}
     assert [needs[spec.run] for spec in here.specs] == [("6GB", None), ("4GB", None), ("4GB", node), ("6GB", None)]
 
 
 def last_scripts(here: Place) -> list[tuple[Job, str]]:
-    """Each job with the script that it was submitted with, later ones last."""
+    """Return each job with its batch script, in the order of submission."""
     names = {re.findall(r"(?m)^#SBATCH --job-name=(.*)$", script)[0]: script for script in here.cluster.scripts}
     return [(job, names[job.name]) for job in here.cluster.jobs]
 
 
 @pytest.mark.parametrize(
-    "before", [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK], ids=["asked", "preempted", "node"]
+    "first_fate", [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK], ids=["asked", "preempted", "node"]
 )
-def test_a_job_that_comes_back_and_does_not_begin_is_one_that_did_not_begin(tmp_path: Path, before: Fate) -> None:
-    here = place(tmp_path, {0: [before, NEVER_BEGINS]}, retries=NO_RETRIES)
+def test_a_requeued_job_that_never_begins_is_a_launch_failure(tmp_path: Path, first_fate: Fate) -> None:
+    here = place(tmp_path, {0: [first_fate, NEVER_BEGINS]}, retries=NO_RETRIES)
     assert state(here.run(), here.specs[0]) == ("failed", "launch")
 
 
@@ -512,18 +520,18 @@ def test_a_job_that_comes_back_and_does_not_begin_is_one_that_did_not_begin(tmp_
     ("given_size", "limit", "sizes"),
     [(None, 1001, [7]), (3, 1001, [3, 3, 1]), (None, 4, [4, 3]), (3, 2, [2, 2, 2, 1]), (1, 1001, [1] * 7)],
 )
-def test_arrays_are_as_long_as_allowed_and_none_waits_for_another(
+def test_arrays_respect_the_size_limits_and_are_submitted_at_once(
     tmp_path: Path, given_size: int | None, limit: int, sizes: list[int]
 ) -> None:
-    here = place(tmp_path, members=7, given={"array_size": given_size}, array_limit=limit)
+    here = place(tmp_path, members=7, job_settings={"array_size": given_size}, array_limit=limit)
     here.run()
     assert here.cluster.sizes() == sizes
-    assert len(set(here.cluster.submit_times)) == 1, "all at once, before the first has ended"
+    assert len(set(here.cluster.submit_times)) == 1, "all arrays are submitted before the first one ends"
     for spec in here.specs:
         here.finished_once(spec.run)
 
 
-def test_an_array_that_is_too_large_after_all_is_halved_until_it_is_taken(tmp_path: Path) -> None:
+def test_an_array_rejected_as_too_large_is_halved_until_accepted(tmp_path: Path) -> None:
     here = place(tmp_path, members=8, array_limit=1001, true_array_limit=3)
     here.run()
     assert here.cluster.sizes() == [2, 2, 2, 2]
@@ -533,7 +541,7 @@ def test_an_array_that_is_too_large_after_all_is_halved_until_it_is_taken(tmp_pa
         assert here.cluster.started[spec.run] == 1
 
 
-def test_a_limit_on_jobs_is_kept_without_bothering_the_scheduler(tmp_path: Path) -> None:
+def test_a_job_limit_is_met_with_few_refused_submissions(tmp_path: Path) -> None:
     here = place(tmp_path, members=6, submit_limit=2)
     begin = here.time.now
     here.run()
@@ -558,7 +566,7 @@ def test_the_pauses_between_refusals_grow_to_minutes(tmp_path: Path) -> None:
     here.finished_once(here.specs[0].run)
 
 
-def test_a_refusal_for_good_is_an_error_with_a_remedy_and_the_next_try_submits(tmp_path: Path) -> None:
+def test_a_permanent_refusal_is_a_user_error_and_the_next_launch_submits(tmp_path: Path) -> None:
     here = place(tmp_path, members=2)
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
@@ -569,11 +577,11 @@ def test_a_refusal_for_good_is_an_error_with_a_remedy_and_the_next_try_submits(t
         assert here.cluster.started[spec.run] == 1
 
 
-def test_jobs_that_run_survive_a_refusal_for_good(tmp_path: Path) -> None:
-    here, told = place(tmp_path, members=4, given={"array_size": 2}), Told()
+def test_running_jobs_survive_a_permanent_refusal(tmp_path: Path) -> None:
+    here, observer = place(tmp_path, members=4, job_settings={"array_size": 2}), RecordingObserver()
     here.cluster.faults.extend([None, "refused"])
     with pytest.raises(UserError, match="partition"):
-        here.run([told])
+        here.run([observer])
     here.run()
     for spec in here.specs:
         here.finished_once(spec.run)
@@ -605,7 +613,7 @@ def test_a_submission_that_never_arrived_is_made_again(tmp_path: Path, members: 
         here.finished_once(spec.run)
 
 
-def test_a_submission_that_was_given_up_and_comes_through_late_is_cancelled(tmp_path: Path) -> None:
+def test_a_submission_accepted_after_it_was_given_up_is_cancelled(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [REQUEUES] * 4}, members=2, wait_s=60)
     here.cluster.faults.append("late")
     here.cluster.late_s = 40
@@ -617,10 +625,10 @@ def test_a_submission_that_was_given_up_and_comes_through_late_is_cancelled(tmp_
         assert here.cluster.started[spec.run] == 1 + 4 * (spec == here.specs[0])
 
 
-# --- another's jobs ------------------------------------------------------------------------------------------
+# --- jobs of other users -------------------------------------------------------------------------------------
 
 
-def test_an_id_that_now_is_anothers_job_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_reused_job_id_is_not_taken_for_ours(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [IS_FORGOTTEN]})
 
     def foreign_once_forgotten() -> None:
@@ -634,7 +642,7 @@ def test_an_id_that_now_is_anothers_job_is_not_taken_for_ours(tmp_path: Path) ->
     assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == ["lost"]
 
 
-def test_an_id_that_became_anothers_while_no_controller_lived_is_not_adopted(tmp_path: Path) -> None:
+def test_a_job_id_reused_between_controllers_is_not_adopted(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [IS_FORGOTTEN]}, members=2)
     here.run(detach=True)
     here.time.sleep(100)
@@ -646,7 +654,7 @@ def test_an_id_that_became_anothers_while_no_controller_lived_is_not_adopted(tmp
     assert here.count(here.specs[1].run, "retried") == 0
 
 
-def test_what_accounting_says_of_anothers_job_is_not_said_of_ours(tmp_path: Path) -> None:
+def test_accounting_of_a_reused_job_id_is_ignored(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [IS_FORGOTTEN]})
     here.run(detach=True)
     here.time.sleep(100)
@@ -657,12 +665,12 @@ def test_what_accounting_says_of_anothers_job_is_not_said_of_ours(tmp_path: Path
     assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == ["lost"]
 
 
-def test_a_member_that_waits_again_is_told_of_again(tmp_path: Path) -> None:
-    """Also when nobody ever saw it run."""
+def test_a_retried_member_is_reported_as_queued_again(tmp_path: Path) -> None:
+    """This holds even if no poll saw it run."""
     short = replace(NEVER_BEGINS, lasts_s=1.0)
-    here, told = place(tmp_path, {0: [short]}, given={"poll_s": 60}), Told()
-    here.run([told])
-    assert told.events[here.specs[0].run][:3] == ["queued", "retried", "queued"]
+    here, observer = place(tmp_path, {0: [short]}, job_settings={"poll_s": 60}), RecordingObserver()
+    here.run([observer])
+    assert observer.events[here.specs[0].run][:3] == ["queued", "retried", "queued"]
 
 
 def test_jobs_of_other_studies_are_left_alone(tmp_path: Path) -> None:
@@ -674,19 +682,22 @@ def test_jobs_of_other_studies_are_left_alone(tmp_path: Path) -> None:
     assert "999" not in here.cluster.cancelled
 
 
-# --- leaving, and coming back --------------------------------------------------------------------------------
+# --- detached launches, and later controllers ----------------------------------------------------------------
 
 
-def test_a_detached_launch_leaves_when_all_is_submitted_and_a_later_one_settles(tmp_path: Path) -> None:
-    here, told = place(tmp_path, {1: [RAISES], 2: [NODE_FAILS]}, members=4, given={"array_size": 3}), Told()
+def test_a_detached_launch_leaves_after_submitting_and_a_later_one_collects(tmp_path: Path) -> None:
+    here, observer = (
+        place(tmp_path, {1: [RAISES], 2: [NODE_FAILS]}, members=4, job_settings={"array_size": 3}),
+        RecordingObserver(),
+    )
     begin = here.time.now
-    states = here.run([told], detach=True)
+    states = here.run([observer], detach=True)
     assert here.time.now - begin < 60
     assert {each.state for each in states.values()} == {"started"}
     assert here.cluster.sizes() == [3, 1]
-    assert told.closed == [(0, 4)]
+    assert observer.closed == [(0, 4)]
     here.time.sleep(5_000)
-    states, told = here.run([told := Told()], again=False), told
+    states, observer = here.run([observer := RecordingObserver()], again=False), observer
     assert state(states, here.specs[1]) == ("failed", "error")
     for spec in (here.specs[0], here.specs[2], here.specs[3]):
         here.finished_once(spec.run)
@@ -694,7 +705,7 @@ def test_a_detached_launch_leaves_when_all_is_submitted_and_a_later_one_settles(
     assert here.cluster.sizes() == [3, 1, 1]
 
 
-def test_collecting_by_and_by_settles_a_study_without_waiting(tmp_path: Path) -> None:
+def test_repeated_detached_launches_complete_a_study(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [NODE_FAILS, TIMES_OUT], 1: [REQUEUES]}, members=3)
     for _ in range(40):
         states = here.run(detach=True, again=False)
@@ -706,11 +717,11 @@ def test_collecting_by_and_by_settles_a_study_without_waiting(tmp_path: Path) ->
     assert here.cluster.sizes() == [3, 1, 1]
 
 
-def test_a_detached_launch_leaves_behind_what_the_cluster_does_not_take_yet(tmp_path: Path) -> None:
-    here, told = place(tmp_path, members=4, given={"array_size": 2}, submit_limit=2), Told()
-    here.run([told], detach=True)
+def test_a_detached_launch_leaves_members_that_exceed_the_job_limit(tmp_path: Path) -> None:
+    here, observer = place(tmp_path, members=4, job_settings={"array_size": 2}, submit_limit=2), RecordingObserver()
+    here.run([observer], detach=True)
     assert here.cluster.sizes() == [2]
-    assert told.closed == [(0, 4)]
+    assert observer.closed == [(0, 4)]
     here.time.sleep(1_000)
     here.run(again=False)
     for spec in here.specs:
@@ -741,20 +752,20 @@ def test_a_controller_without_the_lease_submits_nothing(tmp_path: Path, monkeypa
 WRITES = 40
 
 
-def kills_once(where: str, number: int) -> Iterator[tuple[str, int] | None]:
+def one_kill(where: str, number: int) -> Iterator[tuple[str, int] | None]:
     yield (where, number)
 
 
 @pytest.mark.parametrize("gap_s", every(6, [0.0, 30.0, 150.0]))
 @pytest.mark.parametrize("members", [1, 3])
-def test_a_controller_killed_at_any_write_is_followed_by_one_that_submits_nothing_twice(
+def test_a_controller_killed_at_any_ledger_write_causes_no_second_submission(
     tmp_path: Path, members: int, gap_s: float
 ) -> None:
     killed = 0
     for where in ("before", "after"):
         for number in range(1, WRITES):
             here = place(tmp_path / f"{where}{number}", {0: [REQUEUES]}, members=members)
-            here.until_done(kills_once(where, number), gap_s)
+            here.until_done(one_kill(where, number), gap_s)
             for spec in here.specs:
                 here.finished_once(spec.run)
                 assert here.cluster.started[spec.run] == 1 + (spec == here.specs[0]), (where, number)
@@ -769,7 +780,7 @@ def test_a_controller_killed_at_any_write_is_followed_by_one_that_submits_nothin
 @pytest.mark.parametrize("members", every(8, [1, 3]))
 @pytest.mark.parametrize(("where", "number"), [("after", 1), ("after", 2), ("before", 2), ("before", 3), ("after", 3)])
 @pytest.mark.parametrize("gap_s", [0.0, 45.0])
-def test_controllers_that_are_all_killed_get_there_all_the_same(
+def test_a_study_finishes_although_every_controller_is_killed(
     tmp_path: Path, members: int, where: str, number: int, gap_s: float
 ) -> None:
     fates = {0: [NODE_FAILS, TIMES_OUT], members - 1: [IS_KILLED]}
@@ -784,7 +795,7 @@ def test_controllers_that_are_all_killed_get_there_all_the_same(
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("fault", ["killed_before", "killed_after"])
 @pytest.mark.parametrize("gap_s", [0.0, 30.0, 200.0])
-def test_a_controller_killed_while_it_submits_leaves_no_doubt_behind(
+def test_a_controller_killed_during_sbatch_causes_no_second_submission(
     tmp_path: Path, members: int, fault: str, gap_s: float
 ) -> None:
     here = place(tmp_path, members=members)
@@ -797,8 +808,8 @@ def test_a_controller_killed_while_it_submits_leaves_no_doubt_behind(
 
 
 @pytest.mark.parametrize("fault", ["killed_before", "killed_after"])
-def test_killed_while_it_submits_the_second_of_three_arrays(tmp_path: Path, fault: str) -> None:
-    here = place(tmp_path, members=6, given={"array_size": 2})
+def test_a_controller_killed_while_submitting_the_second_of_three_arrays(tmp_path: Path, fault: str) -> None:
+    here = place(tmp_path, members=6, job_settings={"array_size": 2})
     here.cluster.faults.extend([None, fault])
     here.until_done(iter(()))
     assert sorted(here.cluster.sizes()) == [2, 2, 2]
@@ -809,10 +820,8 @@ def test_killed_while_it_submits_the_second_of_three_arrays(tmp_path: Path, faul
 
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("gap_s", [0.0, 4.0])
-def test_a_submission_that_was_killed_in_the_middle_is_completed_by_the_next_controller(
-    tmp_path: Path, members: int, gap_s: float
-) -> None:
-    """Killed after sbatch has taken the jobs and before submitit has named their pickles."""
+def test_the_next_controller_completes_a_half_made_submission(tmp_path: Path, members: int, gap_s: float) -> None:
+    """The first controller is killed after sbatch accepted the jobs and before submitit named their pickles."""
     here = place(tmp_path, members=members)
     here.cluster.faults.append("killed_between")
     with pytest.raises(Killed):
@@ -829,10 +838,10 @@ def test_a_submission_that_was_killed_in_the_middle_is_completed_by_the_next_con
 
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("accounting", [True, False])
-def test_jobs_that_stay_without_their_pickles_are_tried_again_and_cost_nobody_an_attempt(
+def test_jobs_without_pickles_are_retried_at_no_cost_to_the_member(
     tmp_path: Path, members: int, accounting: bool
 ) -> None:
-    """Nobody came in time: after the minute for which submitit waits they have failed."""
+    """The next controller comes too late: submitit in the jobs waits one minute for the pickle, then fails."""
     none = dict.fromkeys(POLICY, 0) | {"half_submitted": POLICY["half_submitted"]}
     here = place(tmp_path, members=members, retries=none, accounting=accounting)
     for _ in range(7):
@@ -846,11 +855,11 @@ def test_jobs_that_stay_without_their_pickles_are_tried_again_and_cost_nobody_an
         kinds = [entry["kind"] for entry in here.events(spec.run) if entry["event"] == "retried"]
         assert kinds == ["half_submitted"] * 7
         assert here.cluster.started[spec.run] == 8 and here.cluster.begun[spec.run] == 1
-        assert blames(here, spec.run) == [], "no node's fault"
+        assert failed_nodes(here, spec.run) == [], "not blamed on a node"
 
 
-def test_a_job_of_an_earlier_version_needs_no_pickle(tmp_path: Path) -> None:
-    """Its folder has a script of the name that it had then."""
+def test_a_missing_pickle_of_an_earlier_versions_job_is_a_launch_failure(tmp_path: Path) -> None:
+    """Versions that did not use submitit wrote `submit.sh` into a submission's folder; that file marks such a job."""
     here = place(tmp_path, {0: [LACKS_ITS_PICKLE]})
     here.run(detach=True)
     (folder,) = (tmp_path / "jobs").iterdir()
@@ -859,22 +868,22 @@ def test_a_job_of_an_earlier_version_needs_no_pickle(tmp_path: Path) -> None:
     assert [e["kind"] for e in here.events(here.specs[0].run) if e["event"] == "retried"] == ["launch"]
 
 
-def test_a_retry_that_was_not_written_down_is_found_out_again(tmp_path: Path) -> None:
+def test_an_unrecorded_retry_is_recorded_by_the_next_controller(tmp_path: Path) -> None:
     for number in range(1, 12):
         for where in ("before", "after"):
-            here = place(tmp_path / f"{where}{number}", {0: [NODE_FAILS, IS_KILLED]}, given={"mem_gb": 2})
-            here.until_done(kills_once(where, number), 40.0)
+            here = place(tmp_path / f"{where}{number}", {0: [NODE_FAILS, IS_KILLED]}, job_settings={"mem_gb": 2})
+            here.until_done(one_kill(where, number), 40.0)
             spec = here.specs[0]
             here.finished_once(spec.run)
             assert [e["kind"] for e in here.events(spec.run) if e["event"] == "retried"] == ["node", "killed"]
             assert len(here.cluster.jobs_of(spec.run)) == 3
 
 
-def test_a_failure_that_was_not_written_down_is_found_out_again(tmp_path: Path) -> None:
+def test_an_unrecorded_failure_is_recorded_by_the_next_controller(tmp_path: Path) -> None:
     for number in range(1, 6):
         for where in ("before", "after"):
             here = place(tmp_path / f"{where}{number}", {0: [RAISES]})
-            states = here.until_done(kills_once(where, number), 40.0)
+            states = here.until_done(one_kill(where, number), 40.0)
             assert state(states, here.specs[0]) == ("failed", "error")
             assert here.count(here.specs[0].run, "failed") == 1
             assert len(here.cluster.jobs) == 1
@@ -882,10 +891,11 @@ def test_a_failure_that_was_not_written_down_is_found_out_again(tmp_path: Path) 
 
 @pytest.mark.parametrize("fate", [RAISES, TIMES_OUT, REQUEUES])
 @pytest.mark.parametrize("members", [1, 2])
-def test_a_job_that_came_and_went_before_its_id_was_written_down_is_not_run_again(
-    tmp_path: Path, fate: Fate, members: int
-) -> None:
-    """Killed between the acceptance and the ledger; back after the queue has forgotten how the job ended."""
+def test_a_job_that_ended_before_its_id_was_recorded_is_not_repeated(tmp_path: Path, fate: Fate, members: int) -> None:
+    """A controller is killed after sbatch accepted the job, before the ledger has its id.
+
+    The next one starts when the queue no longer shows how the job ended.
+    """
     here = place(tmp_path, {number: [fate] for number in range(members)}, members=members, remembers_s=60)
     here.cluster.faults.append("killed_after")
     here.until_done(iter(()), gap_s=1_000)
@@ -895,7 +905,7 @@ def test_a_job_that_came_and_went_before_its_id_was_written_down_is_not_run_agai
             assert [e["kind"] for e in here.events(spec.run) if e["event"] in ("retried", "failed")] == [KIND[fate]]
 
 
-def test_while_the_scheduler_is_silent_nobody_guesses_whether_it_took_a_submission(tmp_path: Path) -> None:
+def test_a_silent_scheduler_stops_a_controller_with_an_unanswered_submission(tmp_path: Path) -> None:
     here = place(tmp_path, members=2)
     here.cluster.faults.append("killed_after")
     with pytest.raises(Killed):
@@ -911,11 +921,11 @@ def test_while_the_scheduler_is_silent_nobody_guesses_whether_it_took_a_submissi
 
 
 @pytest.mark.parametrize("where", ["no_answer", "late"])
-def test_a_submission_given_up_by_a_controller_that_died_is_cancelled_by_the_next(tmp_path: Path, where: str) -> None:
+def test_the_next_controller_cancels_a_submission_that_was_given_up(tmp_path: Path, where: str) -> None:
     here = place(tmp_path, {0: [REQUEUES] * 6}, wait_s=200)
     here.cluster.faults.append(where)
     here.cluster.late_s = 60
-    # planned, submitting, submitting again, started: gone after the second submission was taken.
+    # Ledger writes: planned, submitting, submitting again, started. Kill it after the second submission was accepted.
     with pytest.raises(Killed):
         here.run(killed_at=("after", 4))
     assert len(here.cluster.submit_times) == 2
@@ -927,14 +937,14 @@ def test_a_submission_given_up_by_a_controller_that_died_is_cancelled_by_the_nex
     assert where == "no_answer" or first.state == "CANCELLED"
 
 
-# --- anything, in any order ----------------------------------------------------------------------------------
+# --- random faults in random order ---------------------------------------------------------------------------
 
 HARMLESS = [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK]
 ENDS = [fate for fate, kind in KIND.items() if kind is not None]
 
 
 def expected(fates: Sequence[Fate], policy: Mapping[str, int | None]) -> tuple[str, int, int]:
-    """What must become of a member: its kind of failure or `finished`; its starts; its jobs."""
+    """Return the expected end of a member (`finished` or kind of failure), number of starts and number of jobs."""
     spent: dict[str, int] = {}
     jobs = 1
     for number, fate in enumerate([*fates, FINISHES], start=1):
@@ -951,8 +961,8 @@ def expected(fates: Sequence[Fate], policy: Mapping[str, int | None]) -> tuple[s
     raise AssertionError
 
 
-def shared_blame(here: Place) -> set[str]:
-    """Nodes on which two members have failed."""
+def bad_nodes(here: Place) -> set[str]:
+    """Return the nodes on which at least two members failed."""
     runs: dict[str, set[str]] = {}
     for spec in here.specs:
         for entry in here.events(spec.run):
@@ -978,9 +988,9 @@ kill_points = st.lists(
     accounting_lag_s=st.sampled_from([0.0, 20.0]),
     silence=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), max_size=3),
     limit=st.sampled_from([None, 2, 5]),
-    order=st.lists(st.sampled_from([None, None, None, "limit"]), max_size=4),
+    limit_faults=st.lists(st.sampled_from([None, None, None, "limit"]), max_size=4),
 )
-def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reason(
+def test_under_random_faults_each_member_finishes_once_or_fails_for_its_true_reason(
     tmp_path_factory: pytest.TempPathFactory,
     fates: list[list[Fate]],
     kills: list[tuple[str, int] | None],
@@ -990,19 +1000,19 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
     accounting_lag_s: float,
     silence: list[tuple[int, int]],
     limit: int | None,
-    order: list[str | None],
+    limit_faults: list[str | None],
 ) -> None:
     here = place(
         tmp_path_factory.mktemp("study"),
         dict(enumerate(fates)),
         members=len(fates),
-        given={"array_size": array_size, "poll_s": poll_s, "mem_gb": 2},
+        job_settings={"array_size": array_size, "poll_s": poll_s, "mem_gb": 2},
         accounting_lag_s=accounting_lag_s,
         submit_limit=limit,
         remembers_s=600.0,
     )
     begin = here.time.now
-    here.cluster.faults.extend(order)
+    here.cluster.faults.extend(limit_faults)
     here.cluster.silent = lambda now: any(begin + at <= now < begin + at + length for at, length in silence)
     controllers = iter([*kills, *repeat(None, 40)])
     while True:
@@ -1010,13 +1020,13 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
             states = here.until_done(controllers, gap_s)
             break
         except UserError:
-            here.time.sleep(100)  # the scheduler did not answer a controller that had to know
+            here.time.sleep(100)  # a controller stops if it needs an answer and the scheduler is silent
     assert here.time.now - begin < 60_000
-    for spec, own in zip(here.specs, fates, strict=True):
-        excused = [entry for entry in here.events(spec.run) if "node" in entry and entry["node"] in shared_blame(here)]
+    for spec, fates_of_member in zip(here.specs, fates, strict=True):
+        excused = [entry for entry in here.events(spec.run) if "node" in entry and entry["node"] in bad_nodes(here)]
         if excused:
-            continue  # how many attempts it then has is told below
-        kind, starts, jobs = expected(own, here.retries)
+            continue  # failures on bad nodes do not count; the tests of bad nodes below check those attempts
+        kind, starts, jobs = expected(fates_of_member, here.retries)
         assert here.cluster.started[spec.run] == starts
         assert len(here.cluster.jobs_of(spec.run)) == jobs
         if kind == "finished":
@@ -1028,13 +1038,16 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
             assert here.count(spec.run, "finished") == 0
     assert here.cluster.living() == []
     if limit is None:
-        assert len(here.cluster.submit_times) <= 8 * len(fates) + len(order) + 5
+        assert len(here.cluster.submit_times) <= 8 * len(fates) + len(limit_faults) + 5
 
 
 @settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(
-        st.lists(st.sampled_from([*HARMLESS, HAUNTS, IS_FORGOTTEN_AND_FINISHES, PREEMPTED, TIMES_OUT]), max_size=3),
+        st.lists(
+            st.sampled_from([*HARMLESS, HAS_A_SURVIVING_PROCESS, IS_FORGOTTEN_AND_FINISHES, PREEMPTED, TIMES_OUT]),
+            max_size=3,
+        ),
         min_size=1,
         max_size=4,
     ),
@@ -1049,7 +1062,7 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
     late_s=st.sampled_from([3.0, 30.0, 200.0]),
     silence=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), max_size=2),
 )
-def test_whatever_happens_to_submissions_nothing_is_lost_or_doubled(
+def test_under_random_submission_faults_nothing_is_lost_or_duplicated(
     tmp_path_factory: pytest.TempPathFactory,
     fates: list[list[Fate]],
     faults: list[str | None],
@@ -1063,7 +1076,7 @@ def test_whatever_happens_to_submissions_nothing_is_lost_or_doubled(
         tmp_path_factory.mktemp("study"),
         dict(enumerate(fates)),
         members=len(fates),
-        given={"array_size": 2},
+        job_settings={"array_size": 2},
         retries=policy,
         remembers_s=600.0,
     )
@@ -1087,77 +1100,81 @@ def test_whatever_happens_to_submissions_nothing_is_lost_or_doubled(
 # --- bad nodes ----------------------------------------------------------------------------------------------
 
 SECONDS = 2.0
-# A node that ends all its jobs in seconds is free again at once, and gets the next.
+# A node that fails its jobs within seconds is free again at once, and gets the next job.
 BLACK_HOLES = [replace(fate, lasts_s=SECONDS) for fate in (NEVER_BEGINS, LOSES_ITS_GPU, LOSES_ITS_FILES, IS_KILLED)]
 
 
-def blames(here: Place, run: str) -> list[str]:
-    """The nodes on which a run has failed."""
+def failed_nodes(here: Place, run: str) -> list[str]:
+    """Return the nodes on which a run failed."""
     return [entry["node"] for entry in here.events(run) if "node" in entry and entry["event"] != "finished"]
 
 
 @pytest.mark.parametrize("fate", BLACK_HOLES, ids=lambda fate: KIND[replace(fate, lasts_s=60.0)])
-def test_two_bad_nodes_of_four_take_nobodys_attempts(tmp_path: Path, fate: Fate) -> None:
-    here = place(tmp_path, members=6, given={"exclude": "n4,n5,n6,n7"})
+def test_failures_on_two_bad_nodes_do_not_count_against_the_members(tmp_path: Path, fate: Fate) -> None:
+    here = place(tmp_path, members=6, job_settings={"exclude": "n4,n5,n6,n7"})
     here.cluster.bad = dict.fromkeys(("n1", "n2"), fate)
     states = here.run()
     for spec in here.specs:
         assert state(states, spec) == ("finished", None)
         here.finished_once(spec.run)
-        assert len(blames(here, spec.run)) == len(set(blames(here, spec.run))), "a node failed a member twice"
+        assert len(failed_nodes(here, spec.run)) == len(set(failed_nodes(here, spec.run))), (
+            "a node failed a member twice"
+        )
 
 
 def on_two_nodes(tmp_path: Path, members: int) -> Place:
-    """Of two nodes n1 is bad: members with odd numbers begin there, the others on n2."""
+    """Run members on n1, which is bad, and n2: members with odd numbers start on n1, the others on n2."""
     elsewhere = ",".join(node for node in NODES if node not in ("n1", "n2"))
-    here = place(tmp_path, members=members, given={"exclude": elsewhere}, virtual_ledger=True)
+    here = place(tmp_path, members=members, job_settings={"exclude": elsewhere}, virtual_ledger=True)
     here.cluster.bad = {"n1": LOSES_ITS_GPU}
     here.run()
-    assert [len(blames(here, spec.run)) for spec in here.specs] == [number % 2 for number in range(members)]
+    assert [len(failed_nodes(here, spec.run)) for spec in here.specs] == [number % 2 for number in range(members)]
     return here
 
 
-def next_keeps_off(here: Place) -> bool:
-    """Whether a member that no node has failed yet is kept off n1."""
+def n1_is_excluded_for_a_new_member(here: Place) -> bool:
+    """Run a new member, which has not failed yet, and return whether n1 was excluded for it."""
     here.specs = [*here.specs, member(len(here.specs))]
     here.run()
-    return "n1" in (excluded(here.cluster.scripts[-1 - here.count(here.specs[-1].run, "retried")]) or "").split(",")
+    return "n1" in (exclude_option(here.cluster.scripts[-1 - here.count(here.specs[-1].run, "retried")]) or "").split(
+        ","
+    )
 
 
-def test_after_two_members_a_node_is_out_for_those_too_that_it_has_not_failed(tmp_path: Path) -> None:
+def test_a_node_that_failed_two_members_is_excluded_for_all(tmp_path: Path) -> None:
     here = on_two_nodes(tmp_path, members=4)
-    assert next_keeps_off(here), "by another controller, from the ledger"
+    assert n1_is_excluded_for_a_new_member(here), "a new controller reads the bad node from the ledger"
 
 
-def test_a_node_that_has_failed_one_member_is_kept_off_by_that_one(tmp_path: Path) -> None:
+def test_a_node_that_failed_one_member_is_not_excluded_for_others(tmp_path: Path) -> None:
     here = on_two_nodes(tmp_path, members=2)
-    assert not next_keeps_off(here)
+    assert not n1_is_excluded_for_a_new_member(here)
 
 
-def test_a_node_is_tried_again_after_an_hour_and_is_out_again_only_after_two_more(tmp_path: Path) -> None:
+def test_an_excluded_node_returns_after_an_hour_and_needs_two_new_failures(tmp_path: Path) -> None:
     here = on_two_nodes(tmp_path, members=4)
     here.time.sleep(EXCLUDED_S - 600)
-    assert next_keeps_off(here)
+    assert n1_is_excluded_for_a_new_member(here)
     here.time.sleep(600)
-    assert not next_keeps_off(here)
-    while not blames(here, here.specs[-1].run):
-        assert not next_keeps_off(here)
-    assert not next_keeps_off(here), "one has failed there since"
+    assert not n1_is_excluded_for_a_new_member(here)
+    while not failed_nodes(here, here.specs[-1].run):
+        assert not n1_is_excluded_for_a_new_member(here)
+    assert not n1_is_excluded_for_a_new_member(here), "only one member failed there since"
 
 
-def test_whoever_waits_for_a_place_is_kept_off_what_has_gone_out_meanwhile(tmp_path: Path) -> None:
-    """Not off what was out when it failed or was planned: each submission looks anew."""
+def test_queued_members_avoid_nodes_excluded_since_they_were_planned(tmp_path: Path) -> None:
+    """Each submission excludes the nodes that are bad at that time, not those that were bad when it was planned."""
     elsewhere = ",".join(node for node in NODES if node not in ("n1", "n2"))
-    here = place(tmp_path, members=6, given={"exclude": elsewhere, "array_size": 4}, submit_limit=4)
+    here = place(tmp_path, members=6, job_settings={"exclude": elsewhere, "array_size": 4}, submit_limit=4)
     here.cluster.bad = {"n1": replace(LOSES_ITS_GPU, lasts_s=SECONDS)}
     here.run()
     late = [text for job, text in last_scripts(here) if job.run in (here.specs[4].run, here.specs[5].run)]
-    assert late and all("n1" in (excluded(text) or "").split(",") for text in late)
-    assert not any(blames(here, spec.run) for spec in here.specs[4:])
+    assert late and all("n1" in (exclude_option(text) or "").split(",") for text in late)
+    assert not any(failed_nodes(here, spec.run) for spec in here.specs[4:])
 
 
-def test_a_launch_that_fails_everywhere_is_the_users_own_and_ends_soon(tmp_path: Path) -> None:
-    broken = replace(NEVER_BEGINS, lasts_s=SECONDS, words="slurm_script: line 9: module: command not found")
+def test_a_launch_that_fails_on_every_node_is_not_blamed_on_the_nodes(tmp_path: Path) -> None:
+    broken = replace(NEVER_BEGINS, lasts_s=SECONDS, log_text="slurm_script: line 9: module: command not found")
     here = place(tmp_path, members=12)
     here.cluster.bad = dict.fromkeys(NODES, broken)
     states = here.run()
@@ -1165,8 +1182,8 @@ def test_a_launch_that_fails_everywhere_is_the_users_own_and_ends_soon(tmp_path:
         assert state(states, spec) == ("failed", "launch")
         assert "module: command not found" in str(states[spec.run].reason)
         assert len(here.cluster.jobs_of(spec.run)) == 1 + (POLICY["launch"] or 0)
-    last = excluded(here.cluster.scripts[-1])
-    assert last is None or len(last.split(",")) <= 2, "the whole cluster is not out"
+    last = exclude_option(here.cluster.scripts[-1])
+    assert last is None or len(last.split(",")) <= 2, "the whole cluster is not excluded"
 
 
 @pytest.mark.slow
@@ -1186,15 +1203,15 @@ def test_with_one_good_node_every_member_finishes(
     kills: list[tuple[str, int] | None],
     poll_s: int,
 ) -> None:
-    here = place(tmp_path_factory.mktemp("study"), members=members, given={"poll_s": poll_s})
+    here = place(tmp_path_factory.mktemp("study"), members=members, job_settings={"poll_s": poll_s})
     here.cluster.bad = bad
     here.cluster.first_id(first + 1)
     here.until_done(iter(kills))
     for spec in here.specs:
         here.finished_once(spec.run)
-        # Each job that was accepted is accounted for: it finished the member, or was tried again after.
+        # Every accepted job either finished the member or was followed by a retry.
         assert len(here.cluster.jobs_of(spec.run)) == 1 + here.count(spec.run, "retried")
-        assert len(blames(here, spec.run)) <= MAX_EXCUSED + 2
+        assert len(failed_nodes(here, spec.run)) <= MAX_EXCUSED + 2
     assert here.cluster.living() == []
 
 
@@ -1205,43 +1222,46 @@ def test_with_one_good_node_every_member_finishes(
     members=st.integers(1, 14),
     array_size=st.sampled_from([None, 1, 3]),
 )
-def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempts(
+def test_with_only_bad_nodes_every_member_ends_after_bounded_attempts(
     tmp_path_factory: pytest.TempPathFactory, fates: list[Fate], members: int, array_size: int | None
 ) -> None:
-    here = place(tmp_path_factory.mktemp("study"), members=members, given={"array_size": array_size})
+    here = place(tmp_path_factory.mktemp("study"), members=members, job_settings={"array_size": array_size})
     here.cluster.bad = dict(zip(NODES, fates, strict=True))
     states = here.run()
     most = MAX_EXCUSED + 1 + sum(POLICY[kind] or 0 for kind in ("launch", "gpu", "storage", "killed"))
     for spec in here.specs:
-        found, kind = state(states, spec)
-        assert found == "failed" and kind in BLAMES_NODE
+        last_state, kind = state(states, spec)
+        assert last_state == "failed" and kind in BLAMES_NODE
         jobs = len(here.cluster.jobs_of(spec.run))
         assert jobs == 1 + here.count(spec.run, "retried") <= most
 
 
-# --- copies, clocks, and what a user has exported -------------------------------------------------------------
+# --- two copies of a run, wrong clocks, exported variables ----------------------------------------------------
 
 
 @pytest.mark.full
 @settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    haunts_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),
+    lingers_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),
     forgotten=st.booleans(),
     kills=kill_points,
 )
-def test_however_long_a_copy_works_on_none_writes_beside_it_or_waits_for_it_at_length(
+def test_a_lingering_copy_is_neither_joined_nor_waited_for_too_long(
     tmp_path_factory: pytest.TempPathFactory,
-    haunts_s: list[list[float]],
+    lingers_s: list[list[float]],
     forgotten: bool,
     kills: list[tuple[str, int] | None],
 ) -> None:
-    fate = IS_FORGOTTEN_AND_FINISHES if forgotten else HAUNTS
-    fates = {number: [replace(fate, haunts_s=each) for each in own] for number, own in enumerate(haunts_s)}
+    fate = IS_FORGOTTEN_AND_FINISHES if forgotten else HAS_A_SURVIVING_PROCESS
+    fates = {
+        number: [replace(fate, lingers_s=seconds) for seconds in lingers_of_run]
+        for number, lingers_of_run in enumerate(lingers_s)
+    }
     here = place(tmp_path_factory.mktemp("study"), fates, members=len(fates), retries=retry_policy({"lost": None}))
     here.until_done(iter(kills))
     for spec in here.specs:
         here.finished_once(spec.run)
-    assert here.cluster.longest_wait_s <= DUPLICATE_WAIT_S + 60, "an allocation held for nothing"
+    assert here.cluster.longest_wait_s <= DUPLICATE_WAIT_S + 60, "a copy that only waits must give its allocation back"
 
 
 clocks = st.dictionaries(st.sampled_from(NODES), st.floats(-1e6, 1e6, allow_nan=False), min_size=1)
@@ -1250,23 +1270,25 @@ clocks = st.dictionaries(st.sampled_from(NODES), st.floats(-1e6, 1e6, allow_nan=
 @pytest.mark.slow
 @settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), ahead_s=clocks, kills=kill_points)
-def test_whatever_the_nodes_clocks_show_a_study_goes_the_same_way(
+def test_node_clocks_do_not_change_the_ledger(
     tmp_path_factory: pytest.TempPathFactory,
     fates: list[list[Fate]],
     ahead_s: dict[str, float],
     kills: list[tuple[str, int] | None],
 ) -> None:
-    assert story(tmp_path_factory, fates, kills, ahead_s=ahead_s) == story(tmp_path_factory, fates, kills)
+    assert run_and_read_ledger(tmp_path_factory, fates, kills, ahead_s=ahead_s) == run_and_read_ledger(
+        tmp_path_factory, fates, kills
+    )
 
 
-def story(
+def run_and_read_ledger(
     tmp_path_factory: pytest.TempPathFactory,
     fates: Sequence[Sequence[Fate]],
     kills: Sequence[tuple[str, int] | None],
     ahead_s: Mapping[str, float] | None = None,
     exported: Mapping[str, str] | None = None,
 ) -> list[list[dict[str, object]]]:
-    """What the ledger tells of each member, but for times and for what submissions were called."""
+    """Run a study and return the ledger entries of each member, without times and submission names."""
     here = place(tmp_path_factory.mktemp("study"), dict(enumerate(fates)), members=len(fates))
     here.cluster.ahead_s = ahead_s or {}
     with pytest.MonkeyPatch.context() as patch:
@@ -1293,19 +1315,21 @@ exported = st.fixed_dictionaries(
 
 @settings(max_examples=examples(40), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), exported=exported, kills=kill_points)
-def test_what_is_exported_changes_nothing(
+def test_exported_slurm_variables_do_not_change_the_ledger(
     tmp_path_factory: pytest.TempPathFactory,
     fates: list[list[Fate]],
     exported: dict[str, str],
     kills: list[tuple[str, int] | None],
 ) -> None:
-    assert story(tmp_path_factory, fates, kills, exported=exported) == story(tmp_path_factory, fates, kills)
+    assert run_and_read_ledger(tmp_path_factory, fates, kills, exported=exported) == run_and_read_ledger(
+        tmp_path_factory, fates, kills
+    )
 
 
-# --- what a study says of itself -----------------------------------------------------------------------------
+# --- ledger and polling --------------------------------------------------------------------------------------
 
 
-def test_what_goes_into_the_ledger_tells_the_whole_story(tmp_path: Path) -> None:
+def test_the_ledger_records_every_event_of_a_member(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [NODE_FAILS]})
     here.run()
     entries = here.events(here.specs[0].run)
@@ -1325,14 +1349,14 @@ def test_what_goes_into_the_ledger_tells_the_whole_story(tmp_path: Path) -> None
     assert json.loads(manifest.read_text())["members"] == [here.specs[0].run]
 
 
-def test_a_bound_on_virtual_time_ends_what_would_wait_for_ever(tmp_path: Path) -> None:
+def test_virtual_time_is_bounded(tmp_path: Path) -> None:
     here = place(tmp_path, wait_s=1e9)
     here.time.limit_s = 5_000
     with pytest.raises(EndlessError):
         here.run()
 
 
-def test_an_executor_that_polls_before_it_is_time_only_sleeps(tmp_path: Path) -> None:
+def test_a_poll_before_the_interval_is_over_only_sleeps(tmp_path: Path) -> None:
     here = place(tmp_path)
     executor: ClusterExecutor = here.executor()
     assert executor.poll(1.0) == []

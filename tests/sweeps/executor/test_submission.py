@@ -1,7 +1,7 @@
-"""Truths about a submission: its script does what it says and nothing else, whatever the study is called.
+"""Tests of batch scripts and job settings; a script must do the same for every name of the study.
 
-The script is run by bash, with `srun`, `squeue`, `scontrol` and `sleep` replaced by programs that write down how they
-were called. No job is submitted.
+The script is run by bash, with `srun`, `squeue`, `scontrol` and `sleep` replaced by programs that record how they were
+called. No job is submitted.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "freeze_code", lambda folder: {"commit": None})
 
 
-def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int = 1, title: str = "study") -> Path:
-    """What submitit writes for a submission of some members; no sbatch is called."""
+def script_of(
+    study: Path, job_settings: Mapping[str, Any] | None = None, members: int = 1, title: str = "study"
+) -> Path:
+    """Return the batch script that submitit writes for a submission; no sbatch is called."""
     study.mkdir(parents=True, exist_ok=True)
     launches = [Launch(f"run{number}", study / "runs" / f"run{number}") for number in range(members)]
     folder = new_folder(study, NAME)
-    request = freeze(folder, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
+    request = freeze(folder, launches, JobSettings.of(dict(job_settings or {})), "some.module:entry", 3, title)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         patch.setattr("submitit.core.utils.CommandFunction", lambda command, verbose: lambda: "Submitted batch job 77")
@@ -76,7 +78,7 @@ def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int 
 
 
 def options(script: Path) -> dict[str, str]:
-    """What sbatch is asked for."""
+    """Return the options of a script for sbatch."""
     lines = [line[len("#SBATCH --") :] for line in script.read_text().splitlines() if line.startswith("#SBATCH --")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
@@ -102,11 +104,11 @@ esac
 
 @dataclass
 class Node:
-    """Where a batch script runs.
+    """A node on which a batch script runs.
 
     Attributes:
-        directory: of the stubs and of what they write down.
-        variables: of the script's environment, over those that SLURM sets.
+        directory: folder of the stubs and their records.
+        variables: environment variables of the script; they override those that SLURM sets.
     """
 
     directory: Path
@@ -125,12 +127,12 @@ class Node:
         self,
         script: Path,
         code: int = 0,
-        asks: bool = False,
+        asks_for_requeue: bool = False,
         states: Sequence[str] = ("RUNNING",) * 9,
         scontrol: int = 0,
         dies: bool = False,
     ) -> int:
-        """Run a script; its exit status."""
+        """Run a script and return its exit status."""
         (self.directory / "states").write_text("".join(f"{state}\n" for state in states))
         environment = {
             "PATH": f"{self.bin}:/usr/bin:/bin",
@@ -138,26 +140,26 @@ class Node:
             "SLURM_JOB_ID": "77",
             "STUBS": str(self.directory),
             "STUB_CODE": str(code),
-            "STUB_ASKS": "yes" if asks else "",
+            "STUB_ASKS": "yes" if asks_for_requeue else "",
             "STUB_SCONTROL": str(scontrol),
             "STUB_DIES": "yes" if dies else "",
             **self.variables,
         }
-        done = subprocess.run(
+        result = subprocess.run(
             ["/bin/bash", str(script)], env=environment, cwd=self.work, capture_output=True, text=True, timeout=60
         )
-        self.said = done.stdout + done.stderr
-        return done.returncode
+        self.output = result.stdout + result.stderr
+        return result.returncode
 
     def calls(self, name: str) -> list[list[str]]:
-        """Arguments with which a program was called."""
+        """Return the arguments of each call of a program."""
         path = self.directory / "calls"
         text = path.read_text() if path.exists() else ""
-        every = [call.split("\0")[:-1] for call in text.split("\n\0") if call]
-        return [arguments[1:] for arguments in every if arguments[0] == name]
+        all_calls = [call.split("\0")[:-1] for call in text.split("\n\0") if call]
+        return [arguments[1:] for arguments in all_calls if arguments[0] == name]
 
     def environment(self) -> dict[str, str]:
-        """Of the member."""
+        """Return the environment of the member."""
         entries = (self.directory / "environment").read_text().split("\0")
         return dict(entry.split("=", 1) for entry in entries if entry)
 
@@ -167,32 +169,30 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path / "node")
 
 
-# --- what runs -----------------------------------------------------------------------------------------------
+# --- commands of the script ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_script_of_a_study_with_any_name_starts_its_member_and_nothing_else(
-    tmp_path: Path, node: Node, name: str
-) -> None:
+def test_for_any_study_name_the_script_runs_only_its_member(tmp_path: Path, node: Node, name: str) -> None:
     study = tmp_path / "studies" / name
     script = script_of(study, title=name)
     checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert node.run(script, code=0) == 0, node.said
+    assert node.run(script, code=0) == 0, node.output
     (call,) = node.calls("srun")
     folder = str(study.resolve() / "jobs" / NAME)
     assert call[-5:] == [sys.executable, "-u", "-m", "submitit.core._submit", folder]
     assert call[:-5] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
     assert node.environment()["SCALERL_REQUEUE_FILE"] == f"{folder}/requeue-77-0"
-    assert node.said == ""
+    assert node.output == ""
     assert list(node.work.iterdir()) == [], "the name was run as a command"
     assert not list(tmp_path.rglob("pwned"))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_requeue_is_asked_for_whatever_the_study_is_called(tmp_path: Path, node: Node, name: str) -> None:
+def test_for_any_study_name_a_requeue_is_requested(tmp_path: Path, node: Node, name: str) -> None:
     script = script_of(tmp_path / "studies" / name)
-    node.run(script, code=1, asks=True)
+    node.run(script, code=1, asks_for_requeue=True)
     assert node.calls("scontrol") == [["requeue", "77"]]
 
 
@@ -207,19 +207,19 @@ def test_names_that_slurm_would_misread_are_refused_before_anything_is_written(t
 
 @pytest.mark.parametrize("key", ["comment", "constraint", "account", "mail_user"])
 @pytest.mark.parametrize("value", ["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", "a b"])
-def test_what_a_job_asks_for_is_no_command(tmp_path: Path, node: Node, key: str, value: str) -> None:
+def test_values_of_settings_are_not_run_as_commands(tmp_path: Path, node: Node, key: str, value: str) -> None:
     script = script_of(tmp_path / "study", {key: value})
     assert node.run(script) == 0
     assert list(node.work.iterdir()) == []
 
 
 @pytest.mark.parametrize("key", ["comment", "constraint"])
-def test_a_line_break_in_what_a_job_asks_for_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_line_break_in_a_setting_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(UserError):
         JobSettings.of({key: "a\ntouch pwned\n"})
 
 
-def test_an_array_is_as_long_as_its_members_are_many(tmp_path: Path) -> None:
+def test_an_array_has_one_task_per_member(tmp_path: Path) -> None:
     script = script_of(tmp_path, {"array_parallelism": 4}, members=6)
     assert options(script)["array"] == "0-5%4"
     assert options(script)["output"].strip("'").endswith("%A_%a_0_log.out")
@@ -229,14 +229,14 @@ def test_an_array_is_as_long_as_its_members_are_many(tmp_path: Path) -> None:
     assert manifest["submission"] == NAME
 
 
-def test_threads_python_and_the_users_own_commands(tmp_path: Path, node: Node) -> None:
-    given = {
+def test_threads_python_setup_and_teardown(tmp_path: Path, node: Node) -> None:
+    job_settings = {
         "python": "apptainer exec 'my image.sif' python3",
         "setup": ["export BEFORE=1", "touch before"],
         "teardown": ["touch after"],
         "srun_args": ["--cpu-bind=none", "--mpi=pmi2"],
     }
-    assert node.run(script_of(tmp_path / "study", given), code=3) == 3
+    assert node.run(script_of(tmp_path / "study", job_settings), code=3) == 3
     (call,) = node.calls("srun")
     assert call[3:5] == ["--cpu-bind=none", "--mpi=pmi2"]
     assert call[5:11] == ["apptainer", "exec", "my image.sif", "python3", "-u", "-m"]
@@ -246,7 +246,7 @@ def test_threads_python_and_the_users_own_commands(tmp_path: Path, node: Node) -
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus"),
+    ("job_settings", "gpus"),
     [
         ({}, False),
         ({"cpus_per_gpu": 2, "mem_per_gpu": "4G"}, False),
@@ -264,20 +264,22 @@ def test_threads_python_and_the_users_own_commands(tmp_path: Path, node: Node) -
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
-def test_a_job_that_asks_for_gpus_says_so_to_its_member(tmp_path: Path, given: dict[str, Any], gpus: bool) -> None:
-    script = script_of(tmp_path, given)
+def test_the_manifest_says_whether_a_job_requests_gpus(
+    tmp_path: Path, job_settings: dict[str, Any], gpus: bool
+) -> None:
+    script = script_of(tmp_path, job_settings)
     assert json.loads((script.parent / "submission.json").read_text())["gpus"] is gpus
     assert "require" not in script.read_text()
 
 
-def test_several_processes_end_together(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_other_ranks(tmp_path: Path) -> None:
     text = script_of(tmp_path / "two", {"nodes": 2}).read_text()
     assert "--kill-on-bad-exit=1" in text
     assert "--kill-on-bad-exit" not in script_of(tmp_path / "one").read_text()
 
 
-def test_sbatch_is_asked_for_what_was_set(tmp_path: Path) -> None:
-    given = {
+def test_settings_become_options_of_sbatch(tmp_path: Path) -> None:
+    job_settings = {
         "timeout_min": 90,
         "signal_delay_s": 300,
         "mem_gb": 7.5,
@@ -289,69 +291,69 @@ def test_sbatch_is_asked_for_what_was_set(tmp_path: Path) -> None:
         "exclude": "n[1-3]",
         "additional_parameters": {"reservation": "mine"},
     }
-    asked = options(script_of(tmp_path, given, title="a title; with $things"))
-    assert asked["time"] == "90"
-    assert asked["signal"] == "USR2@300"
-    assert asked["mem"] == "7680MB"
-    assert asked["cpus-per-task"] == "4"
-    assert asked["gpus-per-node"] == "2"
-    assert asked["ntasks-per-node"] == "2"
-    assert asked["partition"].strip("'") == "gpu,long"
-    assert asked["exclude"].strip("'") == "n[1-3]"
-    assert asked["reservation"] == "mine"
-    assert asked["job-name"] == f"a_title_with_things-{NAME}"
-    assert {"requeue", "open-mode"} <= asked.keys()
-    assert "wckey" not in asked
-    # What sbatch is told in its own words is passed on as it is.
+    sbatch_options = options(script_of(tmp_path, job_settings, title="a title; with $things"))
+    assert sbatch_options["time"] == "90"
+    assert sbatch_options["signal"] == "USR2@300"
+    assert sbatch_options["mem"] == "7680MB"
+    assert sbatch_options["cpus-per-task"] == "4"
+    assert sbatch_options["gpus-per-node"] == "2"
+    assert sbatch_options["ntasks-per-node"] == "2"
+    assert sbatch_options["partition"].strip("'") == "gpu,long"
+    assert sbatch_options["exclude"].strip("'") == "n[1-3]"
+    assert sbatch_options["reservation"] == "mine"
+    assert sbatch_options["job-name"] == f"a_title_with_things-{NAME}"
+    assert {"requeue", "open-mode"} <= sbatch_options.keys()
+    assert "wckey" not in sbatch_options
+    # Options in sbatch's own syntax are passed on unchanged.
     assert options(script_of(tmp_path / "other", {"additional_parameters": {"mem": 9000}}))["mem"] == "9000"
 
 
 @pytest.mark.parametrize("name", ["", "...", "☃☃", "x" * 300, "a/b c", "-rf", "$(x)"])
 def test_a_jobs_name_is_harmless_and_never_empty(name: str) -> None:
-    made = sanitize_name(name)
-    assert 0 < len(made) <= 60
-    assert all(letter.isascii() and (letter.isalnum() or letter in "_.+=-") for letter in made)
-    assert not made.startswith("-")
+    job_name = sanitize_name(name)
+    assert 0 < len(job_name) <= 60
+    assert all(character.isascii() and (character.isalnum() or character in "_.+=-") for character in job_name)
+    assert not job_name.startswith("-")
 
 
-# --- what becomes of it afterwards ---------------------------------------------------------------------------
+# --- after the member has ended ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 137])
-def test_the_members_exit_status_is_the_scripts(tmp_path: Path, node: Node, code: int) -> None:
+def test_the_script_has_the_members_exit_status(tmp_path: Path, node: Node, code: int) -> None:
     assert node.run(script_of(tmp_path / "study", {"teardown": ["true", "false"]}), code=code) == code
     assert node.calls("scontrol") == node.calls("squeue") == []
 
 
-def test_a_member_that_asks_for_it_is_requeued_once(tmp_path: Path, node: Node) -> None:
-    assert node.run(script_of(tmp_path / "study"), code=1, asks=True) == 1
+def test_a_requested_requeue_is_made_once(tmp_path: Path, node: Node) -> None:
+    assert node.run(script_of(tmp_path / "study"), code=1, asks_for_requeue=True) == 1
     assert node.calls("scontrol") == [["requeue", "77"]]
     assert node.calls("squeue") == [["-h", "-j", "77", "-o", "%T"]]
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PENDING", "TIMEOUT", ""])
 def test_a_job_that_no_longer_runs_is_not_requeued(tmp_path: Path, node: Node, state: str) -> None:
-    assert node.run(script_of(tmp_path / "study"), code=1, asks=True, states=[state] * 9) == 1
+    assert node.run(script_of(tmp_path / "study"), code=1, asks_for_requeue=True, states=[state] * 9) == 1
     assert node.calls("scontrol") == []
     assert len(node.calls("squeue")) == 1
 
 
-def test_a_scheduler_that_is_away_is_asked_again(tmp_path: Path, node: Node) -> None:
+def test_a_requeue_waits_for_an_unavailable_scheduler(tmp_path: Path, node: Node) -> None:
     states = ["AWAY", "AWAY", "RUNNING"]
-    assert node.run(script_of(tmp_path / "study"), code=1, asks=True, states=states) == 1
+    assert node.run(script_of(tmp_path / "study"), code=1, asks_for_requeue=True, states=states) == 1
     assert node.calls("sleep")[:2] == [["1"], ["2"]]
     assert node.calls("scontrol") == [["requeue", "77"]]
 
 
 def test_a_requeue_that_never_succeeds_ends_after_a_while(tmp_path: Path, node: Node) -> None:
-    assert node.run(script_of(tmp_path / "study"), code=1, asks=True, scontrol=1) == 1
+    assert node.run(script_of(tmp_path / "study"), code=1, asks_for_requeue=True, scontrol=1) == 1
     assert len(node.calls("scontrol")) == 6
     assert sum(int(call[0]) for call in node.calls("sleep")) < 120
 
 
-def test_the_file_of_an_earlier_start_asks_for_nothing(tmp_path: Path, node: Node) -> None:
+def test_the_request_of_an_earlier_start_is_ignored(tmp_path: Path, node: Node) -> None:
     script = script_of(tmp_path / "study")
-    node.run(script, code=1, asks=True)
+    node.run(script, code=1, asks_for_requeue=True)
     assert len(node.calls("scontrol")) == 1
     node.variables["SLURM_RESTART_COUNT"] = "1"
     node.run(script, code=1)
@@ -360,10 +362,10 @@ def test_the_file_of_an_earlier_start_asks_for_nothing(tmp_path: Path, node: Nod
 
 
 @pytest.mark.parametrize("job_id", ["12", "15"])
-def test_a_task_of_an_array_requeues_itself_and_no_other(tmp_path: Path, node: Node, job_id: str) -> None:
-    """One task of each array has the array's id as its own: to `squeue` and `scontrol` that is all of its tasks."""
+def test_a_task_of_an_array_requeues_only_itself(tmp_path: Path, node: Node, job_id: str) -> None:
+    """One task of each array has the array's id as job id, which `squeue` and `scontrol` take for all its tasks."""
     node.variables |= {"SLURM_JOB_ID": job_id, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
-    node.run(script_of(tmp_path / "study", members=4), code=1, asks=True)
+    node.run(script_of(tmp_path / "study", members=4), code=1, asks_for_requeue=True)
     assert node.calls("squeue") == [["-h", "-j", "12_3", "-o", "%T"]]
     assert node.calls("scontrol") == [["requeue", "12_3"]]
 
@@ -377,36 +379,36 @@ def test_a_task_of_an_array_requeues_itself_and_no_other(tmp_path: Path, node: N
         "set -eE; trap 'exit 9' ERR",
     ],
 )
-def test_a_strict_shell_does_not_keep_a_job_from_its_requeue(tmp_path: Path, node: Node, setup: str) -> None:
+def test_strict_shell_options_do_not_prevent_a_requeue(tmp_path: Path, node: Node, setup: str) -> None:
     script = script_of(tmp_path / "study", {"setup": [setup]})
-    assert node.run(script, code=1, asks=True) == 1
+    assert node.run(script, code=1, asks_for_requeue=True) == 1
     assert node.calls("scontrol") == [["requeue", "77"]]
 
 
-def test_the_users_commands_after_the_member_run_before_a_requeue_ends_the_script(tmp_path: Path, node: Node) -> None:
+def test_teardown_commands_run_before_a_requeue_kills_the_script(tmp_path: Path, node: Node) -> None:
     script = script_of(tmp_path / "study", {"teardown": ["touch after"]})
-    node.run(script, code=1, asks=True, dies=True)
+    node.run(script, code=1, asks_for_requeue=True, dies=True)
     assert [path.name for path in node.work.iterdir()] == ["after"]
 
 
 # --- settings ------------------------------------------------------------------------------------------------
 
-# Read by the launcher itself.
-OF_THE_LAUNCHER = {"_target_", "planner", "entry", "preload", "detach", "retries"}
+# Keys that the launcher reads itself, and does not pass to the job settings.
+LAUNCHER_KEYS = {"_target_", "planner", "entry", "preload", "detach", "retries"}
 
 
 def defaults() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(YAML.read_text())
-    return found
+    values: dict[str, Any] = yaml.safe_load(YAML.read_text())
+    return values
 
 
-def test_every_key_of_the_launchers_configuration_is_a_setting(tmp_path: Path) -> None:
-    given = {key: value for key, value in defaults().items() if key not in OF_THE_LAUNCHER}
-    settings = JobSettings.of(given)
+def test_the_launchers_default_configuration_is_valid(tmp_path: Path) -> None:
+    job_settings = {key: value for key, value in defaults().items() if key not in LAUNCHER_KEYS}
+    settings = JobSettings.of(job_settings)
     assert JobSettings.of(settings.to_mapping()) == settings
     assert settings.timeout_min == 60
     assert settings.signal_delay_s == 120
-    script_of(tmp_path, given)
+    script_of(tmp_path, job_settings)
 
 
 SENSIBLE: dict[str, Any] = {
@@ -438,31 +440,31 @@ SENSIBLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", sorted(defaults().keys() - OF_THE_LAUNCHER))
+@pytest.mark.parametrize("key", sorted(defaults().keys() - LAUNCHER_KEYS))
 @pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
 def test_every_key_of_the_launchers_configuration_can_be_set(tmp_path: Path, node: Node, key: str) -> None:
-    given = {key: SENSIBLE.get(key, "some")}
-    settings = JobSettings.of(given)
+    job_settings = {key: SENSIBLE.get(key, "some")}
+    settings = JobSettings.of(job_settings)
     assert JobSettings.of(json.loads(json.dumps(settings.to_mapping()))) == settings
-    assert node.run(script_of(tmp_path / "study", given)) == 0
+    assert node.run(script_of(tmp_path / "study", job_settings)) == 0
 
 
-def test_the_configuration_says_the_attempts_that_the_code_allows() -> None:
+def test_retries_in_the_configuration_are_the_codes_defaults() -> None:
     assert defaults()["retries"] == {kind: limit for kind, (_, limit) in KINDS.items()}
 
 
-def test_an_unknown_key_is_refused_in_one_line_that_names_the_valid_ones() -> None:
+def test_an_unknown_key_is_refused_with_the_valid_keys() -> None:
     with pytest.raises(UserError) as refusal:
         JobSettings.of({"partitoin": "gpu"})
-    said = str(refusal.value)
-    assert "\n" not in said
-    assert said.startswith("cluster: partitoin is no setting of a job; valid: ")
-    valid = set(said.split("valid: ")[1].split(", "))
-    assert defaults().keys() - OF_THE_LAUNCHER - {"submitit_folder"} <= valid
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert message.startswith("cluster: partitoin is no setting of a job; valid: ")
+    valid = set(message.split("valid: ")[1].split(", "))
+    assert defaults().keys() - LAUNCHER_KEYS - {"submitit_folder"} <= valid
 
 
 @pytest.mark.parametrize(
-    "given",
+    "job_settings",
     [
         {"timeout_min": 0},
         {"timeout_min": True},
@@ -477,13 +479,13 @@ def test_an_unknown_key_is_refused_in_one_line_that_names_the_valid_ones() -> No
         {"setup": 3},
     ],
 )
-def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(given))):
-        JobSettings.of(given)
+def test_values_that_cannot_work_are_refused_by_name(job_settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(job_settings))):
+        JobSettings.of(job_settings)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "job_settings",
     [
         {"signal_delay_s": "soon"},
         {"poll_s": 0},
@@ -503,9 +505,9 @@ def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_more_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(given))):
-        JobSettings.of(given)
+def test_more_values_that_cannot_work_are_refused_by_name(job_settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(job_settings))):
+        JobSettings.of(job_settings)
 
 
 @pytest.mark.parametrize(
@@ -520,20 +522,20 @@ def test_more_values_that_cannot_work_are_refused_by_name(given: dict[str, Any])
         (1801, 60, False),
     ],
 )
-def test_a_warning_leaves_at_least_half_of_a_jobs_time_to_work(delay_s: int, minutes: int, works: bool) -> None:
-    given = {"signal_delay_s": delay_s, "timeout_min": minutes}
+def test_signal_delay_is_at_most_half_of_the_jobs_time(delay_s: int, minutes: int, works: bool) -> None:
+    job_settings = {"signal_delay_s": delay_s, "timeout_min": minutes}
     if works:
-        assert JobSettings.of(given).signal_delay_s == delay_s
+        assert JobSettings.of(job_settings).signal_delay_s == delay_s
         return
     with pytest.raises(UserError, match=f"signal_delay_s={delay_s}.*timeout_min={minutes}"):
-        JobSettings.of(given)
+        JobSettings.of(job_settings)
 
 
-def test_nothing_is_as_good_as_the_default() -> None:
+def test_null_means_the_default() -> None:
     assert JobSettings.of(dict.fromkeys(SENSIBLE)) == JobSettings()
 
 
-# --- who may read it -----------------------------------------------------------------------------------------
+# --- file permissions and secrets ----------------------------------------------------------------------------
 
 
 def mode(path: Path) -> int:
@@ -541,12 +543,12 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o000])
-def test_folders_and_scripts_are_the_owners_alone(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
+def test_only_the_owner_can_read_folders_and_scripts(tmp_path: Path, umask: int) -> None:
+    old_umask = os.umask(umask)
     try:
         script = script_of(tmp_path / "study")
     finally:
-        os.umask(before)
+        os.umask(old_umask)
     assert mode(script) == 0o600
     assert mode(script.parent) == 0o700
     assert mode(script.parents[1]) == 0o700
@@ -562,11 +564,11 @@ LOGIN = "https://me:hunter2hunter2@mlflow.example:5000"
 TOKEN = "hf_" + "a1" * 15
 
 
-def test_secrets_are_not_in_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train", f"mlflow.uri={LOGIN}", f"token={TOKEN}", "key=from-the-environment"])
     monkeypatch.setenv("WANDB_API_KEY", "from-the-environment")
-    given = {"comment": f"see {LOGIN}", "additional_parameters": {"api_key": "plain-but-secret"}}
-    script = script_of(tmp_path, given)
+    job_settings = {"comment": f"see {LOGIN}", "additional_parameters": {"api_key": "plain-but-secret"}}
+    script = script_of(tmp_path, job_settings)
     text = (script.parent / "submission.json").read_text()
     for secret in ("hunter2hunter2", TOKEN, "from-the-environment", "plain-but-secret"):
         assert secret not in text
@@ -578,8 +580,8 @@ def test_secrets_are_not_in_what_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     ]
 
 
-def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a repository of its own: commit, changes beyond it, no secret among them."""
+def test_the_commit_and_changes_of_the_code_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit and uncommitted changes of the code are recorded, with secrets masked."""
     repository = tmp_path / "repository"
     (repository / "sweeps/executor").mkdir(parents=True)
     source = repository / "sweeps/executor/submission.py"
@@ -608,9 +610,9 @@ def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.
     assert freeze_code(folder) == {"commit": None}
 
 
-# --- hydra-submitit-launcher's name --------------------------------------------------------------------------
+# --- configurations for hydra-submitit-launcher --------------------------------------------------------------
 
-# Keys of its SlurmQueueConf, with what somebody's configuration may say.
+# Keys of its SlurmQueueConf, with values that a user's configuration may have.
 STOCK = {
     "submitit_folder": "${hydra.sweep.dir}/.submitit/%j",
     "timeout_min": 90,
@@ -641,19 +643,23 @@ STOCK = {
 
 
 @pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
-def test_a_configuration_for_the_stock_launcher_works_as_it_is(tmp_path: Path) -> None:
+def test_a_configuration_for_the_stock_launcher_works_unchanged(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     lines = ["# @package _global_", "defaults:", "  - override /hydra/launcher: submitit_slurm", "hydra:"]
-    own = yaml.safe_dump({"launcher": STOCK}).splitlines()
-    (tmp_path / "cluster" / "theirs.yaml").write_text("\n".join([*lines, *(f"  {line}" for line in own)]))
+    launcher_lines = yaml.safe_dump({"launcher": STOCK}).splitlines()
+    (tmp_path / "cluster" / "theirs.yaml").write_text("\n".join([*lines, *(f"  {line}" for line in launcher_lines)]))
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         search = [f"hydra.searchpath=[{tmp_path}]", "cluster=theirs"]
         launcher = compose("train", search, return_hydra_config=True).hydra.launcher
     assert launcher._target_ == defaults()["_target_"]
-    given = {key: launcher[key] for key in defaults() if key not in OF_THE_LAUNCHER}
-    settings = JobSettings.of(OmegaConf.to_container(OmegaConf.create(given | {"submitit_folder": None})))
-    asked = options(script_of(tmp_path / "study", settings.to_mapping()))
-    assert asked["time"] == "90" and asked["mem"] == "8GB" and asked["signal"] == "USR2@300"
-    assert asked["gres"] == "gpu:1" and asked["account"] == "lab" and asked["reservation"] == "mine"
-    assert asked["error"].endswith(".err") and settings.max_num_timeout == 2
+    job_settings = {key: launcher[key] for key in defaults() if key not in LAUNCHER_KEYS}
+    settings = JobSettings.of(OmegaConf.to_container(OmegaConf.create(job_settings | {"submitit_folder": None})))
+    sbatch_options = options(script_of(tmp_path / "study", settings.to_mapping()))
+    assert sbatch_options["time"] == "90" and sbatch_options["mem"] == "8GB" and sbatch_options["signal"] == "USR2@300"
+    assert (
+        sbatch_options["gres"] == "gpu:1"
+        and sbatch_options["account"] == "lab"
+        and sbatch_options["reservation"] == "mine"
+    )
+    assert sbatch_options["error"].endswith(".err") and settings.max_num_timeout == 2
     assert settings.setup == ("module load cuda",) and settings.resources["array_parallelism"] == 8

@@ -1,7 +1,7 @@
-"""Truths about a launch that is refused, and about the moment in which one is accepted.
+"""Tests of refused launches, and of the moment in which a launch is accepted.
 
-A refused launch has changed nothing: not how the study was launched before, not what its ledger, its members'
-specifications and its folders say. The cluster exists only in virtual time.
+A refused launch changes nothing: neither `launch.json` nor the ledger, the members' specifications and their folders.
+The cluster is a fake one in virtual time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.sweeps.executor.fake_cluster import (
     Killed,
     MortalLease,
     Place,
-    Told,
+    RecordingObserver,
     VirtualTime,
     light,
     member,
@@ -52,7 +52,7 @@ def _light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def place(directory: Path, fates: dict[int, Sequence[Fate]] | None = None, members: int = 2) -> Place:
     specs = [member(seed) for seed in range(members)]
-    by_run = {specs[number].run: each for number, each in (fates or {}).items()}
+    by_run = {specs[number].run: fates_of_run for number, fates_of_run in (fates or {}).items()}
     return Place(directory, FakeCluster(VirtualTime(), by_run), specs, JobSettings.of({}), retry_policy())
 
 
@@ -62,45 +62,45 @@ def launch(
     again: bool = True,
     specs: Sequence[RunSpec] | None = None,
     partition: str = "gpu",
-    told: Told | None = None,
+    observer: RecordingObserver | None = None,
 ) -> dict[str, MemberState]:
-    """As the launcher does: `launch.json` is kept when the launch is accepted."""
+    """Launch as the launcher does: `launch.json` is written when the launch is accepted."""
     plan = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster.of({"partition": partition}), here.retries)
     study = Study(here.directory, here.specs if specs is None else specs)
-    with study.prepare(here.executor(), [told] if told else [], here.retries, again) as prepared:
+    with study.prepare(here.executor(), [observer] if observer else [], here.retries, again) as prepared:
         return prepared.commit({here.directory / LAUNCH_FILE: plan.text()}, detach)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files, and folders; but the lease's, which say when it was held last."""
-    found = {path: path for path in folder.rglob("*") if LEASE_NAME not in path.name}
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"a folder" for path in found}
+    """Return all files and folders, without the lease's, whose times change."""
+    paths = {path: path for path in folder.rglob("*") if LEASE_NAME not in path.name}
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"a folder" for path in paths}
 
 
 def longer(spec: RunSpec) -> RunSpec:
     return replace(spec, steps=spec.steps + 10)
 
 
-def test_a_study_that_was_refused_is_not_there(tmp_path: Path) -> None:
-    here, told = place(tmp_path / "outputs" / "mine"), Told()
+def test_a_refused_new_study_leaves_no_folder(tmp_path: Path) -> None:
+    here, observer = place(tmp_path / "outputs" / "mine"), RecordingObserver()
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
-        launch(here, partition="nope", told=told)
+        launch(here, partition="nope", observer=observer)
     assert not list(tmp_path.iterdir())
-    assert told.closed == [(2, 0)]
+    assert observer.closed == [(2, 0)]
 
 
-def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
-    """Members that are done, members that were given up, one more seed, and a larger budget for all of them."""
+def test_a_refused_launch_leaves_the_study_unchanged(tmp_path: Path) -> None:
+    """The refused launch has finished and failed members, a new seed, and a larger budget for all."""
     here = place(tmp_path / "mine", {1: [RAISES]})
     launch(here)
     ask_to_stop(here.run_dir(here.specs[1].run), "no longer needed")
-    before, told = contents(tmp_path), Told()
+    before, observer = contents(tmp_path), RecordingObserver()
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
-        launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope", told=told)
+        launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope", observer=observer)
     assert contents(tmp_path) == before
-    assert told.closed == [(0, 3)], "all go on, or do not, as they did"
+    assert observer.closed == [(0, 3)], "no member counts as failed by the refusal"
     assert requested_stop(here.run_dir(here.specs[1].run)) == "no longer needed"
     assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "gpu"
     launch(here, specs=[*here.specs, member(7)])
@@ -116,7 +116,7 @@ def test_a_folder_that_was_there_without_a_study_is_left_as_it_was(tmp_path: Pat
     assert contents(tmp_path) == {"notes.txt": b"mine"}
 
 
-def test_a_refused_launch_is_not_accepted_for_the_jobs_that_run(tmp_path: Path) -> None:
+def test_a_refused_launch_leaves_running_jobs_and_launch_json_unchanged(tmp_path: Path) -> None:
     here = place(tmp_path / "mine")
     launch(here, detach=True)
     before = contents(tmp_path)
@@ -130,18 +130,18 @@ def test_a_refused_launch_is_not_accepted_for_the_jobs_that_run(tmp_path: Path) 
         assert here.cluster.started[spec.run] == 1
 
 
-def test_members_on_a_cluster_are_out_of_reach_of_this_machine(tmp_path: Path) -> None:
-    here, told = place(tmp_path / "mine"), Told()
+def test_members_with_jobs_on_a_cluster_are_not_run_locally(tmp_path: Path) -> None:
+    here, observer = place(tmp_path / "mine"), RecordingObserver()
     launch(here, detach=True)
     before = contents(tmp_path)
     with pytest.raises(UserError, match=r"have jobs on a cluster \(1_0, 1_1\); .*collect --wait .*mine"):
-        Study(here.directory, [*here.specs, member(7)]).run(ScriptedExecutor(), [told])
+        Study(here.directory, [*here.specs, member(7)]).run(ScriptedExecutor(), [observer])
     assert contents(tmp_path) == before
-    assert told.opened == 0, "MLflow was not told of what never began"
+    assert observer.opened == 0, "observers such as MLflow are not opened for a refused launch"
 
 
 @pytest.mark.parametrize("error", [UserError("no"), OSError(28, "No space left on device")])
-def test_what_goes_wrong_before_anything_was_submitted_leaves_no_trace(
+def test_an_error_before_the_first_submission_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     here = place(tmp_path / "mine")
@@ -156,31 +156,31 @@ def test_what_goes_wrong_before_anything_was_submitted_leaves_no_trace(
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_accepted_once_members_are_taken_and_before_the_ledger_says_so(tmp_path: Path) -> None:
+def test_a_launch_is_accepted_after_the_submission_and_before_its_ledger_entry(tmp_path: Path) -> None:
     here = place(tmp_path / "mine", members=3)
     here.settings = JobSettings.of({"array_size": 2})
-    seen: list[tuple[int, list[str]]] = []
+    states: list[tuple[int, list[str]]] = []
 
-    class Accepted(Told):
+    class Accepted(RecordingObserver):
         def accepted(self) -> None:
             assert (here.directory / LAUNCH_FILE).is_file()
-            seen.append((len(here.cluster.jobs), [entry["event"] for entry in Ledger(here.directory).entries()]))
+            states.append((len(here.cluster.jobs), [entry["event"] for entry in Ledger(here.directory).entries()]))
 
-    launch(here, told=Accepted())
-    assert seen == [(2, ["planned"] * 3 + ["submitting"] * 2)]
+    launch(here, observer=Accepted())
+    assert states == [(2, ["planned"] * 3 + ["submitting"] * 2)]
 
 
-def test_what_needs_no_submission_is_accepted_too(tmp_path: Path) -> None:
+def test_a_launch_that_submits_nothing_is_accepted(tmp_path: Path) -> None:
     here = place(tmp_path / "mine")
     launch(here, detach=True)
-    launch(here, partition="other")  # all are under way
+    launch(here, partition="other")  # all members have jobs
     assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "other"
-    launch(here, partition="third")  # all are done
+    launch(here, partition="third")  # all members are finished
     assert LaunchSettings.read(here.directory).cluster.to_mapping()["partition"] == "third"
 
 
-def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Path) -> None:
-    """It is no refusal; and of a study that was not there before nothing is spoilt."""
+def test_a_launch_killed_while_it_waits_for_the_scheduler_can_be_continued(tmp_path: Path) -> None:
+    """Waiting is not a refusal, so a killed launch keeps `launch.json`; the study is new, so no earlier one is lost."""
     here = place(tmp_path / "mine")
     here.cluster.faults.extend(["no_answer", "killed_before"])
     with pytest.raises(Killed):
@@ -192,8 +192,11 @@ def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Pat
         here.finished_once(spec.run)
 
 
-def test_what_was_put_off_is_not_taken_back_when_it_is_refused_later(tmp_path: Path) -> None:
-    """The scheduler may have taken it without an answer; how the study was launched before still holds."""
+def test_an_unanswered_submission_is_kept_when_its_retry_is_refused(tmp_path: Path) -> None:
+    """The first submission may have been accepted without an answer, so it stays in the ledger.
+
+    `launch.json` keeps the settings of the earlier launch.
+    """
     here = place(tmp_path / "mine")
     launch(here, specs=here.specs[:1])
     here.cluster.faults.extend(["no_answer", "refused"])
@@ -205,8 +208,8 @@ def test_what_was_put_off_is_not_taken_back_when_it_is_refused_later(tmp_path: P
     here.finished_once(here.specs[1].run)
 
 
-def test_killed_between_the_submission_and_launch_json(tmp_path: Path) -> None:
-    """The same command finds the jobs by their names; what was known of an earlier launch still holds."""
+def test_a_launch_killed_before_it_writes_launch_json_can_be_continued(tmp_path: Path) -> None:
+    """The same command finds the jobs by their names. Until then the earlier `launch.json` stays."""
     here = place(tmp_path / "mine", members=2)
     launch(here, specs=here.specs[:1])
     before = (here.directory / LAUNCH_FILE).read_bytes()
@@ -227,26 +230,26 @@ def test_killed_between_the_submission_and_launch_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("remembers_s", [300.0, 10.0], ids=["in the queue", "in accounting"])
 @pytest.mark.parametrize("detach", [True, False])
-def test_a_job_that_was_cancelled_is_written_down_and_submitted_again_by_one_command(
+def test_one_launch_records_a_cancelled_job_and_submits_its_member_again(
     tmp_path: Path, detach: bool, remembers_s: float
 ) -> None:
     here = place(tmp_path / "mine", {0: [IS_CANCELLED], 1: [RAISES]}, members=3)
     here.cluster.remembers_s = remembers_s
     launch(here, detach=True)
     here.time.sleep(100)
-    told = Told()
-    launch(here, detach=detach, told=told)
+    observer = RecordingObserver()
+    launch(here, detach=detach, observer=observer)
     for spec, kind in zip(here.specs, ("cancelled", "error", None), strict=True):
         failed = [entry["kind"] for entry in here.events(spec.run) if entry["event"] == "failed"]
         assert failed == ([kind] if kind else [])
         assert len(here.cluster.jobs_of(spec.run)) == (2 if kind else 1)
-        assert ("retried" in told.events[spec.run]) == (kind is not None)
+        assert ("retried" in observer.events[spec.run]) == (kind is not None)
     if not detach:
         assert {each.state for each in Ledger(here.directory).fold().values()} == {"finished"}
-        assert all(each[-1] == "finished" for each in told.events.values())
+        assert all(each[-1] == "finished" for each in observer.events.values())
 
 
-def test_without_being_asked_a_cancelled_member_stays_cancelled(tmp_path: Path) -> None:
+def test_a_cancelled_member_stays_cancelled_unless_again_is_set(tmp_path: Path) -> None:
     here = place(tmp_path / "mine", {0: [IS_CANCELLED]})
     launch(here, detach=True)
     here.time.sleep(100)
@@ -255,8 +258,8 @@ def test_without_being_asked_a_cancelled_member_stays_cancelled(tmp_path: Path) 
     assert len(here.cluster.jobs_of(here.specs[0].run)) == 1
 
 
-def test_a_job_that_is_cancelled_while_the_command_watches_stays_cancelled(tmp_path: Path) -> None:
-    """Of this command's own jobs, and of those that it has found under way."""
+def test_a_job_cancelled_during_the_launch_stays_cancelled(tmp_path: Path) -> None:
+    """Both for jobs that this command submitted, and for jobs that it adopted while they ran."""
     for adopted in (False, True):
         here = place(tmp_path / str(adopted), {0: [IS_CANCELLED, FINISHES]})
         if adopted:
@@ -267,8 +270,8 @@ def test_a_job_that_is_cancelled_while_the_command_watches_stays_cancelled(tmp_p
         assert len(here.cluster.jobs_of(here.specs[0].run)) == 1
 
 
-def test_another_chance_is_one_chance(tmp_path: Path) -> None:
-    """A member that was cancelled, is submitted again, and is cancelled once more."""
+def test_a_launch_retries_a_cancelled_member_only_once(tmp_path: Path) -> None:
+    """A cancelled member is submitted again once. When it is cancelled a second time, it stays cancelled."""
     here = place(tmp_path / "mine", {0: [IS_CANCELLED] * 5})
     launch(here, detach=True)
     here.time.sleep(100)
@@ -277,8 +280,8 @@ def test_another_chance_is_one_chance(tmp_path: Path) -> None:
     assert len(here.cluster.jobs_of(here.specs[0].run)) == 2
 
 
-def test_status_after_a_refused_launch_of_this_machine(tmp_path: Path) -> None:
-    """Cancelled jobs are not called running: how the study was launched is still known."""
+def test_status_after_a_refused_local_launch(tmp_path: Path) -> None:
+    """Cancelled jobs are not shown as running, because `launch.json` still names the cluster."""
     here = place(tmp_path / "mine", {0: [IS_CANCELLED], 1: [IS_CANCELLED]})
     launch(here, detach=True)
     here.time.sleep(100)
@@ -298,21 +301,19 @@ def recipe(lr: float, label: str = "scalerl", seed: int = 0, **more: object) -> 
     return make_spec(config, config, label, "scalerl")
 
 
-def test_a_label_that_stands_for_something_else_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_label_of_other_runs_is_refused_before_any_start(tmp_path: Path) -> None:
     Study(tmp_path, [recipe(0.001), recipe(0.001, seed=1)]).run(ScriptedExecutor())
-    before, executor, told = contents(tmp_path), ScriptedExecutor(), Told()
+    before, executor, observer = contents(tmp_path), ScriptedExecutor(), RecordingObserver()
     with pytest.raises(UserError) as refusal:
-        Study(tmp_path, [recipe(0.003), recipe(0.002, "scalerl+loss=dapo")]).run(executor, [told])
-    said = str(refusal.value)
-    assert said.startswith("recipe: 'scalerl' already stands for other runs in ")
-    assert "optimizer.lr is 0.003, there 0.001" in said and "study=NAME" in said and "\n" not in said
-    assert executor.submitted == [] and told.opened == 0 and contents(tmp_path) == before
+        Study(tmp_path, [recipe(0.003), recipe(0.002, "scalerl+loss=dapo")]).run(executor, [observer])
+    message = str(refusal.value)
+    assert message.startswith("recipe: 'scalerl' already stands for other runs in ")
+    assert "optimizer.lr is 0.003, there 0.001" in message and "study=NAME" in message and "\n" not in message
+    assert executor.submitted == [] and observer.opened == 0 and contents(tmp_path) == before
 
 
-def test_a_folder_that_became_a_study_meanwhile_is_not_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two commands at once into a folder that was not there: one is accepted, then the other is refused."""
+def test_a_study_made_by_another_command_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands start a new study in the same folder. One is accepted, then the other is refused."""
     acquire = Lease.acquire
 
     def late(lease: Lease, *arguments: Any, **options: Any) -> None:
@@ -326,7 +327,7 @@ def test_a_folder_that_became_a_study_meanwhile_is_not_taken_back(
     assert Ledger(tmp_path / "mine").fold()[recipe(0.001).run].state == "finished"
 
 
-def test_what_somebody_else_has_put_into_a_members_folder_meanwhile_stays(tmp_path: Path) -> None:
+def test_files_of_another_process_in_a_members_folder_are_kept(tmp_path: Path) -> None:
     here = place(tmp_path / "mine")
     launch(here)
     new = member(7)
@@ -341,7 +342,7 @@ def test_what_somebody_else_has_put_into_a_members_folder_meanwhile_stays(tmp_pa
     assert [path.name for path in here.run_dir(new.run).iterdir()] == ["metrics.jsonl"]
 
 
-def test_the_same_curve_another_label_and_what_is_known_are_not_refused(tmp_path: Path) -> None:
+def test_new_seeds_budgets_and_labels_are_accepted(tmp_path: Path) -> None:
     first = recipe(0.001)
     Study(tmp_path, [first]).run(ScriptedExecutor())
     for more in ([recipe(0.001, seed=1)], [replace(first, steps=9)], [recipe(0.003, "scalerl+optimizer.lr=0.003")]):
@@ -350,23 +351,23 @@ def test_the_same_curve_another_label_and_what_is_known_are_not_refused(tmp_path
         assert executor.submitted == [more[0].run]
 
 
-def without_curves(directory: Path) -> None:
-    """As an earlier version wrote it."""
+def remove_curves(directory: Path) -> None:
+    """Remove curves and checksums from the ledger, which earlier versions did not write."""
     ledger = directory / "ledger.jsonl"
     ledger.write_text(re.sub(r',"(curve|crc)":"\w+"', "", ledger.read_text()))
 
 
 def test_a_ledger_without_curves_is_read_with_its_specifications(tmp_path: Path) -> None:
     Study(tmp_path, [recipe(0.001)]).run(ScriptedExecutor())
-    without_curves(tmp_path)
+    remove_curves(tmp_path)
     assert [state.curve for state in Ledger(tmp_path).fold().values()] == [None]
     with pytest.raises(UserError, match=r"optimizer\.lr is 0\.003, there 0\.001"):
         Study(tmp_path, [recipe(0.003)]).run(ScriptedExecutor())
     Study(tmp_path, [recipe(0.001, seed=1)]).run(ScriptedExecutor())
 
 
-def test_a_study_that_has_pooled_two_curves_goes_on_with_either(tmp_path: Path) -> None:
-    """An earlier version let both in; their seeds are still wanted."""
+def test_a_study_with_two_curves_under_one_label_continues_both(tmp_path: Path) -> None:
+    """An earlier version accepted both curves under one label, and users still want more seeds of them."""
     one, other = recipe(0.001), recipe(0.003)
     Study(tmp_path, [one]).run(ScriptedExecutor())
     Ledger(tmp_path).append("planned", other.run, recipe="scalerl", seed=0)
@@ -377,7 +378,7 @@ def test_a_study_that_has_pooled_two_curves_goes_on_with_either(tmp_path: Path) 
         Study(tmp_path, [recipe(0.01)]).run(ScriptedExecutor())
 
 
-def test_what_differs_is_told_as_far_as_it_is_known(tmp_path: Path) -> None:
+def test_the_refusal_of_a_label_names_the_known_differences(tmp_path: Path) -> None:
     first = recipe(0.001, a=1, b=2, c=3, d=4)
     Study(tmp_path, [first]).run(ScriptedExecutor())
     with pytest.raises(UserError, match=r"optimizer.lr is 0.01, there 0.001; .*; and 2 more; give"):

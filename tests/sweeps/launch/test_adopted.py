@@ -1,4 +1,4 @@
-"""Adopted runs stand for the members of a launch that have their values; only what is missing is started."""
+"""Tests that adopted runs replace the members of a launch with the same values; only the others are started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for step in range(0, steps + 1, 2):
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A study's file, with the script of its command."""
+    """Write a study's configuration, and the script of its command."""
     (tmp_path / "train.py").write_text(SCRIPT)
     content: dict[str, Any] = {
         "defaults": [{"member": "command"}, "_self_"],
@@ -57,22 +57,22 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def by_hand(place: Path, loss: str, seed: int, steps: int = 20, lr: str = "1e-05") -> None:
-    """What somebody has run without us, and kept by the names of its folder."""
+def run_by_hand(place: Path, loss: str, seed: int, steps: int = 20, lr: str = "1e-05") -> None:
+    """Run the script by hand, and write its log under a name with the values."""
     words = [sys.executable, "-S", "train.py", loss, lr, str(seed), str(steps)]
     log = place / "logs" / f"loss={loss},lr={lr},seed={seed}.jsonl"
     log.parent.mkdir(exist_ok=True)
     log.write_text(subprocess.run(words, cwd=place, capture_output=True, text=True, check=True).stdout)
 
 
-def cells(place: Path, *more: str) -> list[RunSpec]:
-    """The members of the grid of two losses and two seeds."""
+def grid_members(place: Path, *more: str) -> list[RunSpec]:
+    """Return the members of the grid of two losses and two seeds."""
     grid = [[f"loss={loss}", f"seed={seed}", *more] for loss in ("grpo", "dapo") for seed in (0, 1)]
     return plan_commands(grid, [str(place / "mine.yaml")])
 
 
 def launch(place: Path) -> tuple[list[str], list[str]]:
-    """Launch the grid; return the titles of what was started, and what was said."""
+    """Launch the grid; return the titles of the started members, and the notes."""
     started: list[str] = []
 
     class Executor(InProcessExecutor):
@@ -80,58 +80,58 @@ def launch(place: Path) -> tuple[list[str], list[str]]:
             started.extend(RunSpec.read(member.run_dir).title for member in members)
             return super().submit(submission, members)
 
-    specs, notes = count_adopted(place / "study", cells(place), _measured)
+    specs, notes = count_adopted(place / "study", grid_members(place), _measured)
     states = Study(place / "study", specs).run(Executor("sweeps.command.runner:run_member"))
     assert {state.state for state in states.values()} == {"finished"} and len(states) == 4
     return started, notes
 
 
-def test_only_what_is_missing_is_started(place: Path) -> None:
+def test_only_members_without_an_adopted_run_are_started(place: Path) -> None:
     for seed in (0, 1):
-        by_hand(place, "grpo", seed)
+        run_by_hand(place, "grpo", seed)
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     started, notes = launch(place)
     assert started == ["loss=dapo seed 0", "loss=dapo seed 1"]
     assert notes == ["2 of 4 members ran elsewhere and were adopted; they are not started"]
     study = load([place / "study"])
-    found = {curve.recipe: curve for curve in study.curves}
-    assert found.keys() == {"mine", "loss=dapo"}, "as the launch labels them"
+    curve_of = {curve.recipe: curve for curve in study.curves}
+    assert curve_of.keys() == {"mine", "loss=dapo"}, "the labels are those of the launch"
     assert {curve.axis for curve in study.curves} == {"compute/tokens"}
     assert [sorted(set(curve.seed)) for curve in study.curves] == [["0", "1"]] * 2
     assert not study.warnings and not any(curve.warnings for curve in study.curves)
     assert launch(place)[0] == [] and len(Study.read(place / "study").specs) == 4
-    by_hand(place, "dapo", 7)
+    run_by_hand(place, "dapo", 7)
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     assert sorted(set({c.recipe: c for c in load([place / "study"]).curves}["loss=dapo"].seed)) == ["0", "1", "7"]
 
 
-def test_what_adopted_runs_stand_for_takes_nothing(place: Path) -> None:
-    """Nor is anything written to know it: a design starts nothing, and a refused launch leaves all as it was."""
+def test_replaced_members_cost_nothing_and_matching_writes_nothing(place: Path) -> None:
+    """Matching writes nothing, because a design or a refused launch must leave the study unchanged."""
     for loss, seed, steps in (("grpo", 0, 20), ("grpo", 1, 8), ("dapo", 5, 20)):
-        by_hand(place, loss, seed, steps)
+        run_by_hand(place, loss, seed, steps)
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     before = {path: path.read_bytes() for path in (place / "study").rglob("*") if path.is_file()}
-    members = cells(place)
-    found = replaced_members(place / "study", members)
-    assert found == {members[0].run}, "one has too few steps, one is of no seed that is asked for"
-    assert launch_of(members, place / "study", elsewhere=found).sentences()[0] == (
+    members = grid_members(place)
+    replaced = replaced_members(place / "study", members)
+    assert replaced == {members[0].run}, "one run has too few steps, and one has another seed"
+    assert launch_of(members, place / "study", elsewhere=replaced).sentences()[0] == (
         "4 members (2 recipes, 2 seeds), 80 steps, of which 60 are left"
     )
     assert {path: path.read_bytes() for path in (place / "study").rglob("*") if path.is_file()} == before
-    words = ["--config-dir", str(place), "--config-name", "mine", "--multirun", "loss=grpo,dapo", "seed=0,1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_scalerl.train", *words],
+    arguments = ["--config-dir", str(place), "--config-name", "mine", "--multirun", "loss=grpo,dapo", "seed=0,1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_scalerl.train", *arguments],
         cwd=place,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "80 steps, of which 60 are left" in done.stdout + done.stderr
+    assert result.returncode == 0, result.stderr
+    assert "80 steps, of which 60 are left" in result.stdout + result.stderr
 
 
-def test_an_adopted_run_that_ended_for_good_stands_for_a_member_of_any_budget(place: Path) -> None:
+def test_an_adopted_run_that_ended_for_good_replaces_a_member_of_any_budget(place: Path) -> None:
     run_dir = place / "elsewhere" / "runs" / "a"
     journal = Journal(run_dir)
     journal.header(run="a", recipe="a", seed=0, loss="grpo", lr=1e-5)
@@ -141,55 +141,55 @@ def test_an_adopted_run_that_ended_for_good_stands_for_a_member_of_any_budget(pl
     journal.end(8, "finished", "dry", final=True)
     journal.close()
     adopt(place / "study", [str(place / "elsewhere")], ["loss,lr,seed"], x="compute/tokens")
-    members = cells(place)
+    members = grid_members(place)
     assert replaced_members(place / "study", members) == {members[0].run}
     specs, notes = count_adopted(place / "study", members, _measured)
     assert notes == ["1 of 4 members ran elsewhere and were adopted; they are not started"]
     assert why_final(place / "study" / "runs" / specs[0].run) == "dry"
 
 
-def test_what_does_not_stand_for_a_member_is_said(place: Path) -> None:
-    by_hand(place, "grpo", 0, steps=8)
-    by_hand(place, "dapo", 5)
+def test_runs_that_replace_no_member_are_noted(place: Path) -> None:
+    run_by_hand(place, "grpo", 0, steps=8)
+    run_by_hand(place, "dapo", 5)
     adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens")
-    specs, notes = count_adopted(place / "study", cells(place), _measured)
-    assert [spec.run for spec in specs] == [spec.run for spec in cells(place)]
+    specs, notes = count_adopted(place / "study", grid_members(place), _measured)
+    assert [spec.run for spec in specs] == [spec.run for spec in grid_members(place)]
     assert notes == ["mine seed 0 was adopted with 8 of 20 steps and is started anew"]
     assert {state.recipe for state in Ledger(place / "study").fold().values()} == {"mine", "loss=dapo"}
-    rates = [*cells(place), *cells(place, "lr=0.1")]
+    rates = [*grid_members(place), *grid_members(place, "lr=0.1")]
     _, notes = count_adopted(place / "study", rates, _measured)
     assert any("could be any of mine, lr=0.1, so it replaces none; adopt it --by all values" in note for note in notes)
 
 
-def test_the_label_of_a_recipe_is_a_value_too(place: Path) -> None:
-    by_hand(place, "dapo", 1)
+def test_a_run_may_be_matched_by_the_recipe_label(place: Path) -> None:
+    run_by_hand(place, "dapo", 1)
     (place / "logs/loss=dapo,lr=1e-05,seed=1.jsonl").rename(place / "logs/loss=dapo-seed1.jsonl")
     adopt(place / "study", [str(place / "logs")], x="tokens")
-    specs, _ = count_adopted(place / "study", cells(place), _measured)
+    specs, _ = count_adopted(place / "study", grid_members(place), _measured)
     assert [spec.title for spec in specs if "adopted" in spec.config] == ["loss=dapo seed 1"]
 
 
-def test_another_unit_is_refused_before_anything_is_started(place: Path) -> None:
-    by_hand(place, "grpo", 0)
+def test_another_unit_is_refused_before_any_start(place: Path) -> None:
+    run_by_hand(place, "grpo", 0)
     adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="step")
     with pytest.raises(
         UserError, match="its adopted runs count compute/steps, and this launch compute/tokens; measure"
     ):
-        count_adopted(place / "study", cells(place), _measured)
+        count_adopted(place / "study", grid_members(place), _measured)
 
 
-def test_another_reward_is_refused_before_anything_is_started(place: Path) -> None:
-    by_hand(place, "grpo", 0)
+def test_another_reward_is_refused_before_any_start(place: Path) -> None:
+    run_by_hand(place, "grpo", 0)
     adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens", evaluation_set="math")
     with pytest.raises(UserError, match="have no eval/heldout/pass_rate, by which this launch is compared; adopt them"):
-        count_adopted(place / "study", cells(place), _measured)
+        count_adopted(place / "study", grid_members(place), _measured)
 
 
-def test_provenance_outlives_another_label(place: Path) -> None:
-    by_hand(place, "grpo", 0)
+def test_relabelling_keeps_provenance_and_records(place: Path) -> None:
+    run_by_hand(place, "grpo", 0)
     (taken,) = adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens").runs
     before = read_journal(place / "study/runs" / taken.run)
-    count_adopted(place / "study", cells(place), _measured)
+    count_adopted(place / "study", grid_members(place), _measured)
     after = read_journal(place / "study/runs" / taken.run)
     assert (before.header["recipe"], after.header["recipe"]) == ("loss=grpo", "mine")
     assert after.header["adopted"] == before.header["adopted"] and after.records == before.records
@@ -197,9 +197,9 @@ def test_provenance_outlives_another_label(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_takes_adopted_runs_for_its_trials(place: Path) -> None:
-    """They were begun under another measure, and their labels are those that the trials would have."""
-    by_hand(place, "dapo", 0)
+def test_a_search_uses_adopted_runs_as_trials(place: Path) -> None:
+    """The adopted run describes its compute in another way than the trials, and gets the label of its trial."""
+    run_by_hand(place, "dapo", 0)
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     words = ["--config-dir", ".", "--config-name", "mine", "--multirun", "hydra/sweeper=scalerl_optuna"]
     words += ["loss=choice(grpo,dapo)", "hydra.sweeper.n_trials=4", "hydra.sweeper.prune=race"]

@@ -1,4 +1,4 @@
-"""Adopting: runs of others become members, once, whole, and nothing that was there is touched."""
+"""Tests of adoption: each foreign run becomes a member once, with all its points, and existing files do not change."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from tests.sweeps.source.test_trackers import Stand, log_of, message, server  # 
 CURVES = ROOT / "examples" / "curves.csv"
 
 
-def held(directory: Path) -> dict[tuple[str, int], list[tuple[int, float, float]]]:
-    """Step, compute and reward in the journals of a study, by label and seed."""
-    found = {}
+def points_by_run(directory: Path) -> dict[tuple[str, int], list[tuple[int, float, float]]]:
+    """Return step, compute and reward of each evaluation in a study's journals, by label and seed."""
+    all_points = {}
     for path in sorted((directory / "runs").iterdir()):
         view = read_journal(path)
         (metric,) = {name for record in view.records for name in record.metrics if name.endswith("/pass_rate")}
         key = str(view.header["recipe"]), int(view.header["seed"])
-        assert key not in found, "one member a run"
-        found[key] = [(r.step, r.metrics[view.header["axis"]], r.metrics[metric]) for r in view.of_kind("eval")]
-    return found
+        assert key not in all_points, "two members for one run"
+        all_points[key] = [(r.step, r.metrics[view.header["axis"]], r.metrics[metric]) for r in view.of_kind("eval")]
+    return all_points
 
 
-def whole(directory: Path) -> dict[str, bytes]:
-    """Content of all files of a study but those of its lease."""
+def file_contents(directory: Path) -> dict[str, bytes]:
+    """Return the contents of a study's files, without its lease."""
     files = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(".controller")]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
@@ -58,34 +58,34 @@ def points(curve: Curve) -> list[tuple[str, float, float]]:
     return list(zip(curve.seed.tolist(), curve.compute.tolist(), curve.reward.tolist(), strict=True))
 
 
-def what(done: Adoption) -> list[str]:
+def results_of(done: Adoption) -> list[str]:
     return [each.what for each in done.runs]
 
 
-def table(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_table(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def rows_of(loss: str, seed: int, until: int, top: float = 0.6, **more: Any) -> list[dict[str, Any]]:
+def make_rows(loss: str, seed: int, until: int, top: float = 0.6, **more: Any) -> list[dict[str, Any]]:
     return [
         {"loss": loss, "seed": seed, "tokens": 1000.0 * n, "reward": 0.1 + top * n / (n + 4) + seed / 1000, **more}
         for n in range(until)
     ]
 
 
-# --- what a member is ------------------------------------------------------------------------------------------
+# --- adopted members in commands and races ---------------------------------------------------------------------
 
 
-def test_every_command_counts_what_was_adopted(tmp_path: Path) -> None:
+def test_adopted_runs_have_the_curves_of_their_source(tmp_path: Path) -> None:
     done = adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
-    assert what(done) == ["adopted"] * 8
+    assert results_of(done) == ["adopted"] * 8
     mine, theirs = load([tmp_path / "study"]).curves, load([CURVES]).curves
     assert [(each.recipe, points(each)) for each in mine] == [(each.recipe, points(each)) for each in theirs]
     assert {view.state for view in overview(tmp_path / "study")} == {"finished"}
     study = Study.read(tmp_path / "study")
-    assert len(study.specs) == 8, "frozen, and as the ledger has them"
+    assert len(study.specs) == 8, "the frozen specifications agree with the ledger"
     header = read_journal(study.run_dir(study.specs[0])).header
     assert (
         header["adopted"].keys() == {"source", "run", "key", "by_step", "axis", "metric", "digest"}
@@ -95,7 +95,7 @@ def test_every_command_counts_what_was_adopted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", every(4, ["compare", "rank", "race --budget 16000", "plan --target 0.6"]))
-def test_commands_say_of_it_what_they_say_of_its_source(
+def test_commands_print_the_same_for_a_study_and_its_source(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "few.csv"
@@ -103,40 +103,42 @@ def test_commands_say_of_it_what_they_say_of_its_source(
     source.write_text("\n".join(line for n, line in enumerate(lines) if n % 3 == 0 and "aggregation" not in line))
     name, *options = command.split()
     adopt(tmp_path / "study", [str(source)], ["recipe,seed"])
-    said = []
+    outputs = []
     for each in (source, tmp_path / "study"):
         assert cli.main([name, str(each), *options, "--json"]) == 0
-        said.append(
+        outputs.append(
             json.loads(
                 capsys.readouterr()
                 .out.replace("compute/compute", "compute")
                 .replace("eval/heldout/pass_rate", "reward")
             )
         )
-    drop = {"command", "paired"}
-    assert without(said[0], drop) == without(said[1], drop)
+    ignored = {"command", "paired"}
+    assert drop_keys(outputs[0], ignored) == drop_keys(outputs[1], ignored)
 
 
-def without(value: Any, names: set[str]) -> Any:
+def drop_keys(value: Any, names: set[str]) -> Any:
     if isinstance(value, dict):
-        return {key: without(each, names) for key, each in value.items() if key not in names}
-    return [without(each, names) for each in value] if isinstance(value, list) else value
+        return {key: drop_keys(each, names) for key, each in value.items() if key not in names}
+    return [drop_keys(each, names) for each in value] if isinstance(value, list) else value
 
 
-def test_it_is_never_started_and_counts_as_done(tmp_path: Path) -> None:
+def test_an_adopted_member_is_never_started_and_counts_as_finished(tmp_path: Path) -> None:
     adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
     log = log_of(tmp_path / "run-x.wandb", message("run", name="a", recipe="late", seed=0), *wandb_rows(4))
     adopt(tmp_path / "study", [str(log)], ["recipe,seed"], x="compute", metric="reward", running=True)
     study, runners = Study.read(tmp_path / "study"), Runners()
     states = study.run(runners)
     assert runners.started == [] and {state.state for state in states.values()} == {"finished"} and len(states) == 8
-    assert [view.state for view in overview(tmp_path / "study")].count("stopped") == 1, "the one that has not ended"
+    assert [view.state for view in overview(tmp_path / "study")].count("stopped") == 1, (
+        "the run that has not ended in its source"
+    )
 
 
-def test_a_live_race_counts_it(tmp_path: Path) -> None:
+def test_a_live_race_counts_an_adopted_member(tmp_path: Path) -> None:
     rows = [(evaluation(member(0.7), step), step) for step in range(0, 41, 2)]
     lines = [{"recipe": "theirs", "seed": 0, "hours": row[AXIS], "reward": row[METRIC]} for row, _ in rows]
-    source = table(tmp_path / "a.jsonl", lines)
+    source = write_table(tmp_path / "a.jsonl", lines)
     (taken,) = adopt(
         tmp_path / "study", [str(source)], ["recipe,seed"], x="hours", unit="virtual_device_hours",
         evaluation_set="held_out",
@@ -157,19 +159,19 @@ def wandb_rows(until: int) -> list[bytes]:
     return [message("row", step=n, **{"reward": 0.1 * n, "compute": 10.0 * n}) for n in range(until)]
 
 
-# --- once, whatever happens ------------------------------------------------------------------------------------
+# --- each run counts once --------------------------------------------------------------------------------------
 
 
-def test_twice_is_once(tmp_path: Path) -> None:
+def test_adopting_twice_changes_nothing(tmp_path: Path) -> None:
     adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
-    before = whole(tmp_path / "study")
-    assert what(adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])) == ["unchanged"] * 8
-    assert whole(tmp_path / "study") == before
+    before = file_contents(tmp_path / "study")
+    assert results_of(adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])) == ["unchanged"] * 8
+    assert file_contents(tmp_path / "study") == before
     shutil.copy(CURVES, tmp_path / "copy.csv")
-    assert what(adopt(tmp_path / "study", [str(tmp_path / "copy.csv")], ["recipe,seed"])) == ["unchanged"] * 8, (
-        "elsewhere"
+    assert results_of(adopt(tmp_path / "study", [str(tmp_path / "copy.csv")], ["recipe,seed"])) == ["unchanged"] * 8, (
+        "a copy of the source has the same runs"
     )
-    assert whole(tmp_path / "study") == before
+    assert file_contents(tmp_path / "study") == before
 
 
 runs_of = st.lists(
@@ -180,37 +182,38 @@ runs_of = st.lists(
 
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=runs_of, cuts=st.lists(st.integers(1, 9), max_size=2), order=st.randoms(), twice=st.booleans())
-def test_however_it_comes_the_members_are_the_same(
+def test_repeated_adoption_of_growing_runs_gives_the_same_members(
     runs: list[tuple[str, int, int]], cuts: list[int], order: Any, twice: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In parts as runs grow, in any order of rows, with rows that are there twice, and again and again."""
+    """Runs grow between adoptions, rows are in any order, some rows occur twice, and adoption is repeated."""
     folder = tmp_path_factory.mktemp("grown")
     source = folder / "log.jsonl"
     for cut in [*sorted(cuts), 9]:
         rows = [
-            row for loss, seed, until in runs for row in rows_of(loss, seed, min(until, cut), 0.3 + ord(loss) / 400)
+            row for loss, seed, until in runs for row in make_rows(loss, seed, min(until, cut), 0.3 + ord(loss) / 400)
         ]
         rows += rows[: len(rows) // 2] if twice else []
         order.shuffle(rows)
-        table(source, rows)
+        write_table(source, rows)
         done = adopt(folder / "grown", [str(source)], ["loss,seed"])
-        assert "skipped" not in what(done)
-    rows = [row for loss, seed, until in runs for row in rows_of(loss, seed, until, 0.3 + ord(loss) / 400)]
-    table(source, rows)
+        assert "skipped" not in results_of(done)
+    rows = [row for loss, seed, until in runs for row in make_rows(loss, seed, until, 0.3 + ord(loss) / 400)]
+    write_table(source, rows)
     adopt(folder / "once", [str(source)], ["loss,seed"])
-    assert held(folder / "grown") == held(folder / "once")
+    assert points_by_run(folder / "grown") == points_by_run(folder / "once")
     assert {path.name for path in (folder / "grown/runs").iterdir()} == {
         path.name for path in (folder / "once/runs").iterdir()
     }
     for study in (Study.read(folder / "grown"), Study.read(folder / "once")):
         assert all(
-            study.run_dir(spec).exists() and spec.steps == len(held(study.directory)[spec.recipe, spec.seed]) - 1
+            study.run_dir(spec).exists()
+            and spec.steps == len(points_by_run(study.directory)[spec.recipe, spec.seed]) - 1
             for spec in study.specs
         )
         assert {view.state for view in overview(study.directory)} == {"finished"}
 
 
-def test_a_run_that_was_logged_anew_goes_on_from_where_it_was(tmp_path: Path) -> None:
+def test_a_rewound_run_replaces_its_points_from_where_it_differs(tmp_path: Path) -> None:
     source = log_of(tmp_path / "run-x.wandb", message("run", name="a", seed=0), *wandb_rows(6))
     adopt(tmp_path / "study", [str(source)], x="compute", metric="reward", running=True)
     rewound = [
@@ -220,15 +223,15 @@ def test_a_run_that_was_logged_anew_goes_on_from_where_it_was(tmp_path: Path) ->
     log_of(source, message("run", name="a", seed=0), *rewound)
     (taken,) = adopt(tmp_path / "study", [str(source)], x="compute", metric="reward", running=True).runs
     assert taken.what == "grown" and str(taken.reason).startswith("still running")
-    (rows,) = held(tmp_path / "study").values()
+    (rows,) = points_by_run(tmp_path / "study").values()
     assert [reward for _, _, reward in rows] == [pytest.approx((0.1 if n < 4 else 0.05) * n) for n in range(9)]
     shorter = log_of(source, message("run", name="a", seed=0), *rewound[:5])
     (taken,) = adopt(tmp_path / "study", [str(shorter)], x="compute", metric="reward", running=True).runs
-    assert taken.what == "unchanged" and len(next(iter(held(tmp_path / "study").values()))) == 9
+    assert taken.what == "unchanged" and len(next(iter(points_by_run(tmp_path / "study").values()))) == 9
 
 
-def test_killed_before_the_ledger_knows_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6))
+def test_an_adoption_killed_before_the_ledger_entry_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 6))
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -239,18 +242,20 @@ def test_killed_before_the_ledger_knows_it_goes_on(tmp_path: Path, monkeypatch: 
             adopt(tmp_path / "study", [str(source)], ["loss,seed"])
         assert not Ledger(tmp_path / "study").fold()
     (journal,) = (tmp_path / "study/runs").glob("*/metrics.jsonl")
-    journal.write_bytes(journal.read_bytes()[:-150])  # as a power cut leaves it
-    assert what(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["adopted"]
-    assert len(held(tmp_path / "study")["loss=a", 0]) == 6 and [v.state for v in overview(tmp_path / "study")] == [
-        "finished"
-    ]
+    journal.write_bytes(journal.read_bytes()[:-150])  # a torn end, as after a power cut
+    assert results_of(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["adopted"]
+    assert len(points_by_run(tmp_path / "study")["loss=a", 0]) == 6 and [
+        v.state for v in overview(tmp_path / "study")
+    ] == ["finished"]
 
 
 @pytest.mark.parametrize("at", ["end", "_record"])
-def test_killed_while_a_run_is_taken_on_it_goes_on(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6))
+def test_an_adoption_killed_while_a_run_grows_continues(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 6))
     adopt(tmp_path / "study", [str(source)], ["loss,seed"])
-    table(source, rows_of("a", 0, 9))
+    write_table(source, make_rows("a", 0, 9))
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -258,55 +263,61 @@ def test_killed_while_a_run_is_taken_on_it_goes_on(at: str, tmp_path: Path, monk
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Journal if at == "end" else adoption, at, killed)
         adopt(tmp_path / "study", [str(source)], ["loss,seed"])
-    assert what(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["grown"]
+    assert results_of(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["grown"]
     assert [(v.state, v.step, v.steps) for v in overview(tmp_path / "study")] == [("finished", 8, 8)]
-    assert len(held(tmp_path / "study")["loss=a", 0]) == 9
-    assert what(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["unchanged"]
+    assert len(points_by_run(tmp_path / "study")["loss=a", 0]) == 9
+    assert results_of(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["unchanged"]
 
 
-def test_a_run_that_goes_on_after_its_end_is_running_again(tmp_path: Path) -> None:
-    """And once more over: each time it is said, and nothing is written twice."""
-    source, study, seen = tmp_path / "run-x.wandb", tmp_path / "study", []
-    for rows, over in ((4, True), (4, False), (7, False), (7, False), (7, True), (7, True)):
+def test_an_adopted_run_may_continue_after_its_end(tmp_path: Path) -> None:
+    """The run ends, continues and ends again. Each change is reported, and no point is written twice."""
+    source, study, results = tmp_path / "run-x.wandb", tmp_path / "study", []
+    for rows, has_ended in ((4, True), (4, False), (7, False), (7, False), (7, True), (7, True)):
         end = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         end.exit.exit_code = 0
-        log_of(source, message("run", name="a", seed=0), *wandb_rows(rows), *([end.SerializeToString()][: int(over)]))
+        log_of(
+            source, message("run", name="a", seed=0), *wandb_rows(rows), *([end.SerializeToString()][: int(has_ended)])
+        )
         (taken,) = adopt(study, [str(source)], x="compute", metric="reward", running=True).runs
         (view,) = overview(study)
-        seen.append((taken.what, view.state, view.step))
-    assert seen == [
+        results.append((taken.what, view.state, view.step))
+    assert results == [
         ("adopted", "finished", 3), ("grown", "stopped", 3), ("grown", "stopped", 6), ("unchanged", "stopped", 6),
         ("grown", "finished", 6), ("unchanged", "finished", 6),
     ]  # fmt: skip
-    assert len(held(study)["a", 0]) == 7
+    assert len(points_by_run(study)["a", 0]) == 7
 
 
 @pytest.mark.live
 def test_several_processes_adopt_into_one_study(tmp_path: Path) -> None:
     for n in range(2):
-        table(tmp_path / f"{n}.jsonl", [row for seed in range(4) for row in rows_of(f"l{n}", seed, 8, 0.3 + n / 10)])
-    words = [sys.executable, "-m", "sweeps.cli.main", "adopt", str(tmp_path / "study"), "--by", "loss,seed", "--from"]
-    left = {n: [*words, str(tmp_path / f"{n}.jsonl")] for n in range(2)}
+        write_table(
+            tmp_path / f"{n}.jsonl", [row for seed in range(4) for row in make_rows(f"l{n}", seed, 8, 0.3 + n / 10)]
+        )
+    command = [sys.executable, "-m", "sweeps.cli.main", "adopt", str(tmp_path / "study"), "--by", "loss,seed", "--from"]
+    commands = {n: [*command, str(tmp_path / f"{n}.jsonl")] for n in range(2)}
     begin = time.monotonic()
-    while left and time.monotonic() - begin < 120:
-        started = {n: subprocess.Popen(each, cwd=ROOT, stdout=-3, stderr=-1, text=True) for n, each in left.items()}
+    while commands and time.monotonic() - begin < 120:
+        started = {n: subprocess.Popen(each, cwd=ROOT, stdout=-3, stderr=-1, text=True) for n, each in commands.items()}
         for n, process in started.items():
-            _, said = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=60)
             if process.returncode == 0:
-                del left[n]
+                del commands[n]
             else:
-                assert "is being run by another process" in said, "one after the other, or told so"
-    assert len(held(tmp_path / "study")) == 8 and len(Study.read(tmp_path / "study").specs) == 8
+                assert "is being run by another process" in stderr, (
+                    "a process must finish, or report that another one holds the study"
+                )
+    assert len(points_by_run(tmp_path / "study")) == 8 and len(Study.read(tmp_path / "study").specs) == 8
 
 
-def test_a_new_study_that_another_process_holds_is_one(tmp_path: Path) -> None:
-    """As it lies there before its first run is taken: so somebody who was killed then leaves it."""
-    source, study = table(tmp_path / "a.jsonl", rows_of("a", 0, 8, 0.3)), tmp_path / "study"
+def test_a_folder_with_only_a_lease_is_a_study(tmp_path: Path) -> None:
+    """A folder with only a lease is a study: a process that is killed before it adopts its first run leaves this."""
+    source, study = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 8, 0.3)), tmp_path / "study"
     with hold_lease(study):
         assert list(study.iterdir())
         with pytest.raises(UserError, match="is being run by another process"):
             adopt(study, [str(source)], ["loss,seed"])
-    assert what(adopt(study, [str(source)], ["loss,seed"])) == ["adopted"]
+    assert results_of(adopt(study, [str(source)], ["loss,seed"])) == ["adopted"]
     other = tmp_path / "other"
     other.mkdir()
     (other / ".controller.json").touch()
@@ -315,10 +326,10 @@ def test_a_new_study_that_another_process_holds_is_one(tmp_path: Path) -> None:
         adopt(other, [str(source)], ["loss,seed"])
 
 
-# --- who it is -------------------------------------------------------------------------------------------------
+# --- identity: columns, labels and seeds -----------------------------------------------------------------------
 
 
-def test_values_may_have_other_names_there(tmp_path: Path) -> None:
+def test_values_may_have_other_names_in_the_source(tmp_path: Path) -> None:
     for n, loss in enumerate(("grpo", "dapo")):
         about = {"loss": {"type": loss}, "lr": 1e-5, "random": n}
         log_of(tmp_path / "wandb" / f"run-{loss}.wandb", message("run", name=f"x{n}", **about), *wandb_rows(5))
@@ -336,30 +347,30 @@ def test_values_may_have_other_names_there(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_counts_once_under_whatever_name(tmp_path: Path) -> None:
-    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6, lr="1"))
+def test_a_run_counts_once_under_any_label(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 6, lr="1"))
     adopt(tmp_path / "study", [str(source)], ["loss,seed"])
     (taken,) = adopt(tmp_path / "study", [str(source)], ["loss,lr,seed"]).runs
     assert taken.what == "skipped" and "a run counts once" in str(taken.reason)
     (taken,) = adopt(tmp_path / "study", [str(source)], ["loss,seed"]).runs
-    assert taken.what == "unchanged" and len(held(tmp_path / "study")) == 1
+    assert taken.what == "unchanged" and len(points_by_run(tmp_path / "study")) == 1
 
 
-def test_seeds_of_names_and_of_none(tmp_path: Path) -> None:
+def test_seeds_are_read_from_names_or_set_to_0(tmp_path: Path) -> None:
     for name in ("grpo-seed3", "grpo-seed7", "other"):
         rows = [{"step": n, "reward": len(name) / 100 + n / 10 + int(name[-1] == "7") / 50} for n in range(5)]
-        table(tmp_path / "logs" / f"{name}.jsonl", rows)
+        write_table(tmp_path / "logs" / f"{name}.jsonl", rows)
     done = adopt(tmp_path / "study", [str(tmp_path / "logs")])
     assert {(each.recipe, each.seed) for each in done.runs} == {("grpo", 3), ("grpo", 7), ("other", 0)}
     assert [each.reason for each in done.runs if each.recipe == "other"] == ["no seed found; it gets seed 0"]
-    before = whole(tmp_path / "study")
+    before = file_contents(tmp_path / "study")
     assert (
-        what(adopt(tmp_path / "study", [str(tmp_path / "logs")])) == ["unchanged"] * 3
-        and whole(tmp_path / "study") == before
+        results_of(adopt(tmp_path / "study", [str(tmp_path / "logs")])) == ["unchanged"] * 3
+        and file_contents(tmp_path / "study") == before
     )
 
 
-def test_only_the_seed_may_be_named(tmp_path: Path) -> None:
+def test_by_may_name_only_the_seed(tmp_path: Path) -> None:
     log_of(tmp_path / "run-a.wandb", message("run", name="mine", random=4), *wandb_rows(5))
     source = str(tmp_path / "run-a.wandb")
     (taken,) = adopt(tmp_path / "study", [source], ["seed=random"], x="compute", metric="reward", running=True).runs
@@ -367,7 +378,7 @@ def test_only_the_seed_may_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["loss,loss", "loss,", "loss="])
-def test_names_that_say_nothing_are_refused(text: str) -> None:
+def test_invalid_column_names_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--by"):
         columns_of([text])
     assert columns_of(["loss=config.loss", "seed"]) == {"loss": "config.loss", "seed": "seed"}
@@ -379,45 +390,49 @@ def test_numbers_are_compared_as_numbers() -> None:
     assert not agree({"lr": "1e-6"}, cell) and not agree({"beta": "0"}, cell) and not agree({}, cell)
 
 
-# --- of which sources ------------------------------------------------------------------------------------------
+# --- sources ---------------------------------------------------------------------------------------------------
 
 
-def state(folder: Path, checkpoint: int, most: int) -> None:
-    """A state that transformers' Trainer keeps with a checkpoint."""
-    own = int(folder.name[-1]) / 50
+def write_trainer_state(folder: Path, checkpoint: int, max_steps: int) -> None:
+    """Write the state that transformers' Trainer saves with a checkpoint."""
+    offset = int(folder.name[-1]) / 50
     history = [
-        {"step": n, "eval_reward": 0.1 + n / 200 + own, "num_tokens": 500.0 * n} for n in range(0, checkpoint + 1, 5)
+        {"step": n, "eval_reward": 0.1 + n / 200 + offset, "num_tokens": 500.0 * n} for n in range(0, checkpoint + 1, 5)
     ]
     path = folder / f"checkpoint-{checkpoint}" / "trainer_state.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"global_step": checkpoint, "max_steps": most, "log_history": history}))
+    path.write_text(json.dumps({"global_step": checkpoint, "max_steps": max_steps, "log_history": history}))
 
 
-def test_folders_of_checkpoints_by_the_names_of_their_runs(tmp_path: Path) -> None:
+def test_folders_of_checkpoints_are_identified_by_their_names(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for seed in (0, 1):
         for checkpoint in (20, 100):
-            state(runs / f"loss=grpo,seed={seed}", checkpoint, 100 + 50 * seed)
+            write_trainer_state(runs / f"loss=grpo,seed={seed}", checkpoint, 100 + 50 * seed)
     done = adopt(tmp_path / "study", [str(runs)], ["loss,seed"])
-    assert what(done) == ["adopted", "skipped"] and "still running" in str(done.runs[1].reason)
-    assert done.axis == "compute/tokens" and len(held(tmp_path / "study")["loss=grpo", 0]) == 21
-    state(runs / "loss=grpo,seed=1", 150, 150)
+    assert results_of(done) == ["adopted", "skipped"] and "still running" in str(done.runs[1].reason)
+    assert done.axis == "compute/tokens" and len(points_by_run(tmp_path / "study")["loss=grpo", 0]) == 21
+    write_trainer_state(runs / "loss=grpo,seed=1", 150, 150)
     done = adopt(tmp_path / "study", [str(runs)], ["loss,seed"])
-    assert what(done) == ["unchanged", "adopted"] and len(held(tmp_path / "study")["loss=grpo", 1]) == 31
+    assert results_of(done) == ["unchanged", "adopted"] and len(points_by_run(tmp_path / "study")["loss=grpo", 1]) == 31
 
 
-def test_a_project_of_wandb(server: type[Stand], tmp_path: Path) -> None:  # noqa: F811
+def test_a_wandb_project_can_be_adopted(server: type[Stand], tmp_path: Path) -> None:  # noqa: F811
     done = adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])
     assert [(each.recipe, each.seed, each.what) for each in done.runs] == [
         ("lr=0.0001", n, "adopted") for n in range(3)
     ]
     assert [each.reason for each in done.runs if each.seed == 2] == ["failed in its source"]
-    assert sorted(view.state for view in overview(tmp_path / "study")) == ["failed", "finished", "finished"]
-    assert what(adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])) == ["unchanged"] * 3
+    assert sorted(view.state for view in overview(tmp_path / "study")) == [
+        "failed",
+        "finished",
+        "finished",
+    ]
+    assert results_of(adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])) == ["unchanged"] * 3
 
 
 @pytest.mark.slow
-def test_an_experiment_of_mlflow(schema: Path, tmp_path: Path) -> None:
+def test_an_mlflow_experiment_can_be_adopted(schema: Path, tmp_path: Path) -> None:
     database = Path(shutil.copy(schema, tmp_path / "mlflow.db"))
     from mlflow import MlflowClient
 
@@ -435,76 +450,80 @@ def test_an_experiment_of_mlflow(schema: Path, tmp_path: Path) -> None:
     source = f"mlflow:sqlite:///{database}#theirs"
     done = adopt(tmp_path / "study", [source], ["loss,seed"])
     assert [(each.recipe, each.what) for each in done.runs] == [("loss=grpo", "adopted"), ("", "skipped")]
-    assert what(adopt(tmp_path / "study", [source], ["loss,seed"], running=True)) == ["unchanged", "adopted"]
+    assert results_of(adopt(tmp_path / "study", [source], ["loss,seed"], running=True)) == ["unchanged", "adopted"]
 
 
-def test_a_folder_in_which_some_files_are_no_logs(tmp_path: Path) -> None:
-    table(tmp_path / "logs/a/log.jsonl", rows_of("a", 0, 5))
+def test_files_that_are_not_logs_are_left_out(tmp_path: Path) -> None:
+    write_table(tmp_path / "logs/a/log.jsonl", make_rows("a", 0, 5))
     (tmp_path / "logs/notes.csv").write_text("who,when\nme,today\n")
     done = adopt(tmp_path / "study", [str(tmp_path / "logs")], ["loss,seed"])
-    assert what(done) == ["adopted"] and any("left out" in note and "notes.csv" in note for note in done.notes)
+    assert results_of(done) == ["adopted"] and any("left out" in note and "notes.csv" in note for note in done.notes)
 
 
-# --- into which study ------------------------------------------------------------------------------------------
+# --- studies that have members already -------------------------------------------------------------------------
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Path:
-    """A study of ours with a member that is done."""
+def own_study(tmp_path: Path) -> Path:
+    """Run a study of our own with one finished member."""
     study = Study(tmp_path / "ours", [member(0.5)])
     study.run(Runners())
     return tmp_path / "ours"
 
 
-def test_another_unit_of_compute_is_refused_by_name(ours: Path, tmp_path: Path) -> None:
-    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6))
-    before = whole(ours)
+def test_another_unit_of_compute_is_refused_by_name(own_study: Path, tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 6))
+    before = file_contents(own_study)
     with pytest.raises(UserError, match=f"compared by {AXIS}, and .*a.jsonl counts compute/tokens; choose a column"):
-        adopt(ours, [str(source)], ["loss,seed"])
-    assert whole(ours) == before
-    assert what(adopt(ours, [str(source)], ["loss,seed"], unit="virtual_device_hours")) == ["adopted"]
-    after = whole(ours)
+        adopt(own_study, [str(source)], ["loss,seed"])
+    assert file_contents(own_study) == before
+    assert results_of(adopt(own_study, [str(source)], ["loss,seed"], unit="virtual_device_hours")) == ["adopted"]
+    after = file_contents(own_study)
     assert {name: after[name] for name in before if name != "ledger.jsonl"} == {
         n: v for n, v in before.items() if n != "ledger.jsonl"
     }
     assert after["ledger.jsonl"].startswith(before["ledger.jsonl"])
-    curves = load([ours]).curves
+    curves = load([own_study]).curves
     assert {curve.recipe for curve in curves} == {"scalerl+a=0.5", "loss=a"} and len({c.axis for c in curves}) == 1
 
 
-def test_a_label_that_stands_for_something_else_is_refused(ours: Path, tmp_path: Path) -> None:
-    source = table(tmp_path / "a.jsonl", [{**row, "recipe": "scalerl+a=0.5"} for row in rows_of("a", 0, 6)])
-    before = whole(ours)
-    (taken,) = adopt(ours, [str(source)], ["recipe,seed"], x="tokens", unit="virtual_device_hours").runs
-    assert taken.what == "skipped" and "already stands for other runs" in str(taken.reason) and whole(ours) == before
+def test_a_label_of_another_recipe_is_refused(own_study: Path, tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.jsonl", [{**row, "recipe": "scalerl+a=0.5"} for row in make_rows("a", 0, 6)])
+    before = file_contents(own_study)
+    (taken,) = adopt(own_study, [str(source)], ["recipe,seed"], x="tokens", unit="virtual_device_hours").runs
+    assert (
+        taken.what == "skipped"
+        and "already stands for other runs" in str(taken.reason)
+        and file_contents(own_study) == before
+    )
 
 
-def test_a_member_that_was_tracked_elsewhere_too_is_no_second_run(ours: Path, tmp_path: Path) -> None:
+def test_a_member_that_was_also_tracked_elsewhere_is_not_adopted(own_study: Path, tmp_path: Path) -> None:
     spec = member(0.5)
     rows = [
         {"recipe": "x", "hours": v[AXIS], "reward": v["eval/held_out/pass_rate"]}
         for v in (evaluation(spec, n) for n in range(0, 41, 2))
     ]
-    source = table(tmp_path / "a.jsonl", rows)
-    (taken,) = adopt(ours, [str(source)], ["recipe"], x="hours", unit="virtual_device_hours").runs
+    source = write_table(tmp_path / "a.jsonl", rows)
+    (taken,) = adopt(own_study, [str(source)], ["recipe"], x="hours", unit="virtual_device_hours").runs
     assert (taken.what, taken.run) == ("unchanged", spec.run) and "already a member of this study" in str(taken.reason)
 
 
-def test_read_by_another_column_it_is_refused(tmp_path: Path) -> None:
-    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6, other=0.5))
+def test_an_adopted_run_read_by_another_column_is_refused(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 6, other=0.5))
     adopt(tmp_path / "study", [str(source)], ["loss,seed"])
     (taken,) = adopt(tmp_path / "study", [str(source)], ["loss,seed"], y="other").runs
     assert taken.what == "skipped" and "was adopted by 'reward', and is now read by 'other'" in str(taken.reason)
 
 
-def test_compute_that_falls_is_refused_by_name(tmp_path: Path) -> None:
+def test_decreasing_compute_is_refused(tmp_path: Path) -> None:
     rows = [message("row", step=n, **{"reward": 0.1 * n, "compute": 10.0 * (n % 4)}) for n in range(6)]
     source = log_of(tmp_path / "run-x.wandb", message("run", name="a"), *rows)
     (taken,) = adopt(tmp_path / "study", [str(source)], x="compute", metric="reward", running=True).runs
     assert taken.what == "skipped" and "compute falls from 30 to 0 at step 4" in str(taken.reason)
 
 
-def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_study_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter.txt").write_text("dear")
     with pytest.raises(UserError, match="no study"):
@@ -517,36 +536,36 @@ def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists() and len(list((tmp_path / "home").iterdir())) == 1
 
 
-def test_our_own_runs_of_another_study(ours: Path, tmp_path: Path) -> None:
-    running = Journal(ours / "runs" / "another")
+def test_runs_of_another_study_can_be_adopted(own_study: Path, tmp_path: Path) -> None:
+    running = Journal(own_study / "runs" / "another")
     running.header(run="another", recipe="b", seed=4)
     running.record("eval", 0, {"eval/held_out/pass_rate": 0.1, AXIS: 0.0, "compute/flops": 0.0})
     running.close()
-    done = adopt(tmp_path / "study", [str(ours)], x=AXIS)
+    done = adopt(tmp_path / "study", [str(own_study)], x=AXIS)
     assert [(each.recipe, each.what) for each in done.runs] == [("scalerl+a=0.5", "adopted"), ("", "skipped")] or [
         (each.recipe, each.what) for each in done.runs
     ] == [("", "skipped"), ("scalerl+a=0.5", "adopted")]
     assert points(load([tmp_path / "study"]).curves[0])[-1][1] == 1.0
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["adopt", str(tmp_path / "study"), "--from", str(CURVES), "--by", "recipe", "--by", "seed"]
-    assert cli.main(words) == 0
+def test_the_adopt_command_prints_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["adopt", str(tmp_path / "study"), "--from", str(CURVES), "--by", "recipe", "--by", "seed"]
+    assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "8 adopted; compute is compute/compute" in out and out.count("\n") == 11
-    assert cli.main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["runs"][0]["what"] == "unchanged" and told["runs"][0]["points"] == 33
+    assert cli.main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["runs"][0]["what"] == "unchanged" and result["runs"][0]["points"] == 33
 
 
-def test_a_table_is_told_apart_by_its_files_name_where_it_has_no_such_column(tmp_path: Path) -> None:
-    """As a log is, whose columns have a framework's names."""
+def test_values_come_from_the_file_name_if_a_table_lacks_the_column(tmp_path: Path) -> None:
+    """The values are read from the file's name, as for a log, whose columns have a framework's names."""
     (tmp_path / "runs").mkdir()
     for loss, seed in (("grpo", 3), ("dapo", 4)):
         rows = "".join(f"{step},{100 * step},{0.01 * step + seed}\n" for step in range(1, 7))
         (tmp_path / "runs" / f"loss={loss},seed={seed}.csv").write_text(f"step,tokens,reward\n{rows}")
-    found = adopt(tmp_path / "study", [str(tmp_path / "runs")], ["loss,seed"], x="tokens", y="reward")
-    assert sorted((run.recipe, run.seed, run.what) for run in found.runs) == [
+    adoption = adopt(tmp_path / "study", [str(tmp_path / "runs")], ["loss,seed"], x="tokens", y="reward")
+    assert sorted((run.recipe, run.seed, run.what) for run in adoption.runs) == [
         ("loss=dapo", 4, "adopted"),
         ("loss=grpo", 3, "adopted"),
     ]

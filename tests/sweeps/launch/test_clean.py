@@ -1,4 +1,4 @@
-"""Truths about cleaning a study: it goes on, is told of and is fitted as if nothing had gone; and nothing else goes."""
+"""Tests of cleaning a study: it deletes only the listed files, and the study continues and is reported as before."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.sweeps.executor.fake_cluster import RAISES, FakeCluster, Place, Virtu
 from tests.sweeps.launch.test_study import Behaviour, ScriptedExecutor
 
 STEPS, EVERY = 8, 2
-# Calls of the verifier until it raises; None: never.
+# Number of calls after which the verifier raises; None for never.
 _countdown: list[int | None] = [None]
 
 
 def grade(completion: str, answer: str) -> float:
-    """A verifier whose machine may break."""
+    """A verifier that fails after `_countdown` calls."""
     if _countdown[0] is not None:
         _countdown[0] -= 1
         if _countdown[0] < 0:
@@ -59,8 +59,8 @@ def spec(seed: int, loss: str = "cispo", steps: int = STEPS) -> RunSpec:
     return make_spec(config, {**config, "loss": {"choice": "cispo"}}, f"scalerl+loss={loss}", "scalerl")
 
 
-def trains(broken_after: int | None = None) -> Behaviour:
-    """A member with checkpoints, that breaks after so many calls of its verifier."""
+def training(broken_after: int | None = None) -> Behaviour:
+    """Return a member that trains with checkpoints, and fails after `broken_after` calls of its verifier."""
 
     def behave(run_dir: Path) -> int:
         _countdown[0] = broken_after
@@ -74,12 +74,12 @@ def trains(broken_after: int | None = None) -> Behaviour:
 
 
 def launch(directory: Path, specs: Sequence[RunSpec], broken: dict[str, int] | None = None) -> None:
-    script = {each.run: [trains((broken or {}).get(each.run))] for each in specs}
+    script = {each.run: [training((broken or {}).get(each.run))] for each in specs}
     Study(directory, specs).run(ScriptedExecutor(script))
 
 
-def litter(directory: Path) -> list[Path]:
-    """What is left of processes that were killed as they wrote, and more than a member needs."""
+def add_litter(directory: Path) -> list[Path]:
+    """Add files of all kinds to each run; return the leftovers of killed writers."""
     left = []
     for run_dir in (directory / "runs").iterdir():
         (run_dir / "log.txt").write_text("said\n" * 10)
@@ -97,57 +97,61 @@ def litter(directory: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files but the leases', which say when they were held last."""
+    """Return the contents of all files, without the leases, whose times change."""
     files = (
         path for path in folder.rglob("*") if path.is_file() and not re.search(r"\.(controller|writer)\.", path.name)
     )
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def awake(seconds: float) -> None:
-    """Nobody is waited for."""
+def no_sleep(seconds: float) -> None:
+    """Do not sleep."""
 
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """Two members that are done, and one that broke after its first checkpoint."""
+    """Run two members that finish, and one that fails after its first checkpoint."""
     specs = [spec(0), spec(1), spec(2)]
     launch(tmp_path / "mine", specs, {specs[2].run: 20})
     return tmp_path / "mine"
 
 
-def of(directory: Path, done: bool) -> list[Path]:
-    """Members' folders."""
+def members_by_state(directory: Path, done: bool) -> list[Path]:
+    """Return the folders of the members that are finished (or not)."""
     folders = sorted((directory / "runs").iterdir())
     return [folder for folder in folders if is_done(folder, STEPS, folder.name) == done]
 
 
-# --- what goes, and what stays -------------------------------------------------------------------------------
+# --- deleted and kept files ----------------------------------------------------------------------------------
 
 
-def test_what_each_kind_is(study: Path) -> None:
-    left = litter(study)
-    told = inventory(study)
-    (undone,), done = of(study, False), of(study, True)
-    assert (told.finished, told.others, told.at_work, told.linked) == (2, 1, 0, [])
-    names = {kind: {str(path.relative_to(study / "runs")) for path in files} for kind, files in told.removable.items()}
-    assert names["checkpoints"] == {f"{run.name}/checkpoints/step-0000000{n}.ckpt" for run in done for n in (6, 8)}
-    assert set(told.removable["leftovers"]) == set(left), "of the others too: nobody will go on with half a file"
-    assert names["logs"] == {f"{run.name}/{name}" for run in done for name in ("log.txt", "log.rank1.txt")}
-    assert names["attempts"] == {f"{run.name}/attempts/1-0-abc.jsonl" for run in done}
-    assert names["rollouts"] == {f"{run.name}/rollouts.jsonl" for run in done}
-    assert told.size("leftovers") == len("half of") * len(left)
-    every = set().union(*map(set, told.removable.values()))
-    stays = {path.name for path in undone.rglob("*") if path.is_file() and path not in every}
+def test_the_inventory_lists_the_files_of_each_kind(study: Path) -> None:
+    left = add_litter(study)
+    report = inventory(study)
+    (unfinished,), finished = members_by_state(study, False), members_by_state(study, True)
+    assert (report.finished, report.others, report.at_work, report.linked) == (2, 1, 0, [])
+    names = {
+        kind: {str(path.relative_to(study / "runs")) for path in files} for kind, files in report.removable.items()
+    }
+    assert names["checkpoints"] == {f"{run.name}/checkpoints/step-0000000{n}.ckpt" for run in finished for n in (6, 8)}
+    assert set(report.removable["leftovers"]) == set(left), (
+        "leftovers of unfinished members too, because no process continues a partial file"
+    )
+    assert names["logs"] == {f"{run.name}/{name}" for run in finished for name in ("log.txt", "log.rank1.txt")}
+    assert names["attempts"] == {f"{run.name}/attempts/1-0-abc.jsonl" for run in finished}
+    assert names["rollouts"] == {f"{run.name}/rollouts.jsonl" for run in finished}
+    assert report.size("leftovers") == len("half of") * len(left)
+    removable = set().union(*map(set, report.removable.values()))
+    stays = {path.name for path in unfinished.rglob("*") if path.is_file() and path not in removable}
     assert {"metrics.jsonl", "spec.json", "log.txt", "step-00000002.ckpt", "1-0-abc.jsonl"} <= stays
 
 
 @pytest.mark.parametrize("kinds", [USUAL, ("logs",), ("attempts", "rollouts"), tuple(KINDS)])
 @pytest.mark.parametrize("keep", [0, 1])
-def test_what_was_shown_goes_and_nothing_else(study: Path, kinds: tuple[str, ...], keep: int) -> None:
-    litter(study)
+def test_exactly_the_listed_files_are_deleted(study: Path, kinds: tuple[str, ...], keep: int) -> None:
+    add_litter(study)
     before, shown = contents(study), inventory(study, keep)
-    assert contents(study) == before, "a look changes nothing"
+    assert contents(study) == before, "the inventory changes nothing"
     gone = clean(study, kinds, keep)
     for kind in KINDS:
         assert gone.removable[kind] == (shown.removable[kind] if kind in kinds else {})
@@ -156,14 +160,14 @@ def test_what_was_shown_goes_and_nothing_else(study: Path, kinds: tuple[str, ...
     assert all(not files for kind, files in inventory(study, keep).removable.items() if kind in kinds)
 
 
-def test_as_many_checkpoints_as_asked_stay_the_newest(study: Path) -> None:
+def test_the_newest_checkpoints_are_kept(study: Path) -> None:
     for keep, left in ((1, {"step-00000008.ckpt"}), (0, set())):
         clean(study, ["checkpoints"], keep)
-        assert all({path.name for path in run.glob("checkpoints/*")} == left for run in of(study, True))
+        assert all({path.name for path in run.glob("checkpoints/*")} == left for run in members_by_state(study, True))
 
 
-def test_checkpoints_that_the_run_was_to_keep_stay(study: Path) -> None:
-    first, *others = of(study, True)
+def test_checkpoints_in_keep_steps_are_kept(study: Path) -> None:
+    first, *others = members_by_state(study, True)
     spec = json.loads((first / "spec.json").read_text())
     spec["config"]["checkpoint"]["keep_steps"] = [6]
     (first / "spec.json").write_text(json.dumps(spec))
@@ -172,7 +176,7 @@ def test_checkpoints_that_the_run_was_to_keep_stay(study: Path) -> None:
     assert all(not list(run.glob("checkpoints/*")) for run in others)
 
 
-# --- after it ------------------------------------------------------------------------------------------------
+# --- a study after cleaning ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -183,58 +187,62 @@ def test_checkpoints_that_the_run_was_to_keep_stay(study: Path) -> None:
     keep=st.integers(0, 2),
     more=st.integers(0, 2),
 )
-def test_whatever_has_gone_members_go_on_bit_for_bit_and_all_is_told_as_before(
+def test_after_cleaning_members_continue_identically_and_views_do_not_change(
     broken: list[int | None], kinds: set[str], keep: int, more: int
 ) -> None:
-    """Members break at any moment; then the study is cleaned, told of, and gone on with, by a larger budget too."""
+    """Members fail at random times. The study is cleaned, shown and continued, also with a larger budget."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: None)
-        there, undisturbed = Path(folder) / "mine", Path(folder) / "undisturbed"
+        cleaned, undisturbed = Path(folder) / "mine", Path(folder) / "undisturbed"
         specs = [spec(seed) for seed in range(len(broken))]
-        launch(there, specs, {each.run: n for each, n in zip(specs, broken, strict=True) if n is not None})
-        litter(there)
-        seen = overview(there)
-        clean(there, sorted(kinds), keep)
-        assert [replace(view, attempts=0, node=None) for view in overview(there)] == [
-            replace(view, attempts=0, node=None) for view in seen
+        launch(
+            cleaned, specs, {member_spec.run: n for member_spec, n in zip(specs, broken, strict=True) if n is not None}
+        )
+        add_litter(cleaned)
+        views_before = overview(cleaned)
+        clean(cleaned, sorted(kinds), keep)
+        assert [replace(view, attempts=0, node=None) for view in overview(cleaned)] == [
+            replace(view, attempts=0, node=None) for view in views_before
         ]
-        # Without its checkpoints a finished run is not continued.
-        lost = "checkpoints" in kinds and keep == 0
-        longer = [each if lost and is_done(there / "runs" / each.run, STEPS, each.run) else
-                  spec(each.seed, steps=STEPS + EVERY * more) for each in specs]  # fmt: skip
-        saved = {each.run: read_journal(there / "runs" / each.run) for each in specs}
-        launch(there, longer)
+        # A finished run without checkpoints cannot be continued, so its budget stays.
+        no_checkpoints = "checkpoints" in kinds and keep == 0
+        longer = [one if no_checkpoints and is_done(cleaned / "runs" / one.run, STEPS, one.run) else
+                  spec(one.seed, steps=STEPS + EVERY * more) for one in specs]  # fmt: skip
+        saved = {member_spec.run: read_journal(cleaned / "runs" / member_spec.run) for member_spec in specs}
+        launch(cleaned, longer)
         launch(undisturbed, longer)
-        for each in longer:
-            lines = parse_lines((there / "runs" / each.run / "metrics.jsonl").read_bytes())
+        for member_spec in longer:
+            lines = parse_lines((cleaned / "runs" / member_spec.run / "metrics.jsonl").read_bytes())
             resumed = [line["step"] for line in lines if line["kind"] == "resume"]
-            at = saved[each.run].checkpoint_step
-            goes_on = saved[each.run].status != "finished" or each.steps > STEPS
-            assert resumed == ([-1 if at is None else at] if goes_on else []), "from its newest checkpoint"
-            one, other = (read_journal(root / "runs" / each.run) for root in (there, undisturbed))
-            assert one.status == "finished" and one.deterministic() == other.deterministic()
+            checkpoint_step = saved[member_spec.run].checkpoint_step
+            continues = saved[member_spec.run].status != "finished" or member_spec.steps > STEPS
+            assert resumed == ([-1 if checkpoint_step is None else checkpoint_step] if continues else []), (
+                "a run resumes from its newest checkpoint"
+            )
+            journal, expected = (read_journal(root / "runs" / member_spec.run) for root in (cleaned, undisturbed))
+            assert journal.status == "finished" and journal.deterministic() == expected.deterministic()
 
 
 @pytest.mark.slow
-def test_the_commands_about_a_study_work_as_before(
+def test_commands_print_the_same_after_cleaning(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told() -> list[str]:
-        said = []
+    def command_outputs() -> list[str]:
+        outputs = []
         page = str(tmp_path / "report.html")
         for words in (["status"], ["status", "--json"], ["rank"], ["collect"], ["report", "-o", page]):
             assert cli.main([words[0], str(study), *words[1:]]) == 0
-            said.append(capsys.readouterr().out)
-        return said
+            outputs.append(capsys.readouterr().out)
+        return outputs
 
-    litter(study)
-    before = told()
+    add_litter(study)
+    before = command_outputs()
     clean(study, tuple(KINDS))
-    for one, other in zip(before, told(), strict=True):
-        assert re.sub(r'"attempts": \d', "", one) == re.sub(r'"attempts": \d', "", other)
+    for old, new in zip(before, command_outputs(), strict=True):
+        assert re.sub(r'"attempts": \d', "", old) == re.sub(r'"attempts": \d', "", new)
 
 
-# --- who is left alone ---------------------------------------------------------------------------------------
+# --- members that are in use ---------------------------------------------------------------------------------
 
 
 def test_a_study_that_is_being_run_is_not_cleaned(study: Path) -> None:
@@ -244,31 +252,31 @@ def test_a_study_that_is_being_run_is_not_cleaned(study: Path) -> None:
     try:
         with pytest.raises(UserError, match=r"clean: .* is being run by another process"):
             clean(study, USUAL)
-        assert inventory(study).size("checkpoints") > 0, "a look is allowed"
+        assert inventory(study).size("checkpoints") > 0, "the inventory is allowed"
     finally:
         lease.release()
     assert contents(study) == before
 
 
-def test_what_a_process_is_writing_stays(study: Path) -> None:
-    """A single run of a study's member takes no part in its ledger."""
-    litter(study)
-    busy, other = of(study, True)
+def test_files_of_a_running_process_are_kept(study: Path) -> None:
+    """A member that is run alone, outside its study, is not in the ledger as running."""
+    add_litter(study)
+    busy, other = members_by_state(study, True)
     lease = Lease(busy)
     lease.acquire()
     try:
-        told = clean(study, tuple(KINDS))
+        report = clean(study, tuple(KINDS))
     finally:
         lease.release()
-    assert told.at_work == 1
+    assert report.at_work == 1
     assert len(list((busy / "checkpoints").iterdir())) == 4 and (busy / "log.txt").exists()
     assert not list((other / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_holder_on_another_machine_is_known_by_its_beat_and_by_no_clock(study: Path, alive: bool) -> None:
-    """Its file is of yesterday, by this machine's clock."""
-    busy, _ = of(study, True)
+def test_a_lease_on_another_machine_is_judged_by_its_heartbeat(study: Path, alive: bool) -> None:
+    """The time of the lease's file does not count, because the clocks of machines differ."""
+    busy, _ = members_by_state(study, True)
     facts = {"host": "elsewhere", "pid": 1, "token": "t", "beat": 7}
     path = busy / ".writer.json"
 
@@ -279,16 +287,16 @@ def test_a_holder_on_another_machine_is_known_by_its_beat_and_by_no_clock(study:
     beat(facts)
 
     def sleep(seconds: float) -> None:
-        assert seconds > 5, "a beat comes every five seconds"
+        assert seconds > 5, "a heartbeat comes every five seconds, so a shorter wait could miss it"
         if alive:
             beat({**facts, "beat": 9})
 
-    told = clean(study, USUAL, sleep=sleep)
-    assert told.at_work == alive
+    report = clean(study, USUAL, sleep=sleep)
+    assert report.at_work == alive
     assert bool(list((busy / "checkpoints").iterdir())) == alive
 
 
-def test_members_with_jobs_keep_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_with_jobs_keep_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     light(monkeypatch)
     specs = [member(seed) for seed in range(2)]
     here = Place(tmp_path, FakeCluster(VirtualTime()), specs, JobSettings.of({}), retry_policy())
@@ -305,7 +313,9 @@ def test_members_with_jobs_keep_everything(tmp_path: Path, monkeypatch: pytest.M
         here.finished_once(each.run)
 
 
-def test_submissions_go_once_no_member_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_folders_are_deleted_when_no_member_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     light(monkeypatch)
     specs = [member(seed) for seed in range(3)]
     fates = {specs[1].run: [RAISES]}
@@ -314,7 +324,9 @@ def test_submissions_go_once_no_member_needs_them(tmp_path: Path, monkeypatch: p
     failed = Ledger(tmp_path).fold()[specs[1].run].submission
     assert len(list((tmp_path / "jobs").iterdir())) == 3
     clean(tmp_path, ["attempts"])
-    assert [each.name for each in (tmp_path / "jobs").iterdir()] == [failed], "its log says why it failed"
+    assert [each.name for each in (tmp_path / "jobs").iterdir()] == [failed], (
+        "the folder of a failed member stays, because its log has the reason"
+    )
     here.run()
     clean(tmp_path, ["attempts"])
     assert not list((tmp_path / "jobs").iterdir())
@@ -324,28 +336,28 @@ def test_submissions_go_once_no_member_needs_them(tmp_path: Path, monkeypatch: p
 # --- links ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["runs", "run", "checkpoints", "checkpoint", "attempts"])
-def test_nothing_behind_a_link_is_touched(study: Path, tmp_path: Path, what: str) -> None:
-    litter(study)
-    one, _ = of(study, True)
-    place = {
+@pytest.mark.parametrize("linked", ["runs", "run", "checkpoints", "checkpoint", "attempts"])
+def test_links_are_not_followed(study: Path, tmp_path: Path, linked: str) -> None:
+    add_litter(study)
+    one, _ = members_by_state(study, True)
+    path = {
         "runs": study / "runs",
         "run": one,
         "checkpoints": one / "checkpoints",
         "checkpoint": one / "checkpoints" / "step-00000008.ckpt",
         "attempts": one / "attempts",
-    }[what]
+    }[linked]
     outside = tmp_path / "outside"
-    place.rename(outside)
-    place.symlink_to(outside)
+    path.rename(outside)
+    path.symlink_to(outside)
     before = contents(tmp_path / "outside") if outside.is_dir() else {"": outside.read_bytes()}
-    told = clean(study, tuple(KINDS))
+    report = clean(study, tuple(KINDS))
     assert (contents(outside) if outside.is_dir() else {"": outside.read_bytes()}) == before
-    assert place.is_symlink()
-    assert told.linked == ([] if what == "checkpoint" else [place])
+    assert path.is_symlink()
+    assert report.linked == ([] if linked == "checkpoint" else [path])
 
 
-def test_a_linked_folder_of_jobs_stays(study: Path, tmp_path: Path) -> None:
+def test_a_linked_jobs_folder_is_kept(study: Path, tmp_path: Path) -> None:
     (tmp_path / "jobs" / "abc").mkdir(parents=True)
     (tmp_path / "jobs" / "abc" / "submit.sh").write_text("#")
     (study / "jobs").symlink_to(tmp_path / "jobs")
@@ -365,8 +377,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, shown.out, shown.err
 
 
-def test_the_command_shows_first_and_removes_when_told(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    litter(study)
+def test_the_command_deletes_only_with_yes(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_litter(study)
     before = contents(study)
     code, out, err = run(capsys, str(study))
     assert (code, err) == (0, "") and contents(study) == before
@@ -377,29 +389,29 @@ def test_the_command_shows_first_and_removes_when_told(study: Path, capsys: pyte
     code, out, err = run(capsys, str(study), "--yes")
     assert (code, err) == (0, "") and "Nothing was deleted" not in out
     assert re.search(r"^deleted .*files", out, re.MULTILINE) and re.search(r"checkpoints +4 ", out)
-    assert not any("checkpoints" in name for name in contents(study) if of(study, True)[0].name in name)
+    assert not any("checkpoints" in name for name in contents(study) if members_by_state(study, True)[0].name in name)
     code, out, _ = run(capsys, str(study), "--logs", "--keep", "1")
     assert "cannot be continued" not in out
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["nowhere"], 1, "no study here; give the folder that a --multirun wrote to"),
         (["STUDY", "--keep", "-1"], 2, "is not a whole number of 0 or more"),
         (["STUDY", "--keep", "x"], 2, "is not a whole number of 0 or more"),
     ],
 )
-def test_what_cannot_be_cleaned_is_one_line(
-    study: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+def test_invalid_calls_print_one_line(
+    study: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     before = contents(study)
-    found, out, err = run(capsys, *[word.replace("STUDY", str(study)) for word in words])
-    assert found == code and out == "" and said in err
+    exit_code, out, err = run(capsys, *[word.replace("STUDY", str(study)) for word in arguments])
+    assert exit_code == code and out == "" and message in err
     assert contents(study) == before
 
 
-def test_what_the_system_refuses_is_one_line(
+def test_an_operating_system_error_is_printed_in_one_line(
     study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real: Callable[..., None] = Path.unlink

@@ -1,4 +1,4 @@
-"""Truths about what a controller decides, from states, ends of attempts, wishes and a policy alone."""
+"""Tests of a controller's decisions, which follow only from states, ends of attempts, wishes and the policy."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def state(run: str = "a", event: str = "started", **more: object) -> MemberState
     return replace(MemberState(run, "scalerl", 0, event), **more)  # type: ignore[arg-type]
 
 
-def decided(ended: Ended, policy: Policy, now: MemberState | None = None) -> Action:
+def action_after(ended: Ended, policy: Policy, now: MemberState | None = None) -> Action:
     (action,) = next_actions({ended.run: now or state(ended.run)}, [ended], policy)
     return action
 
 
-# --- first ---------------------------------------------------------------------------------------------------
+# --- first actions of a launch -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def decided(ended: Ended, policy: Policy, now: MemberState | None = None) -> Act
     [
         ("planned", False, False, Submit("a")),
         ("retried", False, False, Submit("a")),
-        ("finished", False, False, Submit("a")),  # the journal does not bear it out, or the budget has grown
+        ("finished", False, False, Submit("a")),  # not finished by the journal, or the budget was raised
         ("submitting", False, False, Adopt("a")),
         ("started", True, False, Adopt("a")),
         ("failed", True, False, Submit("a")),
@@ -59,10 +59,10 @@ def decided(ended: Ended, policy: Policy, now: MemberState | None = None) -> Act
         ("failed", False, True, GiveUp("a", state="failed", reason="no")),
         ("stopped", True, False, Submit("a")),
         ("stopped", False, False, GiveUp("a", state="stopped", reason="no")),
-        ("stopped", False, True, Submit("a")),  # the decider says whether it goes on
+        ("stopped", False, True, Submit("a")),  # the decider says whether it continues
     ],
 )
-def test_who_is_run_when_a_launch_begins(event: str, again: bool, by_decider: bool, expected: Action) -> None:
+def test_first_action_per_state(event: str, again: bool, by_decider: bool, expected: Action) -> None:
     members = [state(event=event, reason="no")]
     assert first_actions(members, {}, Policy(NO_RETRIES, again, by_decider)) == [expected]
     recorded = None if event == "finished" else "finished"
@@ -72,17 +72,17 @@ def test_who_is_run_when_a_launch_begins(event: str, again: bool, by_decider: bo
 
 
 @pytest.mark.parametrize("kind", ["cancelled", "stopped"])
-def test_what_was_cancelled_is_told_as_cancelled(kind: str) -> None:
+def test_a_cancelled_member_stays_cancelled(kind: str) -> None:
     (action,) = first_actions([state(event="failed", kind=kind, reason="why")], {}, Policy(NO_RETRIES, again=False))
     assert action == GiveUp("a", state="cancelled", reason="why")
 
 
-# --- next ----------------------------------------------------------------------------------------------------
+# --- actions after an attempt has ended ----------------------------------------------------------------------
 
 
-def test_done_is_done_and_its_node_is_written_down() -> None:
-    assert decided(Ended("a", done=True, node="n1"), Policy(NO_RETRIES)) == Finish("a", "finished", {"node": "n1"})
-    early = decided(Ended("a", done=True, reason="dry", node="n1"), Policy(RETRIES))
+def test_a_finished_member_is_recorded_with_its_node() -> None:
+    assert action_after(Ended("a", done=True, node="n1"), Policy(NO_RETRIES)) == Finish("a", "finished", {"node": "n1"})
+    early = action_after(Ended("a", done=True, reason="dry", node="n1"), Policy(RETRIES))
     assert early == Finish("a", "finished", {"node": "n1", "reason": "dry"}, "dry")
 
 
@@ -92,14 +92,14 @@ def test_done_is_done_and_its_node_is_written_down() -> None:
         (("killed", {}), Policy(RETRIES), Retry("a", "retried", {"kind": "killed", "reason": "why"}, "why")),
         (("error", {}), Policy(RETRIES), GiveUp("a", "failed", {"kind": "error", "reason": "why"}, "failed", "why")),
         (("cancelled", {}), Policy(NO_RETRIES), "cancelled"),
-        # Over before this command was given, which wants it.
+        # The attempt had ended before this launch, which asks for the member again.
         (
             ("cancelled", {"ended_before": True, "stop_requested": True}),
             Policy(NO_RETRIES),
             "failed, then another chance",
         ),
         (("cancelled", {"ended_before": True, "stop_requested": True}), Policy(NO_RETRIES, again=False), "cancelled"),
-        # Stopped by itself, because it was asked to, and although its decider did not ask.
+        # Stopped without a request of this launch, with a request, and with a decider that did or did not ask.
         (("stopped", {}), Policy(NO_RETRIES), "stopped"),
         (("stopped", {"stop_requested": True}), Policy(NO_RETRIES), "stopped, then another chance"),
         (("stopped", {"stop_requested": True}), Policy(NO_RETRIES, again=False), "stopped"),
@@ -107,18 +107,20 @@ def test_done_is_done_and_its_node_is_written_down() -> None:
         (("stopped", {}), Policy(NO_RETRIES, has_decider=True), "cancelled"),
     ],
 )
-def test_what_follows_an_end(ended: tuple[str, Mapping[str, bool]], policy: Policy, expected: Action | str) -> None:
-    kind, more = ended
-    action = decided(Ended("a", False, kind, "why", **more), policy)  # type: ignore[arg-type]
+def test_action_after_an_attempt_has_ended(
+    ended: tuple[str, Mapping[str, bool]], policy: Policy, expected: Action | str
+) -> None:
+    kind, options = ended
+    action = action_after(Ended("a", False, kind, "why", **options), policy)  # type: ignore[arg-type]
     failure = {"kind": kind, "reason": "why"}
-    named: dict[str, Action] = {
+    named_actions: dict[str, Action] = {
         "cancelled": GiveUp("a", "failed", failure, "cancelled", "why"),
         "stopped": GiveUp("a", "stopped", failure, "stopped", "why"),
         "failed, then another chance": Retry("a", "failed", failure, "why"),
         "stopped, then another chance": Retry("a", "stopped", failure, "why"),
         "stopped, for the decider": Submit("a", "stopped", failure),
     }
-    assert action == (named[expected] if isinstance(expected, str) else expected)
+    assert action == (named_actions[expected] if isinstance(expected, str) else expected)
 
 
 kinds = st.sampled_from(list(KINDS))
@@ -133,12 +135,12 @@ policies = st.builds(
 @settings(max_examples=examples(200))
 @given(policies, st.lists(kinds, max_size=30))
 def test_retries_never_exceed_the_policy(policy: Policy, failures: Sequence[str]) -> None:
-    """Whatever a member dies of, in whichever order, until it is given up."""
-    now, spent = state(), Counter[str]()
+    """A member has failures of any kind in any order, until it is given up."""
+    member, spent = state(), Counter[str]()
     for kind in failures:
-        action = decided(Ended("a", False, kind, "why", "n1"), policy, now)
+        action = action_after(Ended("a", False, kind, "why", "n1"), policy, member)
         assert action.event is not None
-        now = state_after(now, action.event, action.entry)
+        member = state_after(member, action.event, action.entry)
         if action.event != "retried":
             limit = policy.retries[kind]
             assert limit is not None and spent[kind] >= limit, "given up too early"
@@ -150,18 +152,18 @@ def test_retries_never_exceed_the_policy(policy: Policy, failures: Sequence[str]
 
 @settings(max_examples=examples(100))
 @given(policies, kinds, st.integers(0, 8), st.integers(0, 8))
-def test_attempts_that_a_node_has_spoilt_do_not_count(policy: Policy, kind: str, others: int, excused: int) -> None:
-    """`excused` counts this attempt as well, which the ledger does not know of yet."""
+def test_excused_attempts_do_not_count(policy: Policy, kind: str, others: int, excused: int) -> None:
+    """`excused` includes this attempt, which is not in the ledger yet."""
     limit = policy.retries[kind]
     now = state(retries_used={kind: others + excused})
-    action = decided(Ended("a", False, kind, "why", "n1", excused=excused), policy, now)
+    action = action_after(Ended("a", False, kind, "why", "n1", excused=excused), policy, now)
     assert (action.event == "retried") == (limit is None or (limit > 0 and others < limit))
 
 
-# --- wished --------------------------------------------------------------------------------------------------
+# --- actions that a decider wishes ---------------------------------------------------------------------------
 
 
-def test_a_wish_is_carried_out_in_the_deciders_order() -> None:
+def test_wishes_are_carried_out_in_the_deciders_order() -> None:
     states = {
         run: state(run, event) for run, event in zip("abcdef", ["stopped"] * 4 + ["failed", "started"], strict=True)
     }
@@ -180,9 +182,9 @@ def test_a_wish_is_carried_out_in_the_deciders_order() -> None:
         Submit("b"),
         Hold("a", reason="paused: wait"),
     ]
-    # One that failed is held where the decider wants it later; it has not paused.
+    # A failed member that the decider wants later is held, without a reason, because it has not paused.
     assert wished_actions(states, Wish(to_pause={"e": "paused: wait"}), [], {}, ["e"], []) == [Hold("e")]
-    # Once more: what was asked is not asked again, and what is held is not told again.
+    # A second time, requests and reports are not repeated.
     states["c"] = state_after(states["c"], "stopped", {"run": "c", **stopped})
     again = wished_actions(states, replace(wish, to_run=[]), ["f"], {"f": "paused: wait"}, [], ["a", "c"])
     assert again == [GiveUp("c", state="stopped", reason="stopped at compute 1"), Hold("a")]
@@ -211,18 +213,18 @@ ends = st.builds(
     policies,
     st.lists(st.tuples(st.integers(0, 3), st.lists(ends, max_size=4), wishes), max_size=8),
 )
-def test_a_member_is_in_one_place_whatever_happens(
+def test_a_member_is_always_in_exactly_one_state(
     events: Sequence[str],
     done: set[str],
     policy: Policy,
     turns: Sequence[tuple[int, Sequence[Ended], Wish]],
 ) -> None:
-    """Waiting, held, at work, done or given up: never in two of them, never in none; and what is done stays done."""
+    """Each member is either waiting, held, running, finished or given up. Finished members stay finished."""
     states = {run: state(run, event) for run, event in zip(RUNS, events, strict=True)}
     waiting: list[str] = []
     held: list[str] = []
-    at_work: list[str] = []
-    over: list[str] = []
+    running: list[str] = []
+    given_up: list[str] = []
     finished: list[str] = []
 
     def carry_out(actions: Sequence[Action]) -> None:
@@ -233,14 +235,14 @@ def test_a_member_is_in_one_place_whatever_happens(
                 case Submit(run):
                     waiting.append(run)
                 case Adopt(run):
-                    at_work.append(run)
+                    running.append(run)
                 case Hold(run):
                     held.append(run)
                 case GiveUp(run):
-                    over.append(run)
+                    given_up.append(run)
                 case Finish(run):
                     finished.append(run)
-        assert sorted([*waiting, *held, *at_work, *over, *finished]) == list(RUNS)
+        assert sorted([*waiting, *held, *running, *given_up, *finished]) == list(RUNS)
 
     first = first_actions(list(states.values()), dict.fromkeys(done), policy)
     assert [action.run for action in first] == list(RUNS)
@@ -249,25 +251,27 @@ def test_a_member_is_in_one_place_whatever_happens(
     for room, outcomes, wish in turns:
         for _ in range(min(room, len(waiting))):
             run = waiting.pop(0)
-            assert run not in finished and run not in over
-            at_work.append(run)
+            assert run not in finished and run not in given_up
+            running.append(run)
             states[run] = state_after(states[run], "started", {"run": run})
-        ended = list({each.run: each for each in outcomes if each.run in at_work}.values())
-        at_work = [run for run in at_work if run not in {each.run for each in ended}]
+        ended = list({end.run: end for end in outcomes if end.run in running}.values())
+        running = [run for run in running if run not in {end.run for end in ended}]
         actions = next_actions(states, ended, policy)
-        assert [action.run for action in actions] == [each.run for each in ended], "one of each, in their order"
-        assert all(isinstance(action, Finish) == each.done for action, each in zip(actions, ended, strict=True))
+        assert [action.run for action in actions] == [end.run for end in ended], "one action per end, in the same order"
+        assert all(isinstance(action, Finish) == end.done for action, end in zip(actions, ended, strict=True))
         carry_out(actions)
         if policy.has_decider:
-            asked = {run: "paused: one" for run in at_work[:1]}
-            actions = wished_actions(states, wish, at_work, asked, waiting, held)
-            assert actions == wished_actions(states, wish, at_work, asked, waiting, held), "of nothing else"
+            requested = {run: "paused: one" for run in running[:1]}
+            actions = wished_actions(states, wish, running, requested, waiting, held)
+            assert actions == wished_actions(states, wish, running, requested, waiting, held), (
+                "the actions depend on nothing else"
+            )
             submitted = [action.run for action in actions if isinstance(action, Submit)]
             assert submitted == [run for run in dict.fromkeys(wish.to_run) if run in submitted]
             stopped = {action.run: action.reason for action in actions if isinstance(action, Stop)}
             unwanted = {**wish.to_pause, **wish.to_end}
             assert stopped == {
-                run: unwanted[run] for run in at_work if unwanted.get(run, asked.get(run)) != asked.get(run)
+                run: unwanted[run] for run in running if unwanted.get(run, requested.get(run)) != requested.get(run)
             }
             waiting, held = [], []
             carry_out(actions)

@@ -1,4 +1,4 @@
-"""Truths about the ledger: its fold, and that a torn line costs nobody else anything."""
+"""Tests of the ledger: its fold, and that a torn line does not affect other lines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_last_event_of_a_run_is_its_state(ledger: Ledger) -> None:
     assert list(ledger.fold()) == ["b", "a"]
 
 
-def test_planning_again_forgets_nothing(ledger: Ledger) -> None:
+def test_planning_again_keeps_the_state(ledger: Ledger) -> None:
     ledger.append("planned", "a", recipe="scalerl", seed=7)
     ledger.append("started", "a")
     ledger.append("finished", "a")
@@ -128,7 +128,7 @@ GARBAGE = (
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_what_is_no_entry_is_passed_over(ledger: Ledger, garbage: bytes) -> None:
+def test_lines_that_are_not_entries_are_skipped(ledger: Ledger, garbage: bytes) -> None:
     ledger.append("planned", "a", recipe="scalerl", seed=7)
     ledger.append("started", "a")
     before = ledger.fold()
@@ -155,30 +155,32 @@ EVENTS = ("planned", "started", "finished", "failed")
 def test_any_history_folds_run_by_run(history: list[tuple[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder, patch("sweeps.run.files.os.fsync"):
         ledger = Ledger(Path(folder))
-        for number, (event, what) in enumerate(history):
+        for number, (event, value) in enumerate(history):
             if event == "torn":
                 line = json.dumps({"time": 1.0, "event": "failed", "run": "a", "reason": "torn"})
-                add_bytes(ledger, b"\n" + line.encode()[: -what - 1])
+                add_bytes(ledger, b"\n" + line.encode()[: -value - 1])
             elif event == "garbage":
-                add_bytes(ledger, b"\n" + what + b"\n")
+                add_bytes(ledger, b"\n" + value + b"\n")
             else:
-                ledger.append(event, what, recipe=f"recipe {what}", seed=ord(what), reason=str(number))
+                ledger.append(event, value, recipe=f"recipe {value}", seed=ord(value), reason=str(number))
         folded = ledger.fold()
 
     expected = {}
-    for run in dict.fromkeys(what for event, what in history if event == "planned"):
-        own = [(event, number) for number, (event, what) in enumerate(history) if what == run and event in EVENTS]
-        since = own[[event for event, _ in own].index("planned") :]
-        deeds = [(event, str(number)) for event, number in since if event != "planned"]
-        state, reason = deeds[-1] if deeds else ("planned", None)
-        attempts = sum(event == "started" for event, _ in deeds)
+    for run in dict.fromkeys(value for event, value in history if event == "planned"):
+        run_events = [
+            (event, number) for number, (event, value) in enumerate(history) if value == run and event in EVENTS
+        ]
+        planned_events = run_events[[event for event, _ in run_events].index("planned") :]
+        later_events = [(event, str(number)) for event, number in planned_events if event != "planned"]
+        state, reason = later_events[-1] if later_events else ("planned", None)
+        attempts = sum(event == "started" for event, _ in later_events)
         expected[run] = MemberState(run, f"recipe {run}", ord(run), state, attempts, reason)
     assert folded == expected
     assert list(folded) == list(expected)
 
 
 @pytest.mark.parametrize("seed", ["Infinity", "NaN", "1e999", "true", "[1]", "null", '"one"'])
-def test_a_line_whose_seed_is_no_whole_number_is_passed_over(ledger: Ledger, seed: str) -> None:
+def test_a_line_whose_seed_is_not_an_integer_is_skipped(ledger: Ledger, seed: str) -> None:
     add_bytes(ledger, b'{"time": 1, "event": "planned", "run": "a", "recipe": "r", "seed": %s}\n' % seed.encode())
     ledger.append("planned", "b", recipe="r", seed=3)
     assert {run: state.seed for run, state in ledger.fold().items()} == {"b": 3}

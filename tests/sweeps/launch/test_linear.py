@@ -1,7 +1,7 @@
-"""What a controller does for a study grows with its members, not with their square.
+"""Tests that the work of a controller grows linearly with the number of members.
 
-Counted are the calls that Python makes, of its own functions and of those in C: no busy machine changes them.
-Seconds and megabytes at ten thousand members are in `benchmarks/scale.py`.
+Counted are calls of Python and C functions, which do not depend on the machine's load. `benchmarks/scale.py` measures
+seconds and megabytes at ten thousand members.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sweeps.run.journal import JOURNAL_FILE, Journal
 from sweeps.run.spec import RunSpec, make_spec
 
 FEW, MANY = 200, 800
-# Four times the members are at most four times the calls; a part that is square, sixteen times its own.
-MOST = 4.2
+# Four times the members may need four times the calls, with a margin. A quadratic part would need sixteen times.
+MAX_RATIO = 4.2
 
 
-class Instant:
-    """A scheduler whose jobs end at once and leave what jobs leave; of some the first attempt fails."""
+class InstantScheduler:
+    """A scheduler whose jobs end at once and leave the usual files. Every fifth member fails at its first attempt."""
 
     def __init__(self, study: Path) -> None:
         self.study = study
@@ -45,7 +45,7 @@ class Instant:
         self.failed: set[str] = set()
 
     def submit(self, request: Request) -> str:
-        """One array; what its jobs do is not the controller's work."""
+        """Submit an array; calls in its jobs are not counted, because they are not the controller's work."""
         profile = sys.getprofile()
         sys.setprofile(None)
         try:
@@ -77,27 +77,27 @@ class Instant:
         return str(self.submissions)
 
     def queue(self) -> dict[str, JobInfo]:
-        """All of them."""
+        """Return all jobs."""
         return dict(self.jobs)
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
-        """Of those that failed."""
+        """Return exit code 1 for every job."""
         return dict.fromkeys(jobs, "1:0")
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
-        """What the queue knows."""
+        """Return the queue's record of the jobs."""
         return {job: self.jobs[job] for job in jobs if job in self.jobs}
 
     def array_limit(self) -> int:
-        """One array for all."""
+        """Return a limit that allows one array for all members."""
         return 10_000
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Nothing runs."""
+        """Do nothing, because no job runs."""
 
 
-def calls(what: Callable[[], object]) -> int:
-    """How many calls that takes."""
+def count_calls(action: Callable[[], object]) -> int:
+    """Count the calls of Python and C functions while `action` runs."""
     count = 0
 
     def note(frame: object, event: str, argument: object) -> None:
@@ -106,7 +106,7 @@ def calls(what: Callable[[], object]) -> int:
 
     sys.setprofile(note)
     try:
-        what()
+        action()
     finally:
         sys.setprofile(None)
     return count
@@ -130,52 +130,52 @@ PLAN = LaunchSettings(
 )
 
 
-def phases(folder: Path, number: int) -> dict[str, int]:
-    """The calls of each phase of a study's life, but for those of its jobs."""
-    found: dict[str, int] = {}
-    specs, scheduler = members(number), Instant(folder)
+def count_calls_by_phase(folder: Path, number: int) -> dict[str, int]:
+    """Count the calls of each phase of a study, without those of its jobs."""
+    counts: dict[str, int] = {}
+    specs, scheduler = members(number), InstantScheduler(folder)
 
-    class Here(SlurmCluster):
-        """Its jobs end at once."""
+    class InstantCluster(SlurmCluster):
+        """A cluster with this scheduler."""
 
         def scheduler(self) -> Scheduler:
             return scheduler
 
-    here = Here({"timeout_min": 60}, poll_s=0.001)
+    cluster = InstantCluster({"timeout_min": 60}, poll_s=0.001)
 
     def run(study: Study, detach: bool = False) -> dict[str, MemberState]:
-        with prepare_study(study, replace(PLAN, cluster=here)) as prepared:
+        with prepare_study(study, replace(PLAN, cluster=cluster)) as prepared:
             return prepared.commit(detach=detach)
 
     def launch() -> None:
         states = run(Study(folder, specs))
         assert all(state.state == "finished" for state in states.values())
 
-    found["launch"] = calls(launch)
-    found["status"] = calls(lambda: overview(folder, scheduler))
-    found["collect"] = calls(lambda: run(Study.read(folder), detach=True))
-    # A controller that was killed between submitting an array and writing down its id.
+    counts["launch"] = count_calls(launch)
+    counts["status"] = count_calls(lambda: overview(folder, scheduler))
+    counts["collect"] = count_calls(lambda: run(Study.read(folder), detach=True))
+    # As if the controller had been killed between submitting the array and recording its id.
     lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     cut = next(at for at, line in enumerate(lines) if '"started"' in line)
     (folder / "ledger.jsonl").write_text("".join(lines[:cut]))
     for spec in specs:
         (folder / "runs" / spec.run / JOURNAL_FILE).rename(folder / "runs" / spec.run / "kept")
     study = Study.read(folder)
-    executor = replace(PLAN, cluster=here).executor(folder)
+    executor = replace(PLAN, cluster=cluster).executor(folder)
     states = Ledger(folder).fold()
     launches = [Launch(spec.run, study.run_dir(spec), submission=states[spec.run].submission) for spec in specs]
-    found["adopt"] = calls(lambda: executor.adopt(launches))
+    counts["adopt"] = count_calls(lambda: executor.adopt(launches))
     assert len(executor.running()) == number
-    found["judge"] = calls(lambda: executor.poll(0.0))
+    counts["judge"] = count_calls(lambda: executor.poll(0.0))
     assert not executor.running()
-    return found
+    return counts
 
 
 @pytest.mark.full
 def test_every_phase_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    few, many = phases(tmp_path / "few", FEW), phases(tmp_path / "many", MANY)
+    few, many = count_calls_by_phase(tmp_path / "few", FEW), count_calls_by_phase(tmp_path / "many", MANY)
     ratios = {name: many[name] / few[name] for name in few}
     assert set(ratios) == {"launch", "status", "collect", "adopt", "judge"}
-    assert {name: round(ratio, 1) for name, ratio in ratios.items() if ratio > MOST} == {}
+    assert {name: round(ratio, 1) for name, ratio in ratios.items() if ratio > MAX_RATIO} == {}

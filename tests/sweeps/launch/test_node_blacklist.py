@@ -1,4 +1,4 @@
-"""Truths about which nodes a study keeps off, from lines of a ledger."""
+"""Tests of the nodes that a study excludes, from entries of a ledger."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
-def failed(
+def add_failure(
     nodes: NodeBlacklist, node: str | None, run: str, time: float, reason: str = ECC, event: str = "retried"
 ) -> None:
     nodes.add_entry({"time": time, "run": run, "event": event, "kind": "gpu", "reason": reason, "node": node})
 
 
-def test_a_node_is_out_after_two_members_until_an_hour_after_the_last() -> None:
+def test_a_node_is_excluded_after_two_members_until_an_hour_after_the_last() -> None:
     nodes = NodeBlacklist()
-    failed(nodes, "n1", "a", 0.0)
-    failed(nodes, "n1", "a", 10.0)
+    add_failure(nodes, "n1", "a", 0.0)
+    add_failure(nodes, "n1", "a", 10.0)
     assert nodes.excluded_nodes(20.0) == ()
-    failed(nodes, "n1", "b", 600.0)
+    add_failure(nodes, "n1", "b", 600.0)
     assert nodes.excluded_nodes(600.0) == nodes.excluded_nodes(600.0 + EXCLUDED_S - 1) == ("n1",)
     assert nodes.excluded_nodes(600.0 + EXCLUDED_S) == ()
-    failed(nodes, "n1", "c", 601.0 + EXCLUDED_S)
-    assert nodes.excluded_nodes(602.0 + EXCLUDED_S) == (), "one since: it is tried again"
-    failed(nodes, "n1", "d", 603.0 + EXCLUDED_S)
+    add_failure(nodes, "n1", "c", 601.0 + EXCLUDED_S)
+    assert nodes.excluded_nodes(602.0 + EXCLUDED_S) == (), "one failure since the node returned is not enough"
+    add_failure(nodes, "n1", "d", 603.0 + EXCLUDED_S)
     assert nodes.excluded_nodes(604.0 + EXCLUDED_S) == ("n1",)
 
 
-def test_two_members_that_failed_far_apart_have_nothing_to_do_with_each_other() -> None:
+def test_failures_more_than_an_hour_apart_do_not_count_together() -> None:
     nodes = NodeBlacklist()
-    failed(nodes, "n1", "a", 0.0)
-    failed(nodes, "n1", "b", WINDOW_S + 1)
+    add_failure(nodes, "n1", "a", 0.0)
+    add_failure(nodes, "n1", "b", WINDOW_S + 1)
     assert nodes.excluded_nodes(WINDOW_S + 2) == ()
     assert nodes.count_excused("b", WINDOW_S + 2) == {}
 
 
-def test_reasons_may_differ_and_lines_without_a_node_say_nothing() -> None:
+def test_failures_of_different_kinds_count_and_entries_without_a_node_do_not() -> None:
     nodes = NodeBlacklist()
-    failed(nodes, "n1", "a", 0.0)
-    failed(nodes, None, "b", 1.0)
+    add_failure(nodes, "n1", "a", 0.0)
+    add_failure(nodes, None, "b", 1.0)
     assert nodes.excluded_nodes(2.0) == ()
-    failed(nodes, "n1", "b", 3.0, "OSError: [Errno 5] Input/output error", event="failed")
+    add_failure(nodes, "n1", "b", 3.0, "OSError: [Errno 5] Input/output error", event="failed")
     assert nodes.excluded_nodes(4.0) == ("n1",)
 
 
-def test_what_failed_on_a_bad_node_is_excused_once_a_node_also_of_before_it_was_known() -> None:
+def test_one_failure_per_bad_node_is_excused_also_an_earlier_one() -> None:
     nodes = NodeBlacklist()
-    failed(nodes, "n1", "a", 0.0)
+    add_failure(nodes, "n1", "a", 0.0)
     assert nodes.count_excused("a", 1.0) == {}
-    failed(nodes, "n1", "b", 2.0)
-    failed(nodes, "n1", "a", 3.0)
+    add_failure(nodes, "n1", "b", 2.0)
+    add_failure(nodes, "n1", "a", 3.0)
     assert nodes.count_excused("a", 4.0) == nodes.count_excused("b", 4.0) == {"gpu": 1}
     nodes.reset_failures("a")
-    assert nodes.count_excused("a", 5.0) == {}, "given up: another chance begins at nothing"
+    assert nodes.count_excused("a", 5.0) == {}, "a new launch of a failed member starts its count at zero"
 
 
-def test_not_more_than_so_many_attempts_are_excused() -> None:
+def test_at_most_max_excused_failures_are_excused() -> None:
     nodes = NodeBlacklist(lambda: ["a good one"])
     for number in range(3 * MAX_EXCUSED):
-        failed(nodes, f"n{number}", "a", float(number))
-        failed(nodes, f"n{number}", "b", float(number))
+        add_failure(nodes, f"n{number}", "a", float(number))
+        add_failure(nodes, f"n{number}", "b", float(number))
     assert nodes.count_excused("a", 100.0) == {"gpu": MAX_EXCUSED}
 
 
@@ -79,60 +79,60 @@ REASONS = [
 ]
 
 
-def everywhere(nodes: NodeBlacklist, reason: str, count: int) -> None:
+def fail_on_nodes(nodes: NodeBlacklist, reason: str, count: int) -> None:
     for number in range(count):
         for run in ("af3290", "b71c05"):
             node = f"gpu-{number}"
-            failed(nodes, node, run, float(number), reason.format(number=number, run=run, node=node))
+            add_failure(nodes, node, run, float(number), reason.format(number=number, run=run, node=node))
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_fails_alike_on_every_node_is_not_the_nodes(reason: str) -> None:
+def test_a_failure_with_the_same_cause_on_every_node_excludes_none(reason: str) -> None:
     nodes = NodeBlacklist()
-    everywhere(nodes, reason, MIN_NODES - 1)
-    assert len(nodes.excluded_nodes(50.0)) == MIN_NODES - 1, "so few may be bad luck"
-    everywhere(nodes, reason, MIN_NODES)
+    fail_on_nodes(nodes, reason, MIN_NODES - 1)
+    assert len(nodes.excluded_nodes(50.0)) == MIN_NODES - 1, "so few nodes may all be bad by chance"
+    fail_on_nodes(nodes, reason, MIN_NODES)
     assert nodes.excluded_nodes(50.0) == () and nodes.count_excused("af3290", 50.0) == {}
 
 
 @pytest.mark.parametrize("how", ["at work", "finished", "another reason"])
-def test_one_node_that_fares_otherwise_makes_it_the_nodes(how: str) -> None:
+def test_one_node_without_the_failure_is_enough_to_blame_the_others(how: str) -> None:
     nodes = NodeBlacklist(lambda: ["n-good"] if how == "at work" else [])
     if how == "finished":
         nodes.add_entry({"time": 1.0, "run": "c", "event": "finished", "node": "n-good"})
     elif how == "another reason":
-        failed(nodes, "n-good", "c", 1.0, "killed from outside")
-    everywhere(nodes, ECC, MIN_NODES + 2)
+        add_failure(nodes, "n-good", "c", 1.0, "killed from outside")
+    fail_on_nodes(nodes, ECC, MIN_NODES + 2)
     assert len(nodes.excluded_nodes(50.0)) == MIN_NODES + 2
     assert nodes.count_excused("af3290", 50.0) == {"gpu": MIN_NODES + 2}
 
 
-def test_a_member_that_was_done_long_ago_says_nothing_of_today() -> None:
+def test_a_member_that_finished_more_than_an_hour_ago_does_not_count() -> None:
     nodes = NodeBlacklist()
     nodes.add_entry({"time": 0.0, "run": "c", "event": "finished", "node": "n-good"})
     for number in range(MIN_NODES):
         for run in "ab":
-            failed(nodes, f"n{number}", run, WINDOW_S + 10.0)
+            add_failure(nodes, f"n{number}", run, WINDOW_S + 10.0)
     assert nodes.excluded_nodes(WINDOW_S + 20.0) == ()
 
 
-def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_excluded_node_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     nodes = NodeBlacklist()
-    failed(nodes, "n1", "a", 0.0)
-    failed(nodes, "n1", "b", 1.0)
+    add_failure(nodes, "n1", "a", 0.0)
+    add_failure(nodes, "n1", "b", 1.0)
     for _ in range(3):
         nodes.excluded_nodes(2.0)
     (record,) = caplog.records
     assert record.getMessage().startswith("n1 is excluded for an hour") and "ECC" in record.getMessage()
 
 
-def test_a_study_of_an_earlier_version_tries_again_what_was_not_told_apart_then(tmp_path: Path) -> None:
-    kept = json.loads(LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster({"timeout_min": 60})).text())
-    kept["retries"] = {"killed": 7, "error": 0}
-    del kept["settings"]["require_gpu"]
-    (tmp_path / LAUNCH_FILE).write_text(json.dumps(kept))
-    read = LaunchSettings.read(tmp_path)
-    assert (read.retries["killed"], read.retries["gpu"], read.retries["storage"]) == (7, 3, 5)
-    assert read.cluster.require_gpu
-    (tmp_path / LAUNCH_FILE).write_text(json.dumps({**kept, "kind": "local"}))
-    assert "gpu" not in LaunchSettings.read(tmp_path).retries, "on this machine nothing is tried again"
+def test_settings_of_an_earlier_version_get_the_default_retries_of_new_kinds(tmp_path: Path) -> None:
+    old = json.loads(LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster({"timeout_min": 60})).text())
+    old["retries"] = {"killed": 7, "error": 0}
+    del old["settings"]["require_gpu"]
+    (tmp_path / LAUNCH_FILE).write_text(json.dumps(old))
+    settings = LaunchSettings.read(tmp_path)
+    assert (settings.retries["killed"], settings.retries["gpu"], settings.retries["storage"]) == (7, 3, 5)
+    assert settings.cluster.require_gpu
+    (tmp_path / LAUNCH_FILE).write_text(json.dumps({**old, "kind": "local"}))
+    assert "gpu" not in LaunchSettings.read(tmp_path).retries, "local launches do not retry"

@@ -1,4 +1,4 @@
-"""Planning apart: the controller gets members or the planner's own words, and nothing of what it took."""
+"""Tests of planning in a separate process: the controller gets the members or the planner's error, and no leftovers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.paths import ROOT
 
 
 class OddError(Exception):
-    """One that does not come back from a pickle."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} is not {two}")
 
 
 def plan(lists: Sequence[Sequence[str]], folders: Sequence[str]) -> list[RunSpec]:
-    """What the first word of the first list says."""
+    """Plan, or fail in the way that the first word of the first list names."""
     match lists[0][0]:
         case "refuse":
             raise ConfigurationError("optimizer.lr: -1 must be positive")
@@ -58,7 +58,7 @@ def plan(lists: Sequence[Sequence[str]], folders: Sequence[str]) -> list[RunSpec
 PLANNER = f"{__name__}:plan"
 
 
-def test_members_come_from_another_process_and_share_what_they_shared() -> None:
+def test_members_from_another_process_still_share_their_objects() -> None:
     specs = plan_apart(PLANNER, [["a"], ["b"], ["c"]], ["/x"])
     assert [spec.seed for spec in specs] == [0, 1, 2]
     loss = specs[0].config["loss"]
@@ -80,43 +80,43 @@ def test_members_come_from_another_process_and_share_what_they_shared() -> None:
         ],
     ),
 )
-def test_what_goes_wrong_there_is_told_here(word: str, kind: type[BaseException], message: str) -> None:
+def test_errors_of_the_planner_are_raised_in_the_controller(word: str, kind: type[BaseException], message: str) -> None:
     with pytest.raises(kind) as caught:
         plan_apart(PLANNER, [[word]], [])
     assert type(caught.value) is kind and str(caught.value).startswith(message)
     if word != "die":
-        assert any("test_planning.py" in note for note in caught.value.__notes__)  # where it happened
+        assert any("test_planning.py" in note for note in caught.value.__notes__)  # the traceback of the planner
 
 
 @pytest.mark.slow
-def test_it_may_be_asked_again_and_again_also_after_a_refusal() -> None:
+def test_a_planner_answers_several_requests_also_after_an_error() -> None:
     with Planner(PLANNER, []) as ask:
         first, second = ask([["a"]]), ask([["b"], ["c"]])
         with pytest.raises(ConfigurationError):
             ask([["refuse"]])
         third = ask([["d"]])
-        assert len({each[0].config["loss"]["process"] for each in (first, second, third)}) == 1
+        assert len({specs[0].config["loss"]["process"] for specs in (first, second, third)}) == 1
         with pytest.raises(UserError, match="killed by SIGKILL"):
             ask([["die"]])
-        other = ask([["e"]])[0].config["loss"]["process"]
-        assert other != first[0].config["loss"]["process"], "another process takes its place"
-    assert is_gone(other)
+        new_process = ask([["e"]])[0].config["loss"]["process"]
+        assert new_process != first[0].config["loss"]["process"], "a new process replaces the one that died"
+    assert is_gone(new_process)
 
 
-def test_what_it_prints_is_seen(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_planner_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     plan_apart(PLANNER, [["print"]], [])
     assert "making the base model" in capfd.readouterr().out
 
 
-def test_a_debugger_sees_the_planner_in_its_own_process() -> None:
-    here = DebugStudyLauncher(PLANNER, "nothing:nothing").planned([["a"]])
-    elsewhere = StudyLauncher(PLANNER, "nothing:nothing").planned([["a"]])
-    assert here[0].config["loss"]["process"] == os.getpid() != elsewhere[0].config["loss"]["process"]
+def test_the_debug_launcher_plans_in_its_own_process() -> None:
+    debug_specs = DebugStudyLauncher(PLANNER, "nothing:nothing").planned([["a"]])
+    usual_specs = StudyLauncher(PLANNER, "nothing:nothing").planned([["a"]])
+    assert debug_specs[0].config["loss"]["process"] == os.getpid() != usual_specs[0].config["loss"]["process"]
 
 
-def begun(code: str, marker: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """A process that plans, and the number of the one that it plans in."""
-    # What a shell starts in the background inherits that Ctrl-C is ignored; the tests may have been started so.
+def start_planning(code: str, marker: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a process that plans; return it and the id of its planner's process."""
+    # A shell starts background jobs with SIGINT ignored, and the tests may be such a job.
     code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
@@ -138,19 +138,19 @@ def is_gone(pid: int) -> bool:
 
 
 def planning_code(marker: Path) -> str:
-    words = [["sleep", str(marker)]]
-    return f"from sweeps.launch.planning import plan_apart; plan_apart({PLANNER!r}, {words!r}, [])"
+    lists = [["sleep", str(marker)]]
+    return f"from sweeps.launch.planning import plan_apart; plan_apart({PLANNER!r}, {lists!r}, [])"
 
 
-def test_ctrl_c_ends_both_and_lets_the_planner_clean_up(tmp_path: Path) -> None:
-    parent, child = begun(planning_code(tmp_path / "pid"), tmp_path / "pid")
-    parent.send_signal(signal.SIGINT)  # not to the child, as `kill -INT` does
-    _, said = parent.communicate(timeout=30)
-    assert b"KeyboardInterrupt" in said and parent.returncode == -signal.SIGINT
+def test_ctrl_c_ends_both_processes_and_lets_the_planner_clean_up(tmp_path: Path) -> None:
+    parent, child = start_planning(planning_code(tmp_path / "pid"), tmp_path / "pid")
+    parent.send_signal(signal.SIGINT)  # only to the parent, as `kill -INT` sends it
+    _, stderr = parent.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in stderr and parent.returncode == -signal.SIGINT
     assert is_gone(child) and (tmp_path / "cleaned").exists()
 
 
-def test_ctrl_c_between_two_requests_is_told_once(tmp_path: Path) -> None:
+def test_ctrl_c_between_two_requests_prints_one_traceback(tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     code = [
         "import pathlib, time",
@@ -160,34 +160,34 @@ def test_ctrl_c_between_two_requests_is_told_once(tmp_path: Path) -> None:
         f"    pathlib.Path({str(marker)!r}).write_text(str(process))",
         "    time.sleep(60)",
     ]
-    parent, child = begun("\n".join(code), marker)
-    os.kill(child, signal.SIGINT)  # to both, as a terminal does
+    parent, child = start_planning("\n".join(code), marker)
+    os.kill(child, signal.SIGINT)  # to both processes, as a terminal sends it
     parent.send_signal(signal.SIGINT)
-    _, said = parent.communicate(timeout=30)
-    assert said.count(b"Traceback") == 1 and parent.returncode == -signal.SIGINT
+    _, stderr = parent.communicate(timeout=30)
+    assert stderr.count(b"Traceback") == 1 and parent.returncode == -signal.SIGINT
     assert is_gone(child)
 
 
 @pytest.mark.slow
 def test_sigterm_ends_both_and_leaves_no_semaphores(tmp_path: Path) -> None:
-    """Python's resource tracker writes to standard error what semaphores it finds at the end of a killed process."""
-    parent, child = begun(planning_code(tmp_path / "pid"), tmp_path / "pid")
+    """Python's resource tracker reports leaked semaphores on standard error when a process is killed."""
+    parent, child = start_planning(planning_code(tmp_path / "pid"), tmp_path / "pid")
     parent.send_signal(signal.SIGTERM)
-    _, said = parent.communicate(timeout=30)
-    assert (said, parent.returncode) == (b"", 128 + signal.SIGTERM)
+    _, stderr = parent.communicate(timeout=30)
+    assert (stderr, parent.returncode) == (b"", 128 + signal.SIGTERM)
     assert is_gone(child)
 
 
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    parent, child = begun(planning_code(tmp_path / "pid"), tmp_path / "pid")
+def test_the_planner_ends_with_its_parent(tmp_path: Path) -> None:
+    parent, child = start_planning(planning_code(tmp_path / "pid"), tmp_path / "pid")
     parent.kill()
     parent.wait()
     assert is_gone(child)
 
 
 @pytest.mark.parametrize("word", every(3, ["a", "user", "die"]))
-def test_nothing_is_left_to_an_interpreter_that_cleans_nothing_up(word: str) -> None:
-    """Semaphores that a pool still holds then are complained of on standard error."""
+def test_no_semaphores_are_left_without_an_orderly_exit(word: str) -> None:
+    """`os._exit` skips all clean-up: semaphores that a pool still holds would be reported on standard error."""
     code = [
         "import os",
         "from sweeps.launch.planning import plan_apart",
@@ -195,11 +195,11 @@ def test_nothing_is_left_to_an_interpreter_that_cleans_nothing_up(word: str) -> 
         "except Exception as error: kept = error",
         "os._exit(0)",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
+    result = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_libraries_that_never_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_libraries_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "_EXIT_S", 0.5)
     begin = time.monotonic()
     assert len(plan_apart("tests.sweeps.launch.test_planning:plan_with_a_thread", [["a"]], [])) == 1
@@ -207,7 +207,7 @@ def test_libraries_that_never_end_are_not_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def plan_with_a_thread(lists: Sequence[Sequence[str]], folders: Sequence[str]) -> list[RunSpec]:
-    """A thread that outlives it."""
+    """Plan, and start a thread that outlives the planner."""
     import threading
 
     threading.Thread(target=time.sleep, args=(60,)).start()

@@ -1,4 +1,4 @@
-"""What a launch will take, foretold by runs that have been; and what it will tell."""
+"""Tests of the estimated cost of a launch, and of the comparisons that it will decide."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HOURS = "compute/device_hours"
 
 
 def spec(seed: int = 0, steps: int = 100, recipe: str = "scalerl", prompts: int = 8) -> RunSpec:
-    """A member; `prompts` is its scale."""
+    """Return a member; `prompts` sets its scale."""
     config = {"batch": {"prompts": prompts}, "model": {"width": 32}, "launch": {}}
     return RunSpec(f"{recipe}-{seed}-{prompts}", recipe, recipe, "scalerl", {}, {}, seed, steps, config, config)
 
 
-def ran(study: Path, one: RunSpec, steps: int, hours: float, frozen: bool = True) -> None:
-    """A run that has taken some steps, with its specification or, as a script's, without."""
+def write_run(study: Path, one: RunSpec, steps: int, hours: float, frozen: bool = True) -> None:
+    """Write a run with some steps; without its specification it looks like the run of a script."""
     place = study / "runs" / one.run
     place.mkdir(parents=True)
     if frozen:
@@ -44,64 +44,64 @@ def ran(study: Path, one: RunSpec, steps: int, hours: float, frozen: bool = True
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_each_recipe_costs_what_it_took_at_this_scale(tmp_path: Path) -> None:
+def test_each_recipe_costs_its_median_per_step_at_the_same_scale(tmp_path: Path) -> None:
     like = tmp_path / "pilot"
-    ran(like, spec(0), 10, 1.0)  # 0.1 a step
-    ran(like, spec(1), 10, 3.0)  # and 0.3: the median is 0.2
-    ran(like, spec(0, recipe="slow"), 10, 10.0)
-    ran(like, spec(5, prompts=64), 10, 1000.0)  # another scale
+    write_run(like, spec(0), 10, 1.0)  # 0.1 per step
+    write_run(like, spec(1), 10, 3.0)  # 0.3 per step: the median is 0.2
+    write_run(like, spec(0, recipe="slow"), 10, 10.0)
+    write_run(like, spec(5, prompts=64), 10, 1000.0)  # another scale
     members = [spec(0), spec(1), spec(2, recipe="slow"), spec(3, recipe="new")]
-    found = launch_of(members, tmp_path / "study", str(like), rate=2.0)
-    assert (found.members, found.recipes, found.seeds, found.steps, found.left) == (4, 3, 4, 400, 400)
-    assert found.price is not None and found.price.other_scale == ()
-    # A recipe that never ran costs what the others did, in the middle.
-    assert found.price.hours == pytest.approx(20 + 20 + 100 + 30)
-    assert found.money == pytest.approx(2 * found.price.hours)
-    assert found.sentences() == [
+    estimate = launch_of(members, tmp_path / "study", str(like), rate=2.0)
+    assert (estimate.members, estimate.recipes, estimate.seeds, estimate.steps, estimate.left) == (4, 3, 4, 400, 400)
+    assert estimate.price is not None and estimate.price.other_scale == ()
+    # A recipe that never ran costs the median of all runs per step: 0.3.
+    assert estimate.price.hours == pytest.approx(20 + 20 + 100 + 30)
+    assert estimate.money == pytest.approx(2 * estimate.price.hours)
+    assert estimate.sentences() == [
         "4 members (3 recipes, 4 seeds), 400 steps",
         f"device hours: about 170, estimated from 4 runs of {like}; price: 340",
     ]
 
 
-def test_another_scale_is_said(tmp_path: Path) -> None:
-    ran(tmp_path / "pilot", spec(0, prompts=64), 10, 10.0)
-    found = launch_of([spec()], tmp_path / "study", str(tmp_path / "pilot"))
-    assert found.price is not None and (found.price.hours, found.price.other_scale) == (100.0, ("batch",))
-    assert "some members differ from these runs in batch" in found.sentences()[1]
+def test_an_estimate_from_another_scale_is_marked(tmp_path: Path) -> None:
+    write_run(tmp_path / "pilot", spec(0, prompts=64), 10, 10.0)
+    estimate = launch_of([spec()], tmp_path / "study", str(tmp_path / "pilot"))
+    assert estimate.price is not None and (estimate.price.hours, estimate.price.other_scale) == (100.0, ("batch",))
+    assert "some members differ from these runs in batch" in estimate.sentences()[1]
 
 
-def test_a_study_that_goes_on_is_foretold_by_itself_and_only_what_is_left_counts(tmp_path: Path) -> None:
-    ran(tmp_path, spec(0), 40, 4.0)
-    found = launch_of([spec(0), spec(1)], tmp_path)
-    assert found.price is not None and (found.left, found.price.hours) == (160, pytest.approx(16.0))
-    assert "200 steps, of which 160 are left" in found.sentences()[0]
+def test_a_continued_study_is_estimated_from_its_own_runs_and_remaining_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, spec(0), 40, 4.0)
+    estimate = launch_of([spec(0), spec(1)], tmp_path)
+    assert estimate.price is not None and (estimate.left, estimate.price.hours) == (160, pytest.approx(16.0))
+    assert "200 steps, of which 160 are left" in estimate.sentences()[0]
 
 
-def test_a_member_that_is_given_twice_counts_once(tmp_path: Path) -> None:
-    """As `seed=0,0` gives it."""
-    ran(tmp_path, spec(0), 40, 4.0)
-    found = launch_of([spec(0), spec(0)], tmp_path)
-    assert (found.members, found.steps, found.left) == (1, 100, 60)
-    assert found.price is not None and found.price.hours == pytest.approx(6.0)
+def test_duplicate_members_count_once(tmp_path: Path) -> None:
+    """The override `seed=0,0` gives the same member twice."""
+    write_run(tmp_path, spec(0), 40, 4.0)
+    estimate = launch_of([spec(0), spec(0)], tmp_path)
+    assert (estimate.members, estimate.steps, estimate.left) == (1, 100, 60)
+    assert estimate.price is not None and estimate.price.hours == pytest.approx(6.0)
 
 
 def test_a_branch_costs_the_steps_after_its_parents(tmp_path: Path) -> None:
-    ran(tmp_path, spec(0), 40, 4.0)
+    write_run(tmp_path, spec(0), 40, 4.0)
     branch = {"branch": {"run": "scalerl-0-8", "step": 30}}
-    found = launch_of([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
-    assert found.price is not None and (found.left, found.price.hours) == (70, pytest.approx(7.0))
+    estimate = launch_of([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
+    assert estimate.price is not None and (estimate.left, estimate.price.hours) == (70, pytest.approx(7.0))
 
 
-def test_a_run_without_a_specification_tells_too_and_a_broken_one_nothing(tmp_path: Path) -> None:
-    ran(tmp_path, spec(7), 10, 1.0, frozen=False)
+def test_runs_without_a_specification_count_and_broken_ones_do_not(tmp_path: Path) -> None:
+    write_run(tmp_path, spec(7), 10, 1.0, frozen=False)
     broken = tmp_path / "runs" / "broken"
     broken.mkdir()
     (broken / "metrics.jsonl").write_text("[]\n[]\n")
-    found = launch_of([spec(0)], tmp_path)
-    assert found.price is not None and found.price.hours == pytest.approx(10.0) and found.price.runs == 1
+    estimate = launch_of([spec(0)], tmp_path)
+    assert estimate.price is not None and estimate.price.hours == pytest.approx(10.0) and estimate.price.runs == 1
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_unknown_costs_and_invalid_limits_are_refused(tmp_path: Path) -> None:
     unknown = launch_of([spec()], tmp_path)
     assert (
         unknown.price is None
@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         launch_of([spec()], tmp_path, rate=-1)
     with pytest.raises(UserError, match=r"launch\.max_device_hours: 5, but no run says.*launch\.like"):
         check_hours(unknown, 5)
-    ran(tmp_path, spec(1), 10, 1.0)
+    write_run(tmp_path, spec(1), 10, 1.0)
     known = launch_of([spec()], tmp_path)
     check_hours(known, None)
     check_hours(known, 10.5)
@@ -125,26 +125,28 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             check_hours(known, bad)
 
 
-# --- what it will tell -------------------------------------------------------------------------------------------
+# --- comparisons that a launch will decide -----------------------------------------------------------------------
 
 
 def study(recipes: int, seeds: int, between: float, seed_sd: float, rng: np.random.Generator) -> list[Fit]:
-    """Fitted recipes whose asymptotes lie `between` apart (standard deviation)."""
+    """Return fitted recipes whose asymptotes have the standard deviation `between`."""
     compute = np.linspace(50, 4000, 25)
     curves = []
     for number in range(recipes):
         ceiling = 0.6 + between * rng.standard_normal()
         rows = []
         for seed in range(seeds):
-            own = ceiling + seed_sd * rng.standard_normal()
-            reward = 0.1 + (own - 0.1) / (1 + (500 / compute) ** 1.5) + 0.01 * rng.standard_normal(len(compute))
+            seed_ceiling = ceiling + seed_sd * rng.standard_normal()
+            reward = (
+                0.1 + (seed_ceiling - 0.1) / (1 + (500 / compute) ** 1.5) + 0.01 * rng.standard_normal(len(compute))
+            )
             rows += [(c, r, str(seed)) for c, r in zip(compute, reward, strict=True)]
         c, r, s = zip(*rows, strict=True)
         curves.append(make_curve(f"recipe {number}", list(c), list(r), seed=list(s)))
     return fit_curves(curves)
 
 
-def test_recipes_that_lie_far_apart_will_be_told_and_those_that_are_one_will_not() -> None:
+def test_few_comparisons_stay_undecided_if_recipes_differ_much() -> None:
     rng = np.random.default_rng(3)
     far, same = (foresee(9, 3, study(6, 3, between, 0.01, rng), by="pilot") for between in (0.15, 0.0))
     assert far.comparisons == same.comparisons == 8
@@ -154,35 +156,35 @@ def test_recipes_that_lie_far_apart_will_be_told_and_those_that_are_one_will_not
 
 
 @given(st.integers(2, 30), st.integers(1, 30))
-def test_more_seeds_tell_more(recipes: int, seeds: int) -> None:
-    """By the root of their number; and what the margin takes does not depend on what is planned."""
+def test_four_times_the_seeds_halve_the_smallest_difference(recipes: int, seeds: int) -> None:
+    """The smallest difference falls with the root of the number of seeds. `seeds_needed` does not depend on it."""
     one, two = foresee(recipes, seeds), foresee(recipes, 4 * seeds)
     assert two.smallest == pytest.approx(one.smallest / 2) and one.seeds_needed == two.seeds_needed
     assert one.undecided is None and "published spread" in one.sentence
 
 
 @pytest.mark.full
-def test_the_share_that_stays_undecided_is_that_of_studies_that_are_run() -> None:
-    """Foretold by one study, counted in others of the same kind."""
+def test_the_predicted_share_of_undecided_comparisons_matches_simulated_studies() -> None:
+    """The share is predicted from one study and counted in other studies of the same kind."""
     from sweeps.decide.pairwise import compare
 
     rng = np.random.default_rng(11)
-    foretold, counted = [], []
+    predicted, counted = [], []
     for _ in range(12):
         fits = study(5, 3, 0.05, 0.02, rng)
         share = foresee(5, 3, study(5, 3, 0.05, 0.02, rng)).undecided
         assert share is not None
-        foretold.append(share / 4)
+        predicted.append(share / 4)
         best = max(fits, key=lambda fit: fit.curve.reward[-3:].mean()).recipe
         for fit in fits:
             if fit.recipe != best:
                 (row,) = compare(fits, [(fit.recipe, best)]).rows
                 assert row.R.low is not None and row.R.high is not None
                 counted.append(row.R.low <= 0 <= row.R.high)
-    assert np.mean(foretold) == pytest.approx(np.mean(counted), abs=0.2)
+    assert np.mean(predicted) == pytest.approx(np.mean(counted), abs=0.2)
 
 
-def test_no_study_is_no_study() -> None:
+def test_a_design_without_recipes_is_refused() -> None:
     with pytest.raises(UserError, match="0 recipes with 3 seeds is no study"):
         foresee(0, 3)
     assert foresee(2, 2, margin=0.0).seeds_needed is None
@@ -191,54 +193,63 @@ def test_no_study_is_no_study() -> None:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def said(place: Place, *words: str, command: tuple[str, ...] = ("--multirun",)) -> tuple[int, str, str]:
-    """Exit code and what was said by a light study of 12 steps."""
+def launch_study(place: Place, *words: str, command: tuple[str, ...] = ("--multirun",)) -> tuple[int, str, str]:
+    """Launch a light study of 12 steps; return exit code, stdout and stderr."""
     study = [*place.overrides("study"), *light.overrides("local"), "seed=0,1"]
     arguments = [sys.executable, "-m", "lightning_scalerl.train", *command, *study, *words]
-    done = forked.run(arguments, cwd=place.root, env=place.environment())
-    return done.returncode, done.stdout, done.stderr
+    result = forked.run(arguments, cwd=place.root, env=place.environment())
+    return result.returncode, result.stdout, result.stderr
 
 
 @pytest.mark.slow
 def test_a_launch_above_its_limit_is_refused_in_one_line(tmp_path: Path) -> None:
-    ran(tmp_path / "pilot", spec(), 10, 5.0)
-    code, out, err = said(Place(tmp_path, light=True), f"launch.like={tmp_path}/pilot", "launch.max_device_hours=11")
+    write_run(tmp_path / "pilot", spec(), 10, 5.0)
+    code, out, err = launch_study(
+        Place(tmp_path, light=True), f"launch.like={tmp_path}/pilot", "launch.max_device_hours=11"
+    )
     assert code == 1 and not out and len(err.strip().splitlines()) == 1
     assert "launch.max_device_hours: 11, and 24 steps take about 12 by" in err and not (tmp_path / "study").exists()
 
 
 @pytest.mark.full
-def test_a_launch_says_what_it_takes_and_is_refused_above_its_limit(tmp_path: Path) -> None:
+def test_a_launch_prints_its_cost_and_is_refused_above_its_limit(tmp_path: Path) -> None:
     place = Place(tmp_path, light=True)
-    ran(tmp_path / "pilot", spec(), 10, 5.0)
-    code, out, _ = said(place, f"launch.like={tmp_path}/pilot", "launch.rate=3", "launch.design=json")
-    found = json.loads(out)
+    write_run(tmp_path / "pilot", spec(), 10, 5.0)
+    code, out, _ = launch_study(place, f"launch.like={tmp_path}/pilot", "launch.rate=3", "launch.design=json")
+    estimate = json.loads(out)
     assert code == 0 and not (tmp_path / "study").exists(), "nothing was started"
-    assert (found["members"], found["steps"], found["price"]["hours"], found["money"]) == (2, 24, 12.0, 36.0)
-    assert found["comparisons"]["comparisons"] == 0
-    code, _, err = said(place, f"launch.like={tmp_path}/pilot", "launch.max_device_hours=11")
+    assert (estimate["members"], estimate["steps"], estimate["price"]["hours"], estimate["money"]) == (
+        2,
+        24,
+        12.0,
+        36.0,
+    )
+    assert estimate["comparisons"]["comparisons"] == 0
+    code, _, err = launch_study(place, f"launch.like={tmp_path}/pilot", "launch.max_device_hours=11")
     assert code == 1 and "launch.max_device_hours: 11, and 24 steps take about 12 by" in err
     assert not (tmp_path / "study").exists()
-    code, _, err = said(place, f"launch.like={tmp_path}/pilot", "launch.max_device_hours=13")
+    code, _, err = launch_study(place, f"launch.like={tmp_path}/pilot", "launch.max_device_hours=13")
     assert (
         code == 0
         and "2 members (1 recipe, 2 seeds), 24 steps" in err
         and "device hours: about 12, estimated from 1 run of" in err
     )
-    code, _, err = said(place)
+    code, _, err = launch_study(place)
     assert code == 0 and "24 steps, of which 0 are left" in err and "device hours" not in err
-    code, _, err = said(place, "launch.design=page")
+    code, _, err = launch_study(place, "launch.design=page")
     assert code == 1 and "launch.design: 'page' is none of text, json, null" in err
 
 
-def test_the_command_becomes_the_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given: list[list[str]] = []
-    monkeypatch.setattr("sweeps.cli.study_commands.train_command", lambda words: given.append(list(words)) or 0)
+def test_plan_with_design_becomes_a_launch_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr("sweeps.cli.study_commands.train_command", lambda words: calls.append(list(words)) or 0)
     assert main(["plan", "--design", "seed=0,1", "loss=dapo", "--like", "it's", "--rate", "2", "--json"]) == 0
-    assert given == [
+    assert calls == [
         ["--multirun", "seed=0,1", "loss=dapo", "launch.design=json", "launch.like='it\\'s'", "launch.rate=2.0"]
     ]
-    for wrong, told in (
+    for arguments, message in (
         (["plan"], "give a SOURCE, or --design"),
         (
             ["plan", "x.csv", "--target", "1", "--like", "y"],
@@ -246,6 +257,6 @@ def test_the_command_becomes_the_launch(monkeypatch: pytest.MonkeyPatch, capsys:
         ),
         (["plan", "x.csv", "--design", "seed=0"], "x.csv is a source"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(wrong)
-        assert ended.value.code == 2 and told in capsys.readouterr().err
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        assert exit_info.value.code == 2 and message in capsys.readouterr().err

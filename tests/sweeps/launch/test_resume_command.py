@@ -1,4 +1,4 @@
-"""Truths about advice as a command: it names the runs that are there, and a budget that reaches the compute."""
+"""Tests of the command for an advice: it names existing runs, and a budget that reaches the advised compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Advice:
     compute: float = 300.0
 
 
-def launched(root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10, folders: tuple[str, ...] = ()) -> Path:
+def write_launched_run(
+    root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10, folders: tuple[str, ...] = ()
+) -> Path:
     config = {"seed": seed, "budget": {"steps": steps}, "loss": {"_target_": "x"}}
     spec = make_spec(config, config, "scalerl+loss=dapo", "scalerl")
     run_dir = root / "runs" / spec.run
@@ -34,40 +36,42 @@ def launched(root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10,
     return run_dir
 
 
-# The last one is no longer a key: the command must be accepted.
+# The last override is of a removed key and must be dropped, or the command would be refused.
 OVERRIDES = ("experiment=demo", "study=my study", "variant=loss_dapo", "seed=0", "budget.steps=10", "race.freed=plan")
 
 
-def test_an_extension_goes_on_with_the_same_runs(tmp_path: Path) -> None:
-    runs = [read_journal(launched(tmp_path, seed, OVERRIDES)) for seed in (0, 1)]
+def test_an_extension_continues_the_same_runs(tmp_path: Path) -> None:
+    runs = [read_journal(write_launched_run(tmp_path, seed, OVERRIDES)) for seed in (0, 1)]
     assert command(Advice(), runs, AXIS) == (
         "scalerl train --multirun experiment=demo 'study=my study' variant=loss_dapo seed=0,1 budget.steps=30"
     )
 
 
 @pytest.mark.parametrize(
-    ("folders", "words"),
+    ("folders", "options"),
     [
         (("/my files",), "--config-dir '/my files'"),
         (("/one", "/two"), "--config-dir /one 'hydra.searchpath=[file:///two]'"),
         (("/mine", "/mine/trainer.yaml"), "--config-dir /mine --config-name trainer"),
     ],
 )
-def test_the_command_names_the_folders_of_ones_own(tmp_path: Path, folders: tuple[str, ...], words: str) -> None:
-    run = read_journal(launched(tmp_path, 0, OVERRIDES, folders=folders))
+def test_the_command_names_the_users_configuration_folders(
+    tmp_path: Path, folders: tuple[str, ...], options: str
+) -> None:
+    run = read_journal(write_launched_run(tmp_path, 0, OVERRIDES, folders=folders))
     line = command(Advice(), [run], AXIS)
-    assert line is not None and line.startswith(f"scalerl train {words} --multirun experiment=demo")
+    assert line is not None and line.startswith(f"scalerl train {options} --multirun experiment=demo")
 
 
-def test_a_seed_is_a_new_one_of_the_same_budget(tmp_path: Path) -> None:
-    runs = [read_journal(launched(tmp_path, seed, OVERRIDES)) for seed in (0, 4)]
+def test_advice_to_add_a_seed_gives_a_new_seed_and_the_same_budget(tmp_path: Path) -> None:
+    runs = [read_journal(write_launched_run(tmp_path, seed, OVERRIDES)) for seed in (0, 4)]
     line = command(Advice(action="seed", compute=100.0), runs, AXIS)
     assert line is not None and line.endswith("variant=loss_dapo seed=5 budget.steps=10")
 
 
 @pytest.mark.parametrize("overrides", [(), OVERRIDES])
-def test_runs_that_were_not_launched_here_have_no_command(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    runs = [read_journal(launched(tmp_path, 0, overrides))]
+def test_there_is_no_command_without_launched_runs(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    runs = [read_journal(write_launched_run(tmp_path, 0, overrides))]
     assert command(Advice("another"), runs, AXIS) is None
     assert command(Advice(), [], AXIS) is None
     if not overrides:

@@ -1,4 +1,4 @@
-"""Truths about what is undone of a launch that is refused, and what is not of one that was accepted."""
+"""Tests of the rollback: a refused launch is undone, an accepted one is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sweeps.launch.rollback import Rollback
 
 
 def change(folder: Path, rollback: Rollback) -> None:
-    """As a launch does: a member's folder, a specification that is frozen twice, a file that was not there."""
+    """Make the changes of a launch: a new member's folder, a file that is written twice, and a new file."""
     rollback.remove(folder / "runs")
     rollback.remove(folder / "runs" / "new")
     (folder / "runs" / "new").mkdir(parents=True)
@@ -34,7 +34,7 @@ def test_a_refused_launch_leaves_the_first_content_of_each_file(tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-def test_of_an_accepted_launch_nothing_is_undone_nor_of_what_it_does_later(tmp_path: Path) -> None:
+def test_nothing_is_undone_after_a_launch_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("as it was")
     with Rollback() as rollback:
         change(tmp_path, rollback)
@@ -46,7 +46,7 @@ def test_of_an_accepted_launch_nothing_is_undone_nor_of_what_it_does_later(tmp_p
     assert contents(tmp_path) == kept
 
 
-def test_a_folder_that_somebody_else_has_used_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_used_meanwhile_is_kept(tmp_path: Path) -> None:
     with Rollback() as rollback:
         rollback.remove(tmp_path / "run")
         (tmp_path / "run").mkdir()
@@ -55,7 +55,7 @@ def test_a_folder_that_somebody_else_has_used_meanwhile_stays(tmp_path: Path) ->
     assert contents(tmp_path) == {"run/metrics.jsonl": "of another"}
 
 
-def test_a_file_that_is_no_text_is_put_back_as_it_was(tmp_path: Path) -> None:
+def test_a_binary_file_is_restored(tmp_path: Path) -> None:
     (tmp_path / "optuna.jsonl").write_bytes(b"\xff\x00damaged")
     with Rollback() as rollback:
         rollback.put_back(tmp_path / "optuna.jsonl", (tmp_path / "optuna.jsonl").read_bytes())

@@ -1,4 +1,4 @@
-"""Truths about the overview of a study: a member is where ledger, scheduler, jobs and journals together say it is."""
+"""Tests of the overview of a study: the state of a member follows from ledger, scheduler, jobs and journals."""
 
 from __future__ import annotations
 
@@ -79,54 +79,58 @@ def test_a_member_is_followed_from_the_queue_to_its_end(tmp_path: Path) -> None:
     here.time.sleep(100)
     view = first(here)
     assert (view.state, view.step, view.kind, view.reason) == ("finished", STEPS, None, None)
-    assert here.count(here.specs[0].run, "finished") == 0, "only looked at"
+    assert here.count(here.specs[0].run, "finished") == 0, "the overview writes nothing to the ledger"
 
 
-def test_one_that_runs_and_gives_no_sign_of_life_is_shown_so(
+def test_a_running_member_without_activity_is_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = place(tmp_path)
     here.run(detach=True)
     here.time.sleep(20)
-    assert (first(here).state, first(here).idle_s) == ("running", None), "an older version's, or none yet"
+    assert (first(here).state, first(here).idle_s) == ("running", None), (
+        "no heartbeat yet, or a heartbeat of an older version"
+    )
     monkeypatch.setattr(study_commands, "_scheduler", lambda study: here.cluster)
     run_dir = here.run_dir(here.specs[0].run)
-    said = {}
+    outputs = {}
     for silent_s in (5.0, 300.0):
         lease = Lease(run_dir, facts=lambda: {"doing": "decode", "idle_s": silent_s}, beat_s=0.05)  # noqa: B023
         lease.acquire()
         with lease:
             deadline = time.monotonic() + 30
             while (view := first(here)).idle_s is None:
-                assert time.monotonic() < deadline, "not even at the next beat"
+                assert time.monotonic() < deadline, "no heartbeat within 30 s"
                 time.sleep(0.02)
             assert view.doing == "decode" and view.idle_s is not None and silent_s <= view.idle_s < silent_s + 50
             assert cli.main(["status", str(here.directory)]) == 0
-            said[silent_s] = capsys.readouterr().out
-    assert "no sign of life" not in said[5.0] and "no sign of life for 5 min (last activity: decode)" in said[300.0]
-    assert first(here).idle_s is None, "its process has left"
+            outputs[silent_s] = capsys.readouterr().out
+    assert (
+        "no sign of life" not in outputs[5.0] and "no sign of life for 5 min (last activity: decode)" in outputs[300.0]
+    )
+    assert first(here).idle_s is None, "the process has ended"
 
 
-def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_share_and_rate(
+def test_trainer_and_engines_of_a_live_member_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Places and states by the heartbeat, shares and rates by the journal; of one that has ended the latter stay."""
+    """Places and states come from the heartbeat, idle shares and rates from the journal."""
     here = place(tmp_path)
     here.run(detach=True)
     here.time.sleep(20)
-    assert first(here).sides == (), "its engines are not known to be any"
+    assert first(here).sides == (), "a run without engines in its heartbeat shows no sides"
     monkeypatch.setattr(study_commands, "_scheduler", lambda study: here.cluster)
     run_dir = here.run_dir(here.specs[0].run)
     engines = [
         {"where": "srun n2", "state": "up"},
         {"where": "file:/shared/engines/1", "state": "starting"},
-        {"where": "local", "state": "starting"},  # it has measured nothing so far
+        {"where": "local", "state": "starting"},  # has no measurements yet
     ]
     with Lease(run_dir, facts=lambda: {"doing": "x", "idle_s": 1.0, "engines": engines}, beat_s=0.05) as lease:
         lease.acquire()
         deadline = time.monotonic() + 30
         while not first(here).sides:
-            assert time.monotonic() < deadline, "not even at the next beat"
+            assert time.monotonic() < deadline, "no heartbeat within 30 s"
             time.sleep(0.02)
         assert {(side.idle, side.tokens_s) for side in first(here).sides} == {(None, None)}
         journal = Journal(run_dir)
@@ -147,22 +151,24 @@ def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_sh
         assert ["trainer", node, "running", "12%", "5,300"] in lines
         assert ["engine", "0", "srun", "n2", "up", "25%", "2,000"] in lines
         assert ["engine", "1", "file:/shared/engines/1", "starting", "-", "-"] in lines
-        (member_said,) = to_json(here.directory, overview(here.directory, here.cluster))["members"]
-        assert member_said["sides"][1] == {
+        (member_json,) = to_json(here.directory, overview(here.directory, here.cluster))["members"]
+        assert member_json["sides"][1] == {
             "side": "engine 0", "where": "srun n2", "state": "up", "idle": 0.25, "tokens_s": 2000.0
         }  # fmt: skip
     here.time.sleep(1_000)
-    over = first(here)
-    assert over.state == "finished" and over.sides == (), "this one's last steps name no engine"
+    final_view = first(here)
+    assert final_view.state == "finished" and final_view.sides == (), (
+        "the last steps of this run have no engine metrics"
+    )
     assert cli.main(["status", str(here.directory)]) == 0
     assert "trainer and engines:" not in capsys.readouterr().out
 
 
-def test_a_live_run_that_has_ended_keeps_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_live_run_keeps_its_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(tmp_path / "a")
     journal.header(run="a", recipe="r", seed=0)
     journal.record("train", 1, {"live/trainer_idle": 0.9, "live/engine0_idle": 0.9, "live/engine10_idle": 0.9})
-    # An evaluation has the newest.
+    # The newest values are in an evaluation record.
     newest = {"live/trainer_idle": 0.5, "live/engine0_idle": 0.1, "live/engine10_idle": 0.2}
     journal.record("eval", 1, {"eval/heldout/pass_rate": 0.5, **newest})
     journal.end(1, "finished", None)
@@ -184,14 +190,14 @@ def test_a_job_that_ended_badly_while_nobody_looked_has_ended(tmp_path: Path) ->
     assert states(here) == ["ended", "ended", "ended", "finished"]
     assert [view.reason for view in overview(here.directory, here.cluster)][:3] == ["FAILED", "NODE_FAIL", "CANCELLED"]
     here.time.sleep(1_000)
-    assert states(here) == ["ended", "ended", "ended", "finished"], "also when the queue has forgotten them"
+    assert states(here) == ["ended", "ended", "ended", "finished"], "also when the queue no longer shows them"
     here.run(again=False)
     assert states(here) == ["failed", "finished", "cancelled", "finished"]
     view = first(here)
     assert (view.kind, view.reason) == ("error", "ValueError: no good")
 
 
-def test_an_id_that_is_anothers_now_is_not_ours(tmp_path: Path) -> None:
+def test_a_reused_job_id_is_not_ours(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [IS_FORGOTTEN]})
     here.run(detach=True)
     here.time.sleep(100)
@@ -199,7 +205,7 @@ def test_an_id_that_is_anothers_now_is_not_ours(tmp_path: Path) -> None:
     assert states(here) == ["ended"]
 
 
-def test_without_an_answer_the_jobs_own_word_counts(tmp_path: Path) -> None:
+def test_without_an_answer_of_the_scheduler_the_jobs_record_counts(tmp_path: Path) -> None:
     here = place(tmp_path, wait_s=50)
     here.run(detach=True)
     here.cluster.silent = lambda now: True
@@ -211,16 +217,16 @@ def test_without_an_answer_the_jobs_own_word_counts(tmp_path: Path) -> None:
     assert states(here) == ["finished"]
 
 
-def test_what_is_not_submitted_waits(tmp_path: Path) -> None:
+def test_unsubmitted_members_wait_while_a_controller_runs(tmp_path: Path) -> None:
     here = place(tmp_path, members=3, submit_limit=0)
     here.run(detach=True)
-    assert states(here) == ["ended"] * 3, "it was tried, and no controller is left to try again"
+    assert states(here) == ["ended"] * 3, "submission was refused, and no controller is left to retry"
     with Lease(here.directory, LEASE_NAME) as lease:
         lease.acquire()
         assert states(here) == ["waiting"] * 3
 
 
-def test_a_member_that_was_being_submitted_when_its_controller_died_has_ended(tmp_path: Path) -> None:
+def test_a_member_whose_controller_died_while_submitting_is_shown_as_ended(tmp_path: Path) -> None:
     here = place(tmp_path, members=2)
     with pytest.raises(Killed):
         here.run(killed_at=("after", 2))
@@ -228,7 +234,7 @@ def test_a_member_that_was_being_submitted_when_its_controller_died_has_ended(tm
     assert first(here).reason == "was being submitted"
 
 
-def test_why_a_job_waits_is_told_unless_it_is_just_its_turn(tmp_path: Path) -> None:
+def test_the_reason_of_a_queued_job_is_shown_unless_it_is_priority(tmp_path: Path) -> None:
     here = place(tmp_path, wait_s=1e6)
     here.run(detach=True)
     assert first(here).reason is None
@@ -237,17 +243,17 @@ def test_why_a_job_waits_is_told_unless_it_is_just_its_turn(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("said", "state"),
+    ("slurm_state", "state"),
     [("COMPLETING", "running"), ("SUSPENDED", "running"), ("CONFIGURING", "queued"), ("TIMEOUT", "ended")],
 )
-def test_every_state_of_slurms_is_one_of_ours(tmp_path: Path, said: str, state: str) -> None:
+def test_states_of_slurm_map_to_ours(tmp_path: Path, slurm_state: str, state: str) -> None:
     here = place(tmp_path)
     here.run(detach=True)
-    here.cluster.jobs[0].state = said
+    here.cluster.jobs[0].state = slurm_state
     assert states(here) == [state]
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
+def test_the_overview_changes_nothing(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RAISES], 1: [REQUEUES]}, members=3)
     here.run(detach=True)
     here.time.sleep(30)
@@ -265,7 +271,7 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
 # --- on this machine -----------------------------------------------------------------------------------------
 
 
-def test_members_of_this_machine_live_as_long_as_their_controller(tmp_path: Path) -> None:
+def test_local_members_end_with_their_controller(tmp_path: Path) -> None:
     specs = [member(0), member(1)]
     ledger = Ledger(tmp_path)
     ledger.append_all("planned", [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed} for spec in specs])
@@ -284,7 +290,7 @@ def test_members_of_this_machine_live_as_long_as_their_controller(tmp_path: Path
     assert overview(tmp_path)[1].state == "cancelled"
 
 
-def test_runs_without_a_ledger_are_as_their_journals_say(tmp_path: Path) -> None:
+def test_runs_without_a_ledger_have_the_state_of_their_journals(tmp_path: Path) -> None:
     for name, status in (("a", "finished"), ("b", "failed"), ("c", None)):
         journal = Journal(tmp_path / name)
         journal.header(run=name, recipe=f"recipe-{name}", seed=3)
@@ -303,14 +309,14 @@ def test_runs_without_a_ledger_are_as_their_journals_say(tmp_path: Path) -> None
     assert [view.reason for view in views] == [None, "why", None, None]
 
 
-def test_a_folder_without_runs_is_no_study(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no study here"):
         overview(tmp_path)
     with pytest.raises(UserError, match="no study here"):
         overview(tmp_path / "nowhere")
 
 
-# --- for people and programs ---------------------------------------------------------------------------------
+# --- text and JSON -------------------------------------------------------------------------------------------
 
 
 def view(state: str, run: str = "a") -> MemberView:
@@ -320,27 +326,27 @@ def view(state: str, run: str = "a") -> MemberView:
 def test_counts_are_complete_and_in_one_line() -> None:
     views = [view(state) for state in STATES for _ in range(STATES.index(state) + 1)]
     line = counts(views)
-    found = {part.split(" ")[1]: int(part.split(" ")[0]) for part in line.split(", ")}
-    assert found == Counter(each.state for each in views)
+    numbers = {part.split(" ")[1]: int(part.split(" ")[0]) for part in line.split(", ")}
+    assert numbers == Counter(each.state for each in views)
     assert counts([]) == ""
 
 
-def test_the_json_holds_every_member_and_the_counts(tmp_path: Path) -> None:
+def test_the_json_has_every_member_and_the_counts(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RAISES]}, members=3)
     here.run()
-    said = to_json(here.directory, overview(here.directory))
-    assert said["counts"] == {"failed": 1, "finished": 2}
-    assert [each["run"] for each in said["members"]] == [spec.run for spec in here.specs]
-    assert said["members"][0]["reason"] == "ValueError: no good"
-    assert said["members"][1]["step"] == STEPS
+    content = to_json(here.directory, overview(here.directory))
+    assert content["counts"] == {"failed": 1, "finished": 2}
+    assert [each["run"] for each in content["members"]] == [spec.run for spec in here.specs]
+    assert content["members"][0]["reason"] == "ValueError: no good"
+    assert content["members"][1]["step"] == STEPS
 
 
-def test_members_that_went_on_with_other_code_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With and without a ledger, for people and for programs."""
+def test_members_continued_with_other_code_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In text and JSON, for a study and for a folder of runs without a ledger."""
     code = {"commit": "aaaa", "diff": None, "files": "aa", "folders": {}, "versions": {}}
     here = place(tmp_path / "study", members=2)
     here.run()
-    told = "from step 2: commit aaaa -> bbbb"
+    description = "from step 2: commit aaaa -> bbbb"
     for number, spec in enumerate(here.specs):
         for run_dir in (here.run_dir(spec.run), tmp_path / "scripts" / spec.run):
             journal = Journal(run_dir)
@@ -349,17 +355,19 @@ def test_members_that_went_on_with_other_code_are_told(tmp_path: Path, capsys: p
             journal.close()
     for folder in (here.directory, tmp_path / "scripts"):
         views = {each.run: each for each in overview(folder)}
-        assert [views[spec.run].code for spec in here.specs] == [None, told]
+        assert [views[spec.run].code for spec in here.specs] == [None, description]
         lacks = None if folder == here.directory else "no records of steps 1 to 2"
         assert {views[spec.run].reason for spec in here.specs} == {lacks}
-        told_by_json = {each["run"]: each["code"] for each in to_json(folder, list(views.values()))["members"]}
-        assert [told_by_json[spec.run] for spec in here.specs] == [None, told]
+        codes_in_json = {each["run"]: each["code"] for each in to_json(folder, list(views.values()))["members"]}
+        assert [codes_in_json[spec.run] for spec in here.specs] == [None, description]
         assert cli.main(["status", str(folder)]) == 0
         changed = [line for line in capsys.readouterr().out.splitlines() if "other code" in line]
-        assert changed == [f"{here.specs[1].recipe} seed {here.specs[1].seed} was continued with other code: {told}"]
+        assert changed == [
+            f"{here.specs[1].recipe} seed {here.specs[1].seed} was continued with other code: {description}"
+        ]
 
 
-def test_the_end_of_a_log_is_short_and_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_log_is_short_and_masks_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUR_API_KEY", "something-of-ours")
     run_dir = tmp_path / "runs" / "a"
     run_dir.mkdir(parents=True)
@@ -371,7 +379,7 @@ def test_the_end_of_a_log_is_short_and_holds_no_secret(tmp_path: Path, monkeypat
     assert len(tail) == 4
 
 
-def test_a_torn_ledger_and_a_missing_specification_are_not_in_the_way(tmp_path: Path) -> None:
+def test_a_torn_ledger_and_a_missing_specification_are_tolerated(tmp_path: Path) -> None:
     here = place(tmp_path, members=2)
     here.run(detach=True)
     with here.directory.joinpath("ledger.jsonl").open("a") as handle:
@@ -382,7 +390,7 @@ def test_a_torn_ledger_and_a_missing_specification_are_not_in_the_way(tmp_path: 
     assert [each.steps for each in views] == [None, STEPS]
 
 
-def test_a_job_without_a_name_of_ours_is_never_looked_at(tmp_path: Path) -> None:
+def test_a_job_without_our_name_is_ignored(tmp_path: Path) -> None:
     here = place(tmp_path)
     here.run(detach=True)
 
@@ -393,8 +401,8 @@ def test_a_job_without_a_name_of_ours_is_never_looked_at(tmp_path: Path) -> None
     assert overview(here.directory, Confused(VirtualTime()))[0].state == "ended"
 
 
-def test_a_hole_in_a_launched_members_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It went on from a checkpoint that was newer than its journal."""
+def test_missing_steps_in_a_members_journal_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run resumed from a checkpoint that is newer than its journal."""
     here = place(tmp_path, members=2)
     here.run()
     journal = Journal(here.run_dir(here.specs[1].run))

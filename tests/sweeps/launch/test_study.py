@@ -1,4 +1,4 @@
-"""Truths about a study: what it starts, what it leaves alone, and what it says. No processes: outcomes are scripted."""
+"""Tests of a study: the members that it starts, adopts or leaves alone, and its progress. All outcomes are scripted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sweeps.run.spec import RunSpec, make_spec
 from sweeps.source import load
 from sweeps.terminal import NeverBlocking
 
-# What a member does between its start and its end: writes into its directory, returns its exit code.
+# A member's behaviour: it writes to its directory and returns its exit code.
 Behaviour = Callable[[Path], int]
 
 
@@ -41,7 +41,7 @@ def member(choice: str, seed: int = 0, steps: int = 4) -> RunSpec:
 
 
 def open_journal(run_dir: Path) -> Journal:
-    """A new journal, or the old one from its last step on."""
+    """Open a new journal, or resume an old one after its last step."""
     old = last_metrics(run_dir)
     journal = Journal(run_dir)
     if old:
@@ -52,7 +52,7 @@ def open_journal(run_dir: Path) -> Journal:
 
 
 def finishes(run_dir: Path) -> int:
-    """A member that takes its steps and says so."""
+    """Take all steps, and record the end as finished."""
     steps = RunSpec.read(run_dir).steps
     begin = int(last_metrics(run_dir).get("step", 0))
     journal = open_journal(run_dir)
@@ -63,7 +63,7 @@ def finishes(run_dir: Path) -> int:
     return 0
 
 
-def takes_a_step_and(then: Behaviour) -> Behaviour:
+def takes_a_step_then(then: Behaviour) -> Behaviour:
     def behave(run_dir: Path) -> int:
         journal = open_journal(run_dir)
         journal.record("train", 1, {"train/loss": 1})
@@ -86,7 +86,7 @@ def ends(exit_code: int) -> Behaviour:
     return lambda run_dir: exit_code
 
 
-def writes_down(reason: str, exit_code: int = 1) -> Behaviour:
+def records_failure(reason: str, exit_code: int = 1) -> Behaviour:
     def behave(run_dir: Path) -> int:
         journal = open_journal(run_dir)
         journal.end(1, "failed", reason)
@@ -97,12 +97,12 @@ def writes_down(reason: str, exit_code: int = 1) -> Behaviour:
 
 
 class ScriptedExecutor:
-    """Members that do what a script says, one after the other, a poll each.
+    """An executor of scripted members; each poll runs one member to its end.
 
     Args:
-        script: what the attempts of a run do; all others finish.
-        max_parallel: as of a real executor.
-        newest_first: the member submitted last ends first.
+        script: behaviours of the attempts of each run; all further attempts finish.
+        max_parallel: largest number of running members.
+        newest_first: whether the member submitted last ends first.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ScriptedExecutor:
 
 
 class Recorder(Observer):
-    """An observer that remembers."""
+    """An observer that records events."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, ...]] = []
@@ -197,7 +197,7 @@ def events(study: Study, spec: RunSpec) -> list[str]:
     return [entry["event"] for entry in study.ledger.entries() if entry["run"] == spec.run]
 
 
-# --- what runs -----------------------------------------------------------------------------------------------
+# --- starting members ----------------------------------------------------------------------------------------
 
 
 def test_all_members_run_once_and_are_done(tmp_path: Path, specs: list[RunSpec]) -> None:
@@ -210,7 +210,7 @@ def test_all_members_run_once_and_are_done(tmp_path: Path, specs: list[RunSpec])
         assert events(study, spec) == ["planned", "started", "finished"]
         assert study.run_dir(spec) == tmp_path / "runs" / spec.run
         assert RunSpec.read(study.run_dir(spec)) == spec
-        assert [said for said in observer.heard if said[1] == spec.title] == [
+        assert [event for event in observer.heard if event[1] == spec.title] == [
             ("started", spec.title),
             ("finished", spec.title),
         ]
@@ -230,14 +230,14 @@ def test_the_frozen_spec_is_there_before_the_member_starts(tmp_path: Path, specs
 
 
 def change(spec_file: Path, key: str, value: object) -> None:
-    """Edit a frozen specification, as a hand or a disk would."""
+    """Change a value in a frozen specification."""
     content = json.loads(spec_file.read_text())
     (content["config"] if key in content["config"] else content)[key] = value
     spec_file.write_text(json.dumps(content))
 
 
-def test_a_specification_that_was_changed_runs_nothing(tmp_path: Path, specs: list[RunSpec]) -> None:
-    """Under the identity of what it was it would be another experiment."""
+def test_a_member_with_a_changed_specification_is_not_run(tmp_path: Path, specs: list[RunSpec]) -> None:
+    """The changed run would be another experiment under the identity of the old one."""
     study, executor, observer = Study(tmp_path, specs), ScriptedExecutor(max_parallel=1), Recorder()
     other = study.run_dir(specs[2]) / "spec.json"
     executor.during_poll = lambda: change(other, "loss", {"choice": "cispo"})
@@ -248,18 +248,18 @@ def test_a_specification_that_was_changed_runs_nothing(tmp_path: Path, specs: li
     assert reason.startswith(f"{other}: changed since the study was launched") and observer.closed == [1]
     with pytest.raises(UserError, match=f"^{other}: changed since"):
         Study.read(tmp_path)
-    # The command that made it freezes it as it was; a budget that has grown is nothing that was changed.
+    # A new launch freezes the specification again. A larger budget does not count as a change.
     longer = [replace(spec, steps=6) for spec in specs]
     assert {each.state for each in Study(tmp_path, longer).run(ScriptedExecutor()).values()} == {"finished"}
     assert [spec.steps for spec in Study.read(tmp_path).specs] == [6] * 4
     assert events(study, specs[0]).count("planned") == 1
 
 
-def test_a_specification_that_is_frozen_otherwise_has_its_checksum_written_down(tmp_path: Path) -> None:
+def test_a_specification_frozen_anew_gets_its_new_checksum(tmp_path: Path) -> None:
     spec = member("cispo")
     Study(tmp_path, [spec]).run(ScriptedExecutor({spec.run: [ends(1)]}))
     ledger = tmp_path / "ledger.jsonl"
-    # By an earlier version, which kept no checksum, and by another command, to which it is a departure from another.
+    # First frozen by an earlier version without checksums, then by a command for which it has other departures.
     ledger.write_text(re.sub(r',"(checksum|crc)":"\w+"', "", ledger.read_text()))
     assert Study.read(tmp_path).specs == [spec] and Ledger(tmp_path).fold()[spec.run].checksum is None
     for again in (spec, replace(spec, departures={"loss": "cispo"})):
@@ -270,7 +270,7 @@ def test_a_specification_that_is_frozen_otherwise_has_its_checksum_written_down(
     assert events(study, spec).count("planned") == 3
 
 
-def test_a_member_named_twice_runs_once(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_duplicate_members_run_once(tmp_path: Path, specs: list[RunSpec]) -> None:
     executor = ScriptedExecutor()
     states = Study(tmp_path, [*specs, specs[1], specs[0]]).run(executor)
     assert executor.submitted == [spec.run for spec in specs] == list(states)
@@ -286,7 +286,7 @@ def test_one_label_for_two_curves_is_refused_before_anything_is_written(tmp_path
 
 @pytest.mark.parametrize("cap", [1, 2, 3, 9])
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_the_executors_cap_is_used_and_kept(tmp_path: Path, cap: int, newest_first: bool) -> None:
+def test_the_executors_limit_is_reached_and_not_exceeded(tmp_path: Path, cap: int, newest_first: bool) -> None:
     specs = [member("cispo", seed) for seed in range(5)]
     executor = ScriptedExecutor(max_parallel=cap, newest_first=newest_first)
     states = Study(tmp_path, specs).run(executor)
@@ -294,14 +294,14 @@ def test_the_executors_cap_is_used_and_kept(tmp_path: Path, cap: int, newest_fir
     assert {state.state for state in states.values()} == {"finished"}
 
 
-def test_no_members_is_no_work(tmp_path: Path) -> None:
+def test_a_study_without_members_runs_nothing(tmp_path: Path) -> None:
     assert Study(tmp_path, []).run(ScriptedExecutor()) == {}
 
 
 # --- launching again -----------------------------------------------------------------------------------------
 
 
-def test_what_is_done_is_adopted_and_not_submitted(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_finished_members_are_not_submitted(tmp_path: Path, specs: list[RunSpec]) -> None:
     Study(tmp_path, specs).run(ScriptedExecutor())
     before = {path: path.read_bytes() for path in tmp_path.glob("runs/*/*")}
     study, executor, observer = Study(tmp_path, specs), ScriptedExecutor(), Recorder()
@@ -313,7 +313,7 @@ def test_what_is_done_is_adopted_and_not_submitted(tmp_path: Path, specs: list[R
     assert {path: path.read_bytes() for path in tmp_path.glob("runs/*/*")} == before
 
 
-def test_a_larger_sweep_adopts_the_smaller(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_a_larger_sweep_keeps_the_members_of_a_smaller_one(tmp_path: Path, specs: list[RunSpec]) -> None:
     Study(tmp_path, specs[:2]).run(ScriptedExecutor())
     executor = ScriptedExecutor()
     states = Study(tmp_path, specs).run(executor)
@@ -328,8 +328,8 @@ def test_a_smaller_sweep_leaves_the_others_alone(tmp_path: Path, specs: list[Run
     assert Study(tmp_path, specs).ledger.fold()[specs[3].run].state == "failed"
 
 
-def test_a_run_that_finished_behind_the_ledgers_back_is_adopted(tmp_path: Path, specs: list[RunSpec]) -> None:
-    # The controller was killed after the member's last line and before its own.
+def test_a_run_whose_end_is_missing_in_the_ledger_is_not_submitted(tmp_path: Path, specs: list[RunSpec]) -> None:
+    # The controller was killed after the member finished, before it recorded that.
     study = Study(tmp_path, specs[:1])
     spec = specs[0]
     spec.write(study.run_dir(spec))
@@ -353,7 +353,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_journals(tmp_path: Path, specs: list[
     assert {state.state for state in states.values()} == {"finished"}
 
 
-def test_the_ledgers_word_alone_makes_nothing_done(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_a_member_finished_by_the_ledger_but_not_by_its_journal_is_run(tmp_path: Path, specs: list[RunSpec]) -> None:
     study = Study(tmp_path, specs[:1])
     study.ledger.append("planned", specs[0].run, recipe=specs[0].recipe, seed=0)
     study.ledger.append("finished", specs[0].run)
@@ -362,13 +362,13 @@ def test_the_ledgers_word_alone_makes_nothing_done(tmp_path: Path, specs: list[R
     assert executor.submitted == [specs[0].run]
 
 
-def test_a_member_that_fails_touches_no_other_and_is_tried_again_by_the_next_launch(
+def test_a_failed_member_does_not_affect_others_and_is_retried_by_the_next_launch(
     tmp_path: Path, specs: list[RunSpec]
 ) -> None:
     bad = specs[1]
     observer = Recorder()
     study = Study(tmp_path, specs)
-    states = study.run(ScriptedExecutor({bad.run: [takes_a_step_and(ends(3))]}), [observer])
+    states = study.run(ScriptedExecutor({bad.run: [takes_a_step_then(ends(3))]}), [observer])
     assert {run: state.state for run, state in states.items()} == {
         spec.run: "failed" if spec is bad else "finished" for spec in specs
     }
@@ -385,27 +385,25 @@ def test_a_member_that_fails_touches_no_other_and_is_tried_again_by_the_next_lau
     assert again.ticks[-1] == (0, 4, 0)
 
 
-def test_a_member_that_fails_is_not_tried_again_by_the_same_launch(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_a_failed_member_is_not_retried_by_the_same_launch(tmp_path: Path, specs: list[RunSpec]) -> None:
     executor = ScriptedExecutor({spec.run: [ends(1)] * 5 for spec in specs})
     states = Study(tmp_path, specs).run(executor)
     assert executor.submitted == [spec.run for spec in specs]
     assert {state.state for state in states.values()} == {"failed"}
 
 
-def test_a_member_that_is_tried_again_is_told_to_start_again(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_observers_see_the_retry_and_the_second_start(tmp_path: Path, specs: list[RunSpec]) -> None:
     executor, observer = ScriptedExecutor({specs[0].run: [ends(-9)]}), Recorder()
     Study(tmp_path, specs[:1]).run(executor, [observer], {"killed": 1})
-    assert [said[0] for said in observer.heard] == ["started", "retried", "started", "finished"]
+    assert [event[0] for event in observer.heard] == ["started", "retried", "started", "finished"]
 
 
 def test_exit_code_zero_alone_is_not_success(tmp_path: Path, specs: list[RunSpec]) -> None:
-    states = Study(tmp_path, specs[:1]).run(ScriptedExecutor({specs[0].run: [takes_a_step_and(ends(0))]}))
+    states = Study(tmp_path, specs[:1]).run(ScriptedExecutor({specs[0].run: [takes_a_step_then(ends(0))]}))
     assert states[specs[0].run].state == "failed"
 
 
-def test_a_finished_journal_with_a_bad_exit_is_a_failure_once_and_adopted_later(
-    tmp_path: Path, specs: list[RunSpec]
-) -> None:
+def test_a_finished_journal_with_a_bad_exit_fails_once_and_counts_later(tmp_path: Path, specs: list[RunSpec]) -> None:
     def finishes_and_dies(run_dir: Path) -> int:
         finishes(run_dir)
         return -11
@@ -420,7 +418,7 @@ def test_a_finished_journal_with_a_bad_exit_is_a_failure_once_and_adopted_later(
 # --- the budget ----------------------------------------------------------------------------------------------
 
 
-def test_a_larger_budget_continues_and_a_smaller_one_is_done_already(tmp_path: Path) -> None:
+def test_a_larger_budget_continues_and_a_smaller_one_runs_nothing(tmp_path: Path) -> None:
     for steps, expected in ((4, 1), (10, 1), (10, 0), (7, 0)):
         spec = member("cispo", steps=steps)
         study, executor = Study(tmp_path, [spec]), ScriptedExecutor()
@@ -434,8 +432,8 @@ def test_a_larger_budget_continues_and_a_smaller_one_is_done_already(tmp_path: P
     assert RunSpec.read(study.run_dir(spec)).steps == 10
 
 
-def test_a_member_that_has_ended_for_good_is_done_under_any_budget(tmp_path: Path, said: list[str]) -> None:
-    """A run without a prompt left: nothing is tried again, what it measured counts, and the reason is shown."""
+def test_a_member_that_ended_for_good_is_finished_under_any_budget(tmp_path: Path, printed: list[str]) -> None:
+    """A run has no prompt left. It is not retried, its measurements count, and the reason is shown."""
 
     def runs_dry(run_dir: Path) -> int:
         journal = open_journal(run_dir)
@@ -451,22 +449,22 @@ def test_a_member_that_has_ended_for_good_is_done_under_any_budget(tmp_path: Pat
         specs = [member("cispo", steps=steps)]
         study = Study(tmp_path, specs)
         executor = ScriptedExecutor({dry.run: [runs_dry]} if steps == 4 else {})
-        progress = Progress(1, steps, every_s=0, write=said.append)
+        progress = Progress(1, steps, every_s=0, write=printed.append)
         (state,) = study.run(executor, [progress], retries=dict.fromkeys(NO_RETRIES, 5)).values()
         assert (state.state, state.reason, executor.submitted) == ("finished", "dry", [dry.run] if steps == 4 else [])
-        assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(said)
+        assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(printed)
         (view,) = overview(tmp_path)
         assert (view.state, view.reason, view.step) == ("finished", "dry", 2)
         assert launch_of(specs, tmp_path).left == 0
     study_read = load([str(tmp_path)])
     assert "(seed 0) ended at step 2: dry" in study_read.curves[0].warnings[0] and study_read.curves[0].ended
     journal = Journal(tmp_path / "runs" / dry.run)
-    journal.resume(0)  # by somebody's own script
+    journal.resume(0)  # a user's own script continues the run
     journal.close()
     assert not is_done(tmp_path / "runs" / dry.run, 4, dry.run) and why_final(tmp_path / "runs" / dry.run) is None
 
 
-def test_done_is_what_the_journal_says(tmp_path: Path) -> None:
+def test_is_done_follows_the_journal(tmp_path: Path) -> None:
     assert not is_done(tmp_path, 4, "abc")
     journal = Journal(tmp_path)
     assert not is_done(tmp_path, 4, "abc")
@@ -481,7 +479,7 @@ def test_done_is_what_the_journal_says(tmp_path: Path) -> None:
     assert is_done(tmp_path, 4, "abc")
     assert not is_done(tmp_path, 5, "abc")
     raw = (tmp_path / JOURNAL_FILE).read_bytes()
-    for number in (1, 4):  # one broken line among those of a run that has ended
+    for number in (1, 4):  # a broken line in the middle of a finished run's journal
         parts = raw.split(b'"kind":"train"')
         parts[number - 1 : number + 1] = [b'"kind":"tr\nin"'.join(parts[number - 1 : number + 1])]
         (tmp_path / JOURNAL_FILE).write_bytes(b'"kind":"train"'.join(parts))
@@ -540,34 +538,32 @@ def test_two_studies_run_side_by_side(tmp_path: Path, specs: list[RunSpec]) -> N
 
 
 class Interrupted(Recorder):
-    """Ctrl-C while members run."""
+    """An observer that is interrupted by Ctrl-C while members run."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         raise KeyboardInterrupt
 
 
 class Unclosable(Recorder):
-    """A tracking server that is away."""
+    """An observer whose tracking server is unavailable."""
 
     def close(self, failed: int, left: int) -> None:
         super().close(failed, left)
         raise OSError("away")
 
 
-def test_a_controller_that_is_interrupted_ends_its_members_and_frees_the_study(
-    tmp_path: Path, specs: list[RunSpec]
-) -> None:
+def test_an_interrupted_controller_ends_its_members_and_frees_the_study(tmp_path: Path, specs: list[RunSpec]) -> None:
     executor, observer = ScriptedExecutor(), Interrupted()
     with pytest.raises(KeyboardInterrupt):
         Study(tmp_path, specs).run(executor, [observer])
     assert executor.closed == 1
-    assert observer.closed == [4], "nobody may take this for a finished study"
+    assert observer.closed == [4], "observers must not take this for a finished study"
     states = Study(tmp_path, specs).run(ScriptedExecutor())
     assert {state.state for state in states.values()} == {"finished"}
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_observer_that_cannot_be_closed_keeps_nothing_else_open(
+def test_an_observer_that_cannot_be_closed_does_not_keep_others_open(
     tmp_path: Path, specs: list[RunSpec], place: int
 ) -> None:
     executor, observers = ScriptedExecutor(), [Recorder(), Recorder()]
@@ -587,20 +583,20 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueErr
 @pytest.mark.parametrize(
     ("behaviours", "reason"),
     [
-        ([writes_down("RewardError: from the journal")], "RewardError: from the journal"),
-        ([logs(TRACEBACK, 0), writes_down("RewardError: from the journal")], "RewardError: from the journal"),
-        ([writes_down("RewardError: from the journal", -9)], "RewardError: from the journal"),
+        ([records_failure("RewardError: from the journal")], "RewardError: from the journal"),
+        ([logs(TRACEBACK, 0), records_failure("RewardError: from the journal")], "RewardError: from the journal"),
+        ([records_failure("RewardError: from the journal", -9)], "RewardError: from the journal"),
         ([logs(TRACEBACK, 1)], "ValueError: from the log"),
-        ([takes_a_step_and(logs(TRACEBACK, 1))], "ValueError: from the log"),
+        ([takes_a_step_then(logs(TRACEBACK, 1))], "ValueError: from the log"),
         ([logs(TRACEBACK, -9)], "killed by SIGKILL"),
         ([logs("Epoch 0: 12%", -15)], "killed by SIGTERM"),
-        ([takes_a_step_and(ends(-6))], "killed by SIGABRT"),
+        ([takes_a_step_then(ends(-6))], "killed by SIGABRT"),
         ([logs("\n  \n", 4)], "exit code 4"),
         ([ends(4)], "exit code 4"),
         ([logs("x" * 9000, 1)], "x" * 500),
     ],
 )
-def test_the_reason_is_the_journals_else_the_logs_else_the_signals(
+def test_the_reason_is_from_the_journal_or_the_log_or_the_exit_code(
     tmp_path: Path, behaviours: list[Behaviour], reason: str
 ) -> None:
     spec = member("cispo")
@@ -613,7 +609,7 @@ def test_the_reason_is_the_journals_else_the_logs_else_the_signals(
 
 
 @pytest.mark.parametrize(
-    "first", [writes_down("RewardError: of the first attempt"), logs("ValueError: of the first attempt\n", 1)]
+    "first", [records_failure("RewardError: of the first attempt"), logs("ValueError: of the first attempt\n", 1)]
 )
 @pytest.mark.parametrize(("second", "reason"), [(ends(-9), "killed by SIGKILL"), (ends(7), "exit code 7")])
 def test_a_second_attempt_does_not_inherit_the_reason_of_the_first(
@@ -629,12 +625,12 @@ def test_a_second_attempt_does_not_inherit_the_reason_of_the_first(
 def test_a_second_attempt_may_fail_for_the_reason_of_the_first(tmp_path: Path) -> None:
     spec = member("cispo")
     study = Study(tmp_path, [spec])
-    for behave in (writes_down("RewardError: no"), logs("ValueError: no\n", 1)):
+    for behave in (records_failure("RewardError: no"), logs("ValueError: no\n", 1)):
         executor = ScriptedExecutor({spec.run: [behave, behave]})
         assert study.run(executor)[spec.run].reason == study.run(executor)[spec.run].reason
 
 
-def test_an_unreadable_log_is_not_in_the_way(tmp_path: Path) -> None:
+def test_an_undecodable_log_is_tolerated(tmp_path: Path) -> None:
     (tmp_path / LOG_FILE).write_bytes(b"\xff\xfe broken \x80\n")
     assert "broken" in why_failed(tmp_path, "exit code 1")
     assert why_failed(tmp_path / "nowhere", "exit code 1") == "exit code 1"
@@ -644,7 +640,7 @@ def test_an_unreadable_log_is_not_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def printed() -> list[str]:
     return []
 
 
@@ -656,114 +652,120 @@ def record(run_dir: Path, step: int, rate: float | None = None) -> None:
     journal.close()
 
 
-def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[str]) -> None:
+def test_progress_shows_the_step_of_every_running_member(tmp_path: Path, printed: list[str]) -> None:
     one, two = member("cispo", steps=40), member("dapo", seed=1, steps=60)
-    progress = Progress(total=3, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=3, steps=40, every_s=0, write=printed.append)
     progress.started(one, tmp_path / "one")
     progress.started(two, tmp_path / "two")
     progress.tick([one, two], 0, 0, 0)
-    assert said.pop().endswith("0/3 done | scalerl seed 0: starting | scalerl+loss=dapo seed 1: starting\n")
+    assert printed.pop().endswith("0/3 done | scalerl seed 0: starting | scalerl+loss=dapo seed 1: starting\n")
     record(tmp_path / "one", 7)
     record(tmp_path / "two", 8, rate=0.25)
     progress.tick([one, two], 0, 1, 0)
-    assert said.pop().endswith(
+    assert printed.pop().endswith(
         "1/3 done | scalerl seed 0: step 7/40 | scalerl+loss=dapo seed 1: step 8/60, pass rate 0.250\n"
     )
     record(tmp_path / "two", 9)
     progress.tick([two], 0, 1, 1)
-    assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/60, pass rate 0.250\n")
+    assert printed.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/60, pass rate 0.250\n")
     progress.tick([], 0, 2, 1)
-    assert said.pop().endswith("] 2/3 done, 1 failed\n")
-    assert said == []
+    assert printed.pop().endswith("] 2/3 done, 1 failed\n")
+    assert printed == []
 
 
-def test_progress_says_how_a_member_ended(tmp_path: Path, said: list[str]) -> None:
-    progress = Progress(total=2, steps=40, write=said.append)
+def test_progress_shows_how_a_member_ended(tmp_path: Path, printed: list[str]) -> None:
+    progress = Progress(total=2, steps=40, write=printed.append)
     record(tmp_path, 40, rate=0.5)
     progress.ended(member("cispo", steps=40), tmp_path, "finished", None)
     progress.ended(member("dapo"), tmp_path, "failed", "killed by SIGKILL")
-    assert said[0].endswith("finished  scalerl seed 0: step 40/40, pass rate 0.500\n")
-    assert said[1].endswith("failed    scalerl+loss=dapo seed 0: killed by SIGKILL\n")
-    assert all(line.startswith("[00:0") for line in said)
+    assert printed[0].endswith("finished  scalerl seed 0: step 40/40, pass rate 0.500\n")
+    assert printed[1].endswith("failed    scalerl+loss=dapo seed 0: killed by SIGKILL\n")
+    assert all(line.startswith("[00:0") for line in printed)
 
 
-def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_printed_once_per_interval(
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    progress = Progress(total=1, steps=4, every_s=10, write=said.append)
+    progress = Progress(total=1, steps=4, every_s=10, write=printed.append)
     progress.started(member("cispo"), tmp_path)
     for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):
         now[0] = 100 + seconds
         progress.tick([member("cispo")], 0, 0, 0)
-        assert len(said) == lines
-    assert said[-1].startswith("[01:15] ")
+        assert len(printed) == lines
+    assert printed[-1].startswith("[01:15] ")
 
 
-def test_the_steps_that_a_branch_has_from_its_parent_take_no_time(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_inherited_steps_of_a_branch_do_not_count_in_the_pace(
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     plain = member("cispo", steps=40)
     branch = replace(plain, config={**plain.config, "branch": {"run": "0123456789ab", "step": 20}})
-    progress = Progress(total=1, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=1, steps=40, every_s=0, write=printed.append)
     progress.started(branch, tmp_path)
     now[0] = 600.0
     record(tmp_path, 30)
     progress.tick([branch], 0, 0, 0)
-    assert "about 10 min left" in said[-1], "10 steps took 10 min, and 10 are left"
+    assert "about 10 min left" in printed[-1], "10 steps took 10 min, and 10 are left"
 
 
-def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the pace at which this process has seen its members go on; what was done before says nothing of it."""
+def test_progress_estimates_the_remaining_time(
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pace is measured only by this process; members that were finished before do not count."""
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     one, two = member("cispo", steps=40), member("dapo", steps=40)
     record(tmp_path / "one", 20)
-    progress = Progress(total=4, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=4, steps=40, every_s=0, write=printed.append)
     progress.ended(member("gspo"), tmp_path / "before", "finished", None)
     progress.started(one, tmp_path / "one")
     now[0] = 100.0
     record(tmp_path / "one", 30)
     progress.tick([one], 0, 1, 0)
-    # 10 steps in 100 s; 10 of this member, 80 of the two that wait.
-    assert said[-1].startswith("[01:40] about 15 min left, 1/4 done | ")
+    # 10 steps took 100 s; left are 10 steps of this member and 80 of the two that wait.
+    assert printed[-1].startswith("[01:40] about 15 min left, 1/4 done | ")
     progress.ended(one, tmp_path / "one", "finished", None)
     progress.started(two, tmp_path / "two")
     progress.tick([two], 0, 3, 0)
-    assert "about 7 min left, 3/4 done | " in said[-1]
+    assert "about 7 min left, 3/4 done | " in printed[-1]
 
 
-def test_the_time_left_is_of_each_members_own_budget(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_the_remaining_time_uses_each_members_own_budget(
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two with 40 and 960 steps the second is left: 860 of its steps at 10 s each, whatever the average is."""
+    """Only the member of 960 steps is left: 860 steps at 10 s each. The mean budget of 500 must not be used."""
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     long = member("dapo", steps=960)
-    progress = Progress(total=2, steps=500, every_s=0, write=said.append)
+    progress = Progress(total=2, steps=500, every_s=0, write=printed.append)
     progress.ended(member("cispo", steps=40), tmp_path / "short", "finished", None)
     progress.started(long, tmp_path / "long")
     now[0] = 1000.0
     record(tmp_path / "long", 100)
     progress.tick([long], 0, 1, 0)
-    assert "about 2 h 23 min left, 1/2 done | scalerl+loss=dapo seed 0: step 100/960" in said[-1]
+    assert "about 2 h 23 min left, 1/2 done | scalerl+loss=dapo seed 0: step 100/960" in printed[-1]
 
 
-def test_progress_opens_few_journals_at_a_time_and_all_in_turn(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_progress_reads_few_journals_per_tick_and_all_in_turn(
+    tmp_path: Path, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = [member("cispo", seed=seed, steps=40) for seed in range(100)]
-    progress = Progress(total=100, steps=40, every_s=0, write=said.append)
+    progress = Progress(total=100, steps=40, every_s=0, write=printed.append)
     for spec in members:
         progress.started(spec, tmp_path / spec.run)
-    looked: list[Path] = []
-    monkeypatch.setattr("sweeps.launch.observer.last_metrics", lambda run_dir: looked.append(run_dir) or {"step": 10.0})
+    read_dirs: list[Path] = []
+    monkeypatch.setattr(
+        "sweeps.launch.observer.last_metrics", lambda run_dir: read_dirs.append(run_dir) or {"step": 10.0}
+    )
     for tick in range(1, 5):
         progress.tick(members, 0, 0, 0)
-        assert len(looked) == tick * JOURNALS_PER_UPDATE
-    assert {path.name for path in looked} == {spec.run for spec in members}
-    assert said[-1].count("step 10/40") == SHOWN and "94 more running" in said[-1]
+        assert len(read_dirs) == tick * JOURNALS_PER_UPDATE
+    assert {path.name for path in read_dirs} == {spec.run for spec in members}
+    assert printed[-1].count("step 10/40") == SHOWN and "94 more running" in printed[-1]
 
 
 def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -788,16 +790,16 @@ def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.M
     assert "finished  scalerl seed 0: step 7/40, pass rate 0.250" in shown
 
 
-def test_progress_follows_a_whole_study(tmp_path: Path, specs: list[RunSpec], said: list[str]) -> None:
+def test_progress_follows_a_whole_study(tmp_path: Path, specs: list[RunSpec], printed: list[str]) -> None:
     executor = ScriptedExecutor({specs[2].run: [logs("ValueError: no\n", 1)]})
-    Study(tmp_path, specs).run(executor, [Progress(4, 4, every_s=0, write=said.append)])
-    assert sum("finished  " in line for line in said) == 3
-    assert sum("failed    scalerl+loss=dapo seed 0: ValueError: no" in line for line in said) == 1
-    assert "3/4 done, 1 failed" in said[-2] and "3/4 done, 1 not done" in said[-1]
-    assert all(line.endswith("\n") and line.count("\n") == 1 for line in said)
+    Study(tmp_path, specs).run(executor, [Progress(4, 4, every_s=0, write=printed.append)])
+    assert sum("finished  " in line for line in printed) == 3
+    assert sum("failed    scalerl+loss=dapo seed 0: ValueError: no" in line for line in printed) == 1
+    assert "3/4 done, 1 failed" in printed[-2] and "3/4 done, 1 not done" in printed[-1]
+    assert all(line.endswith("\n") and line.count("\n") == 1 for line in printed)
 
 
-def test_the_newest_metrics_come_from_the_journals_end_alone(tmp_path: Path) -> None:
+def test_the_newest_metrics_are_read_from_the_end_of_the_journal(tmp_path: Path) -> None:
     assert last_metrics(tmp_path) == {}
     journal = Journal(tmp_path)
     journal.header(run="abc")
@@ -813,7 +815,7 @@ def test_the_newest_metrics_come_from_the_journals_end_alone(tmp_path: Path) -> 
     assert last_metrics(tmp_path)["step"] == 199.0
 
 
-def test_a_controller_that_lost_the_study_to_another_writes_nothing_more(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_a_controller_that_lost_its_lease_writes_nothing_more(tmp_path: Path, specs: list[RunSpec]) -> None:
     executor, observer = ScriptedExecutor(max_parallel=1), Recorder()
 
     def taken_over() -> None:
@@ -824,10 +826,10 @@ def test_a_controller_that_lost_the_study_to_another_writes_nothing_more(tmp_pat
         Study(tmp_path, specs).run(executor, [observer])
     entries = Ledger(tmp_path).entries()
     assert [entry["event"] for entry in entries] == ["planned"] * len(specs) + ["started"]
-    assert observer.closed == [0], "none is called failed"
+    assert observer.closed == [0], "no member is reported as failed"
 
 
-def test_a_study_that_is_renamed_while_it_runs_leaves_nothing_behind(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_a_study_renamed_while_it_runs_leaves_nothing_at_the_old_place(tmp_path: Path, specs: list[RunSpec]) -> None:
     here, executor = tmp_path / "here", ScriptedExecutor({specs[0].run: [ends(0)]}, max_parallel=1)
     executor.during_poll = lambda: here.rename(tmp_path / "there") and None
     with pytest.raises(LeaseLostError, match=f"^{here}: renamed or removed while .* with the new place"):
@@ -835,7 +837,7 @@ def test_a_study_that_is_renamed_while_it_runs_leaves_nothing_behind(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and executor.submitted == [specs[0].run]
 
 
-def test_a_pipe_that_nobody_reads_holds_no_controller_up(tmp_path: Path, specs: list[RunSpec]) -> None:
+def test_an_unread_pipe_does_not_block_a_controller(tmp_path: Path, specs: list[RunSpec]) -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as reader, os.fdopen(writing, "w") as stream:
         os.set_blocking(writing, False)
@@ -846,14 +848,14 @@ def test_a_pipe_that_nobody_reads_holds_no_controller_up(tmp_path: Path, specs: 
         progress = Progress(4, 4, every_s=0, write=NeverBlocking(stream).write)
         states = Study(tmp_path, specs).run(ScriptedExecutor(), [progress])
         assert {state.state for state in states.values()} == {"finished"}
-        # Once somebody reads, the newest lines are there.
+        # When the pipe is read, the newest lines arrive.
         reader.read1(1 << 20)
         progress.say("that is all")
-        assert b"4/4 done\n" in (said := reader.read1(1 << 20)) and said.endswith(b"that is all\n")
+        assert b"4/4 done\n" in (printed := reader.read1(1 << 20)) and printed.endswith(b"that is all\n")
 
 
 def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """Its runs have other identities: it would be run a second time."""
+    """The other version gave its runs other identities, so they would be trained a second time."""
     study = Study(tmp_path, [member("cispo")])
     study.run(ScriptedExecutor())
     spec_file = study.run_dir(study.specs[0]) / "spec.json"
@@ -868,8 +870,8 @@ def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_pa
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_what_a_controller_says_by_itself_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pipe that is full, as standard error: a plain write would never return."""
+def test_messages_of_progress_do_not_block_on_a_full_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error is a full pipe, to which a plain write would block forever."""
 
     class Unread(io.StringIO):
         def fileno(self) -> int:
@@ -889,14 +891,14 @@ def test_what_a_controller_says_by_itself_waits_for_no_reader(monkeypatch: pytes
         Progress(4, 4, every_s=0).say("that is all")
 
 
-def test_no_folder_is_made_where_a_study_was_before_it_was_renamed(tmp_path: Path, specs: list[RunSpec]) -> None:
-    """Between two submissions, of which the second would make the folder of its member."""
+def test_no_folder_is_created_at_the_old_place_of_a_renamed_study(tmp_path: Path, specs: list[RunSpec]) -> None:
+    """The study is renamed between two submissions. The second one must not create a folder at the old place."""
     here = tmp_path / "here"
 
-    class Makes(ScriptedExecutor):
+    class MakesFolders(ScriptedExecutor):
         def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-            for each in members:
-                each.run_dir.mkdir(parents=True, exist_ok=True)
+            for launch in members:
+                launch.run_dir.mkdir(parents=True, exist_ok=True)
             return super().submit(submission, members)
 
         def poll(self, timeout_s: float) -> list[Outcome]:
@@ -904,7 +906,7 @@ def test_no_folder_is_made_where_a_study_was_before_it_was_renamed(tmp_path: Pat
             here.rename(tmp_path / "there")
             return []
 
-    executor = Makes(max_parallel=1)
+    executor = MakesFolders(max_parallel=1)
     with pytest.raises(LeaseLostError, match=f"^{here}: renamed or removed while"):
         Study(here, specs).run(executor)
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and executor.submitted == [specs[0].run]

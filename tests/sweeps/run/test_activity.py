@@ -1,4 +1,4 @@
-"""Signs of life: how long a silence may be, and what becomes of a process that is silent for longer."""
+"""Tests of the detection of hanging processes: the allowed silence, and the end of a process that exceeds it."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ class Clock:
     st.floats(0.1, 1e4),
     st.floats(0.0, 1e6),
 )
-def test_a_run_hangs_when_it_is_silent_for_much_longer_than_ever(
+def test_a_run_hangs_if_it_is_silent_for_longer_than_the_limit(
     pauses: Sequence[float], factor: float, at_least_s: float, silence_s: float
 ) -> None:
     clock = Clock()
     activity, patience = Activity(clock), Patience(factor, at_least_s)
     for pause in pauses:
         clock.now += pause
-        # As it was before this pause: one that is longer than all before may count.
+        # The limit follows from the earlier pauses, so a pause longer than all of them may count as a hang.
         allowed = max(at_least_s, factor * activity.longest_s)
         assert (activity.hung(patience) is not None) == (activity.idle_s > allowed)
         activity.note("decode")
     limit_s = max(at_least_s, factor * activity.longest_s)
     assert activity.longest_s == pytest.approx(max(pauses))
     clock.now += silence_s
-    said = activity.hung(patience)
-    assert (said is not None) == (activity.idle_s > limit_s)
-    assert said is None or "last activity: decode" in said
+    message = activity.hung(patience)
+    assert (message is not None) == (activity.idle_s > limit_s)
+    assert message is None or "last activity: decode" in message
     assert activity.hung(Patience(None, at_least_s)) is None
 
 
-def test_what_was_noted_before_a_run_began_is_none_of_its_own() -> None:
+def test_activity_before_a_run_begins_does_not_count() -> None:
     clock = Clock()
     activity = Activity(clock)
     clock.now += 5000.0
@@ -63,7 +63,7 @@ def test_what_was_noted_before_a_run_began_is_none_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launch", "said"),
+    ("launch", "message"),
     [
         ({"hang_factor": 1}, "launch.hang_factor: 1 must be a number above 1, or null"),
         ({"hang_factor": "ten"}, "launch.hang_factor: 'ten'"),
@@ -72,8 +72,8 @@ def test_what_was_noted_before_a_run_began_is_none_of_its_own() -> None:
         ({"hang_min_s": float("nan")}, "launch.hang_min_s: nan"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(launch: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+def test_invalid_values_are_refused(launch: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
         Patience.of({"launch": launch})
 
 
@@ -95,37 +95,39 @@ with activity.watched(Patience(4.0, {at_least}), lambda: print("left", flush=Tru
     a_collective_that_waits()
 print("went on")
 """
-FOR_EVER = "threading.Event().wait(60)"
-# Python's lock is never given back: a plain call into C that sleeps.
-WITH_THE_LOCK = "ctypes.PyDLL(None).sleep(60)"
+WAIT_FOREVER = "threading.Event().wait(60)"
+# A C call that sleeps without releasing Python's global lock.
+SLEEP_WITH_THE_LOCK = "ctypes.PyDLL(None).sleep(60)"
 
 
-def silent(hang: str, at_least: float = 0.5, signs: int = 3, pause: float = 0.05) -> subprocess.CompletedProcess[str]:
+def run_hanging(
+    hang: str, at_least: float = 0.5, signs: int = 3, pause: float = 0.05
+) -> subprocess.CompletedProcess[str]:
     code = HANGS.format(hang=hang, at_least=at_least, signs=signs, pause=pause)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
 
 
-def test_a_process_that_hangs_says_where_and_ends() -> None:
-    done = silent(FOR_EVER)
-    assert done.returncode == HUNG_CODE
-    assert "last word: no sign of life for" in done.stdout and "last activity: decode" in done.stdout
-    assert done.stdout.endswith("left\n"), "what it held is free"
-    assert "a_collective_that_waits" in done.stderr, "the stacks"
-    assert "went on" not in done.stdout
+def test_a_hanging_process_prints_its_stacks_and_ends() -> None:
+    result = run_hanging(WAIT_FOREVER)
+    assert result.returncode == HUNG_CODE
+    assert "last word: no sign of life for" in result.stdout and "last activity: decode" in result.stdout
+    assert result.stdout.endswith("left\n"), "the callback that frees resources was called"
+    assert "a_collective_that_waits" in result.stderr, "the stacks are printed"
+    assert "went on" not in result.stdout
 
 
-def test_so_does_one_that_never_gives_pythons_lock_back() -> None:
+def test_a_process_that_hangs_with_pythons_lock_prints_its_stacks_and_ends() -> None:
     began = time.monotonic()
-    done = silent(WITH_THE_LOCK)
-    assert done.returncode not in (0, -signal.SIGALRM) and "went on" not in done.stdout
-    assert "a_collective_that_waits" in done.stderr
+    result = run_hanging(SLEEP_WITH_THE_LOCK)
+    assert result.returncode not in (0, -signal.SIGALRM) and "went on" not in result.stdout
+    assert "a_collective_that_waits" in result.stderr
     assert time.monotonic() - began < 40
 
 
-def test_one_that_is_only_slow_goes_on() -> None:
-    """Twice as silent as the least, but less than so many times its longest pause."""
-    done = silent("time.sleep(1.0)", at_least=0.5, signs=3, pause=0.4)
-    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+def test_a_slow_process_continues() -> None:
+    """The silence is twice the minimum, but less than four times the longest pause."""
+    result = run_hanging("time.sleep(1.0)", at_least=0.5, signs=3, pause=0.4)
+    assert (result.returncode, result.stdout) == (0, "went on\n"), result.stderr
 
 
 SLOW = """
@@ -144,7 +146,7 @@ print("went on", longest, flush=True)
 
 
 @contextmanager
-def slow(each: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
+def slow_process(each: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
     code = SLOW.format(each=each)
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, **given)
     try:
@@ -154,22 +156,22 @@ def slow(each: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-def test_a_log_that_takes_nothing_more_does_not_keep_one_that_hangs() -> None:
-    """Log and attempts may lie on the file server that it waits for."""
+def test_a_blocked_log_does_not_keep_a_hanging_process_alive() -> None:
+    """The log may be on the file server that the process waits for, so that writing to it blocks."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with suppress(BlockingIOError):
         while True:
             os.write(writing, bytes(4096))
     os.set_blocking(writing, True)
-    with slow("time.sleep(60)", stderr=writing) as child:
+    with slow_process("time.sleep(60)", stderr=writing) as child:
         assert child.wait(40) == HUNG_CODE
     os.close(reading)
     os.close(writing)
 
 
-def test_a_process_that_was_suspended_goes_on() -> None:
-    with slow("time.sleep(0.05)", stderr=subprocess.PIPE) as child:
+def test_a_suspended_process_continues() -> None:
+    with slow_process("time.sleep(0.05)", stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         for _ in range(5):
             child.stdout.readline()
@@ -178,12 +180,12 @@ def test_a_process_that_was_suspended_goes_on() -> None:
         child.send_signal(signal.SIGCONT)
         out, err = child.communicate(timeout=40)
         assert child.returncode == 0, err
-        assert float(out.split()[-1]) < 1.0, "nor is it what the run's own pauses are measured by"
+        assert float(out.split()[-1]) < 1.0, "time while suspended does not count as a pause of the run"
 
 
-def test_nobody_is_thrown_out_of_a_debugger() -> None:
+def test_a_process_in_a_debugger_is_not_ended() -> None:
     each = "breakpoint() if number == 3 else None"
-    with slow(each, stderr=subprocess.PIPE, stdin=subprocess.PIPE) as child:
+    with slow_process(each, stderr=subprocess.PIPE, stdin=subprocess.PIPE) as child:
         time.sleep(5.0)
         assert child.poll() is None
         out, err = child.communicate("c\n", timeout=40)

@@ -1,4 +1,4 @@
-"""Truths about the journal: what a crash can take from it, what a resume voids, and what is never written."""
+"""Tests of the journal: torn and damaged lines, resumes, durable records, and values that are never written."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def ticking() -> Callable[[], float]:
-    """A clock that moves a second a reading."""
+def ticking_clock() -> Callable[[], float]:
+    """Return a clock that advances one second per reading."""
     return itertools.count(1000.0).__next__
 
 
@@ -49,22 +49,22 @@ def lines_of(run_dir: Path) -> list[bytes]:
 
 
 def content(view: JournalView) -> tuple[Any, ...]:
-    """Everything that a view says."""
+    """Return the contents of a view."""
     return view.header, view.records, view.checkpoint_step, view.status, view.reason
 
 
 @contextmanager
 def journal_in_memory() -> Iterator[Path]:
-    """A run directory for one example; waiting for the disk would only make hypothesis slow."""
+    """Provide a run directory for one hypothesis example, without fsync, which would be slow."""
     with tempfile.TemporaryDirectory() as folder, patch("sweeps.run.journal.os.fsync"):
         yield Path(folder)
 
 
-# --- what is written comes back ------------------------------------------------------------------------------
+# --- writing and reading -------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read(run_dir: Path) -> None:
-    journal = Journal(run_dir, clock=ticking())
+    journal = Journal(run_dir, clock=ticking_clock())
     journal.header(run="abc", recipe="scalerl", seed=3)
     journal.record("eval", 0, {RATE: 0.25})
     journal.record("train", 1, {"train/loss": 1 / 3})
@@ -127,34 +127,34 @@ LAST_RECORDS: dict[str, Callable[[Journal], None]] = {
 
 
 @pytest.mark.parametrize("kind", LAST_RECORDS)
-def test_a_last_line_torn_at_any_byte_is_dropped_and_nothing_else(run_dir: Path, kind: str) -> None:
-    journal = Journal(run_dir, clock=ticking())
+def test_only_a_torn_last_line_is_dropped(run_dir: Path, kind: str) -> None:
+    journal = Journal(run_dir, clock=ticking_clock())
     journal.header(run="abc", recipe="scalerl")
     journal.record("eval", 0, {RATE: 0.25})
     journal.record("train", 1, {"train/loss": 1.0})
     journal.close()
-    whole = (run_dir / JOURNAL_FILE).read_bytes()
+    intact = (run_dir / JOURNAL_FILE).read_bytes()
     before = content(read_journal(run_dir))
 
-    journal = Journal(run_dir, clock=ticking())
+    journal = Journal(run_dir, clock=ticking_clock())
     LAST_RECORDS[kind](journal)
     journal.close()
-    last = (run_dir / JOURNAL_FILE).read_bytes()[len(whole) :]
+    last = (run_dir / JOURNAL_FILE).read_bytes()[len(intact) :]
     assert content(read_journal(run_dir)) != before
 
     for cut in range(len(last)):
-        (run_dir / JOURNAL_FILE).write_bytes(whole + last[:cut])
+        (run_dir / JOURNAL_FILE).write_bytes(intact + last[:cut])
         assert content(read_journal(run_dir)) == before
-        # The next process cuts off what is torn, and its own line stands whole behind the others.
-        journal = Journal(run_dir, clock=ticking())
-        assert (run_dir / JOURNAL_FILE).read_bytes() == whole
+        # The next process cuts off the torn line before it appends its own.
+        journal = Journal(run_dir, clock=ticking_clock())
+        assert (run_dir / JOURNAL_FILE).read_bytes() == intact
         LAST_RECORDS[kind](journal)
         journal.close()
-        assert (run_dir / JOURNAL_FILE).read_bytes() == whole + last
+        assert (run_dir / JOURNAL_FILE).read_bytes() == intact + last
 
 
 @pytest.mark.parametrize("rubbish", [b"\0" * 40, b"\0" * 40 + b"\n", b'{"kind":"train","st\n', b"\n", b"\xff\xfe\n"])
-def test_what_a_power_cut_leaves_at_the_end_is_cut_off(run_dir: Path, rubbish: bytes) -> None:
+def test_garbage_after_a_power_cut_is_cut_off(run_dir: Path, rubbish: bytes) -> None:
     journal = Journal(run_dir)
     journal.header(run="abc")
     journal.record("train", 1, {"x": 1})
@@ -169,42 +169,42 @@ def test_what_a_power_cut_leaves_at_the_end_is_cut_off(run_dir: Path, rubbish: b
     assert rubbish not in lines_of(run_dir)
 
 
-def test_a_changed_byte_is_seen_by_every_reader(run_dir: Path) -> None:
-    """A digit or a letter that flips is still JSON: only the checksum tells."""
-    journal = Journal(run_dir, clock=ticking())
+def test_every_reader_detects_a_changed_byte(run_dir: Path) -> None:
+    """A line with a changed digit or letter may still be valid JSON. Only the checksum detects it."""
+    journal = Journal(run_dir, clock=ticking_clock())
     journal.header(run="abc", recipe="scalerl")
     journal.record("eval", 0, {RATE: 0.125, "compute/flops": 1e6})
     journal.record("train", 1, {"train/loss": 1 / 3})
     journal.checkpoint(1)
     journal.end(1, "finished")
     journal.close()
-    path, whole, lines = run_dir / JOURNAL_FILE, (run_dir / JOURNAL_FILE).read_bytes(), lines_of(run_dir)
+    path, raw, lines = run_dir / JOURNAL_FILE, (run_dir / JOURNAL_FILE).read_bytes(), lines_of(run_dir)
     assert looks_whole(run_dir) and is_done(run_dir, 1, "abc")
     for number in (1, 2):
         begin = sum(map(len, lines[:number]))
-        for at in range(begin, begin + len(lines[number]) - 1):
-            old = whole[at : at + 1]
-            path.write_bytes(whole[:at] + (b"7" if old != b"7" else b"8") + whole[at + 1 :])
+        for position in range(begin, begin + len(lines[number]) - 1):
+            old = raw[position : position + 1]
+            path.write_bytes(raw[:position] + (b"7" if old != b"7" else b"8") + raw[position + 1 :])
             if b'"crc"' not in path.read_bytes()[begin:].split(b"\n")[0]:
-                continue  # it is the checksum's own name that was hit: the record is as it was
+                continue  # the change hit the name of the checksum field, so there is nothing to compare
             tail = JournalTail(run_dir)
             tail.forget({"eval": 10, "train": 10})
             for read in (lambda: read_journal(run_dir), tail.update):
                 with pytest.raises(JournalError, match=f"{path}, line {number + 1}: "):
                     read()
             assert not looks_whole(run_dir) and f"line {number + 1}" in str(trouble(run_dir, "abc"))
-            found = find_break(run_dir)
-            assert found is not None and found.line == number + 1
-    # The last line is treated as a torn one, and a run without its end goes on.
-    path.write_bytes(whole.replace(b'"status":"finished"', b'"status":"Finished"'))
+            broken = find_break(run_dir)
+            assert broken is not None and broken.line == number + 1
+    # A damaged last line counts as torn, so the run has no end and is running.
+    path.write_bytes(raw.replace(b'"status":"finished"', b'"status":"Finished"'))
     assert read_journal(run_dir).status == "running" and not is_done(run_dir, 1, "abc")
-    # A mended journal is sealed as any other, and what earlier versions wrote has nothing to be checked by.
-    path.write_bytes(whole.replace(b"0.333", b"0.334"))
-    found = find_break(run_dir)
-    assert found is not None
-    mend(found)
+    # A mended journal has checksums like any other. Lines of earlier versions have none and are not checked.
+    path.write_bytes(raw.replace(b"0.333", b"0.334"))
+    broken = find_break(run_dir)
+    assert broken is not None
+    mend(broken)
     assert path.read_bytes().count(b'"crc":"') == 3 and looks_whole(run_dir)
-    path.write_bytes(re.sub(rb',"crc":"\w{8}"', b"", whole).replace(b"0.333", b"0.334"))
+    path.write_bytes(re.sub(rb',"crc":"\w{8}"', b"", raw).replace(b"0.333", b"0.334"))
     assert b"crc" not in path.read_bytes() and looks_whole(run_dir)
     assert read_journal(run_dir).of_kind("train")[0].metrics["train/loss"] > 0.334
 
@@ -219,7 +219,7 @@ def test_reading_never_changes_the_file(run_dir: Path) -> None:
     assert (run_dir / JOURNAL_FILE).read_bytes() == torn
 
 
-# --- what cannot be read -------------------------------------------------------------------------------------
+# --- unreadable lines ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_broken_middle_line_is_named(run_dir: Path, broken: bytes) -> None:
     assert "\n" not in message
 
 
-def test_no_journal_is_an_error_that_names_the_file(run_dir: Path) -> None:
+def test_a_missing_journal_is_an_error_that_names_the_file(run_dir: Path) -> None:
     with pytest.raises(JournalError, match=f"{run_dir / JOURNAL_FILE}.*No such file"):
         read_journal(run_dir)
 
@@ -278,7 +278,7 @@ def test_a_journal_whose_header_is_torn_has_not_begun(run_dir: Path) -> None:
         assert (run_dir / JOURNAL_FILE).read_bytes() == b""
 
 
-# --- what supersedes what ------------------------------------------------------------------------------------
+# --- resumes and replaced records ----------------------------------------------------------------------------
 
 
 def test_a_resume_voids_later_steps_only(run_dir: Path) -> None:
@@ -320,7 +320,7 @@ def test_the_later_record_of_a_kind_and_step_wins(run_dir: Path) -> None:
     assert [record.metrics for record in view.of_kind("eval")] == [{RATE: 0.5}]
 
 
-def test_a_resume_makes_an_ended_run_a_running_one(run_dir: Path) -> None:
+def test_after_a_resume_an_ended_run_is_running(run_dir: Path) -> None:
     journal = Journal(run_dir)
     journal.header(run="abc")
     journal.record("train", 1, {"x": 1})
@@ -330,10 +330,10 @@ def test_a_resume_makes_an_ended_run_a_running_one(run_dir: Path) -> None:
     assert (read_journal(run_dir).status, read_journal(run_dir).reason) == ("running", None)
 
 
-# --- what is durable -----------------------------------------------------------------------------------------
+# --- durable records -----------------------------------------------------------------------------------------
 
 
-def test_durable_is_what_a_checkpoint_or_a_finished_run_covers(run_dir: Path) -> None:
+def test_durable_records_are_covered_by_a_checkpoint_or_a_finished_end(run_dir: Path) -> None:
     def durable() -> list[int]:
         return [record.step for record in read_journal(run_dir).durable()]
 
@@ -356,7 +356,7 @@ def test_durable_is_what_a_checkpoint_or_a_finished_run_covers(run_dir: Path) ->
     assert durable() == [0, 1, 2]
 
 
-# --- what is never written, what is not compared -------------------------------------------------------------
+# --- non-finite values, and comparison of journals -----------------------------------------------------------
 
 
 def test_values_that_are_not_finite_are_named_and_left_out(run_dir: Path) -> None:
@@ -364,10 +364,10 @@ def test_values_that_are_not_finite_are_named_and_left_out(run_dir: Path) -> Non
     journal.header(run="abc")
     journal.record("train", 1, {"fine": 1.0, "b": math.nan, "a": math.inf, "c": -math.inf})
     journal.record("train", 2, {"fine": 1.0})
-    _, with_gaps, whole = [json.loads(line, parse_constant=pytest.fail) for line in lines_of(run_dir)]
+    _, with_gaps, without_gaps = [json.loads(line, parse_constant=pytest.fail) for line in lines_of(run_dir)]
     assert with_gaps["metrics"] == {"fine": 1.0}
     assert with_gaps["not_finite"] == ["a", "b", "c"]
-    assert "not_finite" not in whole
+    assert "not_finite" not in without_gaps
     assert [record.metrics for record in read_journal(run_dir).records] == [{"fine": 1.0}] * 2
 
 
@@ -394,7 +394,7 @@ def write_two(run_dir: Path, wall: float, loss: float) -> list[tuple[str, int, d
     return read_journal(run_dir).deterministic()
 
 
-def test_the_wall_clock_is_not_compared_and_everything_else_is(tmp_path: Path) -> None:
+def test_only_wall_clock_values_are_not_compared(tmp_path: Path) -> None:
     one = write_two(tmp_path / "one", wall=1.0, loss=0.5)
     assert write_two(tmp_path / "two", wall=2.0, loss=0.5) == one
     assert write_two(tmp_path / "three", wall=1.0, loss=math.nextafter(0.5, 1)) != one
@@ -431,19 +431,19 @@ history = st.lists(
 
 @settings(max_examples=examples(150))
 @given(history)
-def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) -> None:
+def test_any_history_folds_as_defined(events: list[tuple[str, int]]) -> None:
     with journal_in_memory() as run_dir:
         journal = Journal(run_dir)
         journal.header(run="abc")
-        for number, (what, step) in enumerate(events):
-            if what in ("train", "eval"):
-                journal.record(what, step, {"number": number})
-            elif what == "checkpoint":
+        for number, (kind, step) in enumerate(events):
+            if kind in ("train", "eval"):
+                journal.record(kind, step, {"number": number})
+            elif kind == "checkpoint":
                 journal.checkpoint(step)
-            elif what == "resume":
+            elif kind == "resume":
                 journal.resume(step)
-            elif what == "torn":
-                # The process dies in the middle of a line; the next one goes on.
+            elif kind == "torn":
+                # The process dies in the middle of a line, and the next one continues.
                 journal.record("train", 3, {"number": -1})
                 journal.close()
                 raw = (run_dir / JOURNAL_FILE).read_bytes()
@@ -451,26 +451,26 @@ def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) ->
                 (run_dir / JOURNAL_FILE).write_bytes(raw[: len(raw) - min(step, last)])
                 journal = Journal(run_dir)
             else:
-                journal.end(step, what)
+                journal.end(step, kind)
         journal.close()
         view = read_journal(run_dir)
 
-    # A record counts unless a later one of its kind and step replaces it or a later resume goes behind it.
-    def counts(place: int, what: str, step: int) -> bool:
-        later = events[place + 1 :]
-        return (what, step) not in later and all(s >= step for w, s in later if w == "resume")
+    # A record counts unless a later record of the same kind and step, or a resume to an earlier step, replaces it.
+    def counts(position: int, kind: str, step: int) -> bool:
+        later = events[position + 1 :]
+        return (kind, step) not in later and all(s >= step for w, s in later if w == "resume")
 
     expected = [
-        (what, step, float(place))
-        for place, (what, step) in enumerate(events)
-        if what in ("train", "eval") and counts(place, what, step)
+        (kind, step, float(position))
+        for position, (kind, step) in enumerate(events)
+        if kind in ("train", "eval") and counts(position, kind, step)
     ]
     assert [(r.kind, r.step, r.metrics["number"]) for r in view.records] == expected
 
-    covered = [step for what, step in events if what in ("checkpoint", "resume")]
+    covered = [step for kind, step in events if kind in ("checkpoint", "resume")]
     assert view.checkpoint_step == (covered[-1] if covered and covered[-1] >= 0 else None)
 
-    states = [what for what, _ in events if what in ("resume", "finished", "failed")]
+    states = [kind for kind, _ in events if kind in ("resume", "finished", "failed")]
     assert view.status == {"resume": "running"}.get(states[-1], states[-1]) if states else "running"
 
     limit = 99 if view.status == "finished" else -1 if view.checkpoint_step is None else view.checkpoint_step
@@ -481,7 +481,7 @@ def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) ->
 
 
 def write_run(run_dir: Path, *events: int | tuple[str, int]) -> Journal:
-    """A header, then training records by step, checkpoints and resumes by name."""
+    """Append events to a journal: a number is a training record of that step, a pair is a checkpoint or resume."""
     journal = Journal(run_dir)
     if not journal.path.stat().st_size:
         journal.header(run="abc")
@@ -494,8 +494,8 @@ def write_run(run_dir: Path, *events: int | tuple[str, int]) -> Journal:
     return journal
 
 
-def test_a_run_that_went_on_beyond_its_records_has_a_hole(run_dir: Path) -> None:
-    """Until it goes back before it."""
+def test_a_run_resumed_beyond_its_records_has_a_hole(run_dir: Path) -> None:
+    """The hole is reported until a resume goes back to a step before it."""
     write_run(run_dir, *range(1, 7), ("checkpoint", 6), ("resume", 6), 7)
     tail = JournalTail(run_dir)
     for events, holes, missing in (
@@ -511,11 +511,11 @@ def test_a_run_that_went_on_beyond_its_records_has_a_hole(run_dir: Path) -> None
             assert view.holes == holes and view.missing == missing, events
 
 
-def test_a_checkpoint_counts_once_it_is_recorded(run_dir: Path) -> None:
+def test_a_checkpoint_counts_when_it_is_recorded(run_dir: Path) -> None:
     assert covered_step(run_dir) is None
     run_dir.mkdir()
     (run_dir / JOURNAL_FILE).write_bytes(b'{"kind":"run","ru')
-    assert covered_step(run_dir) == -1, "it was about to begin"
+    assert covered_step(run_dir) == -1, "a torn header: the run was about to begin"
     write_run(run_dir, 1, 2, 3)
     assert covered_step(run_dir) == -1
     write_run(run_dir, ("checkpoint", 3), 4, 5, 6)
@@ -523,7 +523,7 @@ def test_a_checkpoint_counts_once_it_is_recorded(run_dir: Path) -> None:
     write_run(run_dir, ("checkpoint", 6), ("resume", 3), 4)
     assert covered_step(run_dir) == 3
     (run_dir / JOURNAL_FILE).write_text('{"loss": 1.0}\n')
-    assert covered_step(run_dir) is None, "another program's"
+    assert covered_step(run_dir) is None, "a file of another program"
 
 
 # --- finding runs --------------------------------------------------------------------------------------------
@@ -539,16 +539,16 @@ def test_runs_are_found_at_and_below_a_directory(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "study" / "runs" / "empty") == []
 
 
-def test_what_lies_below_a_run_is_its_own(tmp_path: Path) -> None:
-    """Another trainer that a member starts may call its metrics as we call a journal."""
+def test_journals_below_a_run_are_ignored(tmp_path: Path) -> None:
+    """A member may start another trainer, whose metrics file may have the name of our journal."""
     run_dir = tmp_path / "study" / "runs" / "a"
     for name in ("a", "a/out", "a/out/more", "b"):
         Journal(run_dir.parent / name).close()
     assert find_runs(tmp_path) == find_runs(tmp_path / "study") == [run_dir, run_dir.with_name("b")]
 
 
-def test_the_newest_metrics_are_read_past_what_is_no_record(tmp_path: Path) -> None:
-    """Of no journal, a torn one, and lines that are JSON and no record of ours: none of these ends who asks."""
+def test_the_newest_metrics_are_read_past_invalid_lines(tmp_path: Path) -> None:
+    """A missing or torn journal, and lines of JSON that are not records, must not raise an error."""
     assert last_metrics(tmp_path) == {}
     path = tmp_path / JOURNAL_FILE
     good = b'{"kind":"eval","step":4,"metrics":{"eval/a/pass_rate":0.5,"time":1}}\n'

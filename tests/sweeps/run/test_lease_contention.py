@@ -1,7 +1,7 @@
-"""Of those who want a lease exactly one has it, also where the file system has no locks, in whatever order they act.
+"""Tests that exactly one contender holds a lease, in any interleaving, also on file systems without locks.
 
-Contenders run in threads of which one moves at a time, by a clock that nobody waits for: between any two operations on
-files another may act, stand still for longer than a lease lasts, or be killed. Time is in seconds of that clock.
+Contenders run in threads, of which one runs at a time, with a virtual clock in seconds. Between any two file operations
+another contender may run, stall for longer than the lease lasts, or be killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 class Killed(BaseException):
-    """No cleaning up: every operation of a process that was killed raises it again."""
+    """Raised by every operation of a killed process, so that it cannot clean up."""
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Actor:
     work: Callable[[], None]
     wake: float = 0.0
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    over: bool = False
+    has_ended: bool = False
     error: BaseException | None = None
 
 
 class Stage:
-    """Lets one actor move at a time, up to its next operation."""
+    """A scheduler that lets one actor at a time run up to its next operation."""
 
     def __init__(self, seed: int, stalls: float) -> None:
         self.now = 0.0
@@ -61,7 +61,7 @@ class Stage:
         self._here = threading.local()
         self._back = threading.Semaphore(0)
 
-    def enter(self, process: int, host: str, work: Callable[[], None]) -> None:
+    def start_actor(self, process: int, host: str, work: Callable[[], None]) -> None:
         actor = Actor(process, host, work, wake=self.now)
         self._actors.append(actor)
 
@@ -75,15 +75,15 @@ class Stage:
                 pass
             except BaseException as error:
                 actor.error = error
-            actor.over = True
+            actor.has_ended = True
             self._back.release()
 
         threading.Thread(target=play, daemon=True).start()
 
     def play(self) -> None:
-        """To the end of all."""
+        """Run all actors to their ends."""
         for _ in range(100_000):
-            left = [actor for actor in self._actors if not actor.over]
+            left = [actor for actor in self._actors if not actor.has_ended]
             if not left:
                 break
             ready = [actor for actor in left if actor.wake <= self.now]
@@ -97,13 +97,13 @@ class Stage:
             actor.turn.release()
             self._back.acquire()
         else:
-            raise AssertionError("no end")
+            raise AssertionError("the contenders never end")
         for actor in self._actors:
             if actor.error is not None:
                 raise actor.error
 
-    def point(self) -> None:
-        """Others may move."""
+    def let_others_run(self) -> None:
+        """Let other actors run."""
         actor = getattr(self._here, "actor", None)
         if actor is not None:
             self._back.release()
@@ -119,14 +119,14 @@ class Stage:
         found: Actor = self._here.actor
         return found
 
-    # --- what the module has instead of the machine's ---
+    # --- replacements for the module's clocks, threads and file operations ---
 
     def sleep(self, length_s: float) -> None:
         self.actor.wake = self.now + length_s
-        self.point()
+        self.let_others_run()
 
     def thread(self, target: Callable[[], None], **_: Any) -> Any:
-        own, done = self.actor, threading.Event()
+        parent, done = self.actor, threading.Event()
 
         def work() -> None:
             try:
@@ -138,7 +138,7 @@ class Stage:
             while not done.is_set():
                 self.sleep(0.1)
 
-        return SimpleNamespace(start=lambda: self.enter(own.process, own.host, work), join=join)
+        return SimpleNamespace(start=lambda: self.start_actor(parent.process, parent.host, work), join=join)
 
     def event(self) -> Any:
         real = threading.Event()
@@ -153,25 +153,25 @@ class Stage:
 
     def before(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*arguments: Any, **keywords: Any) -> Any:
-            self.point()
+            self.let_others_run()
             return real(*arguments, **keywords)
 
         return operation
 
 
 @contextmanager
-def on(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
-    """The module's every operation on files and clocks is the stage's."""
+def replaced_operations(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
+    """Replace the module's operations on files, threads and clocks by those of the stage."""
     clocks = {"monotonic": lambda: stage.now, "clock_gettime": lambda _: stage.now, "time": lambda: stage.now}
     locks = SimpleNamespace(flock=flock, LOCK_EX=1, LOCK_NB=2, LOCK_UN=3, LOCK_SH=4)
     with ExitStack() as stack:
-        for name, instead in {
+        for name, replacement in {
             "time": SimpleNamespace(sleep=stage.sleep, **clocks),
             "threading": SimpleNamespace(Thread=stage.thread, Event=stage.event),
             "fcntl": locks,
             "node_name": lambda: stage.actor.host,
         }.items():
-            stack.enter_context(patch.object(module, name, instead))
+            stack.enter_context(patch.object(module, name, replacement))
         for name in ("open", "close", "pwrite", "fsync"):
             stack.enter_context(patch.object(os, name, stage.before(getattr(os, name))))
         for name in ("read_text", "glob", "replace", "unlink"):
@@ -188,13 +188,13 @@ def on(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
     locks=st.sampled_from([*NO_FLOCK, None]),
     stalls=st.sampled_from([0.0, 0.02, 0.1]),
     kills=st.booleans(),
-    before=st.sampled_from(["nothing", "released", "silent", "garbage"]),
+    earlier_file=st.sampled_from(["nothing", "released", "silent", "garbage"]),
 )
-@example(seed=1, contenders=3, hosts="several", locks=None, stalls=0.0, kills=False, before="silent")
-def test_of_several_contenders_exactly_one_has_it(
-    seed: int, contenders: int, hosts: str, locks: int | None, stalls: float, kills: bool, before: str
+@example(seed=1, contenders=3, hosts="several", locks=None, stalls=0.0, kills=False, earlier_file="silent")
+def test_exactly_one_contender_holds_the_lease(
+    seed: int, contenders: int, hosts: str, locks: int | None, stalls: float, kills: bool, earlier_file: str
 ) -> None:
-    """With locks that fail, or (`None`) that do not reach the other machines."""
+    """Locks fail with an error, or (`None`) are local to each machine."""
 
     def flock(descriptor: int, operation: int) -> None:
         if locks is not None or hosts == "one":
@@ -203,19 +203,19 @@ def test_of_several_contenders_exactly_one_has_it(
     stage = Stage(seed, stalls)
     chance = random.Random(seed)
     written: list[int] = []
-    got, lost = set(), set()
+    acquired, lost = set(), set()
 
     def contend(number: int, directory: Path) -> None:
         lease = Lease(directory, beat_s=BEAT_S, expiry_s=EXPIRY_S, trusted_s=BEAT_S / 3)
         lease.acquire(wait_s=None)
-        got.add(number)
+        acquired.add(number)
         for _ in range(5):
             try:
                 lease.check()
             except LeaseLostError:
                 lost.add(number)
                 break
-            written.append(number)  # at the moment at which it may write
+            written.append(number)  # it may write at this moment
             if kills and chance.random() < 0.2:
                 stage.killed.add(number)
             stage.sleep(chance.uniform(0, EXPIRY_S / 2))
@@ -225,20 +225,20 @@ def test_of_several_contenders_exactly_one_has_it(
         directory = Path(folder)
         text = {
             "released": '{"host": "one", "pid": 7, "token": "old", "term": 4, "released": true}',
-            "silent": '{"host": "gone", "pid": 7, "token": "old"}',  # of a version that had no terms
+            "silent": '{"host": "gone", "pid": 7, "token": "old"}',  # written by a version without terms
             "garbage": "\0" * 30,
         }
-        if before in text:
-            (directory / ".writer.json").write_text(text[before])
-        with on(stage, flock):
+        if earlier_file in text:
+            (directory / ".writer.json").write_text(text[earlier_file])
+        with replaced_operations(stage, flock):
             for number in range(contenders):
                 host = "one" if hosts == "one" else f"host-{number}"
-                stage.enter(number, host, lambda number=number: contend(number, directory))  # type: ignore[misc]
+                stage.start_actor(number, host, lambda number=number: contend(number, directory))  # type: ignore[misc]
             stage.play()
         assert len(list(groupby(written))) == len(set(written)), f"an earlier holder wrote after a later one: {written}"
-        assert got | stage.killed == set(range(contenders)), "somebody waited in vain"
+        assert acquired | stage.killed == set(range(contenders)), "a contender that was not killed never got the lease"
         if not stalls:
-            assert not lost, "robbed of what it held"
+            assert not lost, "a contender that never stalled lost its lease"
         if not stage.killed and not lost:
             assert alive(directory) is None
             assert sorted(path.name for path in directory.iterdir()) == [".writer.json", ".writer.lock"]

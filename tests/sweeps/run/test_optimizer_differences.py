@@ -1,4 +1,4 @@
-"""`rank` warns if the trainers of a study store weights in different types, or have different epsilons."""
+"""Tests of the warning of `rank` if trainers of a study store weights in different types or use different epsilons."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ def view(folder: Path, semantics: dict[str, Any] | None, **settings: str) -> Jou
     return JournalView(folder / "metrics.jsonl", {"recipe": folder.name, "settings": settings})
 
 
-def stated(**optimizer: Any) -> dict[str, Any]:
+def optimizer_settings(**optimizer: Any) -> dict[str, Any]:
     return {"member": "command", "optimizer": {"trainer": "verl", **optimizer}}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "said"),
+    ("semantics", "message"),
     [
-        (stated(storage="bf16"), "storage is fp32 in lightning-scalerl and bf16 in verl"),
-        (stated(storage="fp32", eps=1e-8), "eps is 1e-15 in lightning-scalerl and 1e-08 in verl"),
-        (stated(states="bf16"), "states is fp32 in lightning-scalerl and bf16 in verl"),
-        (stated(storage="fp32", states="fp32", eps="1.0e-15"), None),
+        (optimizer_settings(storage="bf16"), "storage is fp32 in lightning-scalerl and bf16 in verl"),
+        (optimizer_settings(storage="fp32", eps=1e-8), "eps is 1e-15 in lightning-scalerl and 1e-08 in verl"),
+        (optimizer_settings(states="bf16"), "states is fp32 in lightning-scalerl and bf16 in verl"),
+        (optimizer_settings(storage="fp32", states="fp32", eps="1.0e-15"), None),
         ({"member": "command", "optimizer": {}}, None),
         ({"member": "command"}, None),
         (None, None),
         ([], None),
     ],
 )
-def test_trainers_that_differ_are_told_in_one_line(theirs: Any, said: str | None, tmp_path: Path) -> None:
-    found = optimizer_differences([view(tmp_path / "ours", OURS), view(tmp_path / "theirs", theirs)])
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+def test_differences_between_trainers_are_named_in_one_line(
+    semantics: Any, message: str | None, tmp_path: Path
+) -> None:
+    warnings = optimizer_differences([view(tmp_path / "ours", OURS), view(tmp_path / "theirs", semantics)])
+    assert len(warnings) == (message is not None)
+    assert message is None or message in warnings[0]
 
 
-def test_an_adopted_run_states_it_in_its_columns(tmp_path: Path) -> None:
+def test_optimizer_settings_of_an_adopted_run_are_read_from_its_columns(tmp_path: Path) -> None:
     adopted = view(tmp_path / "theirs", None, storage="bf16", eps="1e-08", trainer="trl")
     (line,) = optimizer_differences([view(tmp_path / "ours", OURS), adopted])
     assert line.endswith(
@@ -55,6 +57,6 @@ def test_an_adopted_run_states_it_in_its_columns(tmp_path: Path) -> None:
     )
 
 
-def test_optimizers_of_one_trainer_are_what_a_study_varies(tmp_path: Path) -> None:
+def test_differences_within_one_trainer_are_not_reported(tmp_path: Path) -> None:
     other = {"choices": {}, "optimizer": {"storage": "bf16", "states": {"exp_avg": "bf16"}, "eps": 1e-8}}
     assert optimizer_differences([view(tmp_path / "one", OURS), view(tmp_path / "two", other)]) == []

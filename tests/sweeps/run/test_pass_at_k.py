@@ -1,4 +1,4 @@
-"""pass@k and maj@k: closed forms against means over all subsets, standard errors against simulated evaluations."""
+"""Tests of pass@k and maj@k: closed forms against means over all subsets, errors against simulated evaluations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def votes_of(completions: list[int | None]) -> Votes:
 
 
 def majority(answers: tuple[int | None, ...]) -> float:
-    """The chance that the most frequent answer of these is right, a tie decided by lot."""
+    """Return the probability that the most frequent answer is right; a tie is broken at random."""
     counts = Counter(answer for answer in answers if answer is not None)
     first = [answer for answer, count in counts.items() if count == max(counts.values())]
     return (0 in first) / len(first) if first else 0.0
@@ -53,7 +53,7 @@ def test_prompts_with_too_few_graded_completions_do_not_count(prompts: list[list
     assert result is not None and result[0] == pytest.approx(np.mean(by_prompt), abs=1e-12) and result[1] > 0
 
 
-def test_at_one_the_standard_error_is_that_of_the_pass_rate() -> None:
+def test_at_k_1_the_standard_error_is_that_of_the_pass_rate() -> None:
     passed, n = [0, 1, 3, 4], 4
     rates = np.array(passed) / n
     mean, error = mean_at_k(pass_at_k, [Votes(count, (), n - count) for count in passed], 1) or (0, 0)
@@ -62,8 +62,8 @@ def test_at_one_the_standard_error_is_that_of_the_pass_rate() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 4, 8])
-def test_standard_errors_are_those_of_repeated_evaluations(k: int) -> None:
-    """64 prompts of known pass rates, 8 completions each, evaluated 400 times: the spread is what is reported."""
+def test_standard_errors_match_repeated_evaluations(k: int) -> None:
+    """The spread of 400 simulated evaluations (64 prompts, 8 completions each) must match the reported errors."""
     random = np.random.default_rng(5)
     rates = random.beta(0.6, 1.2, 64)
     results = []
@@ -76,14 +76,14 @@ def test_standard_errors_are_those_of_repeated_evaluations(k: int) -> None:
     assert sqrt((errors**2).mean()) == pytest.approx(means.std(), rel=0.25)
 
 
-def test_a_tie_is_decided_by_lot() -> None:
+def test_a_tie_is_broken_at_random() -> None:
     assert maj_at_k(Votes(2, (2,)), 4) == pytest.approx(1 / 2)
     assert maj_at_k(Votes(1, (1, 1)), 3) == pytest.approx(1 / 3)
     assert maj_at_k(Votes(1, (), 3), 4) == 1.0  # completions without an answer do not vote
     assert maj_at_k(Votes(0, (), 4), 4) == 0.0
 
 
-def test_metrics_are_named_by_powers_of_two_up_to_the_samples() -> None:
+def test_k_is_a_power_of_two_up_to_the_number_of_samples() -> None:
     assert sizes(1) == [] and sizes(4) == [2, 4] and sizes(30) == [2, 4, 8, 16]
     prompts = [Votes(1, (2,), 1), Votes(4)]
     known = all_at_k(4, prompts, answers=True)

@@ -1,4 +1,4 @@
-"""With which code a run was made: what counts as other code, and where a journal says that it changed."""
+"""Tests of the record of a run's code: which changes count, and how a journal shows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.paths import ROOT
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository that our packages lie in."""
+    """Create a repository with our packages."""
     root = tmp_path / "checkout"
     for package in ("sweeps", "lightning_scalerl"):
         (root / package).mkdir(parents=True)
@@ -32,10 +32,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def git(root: Path, *arguments: str) -> str:
-    own = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    done = subprocess.run(["git", "-C", str(root), *own, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    result = subprocess.run(["git", "-C", str(root), *identity, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def commit(root: Path) -> str:
@@ -44,7 +44,7 @@ def commit(root: Path) -> str:
     return git(root, "rev-parse", "HEAD")
 
 
-def test_what_is_committed_and_what_is_not_are_named(checkout: Path) -> None:
+def test_commits_and_uncommitted_changes_are_named(checkout: Path) -> None:
     first = code_facts(root=checkout)
     assert first["commit"] == git(checkout, "rev-parse", "HEAD") and first["diff"] is None
     assert code_changes(first, code_facts(root=checkout)) == ()
@@ -58,8 +58,8 @@ def test_what_is_committed_and_what_is_not_are_named(checkout: Path) -> None:
     assert code_changes(first, second) == (f"commit {first['commit'][:12]} -> {second['commit'][:12]}",)
 
 
-def test_a_change_within_the_second_of_the_commit_is_seen(checkout: Path) -> None:
-    """Git compares size and time alone of what is older than its index, and a copy of the index is new."""
+def test_a_change_with_the_same_size_and_time_is_detected(checkout: Path) -> None:
+    """Git compares only size and time of files older than the index, so the copied index must keep its time."""
     git(checkout, "config", "core.trustctime", "false")
     source = checkout / "sweeps" / "one.py"
     then = 1_700_000_000
@@ -71,7 +71,7 @@ def test_a_change_within_the_second_of_the_commit_is_seen(checkout: Path) -> Non
     assert code_facts(root=checkout)["diff"] is not None
 
 
-def test_another_commit_of_the_same_code_is_no_change(checkout: Path) -> None:
+def test_another_commit_with_the_same_code_is_not_a_change(checkout: Path) -> None:
     first = code_facts(root=checkout)
     (checkout / "README.md").write_text("read me again\n")
     edited = code_facts(root=checkout)
@@ -92,7 +92,7 @@ def test_an_untracked_file_of_the_package_counts(checkout: Path) -> None:
     assert code_facts(root=checkout) == second
 
 
-def test_what_changes_after_it_was_imported_is_not_what_runs(checkout: Path) -> None:
+def test_files_changed_after_the_import_do_not_count(checkout: Path) -> None:
     first = code_facts(root=checkout)
     (checkout / "sweeps" / "one.py").write_text("loss = 3\n")
     later = code_facts(imported=first["files"], root=checkout)
@@ -101,10 +101,10 @@ def test_what_changes_after_it_was_imported_is_not_what_runs(checkout: Path) -> 
 
 
 @pytest.mark.parametrize("around", ["nothing", "somebody else's repository"])
-def test_without_git_the_files_themselves_are_known(
+def test_without_git_the_files_are_compared(
     checkout: Path, tmp_path: Path, around: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Installed by pip, maybe into an environment inside another project."""
+    """The package is installed by pip, perhaps into an environment inside another project's repository."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     site = tmp_path / "project" / "site-packages"
     shutil.copytree(checkout, site, ignore=shutil.ignore_patterns(".git"))
@@ -115,7 +115,7 @@ def test_without_git_the_files_themselves_are_known(
         commit(tmp_path / "project")
     first = code_facts(root=site)
     assert first["commit"] is None and first["diff"] is None
-    assert first["files"] == code_facts(root=checkout)["files"], "the same code"
+    assert first["files"] == code_facts(root=checkout)["files"], "the same files give the same digest"
     (site / "lightning_scalerl" / "one.py").write_text("loss = 3\n")
     assert code_changes(first, code_facts(root=site))[0].startswith("files of the package ")
 
@@ -132,10 +132,12 @@ def test_the_users_own_folders_and_files_count(tmp_path: Path, checkout: Path) -
     named = [mine, *files_named(config)]
     first = code_facts(named, root=checkout)
     (mine / "loss" / "own.yaml").write_text("_target_: own.Other")
-    assert code_facts(named, root=checkout) == first, "configuration is frozen with the run"
+    assert code_facts(named, root=checkout) == first, (
+        "configuration files do not count, because the run's configuration is frozen"
+    )
     shutil.copytree(mine, tmp_path / "elsewhere")
     moved = code_facts([tmp_path / "elsewhere", rewards], root=checkout)
-    assert code_changes(first, moved) == (), "the same folder under another path"
+    assert code_changes(first, moved) == (), "the same content under another path is not a change"
     rewards.write_text("def right(): return 1\n")
     (mine / "own.py").write_text("class Own: loss = 3\n")
     changes = code_changes(first, code_facts(named, root=checkout))
@@ -143,8 +145,8 @@ def test_the_users_own_folders_and_files_count(tmp_path: Path, checkout: Path) -
     assert code_changes(first, code_facts([], root=checkout)) != ()
 
 
-def test_what_a_study_has_written_below_ones_own_folder_is_no_code(tmp_path: Path, checkout: Path) -> None:
-    """Ten thousand members' folders, read through by each of ten thousand jobs."""
+def test_files_written_by_a_study_below_the_users_folder_do_not_count(tmp_path: Path, checkout: Path) -> None:
+    """A study below the user's folder may have ten thousand runs, and each job would read all of them."""
     study = tmp_path / "outputs" / "mine"
     for folder in ("runs/1", "jobs/2"):
         (study / folder).mkdir(parents=True)
@@ -158,8 +160,8 @@ def test_what_a_study_has_written_below_ones_own_folder_is_no_code(tmp_path: Pat
     assert code_changes(before, code_facts([tmp_path / "outputs"], root=checkout)) != ()
 
 
-def test_the_checkout_is_only_looked_at(checkout: Path) -> None:
-    """The user may be about to commit, and hundreds of jobs look."""
+def test_reading_the_checkout_does_not_write_its_index(checkout: Path) -> None:
+    """Hundreds of jobs read the checkout; they must not write to its index while the user commits."""
     os.utime(checkout / "sweeps" / "one.py", (1, 1))
     index = checkout / ".git" / "index"
     before = index.stat()
@@ -167,7 +169,7 @@ def test_the_checkout_is_only_looked_at(checkout: Path) -> None:
     assert (index.stat().st_ino, index.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_home_directory_is_not_read_through(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_folder_is_not_read_completely(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     for hidden in (".cache", "env", "site-packages"):
         (home / hidden).mkdir(parents=True)
@@ -186,20 +188,20 @@ def test_versions_are_named_without_importing_anything(checkout: Path) -> None:
     first = code_facts(root=checkout)
     assert set(first["versions"]) == {"python", "torch", "lightning", "transformers", "numpy", "vllm"}
     second = {**first, "versions": {**first["versions"], "torch": "9.1", "vllm": "8.0"}}
-    before = first["versions"]
-    assert code_changes(first, second) == (f"torch {before['torch']} -> 9.1", f"vllm {before['vllm']} -> 8.0")
+    versions = first["versions"]
+    assert code_changes(first, second) == (f"torch {versions['torch']} -> 9.1", f"vllm {versions['vllm']} -> 8.0")
     program = "import sys; from sweeps.run.provenance import code_facts; code_facts(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.stdout.strip() == "False", done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.stdout.strip() == "False", result.stderr
 
 
 @pytest.mark.parametrize("damaged", [None, [], "x", {"folders": 3, "versions": [1]}, {}])
-def test_facts_that_nobody_can_read_change_nothing(checkout: Path, damaged: Any) -> None:
+def test_damaged_facts_are_not_a_change(checkout: Path, damaged: Any) -> None:
     assert code_changes(damaged, damaged) == ()
     assert isinstance(code_changes(damaged, code_facts(root=checkout)), tuple)
 
 
-def test_many_changes_are_one_line() -> None:
+def test_many_changes_are_shortened_to_one_line() -> None:
     assert (
         changes_line([f"p{n} 1 -> 2" for n in range(9)]) == ", ".join(f"p{n} 1 -> 2" for n in range(6)) + ", and 3 more"
     )
@@ -212,7 +214,7 @@ def facts(name: str) -> dict[str, Any]:
     return {"commit": name, "diff": None, "files": name, "folders": {}, "versions": {}}
 
 
-def written(tmp_path: Path, header: str | None, *resumes: tuple[int, str | None]) -> Any:
+def write_journal(tmp_path: Path, header: str | None, *resumes: tuple[int, str | None]) -> Any:
     journal = Journal(tmp_path)
     journal.header(run="r", recipe="scalerl", seed=3, **({} if header is None else {"code": facts(header)}))
     for step, name in resumes:
@@ -230,22 +232,22 @@ def written(tmp_path: Path, header: str | None, *resumes: tuple[int, str | None]
         ("a", [(4, "b"), (8, "b")], [(4, "a -> b")]),
         ("a", [(4, "b"), (8, "c")], [(4, "a -> b"), (8, "b -> c")]),
         ("a", [(4, "b"), (8, "a")], [(4, "a -> b"), (8, "b -> a")]),
-        # What b has made is void: nothing of it stands among what a made.
+        # The records of code b are void, so all remaining records are of code a.
         ("a", [(4, "b"), (4, "a")], []),
         ("a", [(8, "b"), (4, "c")], [(4, "a -> c")]),
         ("a", [(0, "b")], [(0, "a -> b")]),
         ("a", [(-1, "b")], []),
         ("a", [(-1, "b"), (2, "c")], [(2, "b -> c")]),
-        # Written before there were facts.
+        # Journals of versions that recorded no code.
         (None, [(4, None)], []),
         (None, [(4, "a")], []),
         (None, [(4, "a"), (8, "b")], [(8, "a -> b")]),
     ],
 )
-def test_a_journal_knows_where_the_code_of_its_records_changed(
+def test_a_journal_shows_at_which_step_the_code_changed(
     tmp_path: Path, header: str | None, resumes: list[tuple[int, str | None]], expected: list[tuple[int, str]]
 ) -> None:
-    view = written(tmp_path, header, *resumes)
+    view = write_journal(tmp_path, header, *resumes)
     assert [
         (change.step, changes_line(change.what).removeprefix("commit ")) for change in view.code_changes
     ] == expected
@@ -254,17 +256,17 @@ def test_a_journal_knows_where_the_code_of_its_records_changed(
 
 
 def test_what_a_run_was_made_with_until_a_step(tmp_path: Path) -> None:
-    view = written(tmp_path, "a", (4, "b"), (8, "c"))
-    known = [view.code_before(step) for step in (-1, 0, 4, 5, 8, 9)]
-    assert [each and each["commit"] for each in known] == [None, "a", "a", "b", "b", "c"]
+    view = write_journal(tmp_path, "a", (4, "b"), (8, "c"))
+    codes = [view.code_before(step) for step in (-1, 0, 4, 5, 8, 9)]
+    assert [code and code["commit"] for code in codes] == [None, "a", "a", "b", "b", "c"]
 
 
-def test_checkpoints_passed_over_are_those_of_the_newest_resume(tmp_path: Path) -> None:
+def test_passed_over_checkpoints_are_those_of_the_newest_resume(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.header(run="r")
-    over = [{"checkpoint": "step-00000008.ckpt", "why": "damaged"}]
-    journal.resume(4, passed_over=over)
-    assert read_journal(tmp_path).passed_over == over
+    skipped = [{"checkpoint": "step-00000008.ckpt", "why": "damaged"}]
+    journal.resume(4, passed_over=skipped)
+    assert read_journal(tmp_path).passed_over == skipped
     journal.resume(6)
     journal.close()
     assert read_journal(tmp_path).passed_over == []

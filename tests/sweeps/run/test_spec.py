@@ -1,4 +1,4 @@
-"""Truths about identity: what makes two runs one, what makes two recipes two."""
+"""Tests of run specifications: which values identify a run and a curve, and the file format."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def spec(config: Mapping[str, Any] = CONFIG, reference: Mapping[str, Any] | None
     return make_spec(config, CONFIG if reference is None else reference, label, "r")
 
 
-def departs_on(found: RunSpec) -> tuple[str, ...]:
-    return changed_keys(science(found.config), science(found.reference))
+def departed_axes(run_spec: RunSpec) -> tuple[str, ...]:
+    return changed_keys(science(run_spec.config), science(run_spec.reference))
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values that hold no others."""
+    """Yield the paths of all leaves of a nested value."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = False
+    has_children = False
     for key, child in children:
-        found = True
+        has_children = True
         yield from leaves(child, (*path, key))
-    if not found:
+    if not has_children:
         yield path
 
 
-def changed(path: tuple[Any, ...], value: Any = "another") -> dict[str, Any]:
-    """The configuration with one leaf set to another value."""
+def changed_config(path: tuple[Any, ...], value: Any = "another") -> dict[str, Any]:
+    """Return the configuration with one leaf changed."""
     config = copy.deepcopy(CONFIG)
     node: Any = config
     for key in path[:-1]:
@@ -85,56 +85,56 @@ OPERATION = [path for path in leaves(CONFIG) if path[0] in OPERATIONAL_KEYS - {"
 
 
 @pytest.mark.parametrize("path", SCIENCE, ids=str)
-def test_every_scientific_value_is_part_of_run_and_curve(path: tuple[Any, ...]) -> None:
-    other = spec(changed(path))
+def test_every_scientific_value_changes_run_and_curve(path: tuple[Any, ...]) -> None:
+    other = spec(changed_config(path))
     assert other.run != spec().run
     assert other.curve != spec().curve
-    assert departs_on(other) == (path[0],)
+    assert departed_axes(other) == (path[0],)
 
 
 @pytest.mark.parametrize("path", OPERATION, ids=str)
-def test_how_and_where_a_run_is_made_is_in_neither(path: tuple[Any, ...]) -> None:
-    other = spec(changed(path))
-    assert (other.run, other.curve, departs_on(other)) == (spec().run, spec().curve, ())
+def test_operational_values_change_neither_run_nor_curve(path: tuple[Any, ...]) -> None:
+    other = spec(changed_config(path))
+    assert (other.run, other.curve, departed_axes(other)) == (spec().run, spec().curve, ())
 
 
-def test_the_budget_is_in_neither() -> None:
-    larger = spec(changed(("budget", "steps"), 1000))
-    assert (larger.run, larger.curve, departs_on(larger)) == (spec().run, spec().curve, ())
+def test_the_budget_changes_neither_run_nor_curve() -> None:
+    larger = spec(changed_config(("budget", "steps"), 1000))
+    assert (larger.run, larger.curve, departed_axes(larger)) == (spec().run, spec().curve, ())
     assert (spec().steps, larger.steps) == (240, 1000)
 
 
-def test_the_seed_is_in_the_run_and_not_in_the_curve() -> None:
-    other = spec(changed(("seed",), 4))
+def test_the_seed_changes_the_run_and_not_the_curve() -> None:
+    other = spec(changed_config(("seed",), 4))
     assert other.run != spec().run
     assert other.curve == spec().curve
-    assert departs_on(other) == ()
+    assert departed_axes(other) == ()
     assert (spec().seed, other.seed) == (3, 4)
 
 
-def test_a_run_is_never_mistaken_for_a_curve() -> None:
+def test_run_and_curve_have_different_identities() -> None:
     assert spec().run != spec().curve
 
 
-def test_label_and_reference_are_in_neither() -> None:
-    other = make_spec(CONFIG, changed(("loss", "max_ratio"), 8.0), "another label", "another baseline")
+def test_label_and_reference_change_neither_run_nor_curve() -> None:
+    other = make_spec(CONFIG, changed_config(("loss", "max_ratio"), 8.0), "another label", "another baseline")
     assert (other.run, other.curve) == (spec().run, spec().curve)
 
 
-def test_a_scientific_key_that_is_new_makes_a_new_curve() -> None:
+def test_a_new_scientific_key_makes_a_new_curve() -> None:
     other = spec({**CONFIG, "critic": {"weight": 1.0}})
     assert other.curve != spec().curve
-    assert departs_on(other) == ("critic",)
+    assert departed_axes(other) == ("critic",)
 
 
 def test_identity_is_the_same_in_every_process_and_version() -> None:
-    # Frozen: a change here orphans every run on every disk.
+    # Never change these values: all existing runs would get other identities.
     assert (spec().run, spec().curve) == ("bb8d8af7618a", "9ff41ffa2b89")
 
 
-def test_what_is_not_a_number_has_no_identity() -> None:
+def test_nan_has_no_identity() -> None:
     with pytest.raises(ValueError):
-        spec(changed(("optimizer", "lr"), float("nan")))
+        spec(changed_config(("optimizer", "lr"), float("nan")))
 
 
 values = st.recursive(
@@ -145,59 +145,59 @@ values = st.recursive(
 sciences = st.dictionaries(st.sampled_from(["loss", "filter", "batch", "model", "task"]), values, max_size=5)
 
 
-def shuffled(value: Any, draw: st.DataObject) -> Any:
-    """The same values, every mapping in another order of keys."""
+def shuffle_keys(value: Any, draw: st.DataObject) -> Any:
+    """Return the same value with the keys of every mapping in another order."""
     if isinstance(value, dict):
-        return {key: shuffled(value[key], draw) for key in draw.draw(st.permutations(list(value)))}
-    return [shuffled(item, draw) for item in value] if isinstance(value, list) else value
+        return {key: shuffle_keys(value[key], draw) for key in draw.draw(st.permutations(list(value)))}
+    return [shuffle_keys(item, draw) for item in value] if isinstance(value, list) else value
 
 
-def complete(what: dict[str, Any], seed: int = 0, steps: int = 10) -> dict[str, Any]:
-    return {**what, "seed": seed, "budget": {"steps": steps}}
+def complete_config(science_part: dict[str, Any], seed: int = 0, steps: int = 10) -> dict[str, Any]:
+    return {**science_part, "seed": seed, "budget": {"steps": steps}}
 
 
 @given(sciences, st.data())
-def test_the_order_of_keys_means_nothing(what: dict[str, Any], data: st.DataObject) -> None:
-    one, two = complete(what), shuffled(complete(what), data)
+def test_the_order_of_keys_does_not_matter(science_part: dict[str, Any], data: st.DataObject) -> None:
+    one, two = complete_config(science_part), shuffle_keys(complete_config(science_part), data)
     assert spec(one).run == spec(two).run
     assert spec(one).curve == spec(two).curve
-    assert departs_on(spec(one, reference=two)) == ()
+    assert departed_axes(spec(one, reference=two)) == ()
 
 
 @given(sciences, sciences, st.integers(0, 2), st.integers(0, 2))
-def test_two_runs_are_one_exactly_if_science_and_seed_agree(
+def test_runs_are_equal_exactly_if_science_and_seed_are_equal(
     one: dict[str, Any], two: dict[str, Any], seed: int, other_seed: int
 ) -> None:
-    first, second = spec(complete(one, seed)), spec(complete(two, other_seed, steps=20))
+    first, second = spec(complete_config(one, seed)), spec(complete_config(two, other_seed, steps=20))
     assert (first.curve == second.curve) == (one == two)
     assert (first.run == second.run) == (one == two and seed == other_seed)
 
 
 @given(sciences, sciences)
 def test_axes_are_exactly_the_keys_that_differ(one: dict[str, Any], two: dict[str, Any]) -> None:
-    axes = departs_on(spec(complete(one, seed=1), reference=complete(two, seed=2, steps=3)))
+    axes = departed_axes(spec(complete_config(one, seed=1), reference=complete_config(two, seed=2, steps=3)))
     everything = one.keys() | two.keys()
     missing = object()
     assert axes == tuple(sorted(k for k in everything if one.get(k, missing) != two.get(k, missing)))
 
 
-def test_science_and_operation_are_told_apart_by_the_top_level_key_alone() -> None:
+def test_only_the_top_level_key_separates_science_from_operation() -> None:
     assert science(CONFIG).keys() == CONFIG.keys() - OPERATIONAL_KEYS
-    # The task's and the evaluation's own seeds are science.
-    assert spec(changed(("task", "seed"), 1)).curve != spec().curve
+    # The seeds of the task and of the evaluation are scientific.
+    assert spec(changed_config(("task", "seed"), 1)).curve != spec().curve
 
 
 # --- on disk -------------------------------------------------------------------------------------------------
 
 
-def test_a_spec_comes_back_from_its_directory(tmp_path: Path) -> None:
-    written = spec(changed(("loss", "max_ratio"), 8.0), label="r+loss.max_ratio=8.0")
+def test_a_written_spec_is_read_back(tmp_path: Path) -> None:
+    written = spec(changed_config(("loss", "max_ratio"), 8.0), label="r+loss.max_ratio=8.0")
     written.write(tmp_path / "runs" / written.run)
     assert RunSpec.read(tmp_path / "runs" / written.run) == written
-    assert departs_on(written) == ("loss",)
+    assert departed_axes(written) == ("loss",)
 
 
-def test_a_checksum_is_of_all_but_the_budget_and_what_is_operational(tmp_path: Path) -> None:
+def test_the_checksum_covers_all_but_the_budget_and_operational_values(tmp_path: Path) -> None:
     first = spec({**CONFIG, "odd": {1: (2, 0.1), "ü": None}})
     first.write(tmp_path)
     read = RunSpec.read(tmp_path)
@@ -215,7 +215,7 @@ def test_a_checksum_is_of_all_but_the_budget_and_what_is_operational(tmp_path: P
         read.check_checksum(tmp_path, "0123")
 
 
-def test_a_spec_that_was_read_has_its_old_identity(tmp_path: Path) -> None:
+def test_a_spec_that_was_read_keeps_its_identity(tmp_path: Path) -> None:
     spec().write(tmp_path)
     read = RunSpec.read(tmp_path)
     again = make_spec(read.config, read.reference, read.recipe, read.baseline)
@@ -233,39 +233,37 @@ values = st.recursive(
 @pytest.mark.slow
 @given(st.dictionaries(texts, values, max_size=4), st.dictionaries(texts, values, max_size=4), values)
 @settings(suppress_health_check=[HealthCheck.too_slow])
-def test_what_is_written_out_once_reads_as_what_is_written_whole(
-    one: dict[str, Any], two: dict[str, Any], other: Any
-) -> None:
-    written = Texts()
+def test_cached_texts_give_the_same_json(one: dict[str, Any], two: dict[str, Any], other: Any) -> None:
+    texts_cache = Texts()
     for config in (one, two, {**one, "seed": 1}, one | two):
-        given = {"form": 2, "config": config, "settings": two, "reference": one, "other": other, "steps": 7}
-        assert written.of(given, ("config", "reference")) == json.dumps(given, indent=1)
+        content = {"form": 2, "config": config, "settings": two, "reference": one, "other": other, "steps": 7}
+        assert texts_cache.of(content, ("config", "reference")) == json.dumps(content, indent=1)
 
 
-def test_specs_that_are_read_together_keep_what_they_share_once(tmp_path: Path) -> None:
+def test_specs_read_together_share_equal_parts(tmp_path: Path) -> None:
     for seed in range(3):
         spec({**CONFIG, "seed": seed}).write(tmp_path / str(seed))
-    known: dict[str, Any] = {}
-    found = [RunSpec.read(tmp_path / str(seed), known) for seed in range(3)]
-    assert found == [RunSpec.read(tmp_path / str(seed)) for seed in range(3)]
-    assert len({id(each.config["loss"]) for each in found} | {id(each.reference["loss"]) for each in found}) == 1
-    assert [each.config["seed"] for each in found] == [0, 1, 2]
-    # 1 and 1.0 and True are equal and not the same.
+    shared: dict[str, Any] = {}
+    specs = [RunSpec.read(tmp_path / str(seed), shared) for seed in range(3)]
+    assert specs == [RunSpec.read(tmp_path / str(seed)) for seed in range(3)]
+    assert len({id(one.config["loss"]) for one in specs} | {id(one.reference["loss"]) for one in specs}) == 1
+    assert [one.config["seed"] for one in specs] == [0, 1, 2]
+    # 1, 1.0 and True are equal in Python, but must not be shared.
     for number, value in enumerate((1, 1.0, True)):
         spec({**CONFIG, "loss": {"x": value}}).write(tmp_path / str(number))
-        assert repr(RunSpec.read(tmp_path / str(number), known).config["loss"]) == repr({"x": value})
+        assert repr(RunSpec.read(tmp_path / str(number), shared).config["loss"]) == repr({"x": value})
 
 
-def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+def test_an_unchanged_spec_is_not_written_again(tmp_path: Path) -> None:
     spec().write(tmp_path)
     before = (tmp_path / SPEC_FILE).stat()
     spec().write(tmp_path)
     assert (tmp_path / SPEC_FILE).stat().st_ino == before.st_ino
-    spec(changed(("budget", "steps"), 1000)).write(tmp_path)
+    spec(changed_config(("budget", "steps"), 1000)).write(tmp_path)
     assert (tmp_path / SPEC_FILE).stat().st_ino != before.st_ino
 
 
-def test_the_budget_is_the_specs_own_and_not_one_inside(tmp_path: Path) -> None:
+def test_the_budget_is_read_from_the_top_level_only(tmp_path: Path) -> None:
     inside = {**CONFIG, "loss": {"steps": 5}, "note": '\n "steps": 6,\n'}
     for written in (spec(), spec(inside, reference={**CONFIG, "budget": {"steps": 9}})):
         written.write(tmp_path)
@@ -274,9 +272,9 @@ def test_the_budget_is_the_specs_own_and_not_one_inside(tmp_path: Path) -> None:
         assert budget_of(tmp_path) == 240
 
 
-def test_writing_again_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_writing_again_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
     spec().write(tmp_path)
-    spec(changed(("budget", "steps"), 1000)).write(tmp_path)
+    spec(changed_config(("budget", "steps"), 1000)).write(tmp_path)
     assert RunSpec.read(tmp_path).steps == 1000
     assert [path.name for path in tmp_path.iterdir()] == [SPEC_FILE]
 
@@ -296,8 +294,8 @@ def test_a_directory_without_a_readable_spec_is_a_user_error(tmp_path: Path, tex
         RunSpec.read(tmp_path)
 
 
-def test_a_spec_of_another_form_is_refused_by_what_to_do(tmp_path: Path) -> None:
-    """The first form had no number, and identities with module paths in them."""
+def test_a_spec_of_another_form_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    """The first file format had no number, and its identities contained module paths."""
     spec().write(tmp_path)
     written = json.loads((tmp_path / SPEC_FILE).read_text())
     del written["form"]
@@ -307,34 +305,34 @@ def test_a_spec_of_another_form_is_refused_by_what_to_do(tmp_path: Path) -> None
     assert budget_of(tmp_path) == 240
 
 
-def test_an_identity_that_is_given_is_what_counts(tmp_path: Path) -> None:
-    lasting = {"loss": {"choice": "CISPO"}}
-    one = make_spec(CONFIG, CONFIG, "r", "r", identity=lasting)
-    two = make_spec(changed(("loss", "_target_")), CONFIG, "r", "r", identity=lasting)
+def test_a_given_identity_replaces_the_configuration(tmp_path: Path) -> None:
+    identity_values = {"loss": {"choice": "CISPO"}}
+    one = make_spec(CONFIG, CONFIG, "r", "r", identity=identity_values)
+    two = make_spec(changed_config(("loss", "_target_")), CONFIG, "r", "r", identity=identity_values)
     assert (one.run, one.curve) == (two.run, two.curve) != (spec().run, spec().curve)
 
 
-def test_the_header_says_who_the_run_is() -> None:
-    found = spec(changed(("loss", "max_ratio"), 8.0), label="r+loss.max_ratio=8.0")
-    assert found.header() == {
-        "run": found.run,
-        "curve": found.curve,
+def test_the_header_identifies_the_run() -> None:
+    run_spec = spec(changed_config(("loss", "max_ratio"), 8.0), label="r+loss.max_ratio=8.0")
+    assert run_spec.header() == {
+        "run": run_spec.run,
+        "curve": run_spec.curve,
         "recipe": "r+loss.max_ratio=8.0",
         "baseline": "r",
         "seed": 3,
         "departures": {},
         "settings": {},
     }
-    told = replace(found, departures={"loss": "max_ratio=8.0"}, settings={"optimizer.lr": "1e-3"}).header()
-    assert (told["departures"], told["settings"]) == ({"loss": "max_ratio=8.0"}, {"optimizer.lr": "1e-3"})
-    assert found.title == "r+loss.max_ratio=8.0 seed 3"
+    header = replace(run_spec, departures={"loss": "max_ratio=8.0"}, settings={"optimizer.lr": "1e-3"}).header()
+    assert (header["departures"], header["settings"]) == ({"loss": "max_ratio=8.0"}, {"optimizer.lr": "1e-3"})
+    assert run_spec.title == "r+loss.max_ratio=8.0 seed 3"
 
 
 # --- labels --------------------------------------------------------------------------------------------------
 
 
 def test_one_label_for_two_curves_is_refused() -> None:
-    one, two = spec(label="scalerl"), spec(changed(("loss", "max_ratio"), 8.0), label="scalerl")
+    one, two = spec(label="scalerl"), spec(changed_config(("loss", "max_ratio"), 8.0), label="scalerl")
     with pytest.raises(UserError, match="'scalerl'"):
         check_distinct([one, two])
     assert check_distinct([one, replace(two, recipe="scalerl+loss.max_ratio=8.0")]) == [
@@ -344,16 +342,16 @@ def test_one_label_for_two_curves_is_refused() -> None:
 
 
 def test_one_label_for_two_seeds_is_one_curve() -> None:
-    specs = [spec(changed(("seed",), seed)) for seed in (5, 4, 6)]
+    specs = [spec(changed_config(("seed",), seed)) for seed in (5, 4, 6)]
     assert check_distinct(specs) == specs
 
 
-def test_repetitions_count_once() -> None:
-    one, two = spec(), spec(changed(("seed",), 4))
+def test_duplicates_count_once() -> None:
+    one, two = spec(), spec(changed_config(("seed",), 4))
     assert check_distinct([one, two, one, two, two]) == [one, two]
 
 
-def test_five_and_five_point_zero_are_one_number() -> None:
+def test_5_and_5_0_have_the_same_digest() -> None:
     assert digest({"a": [5, {"b": 1.0}]}) == digest({"a": (5.0, {"b": 1})})
     assert digest({"a": 5}) != digest({"a": 5.5})
     assert digest({"a": True}) != digest({"a": "True"})

@@ -1,4 +1,4 @@
-"""A journal's tail says at every moment what reading the whole file would, and reads little for it."""
+"""Tests of a journal's tail: it gives the same view as reading the whole file, but reads only new lines."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from sweeps.source import load
 from tests.examples import examples
 
 
-def told(read: Callable[[], JournalView]) -> JournalView | str:
+def view_or_error(read: Callable[[], JournalView]) -> JournalView | str:
     try:
         return read()
     except JournalError as error:
         return str(error)
 
 
-class Scribe:
-    """A run's journal and all that may befall it; every line has a time of its own."""
+class JournalEditor:
+    """Writes and damages a run's journal; every line has a different time."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL_FILE
@@ -55,17 +55,17 @@ class Scribe:
         return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
 
     def replace(self, content: bytes) -> None:
-        """By another file, as a mended journal takes the place of the damaged one."""
+        """Replace the file by another one, as a repair does."""
         new = self.path.with_name("new")
         new.write_bytes(content)
         new.rename(self.path)
 
-    def do(self, what: str, number: int) -> None:
-        """`number` is whatever the deed needs one for."""
+    def apply(self, operation: str, number: int) -> None:
+        """Carry out one operation; the meaning of `number` depends on it."""
         step = number % 12
-        match what:
+        match operation:
             case "train" | "eval" | "checkpoint" | "resume" | "end" | "run":
-                self.append(self.line(what, step))
+                self.append(self.line(operation, step))
             case "half":
                 line = self.line("train", step)
                 self.append(line[: number % len(line)])
@@ -73,14 +73,14 @@ class Scribe:
                 self.append(self.line("train", step).replace(b'"kind"', b'\0"kind'))
             case "no record":
                 self.append(b'{"kind":"train","time":1.0}\n')
-            case "open":  # by the next process: what is torn is cut off
+            case "open":  # the next process opens the journal and cuts off a torn line
                 Journal(self.path.parent).close()
             case "mend":
                 self.replace(b"".join(line for line in self.lines() if parse_line(line)))
             case "shorten":
-                whole = self.lines()
-                if whole:
-                    os.truncate(self.path, sum(map(len, whole[: number % (len(whole) + 1)])))
+                lines = self.lines()
+                if lines:
+                    os.truncate(self.path, sum(map(len, lines[: number % (len(lines) + 1)])))
             case "another":
                 self.replace(self.line("run", 0) + self.line("train", step))
             case "remove":
@@ -88,65 +88,68 @@ class Scribe:
 
 
 WRITING = ("train", "eval", "train", "eval", "checkpoint", "resume", "end")
-DEEDS = (*WRITING, *WRITING, "run", "half", "half", "open", "open")
-RARE = ("damage", "no record", "mend", "mend", "shorten", "another", "remove")
-deeds = st.lists(st.tuples(st.sampled_from((*DEEDS, *DEEDS, *RARE)), st.integers(0, 200), st.booleans()), max_size=30)
+OPERATIONS = (*WRITING, *WRITING, "run", "half", "half", "open", "open")
+RARE_OPERATIONS = ("damage", "no record", "mend", "mend", "shorten", "another", "remove")
+operations = st.lists(
+    st.tuples(st.sampled_from((*OPERATIONS, *OPERATIONS, *RARE_OPERATIONS)), st.integers(0, 200), st.booleans()),
+    max_size=30,
+)
 
 
-@given(deeds)
+@given(operations)
 @settings(max_examples=examples(400))
 @example([("train", 1, True), ("half", 40, True), ("open", 0, False), ("train", 2, True)])
 @example([("train", 1, True), ("damage", 0, True), ("train", 2, True), ("mend", 0, True), ("train", 3, True)])
 @example([("train", 1, False), ("no record", 0, True), ("train", 2, True), ("shorten", 2, True)])
 @example([("train", 1, True), ("another", 5, True)])
 @example([("train", 9, True), ("shorten", 1, False), ("train", 4, True)])
-def test_the_tail_says_what_the_whole_file_does(done: list[tuple[str, int, bool]]) -> None:
+def test_the_tail_equals_the_view_of_the_whole_file(applied: list[tuple[str, int, bool]]) -> None:
     with TemporaryDirectory() as folder:
-        scribe = Scribe(Path(folder))
-        scribe.do("run", 0)
+        editor = JournalEditor(Path(folder))
+        editor.apply("run", 0)
         tail = JournalTail(Path(folder))
-        for what, number, looks in done:
-            scribe.do(what, number)
-            if looks:
-                assert told(tail.update) == told(lambda: read_journal(folder))
-        assert told(tail.update) == told(lambda: read_journal(folder))
+        for operation, number, reads in applied:
+            editor.apply(operation, number)
+            if reads:
+                assert view_or_error(tail.update) == view_or_error(lambda: read_journal(folder))
+        assert view_or_error(tail.update) == view_or_error(lambda: read_journal(folder))
 
 
-@given(deeds, st.integers(-1, 12), st.integers(-1, 12), st.booleans())
+@given(operations, st.integers(-1, 12), st.integers(-1, 12), st.booleans())
 @settings(max_examples=examples(300))
 def test_what_was_forgotten_is_all_that_is_missing(
-    done: list[tuple[str, int, bool]], train: int, evaluation: int, first: bool
+    applied: list[tuple[str, int, bool]], train: int, evaluation: int, first: bool
 ) -> None:
     with TemporaryDirectory() as folder:
-        scribe = Scribe(Path(folder))
-        scribe.do("run", 0)
+        editor = JournalEditor(Path(folder))
+        editor.apply("run", 0)
         tail = JournalTail(Path(folder))
         steps = {"train": train, "eval": evaluation}
         if first:
             tail.forget(steps)
-        for what, number, looks in done:
-            scribe.do(what, number)
-            if looks:
-                told(tail.update)
+        for operation, number, reads in applied:
+            editor.apply(operation, number)
+            if reads:
+                view_or_error(tail.update)
         tail.forget(steps)
-        found, whole = told(tail.update), told(lambda: read_journal(folder))
-        if isinstance(whole, JournalView):
-            whole.records = [record for record in whole.records if record.step > steps[record.kind]]
-        assert found == whole
+        tail_view, full_view = view_or_error(tail.update), view_or_error(lambda: read_journal(folder))
+        if isinstance(full_view, JournalView):
+            full_view.records = [record for record in full_view.records if record.step > steps[record.kind]]
+        assert tail_view == full_view
 
 
-def test_a_file_that_only_ends_like_the_old_one_is_read_anew(tmp_path: Path) -> None:
-    scribe, tail = Scribe(tmp_path), JournalTail(tmp_path)
-    scribe.append(scribe.line("run", 0) + b"".join(scribe.line("train", step) for step in range(2, 60)))
+def test_a_replaced_file_with_the_same_end_is_read_again(tmp_path: Path) -> None:
+    editor, tail = JournalEditor(tmp_path), JournalTail(tmp_path)
+    editor.append(editor.line("run", 0) + b"".join(editor.line("train", step) for step in range(2, 60)))
     tail.update()
-    scribe.replace(scribe.path.read_bytes().replace(b'"step":2,', b'"step":1,'))
+    editor.replace(editor.path.read_bytes().replace(b'"step":2,', b'"step":1,'))
     assert tail.update() == read_journal(tmp_path)
     assert tail.update().records[0].step == 1
 
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The lines that were parsed."""
+    """Record the lines that are parsed."""
     lines: list[bytes] = []
 
     def counted(line: bytes) -> Any:
@@ -157,11 +160,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return lines
 
 
-def test_only_what_was_appended_is_read(tmp_path: Path, parsed: list[bytes]) -> None:
-    scribe, tail = Scribe(tmp_path), JournalTail(tmp_path)
-    scribe.append(scribe.line("run", 0) + b"".join(scribe.line("train", step) for step in range(500)))
+def test_only_appended_lines_are_read(tmp_path: Path, parsed: list[bytes]) -> None:
+    editor, tail = JournalEditor(tmp_path), JournalTail(tmp_path)
+    editor.append(editor.line("run", 0) + b"".join(editor.line("train", step) for step in range(500)))
     assert len(tail.update().records) == 500 and len(parsed) == 501
-    scribe.append(line := scribe.line("train", 500))
+    editor.append(line := editor.line("train", 500))
     parsed.clear()
     assert len(tail.update().records) == 501 and parsed == [line.rstrip()]
     parsed.clear()
@@ -179,7 +182,7 @@ def test_what_was_used_before_is_neither_kept_nor_parsed(tmp_path: Path, parsed:
     tail = JournalTail(tmp_path)
     tail.forget({"train": 89})
     assert [record.step for record in tail.update().records] == [*range(90, 100), 50]
-    assert len(parsed) == 12  # with the header
+    assert len(parsed) == 12  # 11 records and the header
     tail.forget({"train": 95, "eval": 50})
     assert [record.step for record in tail.update().records] == [96, 97, 98, 99]
 
@@ -200,7 +203,7 @@ def test_whoever_watches_reads_evaluations_alone_and_each_once(tmp_path: Path, p
         for run in ("1", "2"):
             write(run, first, last)
         parsed.clear()
-        found, whole = load([tmp_path], read=journals), load([tmp_path])
+        tailed, full = load([tmp_path], read=journals), load([tmp_path])
         assert len(parsed) == 2 * (10 + (first == 1))
-        assert [curve.reward.tolist() for curve in found.curves] == [curve.reward.tolist() for curve in whole.curves]
-        assert found.warnings == whole.warnings
+        assert [curve.reward.tolist() for curve in tailed.curves] == [curve.reward.tolist() for curve in full.curves]
+        assert tailed.warnings == full.warnings

@@ -1,4 +1,4 @@
-"""Truths about the right to write a run: a copy waits for a while, says so, and gives its allocation back."""
+"""Tests of the lease on a run: a second copy waits for a limited time, then gives its allocation back."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def job(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_copy_of_a_job_gives_up_after_its_time_as_a_duplicate(tmp_path: Path, spec: RunSpec) -> None:
     with sole_writer(tmp_path, spec) as first:
         begin = time.monotonic()
-        says = r"job 77, process .* gives its allocation back"
-        with pytest.raises(DuplicateRunError, match=says) as caught, sole_writer(tmp_path, spec):
-            pytest.fail("two at once")
+        message = r"job 77, process .* gives its allocation back"
+        with pytest.raises(DuplicateRunError, match=message) as caught, sole_writer(tmp_path, spec):
+            pytest.fail("two writers at the same time")
         assert 0.6 <= time.monotonic() - begin < 20
         assert first is not None
         first.check()
     assert kind_of(caught.value) == "duplicate"
-    assert KINDS["duplicate"][1] is None and "duplicate" not in BLAMES_NODE, "nobody is to blame, and it goes on"
+    assert KINDS["duplicate"][1] is None and "duplicate" not in BLAMES_NODE, (
+        "a duplicate is not blamed on a node, and its retries are not limited"
+    )
 
 
-def test_a_copy_waits_longer_than_a_dead_holder_takes_to_be_noticed() -> None:
+def test_a_copy_waits_longer_than_a_lease_takes_to_expire() -> None:
     assert writer.DUPLICATE_WAIT_S >= 2 * writer.EXPIRY_S >= 8 * writer.BEAT_S
     assert writer.TRUSTED_S < writer.BEAT_S / 2
 
 
-def test_a_copy_on_the_users_own_machine_is_an_error_of_the_user(
-    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_local_writer_is_a_user_error(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(writer, "LEASE_WAIT_S", 0.1)
     with (
@@ -59,29 +59,29 @@ def test_a_copy_on_the_users_own_machine_is_an_error_of_the_user(
         pytest.raises(UserError, match="has been writing this run") as caught,
         sole_writer(tmp_path, spec),
     ):
-        pytest.fail("two at once")
+        pytest.fail("two writers at the same time")
     assert not isinstance(caught.value, DuplicateRunError)
 
 
 @pytest.mark.usefixtures("job")
-def test_a_copy_that_is_asked_to_stop_does(tmp_path: Path, spec: RunSpec) -> None:
+def test_a_waiting_copy_stops_on_request(tmp_path: Path, spec: RunSpec) -> None:
     with sole_writer(tmp_path, spec):
         interruption.request("SIGUSR2")
         try:
-            says = r"SIGUSR2 while .* was writing this run"
-            with pytest.raises(RunInterruptedError, match=says), sole_writer(tmp_path, spec):
-                pytest.fail("two at once")
+            message = r"SIGUSR2 while .* was writing this run"
+            with pytest.raises(RunInterruptedError, match=message), sole_writer(tmp_path, spec):
+                pytest.fail("two writers at the same time")
         finally:
             interruption.clear()
 
 
 @pytest.mark.usefixtures("job")
 @pytest.mark.usefixtures("job")
-def test_the_other_ranks_of_a_job_that_is_asked_to_stop_do_not_wait_for_rank_0(tmp_path: Path, spec: RunSpec) -> None:
-    """It has seen the request before it would have taken the lease, and is gone."""
+def test_other_ranks_do_not_wait_for_rank_0_after_a_stop_request(tmp_path: Path, spec: RunSpec) -> None:
+    """Rank 0 saw the request before it took the lease, and has ended."""
     ask_to_stop(tmp_path, "no longer needed")
     with pytest.raises(RunInterruptedError, match="no longer needed"), sole_writer(tmp_path, spec, rank=1):
-        pytest.fail("nobody writes the run")
+        pytest.fail("the run has no writer to wait for")
 
 
 def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
@@ -97,8 +97,8 @@ def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
     assert 0.5 <= time.monotonic() - begin < 20
 
 
-def test_a_request_that_cannot_be_looked_for_is_none_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server that is away for a moment, every two seconds for days: no reason to end the run."""
+def test_an_unreadable_stop_file_is_not_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop file is checked every two seconds for days; a short outage of the file server must not end the run."""
     ask_to_stop(tmp_path, "no longer needed")
 
     def stat(path: Path, **options: object) -> None:

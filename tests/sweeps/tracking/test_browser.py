@@ -1,8 +1,8 @@
-"""MLflow's own interface behind the printed links, in Chromium, with no click.
+"""Tests of MLflow's own interface at the printed links, in Chromium, without a click.
 
-The chart has points, curve and band, one colour a recipe; the list has the members by rank.
+The chart has points, curve and band, with one colour per recipe. The list has the members by rank.
 Debian: `apt-get install --no-install-recommends chromium chromium-driver`; selenium is a dev dependency.
-Skipped without them, unless CI_ALL=1.
+These tests are skipped without both, unless CI_ALL=1.
 """
 
 import math
@@ -38,7 +38,7 @@ def sigmoid(C: Any, A: float, B: float, C_mid: float) -> Any:
 
 
 def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
-    """Two recipes with two seeds, three published fits (one refused): what a finished sweep leaves."""
+    """Write a finished sweep: two recipes with two seeds, and three published fits, one of them refused."""
     noise = np.random.default_rng(0)
     members = []
     for recipe, planted in RECIPES.items():
@@ -73,7 +73,7 @@ def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
 
 @dataclass(frozen=True)
 class Pages:
-    """A browser, the addresses of the views and of a member's charts, and where screenshots go."""
+    """A browser, the addresses of the views and of a member's charts, and the folder for screenshots."""
 
     browser: Any
     chart: str
@@ -82,27 +82,27 @@ class Pages:
     member: str
     folder: Path
 
-    def drawn(self, expected: int) -> list[dict[str, Any]]:
-        """The first charts of the page, once their lines stand still; a screenshot either way."""
-        before: list[list[int]] = []
+    def wait_for_charts(self, expected: int) -> list[dict[str, Any]]:
+        """Return the page's first charts once their lines no longer change; take a screenshot in any case."""
+        earlier_sizes: list[list[int]] = []
 
         def still() -> list[dict[str, Any]]:
-            found = charts(self.browser)[:expected]
-            before.append([len(trace["x"]) for chart in found for trace in chart["traces"]])
-            done = len(found) == expected and all(chart["traces"] and chart["x"] for chart in found)
-            return found if done and before[-1:] == before[-2:-1] else []
+            stable_charts = charts(self.browser)[:expected]
+            earlier_sizes.append([len(trace["x"]) for chart in stable_charts for trace in chart["traces"]])
+            done = len(stable_charts) == expected and all(chart["traces"] and chart["x"] for chart in stable_charts)
+            return stable_charts if done and earlier_sizes[-1:] == earlier_sizes[-2:-1] else []
 
-        found = wait_for(still)
+        stable_charts = wait_for(still)
         self.browser.save_screenshot(str(self.folder / "charts.png"))
-        assert found, f"no chart; see {self.folder}/charts.png"
-        return list(found)
+        assert stable_charts, f"no chart; see {self.folder}/charts.png"
+        return list(stable_charts)
 
-    def listed(self, rows: int) -> dict[str, Any]:
-        """The list of runs once it has so many rows; a screenshot either way."""
-        found = wait_for(lambda: seen if len((seen := table(self.browser))["rows"]) == rows else None)
+    def wait_for_list(self, rows: int) -> dict[str, Any]:
+        """Return the list of runs once it has `rows` rows; take a screenshot in any case."""
+        runs_table = wait_for(lambda: current if len((current := table(self.browser))["rows"]) == rows else None)
         self.browser.save_screenshot(str(self.folder / "runs.png"))
-        assert found, f"no list of {rows} runs; see {self.folder}/runs.png"
-        return dict(found)
+        assert runs_table, f"no list of {rows} runs; see {self.folder}/runs.png"
+        return dict(runs_table)
 
 
 @pytest.fixture(scope="module")
@@ -121,19 +121,19 @@ def pages(schema: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         yield Pages(browser, ui.url, *links, member, root)
 
 
-def of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, Any]]:
-    """The lines of a metric in a group of that name: the drawn one, then its pale double."""
+def lines_of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, Any]]:
+    """Return the lines of a metric in the named group: the drawn line, then its pale copy."""
     group = f"tag.line.{name}"
     return [t for t in chart["traces"] if t["group"].rstrip() == group and t["metric"] == metric]
 
 
-def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Pages) -> None:
+def test_the_first_link_shows_points_curve_and_band_in_one_colour_per_recipe(pages: Pages) -> None:
     show(pages.browser, pages.chart)
-    first, linear = pages.drawn(2)
+    first, linear = pages.wait_for_charts(2)
     assert (first["x"], linear["x"]) == (X, COMPUTE)
     drawn = first["traces"]
 
-    # Four member lines along the logged log10 compute, each its own group.
+    # Four lines of members over the logged log10 compute, each in its own group.
     points = [t for t in drawn if t["metric"] == Y and len(t["x"]) == 30 and "markers" in t["mode"]]
     log10_C = [math.log10(1e9 * (i + 1)) for i in range(30)]
     assert len(points) == 4
@@ -144,10 +144,10 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
     curves = [t for t in drawn if t["metric"] == BAND_KEY and len(t["x"]) == 75]
     assert curves and {t["dash"] for t in curves} == {"solid"}
     assert next(t["metric"] for t in drawn if t["metric"]) == BAND_KEY
-    # The exact curves, though the band is wider above than below.
+    # The curves are exact, although the band is wider above than below.
     tops = {round(max(t["y"]), 3) for t in curves}
     assert tops == {round(float(sigmoid(2e11, *planted)), 3) for planted in RECIPES.values()}
-    # A filled band each, as wide at its end as logged (0.05).
+    # Each recipe has a filled band, as wide at its end as logged (0.05).
     bands = []
     for band in (t for t in drawn if t["fill"] and len(t["x"]) == 151):
         outline = [(x, y) for x, y in zip(band["x"], band["y"], strict=True) if x is not None]
@@ -156,24 +156,28 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
             bands.append((round(min(end), 3), band["color"]))
     assert len(bands) == len(RECIPES)
 
-    # One colour a recipe, for seeds, fit and band, in both charts, and another one for the other recipe.
+    # Each recipe has one colour for its seeds, fit and band in both charts, and the two colours differ.
     colours = {}
     for label, planted in zip(LABELS, RECIPES.values(), strict=True):
         names = (f"{label} seed 0", f"{label} seed 1")
-        lines = [of_group(first, name, Y)[0] for name in names] + [of_group(linear, name, WHOLE)[0] for name in names]
-        lines += [of_group(chart, f"{label} fit", BAND_KEY)[0] for chart in (first, linear)]
+        lines = [lines_of_group(first, name, Y)[0] for name in names] + [
+            lines_of_group(linear, name, WHOLE)[0] for name in names
+        ]
+        lines += [lines_of_group(chart, f"{label} fit", BAND_KEY)[0] for chart in (first, linear)]
         colours[label] = {line["color"] for line in lines}
         low = round(float(sigmoid(2e11, *planted)) - 0.02, 3)
         colours[label] |= {color[:7] for end, color in bands if end == low}
-    assert [len(own) for own in colours.values()] == [1, 1] and len(set.union(*colours.values())) == 2
+    assert [len(colours_of_recipe) for colours_of_recipe in colours.values()] == [1, 1] and len(
+        set.union(*colours.values())
+    ) == 2
 
-    # The evaluation before training stands at compute 0 of the linear chart.
+    # The evaluation before training is at compute 0 of the linear chart.
     for label in LABELS:
-        line = of_group(linear, f"{label} seed 0", WHOLE)[0]
+        line = lines_of_group(linear, f"{label} seed 0", WHOLE)[0]
         assert len(line["x"]) == 31 and line["x"][0] == 0 and line["y"][0] == pytest.approx(0.2, abs=0.03)
 
-    # The list beside names recipes' seeds and fits, closed: no run of a band.
-    rows = [" ".join(row.values()) for row in pages.listed(6)["rows"]]
+    # The list next to the chart has closed groups of seeds and fits, and no run of a band.
+    rows = [" ".join(row.values()) for row in pages.wait_for_list(6)["rows"]]
     assert all("Group: " in row for row in rows) and not any(word in "".join(rows) for word in (" low", " high"))
     assert [row.count(next(iter(colours[label]))) for label, row in zip(np.repeat(LABELS, 3), rows, strict=True)] == [
         1
@@ -183,7 +187,7 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
 
 def test_the_second_link_has_one_row_per_recipe(pages: Pages) -> None:
     show(pages.browser, pages.recipes, height=900)
-    shown = pages.listed(3)
+    shown = pages.wait_for_list(3)
     keys = ("rank/place", "fit/A", "fit/A_low", "fit/A_high", "rank/times_compute", "rank/p_best")
     wanted = [*(f"metrics.`{key}`" for key in keys), "tags.`fit.verdict`"]
     heads = dict(shown["heads"])
@@ -200,7 +204,7 @@ def test_the_second_link_has_one_row_per_recipe(pages: Pages) -> None:
 
 def test_the_third_link_lists_members_by_rank(pages: Pages) -> None:
     show(pages.browser, pages.runs, height=900)
-    shown = pages.listed(5)
+    shown = pages.wait_for_list(5)
     columns = [f"metrics.`{key}`" for key in ("fit/A", "fit/A_low", "fit/A_high", WHOLE)]
     wanted = ["metrics.`rank/place`", "metrics.`rank/p_best`", "tags.`fit.verdict`", *columns]
     heads = dict(shown["heads"])
@@ -211,13 +215,13 @@ def test_the_third_link_lists_members_by_rank(pages: Pages) -> None:
     assert [row["metrics.`rank/place`"] for row in rows] == ["1", "1", "2", "2", "-"]
     assert [row["metrics.`rank/p_best`"] for row in rows] == ["0.9", "0.9", "0.1", "0.1", "-"]
     assert [row["tags.`fit.verdict`"] for row in rows] == ["identifiable"] * 4 + ["pre_inflection"]
-    assert len({row["attributes.`Run Name`"].splitlines()[0] for row in rows}) == 3  # a colour a recipe
+    assert len({row["attributes.`Run Name`"].splitlines()[0] for row in rows}) == 3  # one colour per recipe
     assert console_errors(pages.browser) == []
 
 
 def test_pass_rate_comes_first_on_a_members_page(pages: Pages) -> None:
     show(pages.browser, pages.member, height=900)
-    [first] = pages.drawn(1)
+    [first] = pages.wait_for_charts(1)
     text = pages.browser.execute_script("return document.body.innerText")
     sections = re.findall(r"^(Pass rate|compute|eval/heldout|fit|train)\s*\(\d+\)", text, re.MULTILINE)
     assert sections[:2] == ["Pass rate", "compute"] and sections.count("Pass rate") == 1
@@ -226,37 +230,37 @@ def test_pass_rate_comes_first_on_a_members_page(pages: Pages) -> None:
     assert console_errors(pages.browser) == []
 
 
-def test_the_printed_command_listens_at_loopback_alone(pages: Pages) -> None:
+def test_the_printed_command_listens_only_on_loopback(pages: Pages) -> None:
     port = f"{int(pages.runs.split('/')[2].rpartition(':')[2]):04X}"
     sockets = [
         line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]
     ]
-    listening = {own[1] for own in sockets if own[3] == "0A" and own[1].endswith(f":{port}")}
+    listening = {fields[1] for fields in sockets if fields[3] == "0A" and fields[1].endswith(f":{port}")}
     assert listening == {f"0100007F:{port}"}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 390])
-def test_both_views_light_and_dark_and_on_a_phone(pages: Pages, width: int, dark: bool) -> None:
-    """MLflow's own layout leaves the chart of a telephone off the screen: there the lists are what is seen."""
+def test_both_views_work_in_light_and_dark_mode_and_on_a_phone(pages: Pages, width: int, dark: bool) -> None:
+    """On a phone, MLflow's layout puts the chart outside the screen, so only the lists are checked there."""
     show(pages.browser, pages.chart, width, dark=dark)
-    groups = [" ".join(row.values()) for row in pages.listed(6)["rows"]]
+    groups = [" ".join(row.values()) for row in pages.wait_for_list(6)["rows"]]
     assert len({row[row.index("#") :][:7] for row in groups}) == 2
     if width == 1400:
-        lines = pages.drawn(2)[0]["traces"]
+        lines = pages.wait_for_charts(2)[0]["traces"]
         assert len({line["color"] for line in lines if line["metric"] == Y and len(line["color"]) == 7}) == 2
     body = "return getComputedStyle(document.body).colorScheme"
     assert (pages.browser.execute_script(body) == "dark") is dark
     assert console_errors(pages.browser) == []
     show(pages.browser, pages.runs, width, dark=dark)
-    rows = pages.listed(5)["rows"]
+    rows = pages.wait_for_list(5)["rows"]
     assert not any(word in str(rows) for word in (" low", " high", " fit"))
     assert console_errors(pages.browser) == []
 
 
 @pytest.mark.full
-def test_the_list_as_charts_is_parallel_coordinates(pages: Pages) -> None:
+def test_the_chart_of_the_list_has_parallel_coordinates(pages: Pages) -> None:
     show(pages.browser, pages.runs.replace("=TABLE", "=CHART"))
     wanted = ("5 matching runs", "Parallel Coordinates", "fit/log10_C_mid", "fit/B", "fit/A")
 

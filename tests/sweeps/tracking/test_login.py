@@ -1,4 +1,4 @@
-"""A tracking server that asks for a login, started as the documentation says for machines with other users."""
+"""Tests with a tracking server that requires a login, started as documented for machines with several users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Server:
-    """`mlflow server --app-name basic-auth`."""
+    """A running `mlflow server --app-name basic-auth`."""
 
     port: int
     password: str
@@ -40,13 +40,13 @@ class Server:
     def login(self) -> dict[str, str]:
         return {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": self.password}
 
-    def says(self) -> int:
-        """How it answers somebody without a login; 0 if not at all."""
+    def status_without_login(self) -> int:
+        """Return the HTTP status of a request without a login; 0 without an answer."""
         try:
             with urllib.request.urlopen(
                 f"{self.uri}/api/2.0/mlflow/experiments/search?max_results=1", timeout=5
-            ) as told:
-                return int(told.status)
+            ) as response:
+                return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
@@ -62,20 +62,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--port", str(here.port), "--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"),
         *("--artifacts-destination", str(folder / "artifacts")),
     ]
-    own = {"MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32), "MLFLOW_AUTH_ADMIN_PASSWORD": here.password}
-    with (folder / "server.txt").open("w") as said:
+    server_secrets = {
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32),
+        "MLFLOW_AUTH_ADMIN_PASSWORD": here.password,
+    }
+    with (folder / "server.txt").open("w") as log:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, **own},
-            stdout=said,
-            stderr=said,
+            env={**os.environ, **server_secrets},
+            stdout=log,
+            stderr=log,
             umask=0o077,
             start_new_session=True,
         )
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not here.says():
+        while not here.status_without_login():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "server.txt").read_text()
             time.sleep(0.2)
         yield here
@@ -85,19 +88,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def launch(place: Place, name: str, uri: str, **login: str) -> subprocess.CompletedProcess[str]:
-    words = place.study(name, "seed=0", f"mlflow.uri={uri}")
+    arguments = place.study(name, "seed=0", f"mlflow.uri={uri}")
     return forked.run(
-        [sys.executable, *words], cwd=place.root, env={**place.environment(), **login}, timeout=PATIENCE_S
+        [sys.executable, *arguments], cwd=place.root, env={**place.environment(), **login}, timeout=PATIENCE_S
     )
 
 
 @pytest.mark.full
-def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: Path, server: Server) -> None:
-    assert server.says() == 401
+def test_a_launch_without_a_login_is_refused_in_one_line_and_creates_nothing(tmp_path: Path, server: Server) -> None:
+    assert server.status_without_login() == 401
     for login in ({}, {**server.login, "MLFLOW_TRACKING_PASSWORD": "a-wrong-one"}):
-        done = launch(Place(tmp_path, light=True), "refused", server.uri, **login)
-        assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-        assert "You are not authenticated" in done.stderr
+        result = launch(Place(tmp_path, light=True), "refused", server.uri, **login)
+        assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1, result.stderr
+        assert "You are not authenticated" in result.stderr
         assert not (tmp_path / "refused").exists()
 
 
@@ -105,16 +108,16 @@ def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: P
 @pytest.mark.parametrize(
     "inline", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in variables", "in the address"]
 )
-def test_a_study_with_the_login_is_tracked_and_the_login_written_nowhere(
+def test_a_study_with_a_login_is_tracked_and_stores_no_password(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, inline: bool
 ) -> None:
     from mlflow import MlflowClient
 
     name = f"study{int(inline)}"
     address = server.uri.replace("//", f"//admin:{server.password}@") if inline else server.uri
-    done = launch(Place(tmp_path, light=True), name, address, **({} if inline else server.login))
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "said.txt").write_text(done.stdout + done.stderr)
+    result = launch(Place(tmp_path, light=True), name, address, **({} if inline else server.login))
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "said.txt").write_text(result.stdout + result.stderr)
     for variable, value in server.login.items():
         monkeypatch.setenv(variable, value)
     client = MlflowClient(server.uri)
@@ -130,7 +133,7 @@ def test_a_study_with_the_login_is_tracked_and_the_login_written_nowhere(
 
 
 @pytest.mark.full
-def test_the_servers_own_files_are_its_owners(server: Server) -> None:
-    """As the documentation starts it, under `umask 077`, in a folder of its own: passwords lie in basic_auth.db."""
+def test_only_the_owner_can_read_the_servers_files(server: Server) -> None:
+    """The documentation starts the server under `umask 077`, because basic_auth.db contains passwords."""
     for name in ("basic_auth.db", "mlflow.db"):
         assert (server.folder / name).stat().st_mode & 0o077 == 0

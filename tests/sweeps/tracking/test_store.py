@@ -1,4 +1,4 @@
-"""What reaches MLflow: every durable record once, truthful runs, one set of fits. A real SQLite store."""
+"""Tests of the data sent to MLflow, with a SQLite store: every durable record once, correct runs, one set of fits."""
 
 import base64
 import json
@@ -41,7 +41,7 @@ def tracker(schema: Path, tmp_path: Path) -> Tracker:
 def write_run(
     run_dir: Path, steps: range, *, checkpoint: int | None, offset: float = 0.0, start: float = 1e9
 ) -> Journal:
-    """A journal with a train record a step, an evaluation every second step and one at C = 0."""
+    """Write a journal with a train record per step, an evaluation every second step, and one at compute 0."""
     ticks = count()
     journal = Journal(run_dir, clock=lambda: start + next(ticks))
     if steps.start == 0:
@@ -69,12 +69,12 @@ def one_run(tracker: Tracker, tmp_path: Path) -> tuple[TrackedSweep, Path, str]:
 
 
 def history(tracker: Tracker, run_id: str, key: str) -> list[tuple[int, float, int]]:
-    """(step, value, timestamp) of a metric."""
-    found = tracker.client.get_metric_history(run_id, key)
-    return sorted((m.step, m.value, m.timestamp) for m in found)
+    """Return (step, value, timestamp) of each point of a metric."""
+    metric_points = tracker.client.get_metric_history(run_id, key)
+    return sorted((m.step, m.value, m.timestamp) for m in metric_points)
 
 
-def test_import_stays_cheap() -> None:
+def test_importing_tracking_imports_neither_mlflow_nor_torch() -> None:
     code = "import sys, sweeps, sweeps.tracking; sys.exit('mlflow' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -87,14 +87,14 @@ def test_uris_that_mlflow_refuses_are_named_with_the_remedy(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_is_an_error_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("no database at all, but long enough to be looked at as one" * 20)
     with pytest.raises(UserError, match="publish later") as error:
         Tracker(f"sqlite:///{tmp_path}/mlflow.db", "study").prepare()
     assert "\n" not in str(error.value)
 
 
-def test_runs_are_made_once_and_found_again(tracker: Tracker, tmp_path: Path) -> None:
+def test_runs_are_created_once_and_found_again(tracker: Tracker, tmp_path: Path) -> None:
     root = tmp_path / "sweep"
     wanted = members(root, ("scalerl", 0), ("scalerl", 1), ("scalerl+loss=dapo", 0))
     first = tracker.open_sweep(root, wanted[:2])
@@ -105,13 +105,13 @@ def test_runs_are_made_once_and_found_again(tracker: Tracker, tmp_path: Path) ->
     [entry] = remembered.values()
     assert entry["members"] == {k: m.mlflow_run_id for k, m in again.members.items()}
 
-    # A controller killed before it wrote the ids of the runs it made: they are found by their tags.
+    # A controller was killed before it wrote the ids of its runs: they are found by their tags.
     entry.pop("members"), entry.pop("parent")
     (root / IDS_FILE).write_text(json.dumps({"stores": remembered}))
     assert tracker.open_sweep(root, wanted).members == again.members
     assert len(tracker.sweep_runs(again)) == 4
 
-    # A run deleted by hand is not written to any more.
+    # A run that was deleted by hand is replaced by a new one.
     tracker.client.delete_run(first.members["scalerl-0"].mlflow_run_id)
     assert tracker.open_sweep(root, wanted).members["scalerl-0"] != first.members["scalerl-0"]
 
@@ -132,7 +132,7 @@ def test_series_is_unique_even_for_one_recipe_and_seed(tracker: Tracker, tmp_pat
 
 
 @pytest.mark.full
-def test_two_controllers_on_a_cold_store(tmp_path: Path) -> None:
+def test_two_controllers_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
     code = (
         "import sys; from sweeps.tracking import Tracker\n"
         "print(Tracker(sys.argv[1], 'study').open_sweep(sys.argv[2], []).experiment_id)"
@@ -150,9 +150,9 @@ def test_two_controllers_on_a_cold_store(tmp_path: Path) -> None:
     assert answers[0][0] == answers[1][0]
 
 
-def test_losing_the_race_for_the_experiment_adopts_the_winner(tracker: Tracker) -> None:
+def test_an_experiment_created_by_another_process_meanwhile_is_used(tracker: Tracker) -> None:
     class Late:
-        """A client to whom the experiment appears only after its own attempt to create it."""
+        """A client that sees the experiment only after its own attempt to create it."""
 
         asked = False
 
@@ -162,7 +162,7 @@ def test_losing_the_race_for_the_experiment_adopts_the_winner(tracker: Tracker) 
 
         def create_experiment(self, name: str, artifact_location: str | None) -> str:
             client.create_experiment(name, artifact_location)
-            return str(client.create_experiment(name, artifact_location))  # raises: it is there now
+            return str(client.create_experiment(name, artifact_location))  # raises, because it exists now
 
     client = tracker.client
     tracker._client = Late()
@@ -170,13 +170,13 @@ def test_losing_the_race_for_the_experiment_adopts_the_winner(tracker: Tracker) 
 
 
 @pytest.mark.slow
-def test_a_deleted_experiment_says_how_to_bring_it_back(tracker: Tracker) -> None:
+def test_a_deleted_experiment_is_refused_with_the_command_to_restore_it(tracker: Tracker) -> None:
     tracker.client.delete_experiment(tracker.prepare())
     with pytest.raises(UserError, match="mlflow experiments restore"):
         tracker.prepare()
 
 
-def test_statuses(tracker: Tracker, tmp_path: Path) -> None:
+def test_valid_statuses_are_set_and_others_refused(tracker: Tracker, tmp_path: Path) -> None:
     _, _, run_id = one_run(tracker, tmp_path)
     for status in ("RUNNING", "KILLED", "RUNNING", "FAILED", "FINISHED"):
         tracker.set_status(run_id, status)
@@ -185,7 +185,7 @@ def test_statuses(tracker: Tracker, tmp_path: Path) -> None:
         tracker.set_status(run_id, "done")
 
 
-def test_only_what_a_checkpoint_covers_is_sent(tracker: Tracker, tmp_path: Path) -> None:
+def test_only_records_covered_by_a_checkpoint_are_sent(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     write_run(run_dir, range(0, 11), checkpoint=None).close()
     assert ship(run_dir, tracker.client, run_id) == 0
@@ -203,7 +203,7 @@ def test_x_is_logged_at_exactly_the_steps_of_y(tracker: Tracker, tmp_path: Path)
     assert [(s, t) for s, _, t in x] == [(s, t) for s, _, t in y]
     assert [v for _, v, _ in x] == pytest.approx([math.log10(1e6 * step) for step in (2, 4, 6, 8, 10)])
     assert [(s, v) for s, v, _ in history(tracker, run_id, "eval/heldout/initial_pass_rate")] == [(0, 0.2)]
-    # The journal's own time, in ms, and no key from two kinds of record.
+    # Timestamps are those of the journal, in ms, and no metric comes from two kinds of record.
     assert y[0][2] % 1000 == 0 and 1e12 <= y[0][2] < 1e12 + 1e6
     assert [step for step, _, _ in history(tracker, run_id, "compute/flops")] == list(range(1, 11))
 
@@ -220,7 +220,7 @@ def test_nothing_is_sent_twice(tracker: Tracker, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_between_sending_and_remembering(tracker: Tracker, tmp_path: Path) -> None:
+def test_a_kill_after_sending_does_not_send_steps_twice(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     write_run(run_dir, range(0, 11), checkpoint=10).close()
     real = tracker.client
@@ -236,7 +236,7 @@ def test_a_kill_between_sending_and_remembering(tracker: Tracker, tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         ship(run_dir, Killed(), run_id)
     before = history(tracker, run_id, "train/loss")
-    # Before the next start, the run went back and repeated its steps: other times, other values.
+    # Before the next start, the run went back and repeated its steps with other times and values.
     journal = Journal(run_dir, clock=lambda: 2e9)
     journal.resume(-1)
     journal.close()
@@ -248,7 +248,7 @@ def test_a_kill_between_sending_and_remembering(tracker: Tracker, tmp_path: Path
 
 
 def test_mlflow_stores_an_identical_point_once(tracker: Tracker, tmp_path: Path) -> None:
-    """What a plain re-sending relies on: key, value, timestamp and step together are the identity."""
+    """Sending again relies on this: key, value, timestamp and step together identify a point."""
     from mlflow.entities import Metric
 
     _, _, run_id = one_run(tracker, tmp_path)
@@ -258,7 +258,7 @@ def test_mlflow_stores_an_identical_point_once(tracker: Tracker, tmp_path: Path)
     assert [step for step, _, _ in history(tracker, run_id, "train/loss")] == [0, 1, 2, 3, 4, 9]
 
 
-def test_superseded_steps_never_arrive(tracker: Tracker, tmp_path: Path) -> None:
+def test_replaced_steps_are_never_sent(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     write_run(run_dir, range(0, 11), checkpoint=5).close()
     ship(run_dir, tracker.client, run_id)
@@ -272,7 +272,7 @@ def test_superseded_steps_never_arrive(tracker: Tracker, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_record_is_cut_to_what_mlflow_takes(tracker: Tracker, tmp_path: Path) -> None:
+def test_records_are_cut_to_mlflows_limits(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     journal = Journal(run_dir)
     journal.header(run="r")
@@ -293,7 +293,7 @@ def test_a_record_is_cut_to_what_mlflow_takes(tracker: Tracker, tmp_path: Path) 
     assert run.data.params["empty"] == "{}" and run.data.params["sets"] == "[1, 2]" and len(run.data.params) == 155
     assert {f.path for f in tracker.client.list_artifacts(run_id)} == {"config.yaml", "semantics.json"}
 
-    # A larger budget continues the run: a parameter cannot change, so its new value becomes a tag.
+    # A larger budget continues the run. MLflow's parameters cannot change, so the new value becomes a tag.
     (run_dir / "config.yaml").write_text("p0: 7\nnew: x\n")
     ship(run_dir, tracker.client, run_id)
     run = tracker.client.get_run(run_id)
@@ -310,7 +310,7 @@ def test_an_unknown_or_changed_axis_is_named(tracker: Tracker, tmp_path: Path) -
         ship(run_dir, tracker.client, run_id, axis="compute/hours")
 
 
-def test_flatten_and_points_are_pure() -> None:
+def test_flatten_and_points() -> None:
     assert flatten({"a": {"b": [1, "x"], "c=d": True}, "e": ""}) == {
         "a.b": '[1, "x"]',
         "a.c_d": "true",
@@ -326,7 +326,7 @@ def test_flatten_and_points_are_pure() -> None:
 
 
 class Flaky:
-    """A client whose store is away while `down`."""
+    """A client whose store does not answer while `down` is true."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.down, self.calls = client, False, 0
@@ -338,7 +338,7 @@ class Flaky:
         return getattr(self.client, name)
 
 
-def test_an_outage_is_logged_once_and_caught_up(
+def test_an_outage_is_logged_once_and_its_records_are_sent_later(
     tracker: Tracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sweep, run_dir, run_id = one_run(tracker, tmp_path)
@@ -367,7 +367,7 @@ def test_an_outage_is_logged_once_and_caught_up(
     assert tracker.client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_pass_reads_what_was_appended_since_the_last(
+def test_a_pass_reads_only_lines_appended_since_the_last_one(
     tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep, run_dir, run_id = one_run(tracker, tmp_path)
@@ -385,12 +385,12 @@ def test_a_pass_reads_what_was_appended_since_the_last(
         parsed.clear()
         assert shipper.run_once() and len(parsed) == 2
     assert [point[0] for point in history(tracker, run_id, "train/loss")] == list(range(1, 103))
-    # Another controller: what was sent is passed over.
+    # Another controller skips the records that were sent.
     parsed.clear()
     assert Shipper(tracker, sweep).run_once() and len(parsed) < 10
 
 
-def test_one_run_in_trouble_leaves_the_others_alone(
+def test_a_problem_with_one_run_does_not_affect_the_others(
     tracker: Tracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "sweep"
@@ -420,11 +420,11 @@ def summary(recipe: str, A: float, **changes: Any) -> FitSummary:
     return FitSummary(recipe, "identifiable", "compute/flops", **(values | changes))
 
 
-def by_kind(tracker: Tracker, sweep: TrackedSweep, kind: str) -> list[Any]:
+def runs_of_kind(tracker: Tracker, sweep: TrackedSweep, kind: str) -> list[Any]:
     return [run for run in tracker.sweep_runs(sweep) if run.data.tags.get("kind") == kind]
 
 
-def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None:
+def test_publishing_again_replaces_the_fits(tracker: Tracker, tmp_path: Path) -> None:
     root = tmp_path / "sweep"
     sweep = tracker.open_sweep(root, members(root, ("a", 0), ("a", 1), ("b", 0)))
     for tracked in sweep.members.values():
@@ -440,8 +440,8 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     publish([summary("a", 0.6), refused], tracker, sweep, ranking=ranking, artifacts=[page])
     done = publish([summary("a", 0.61, A_high=None), refused], tracker, sweep, ranking=ranking, artifacts=[page])
 
-    [fit_b, fit_a] = sorted(by_kind(tracker, sweep, "fit"), key=lambda run: run.data.tags["recipe"], reverse=True)
-    bands = by_kind(tracker, sweep, "band")
+    [fit_b, fit_a] = sorted(runs_of_kind(tracker, sweep, "fit"), key=lambda run: run.data.tags["recipe"], reverse=True)
+    bands = runs_of_kind(tracker, sweep, "band")
     assert done.fit_runs == {"a": fit_a.info.run_id, "b": fit_b.info.run_id}
     assert len(bands) == 2 and {run.data.tags["series"] for run in [fit_a, *bands]} == {"a fit"}
     assert {run.info.status for run in [fit_a, fit_b, *bands]} == {"FINISHED"}
@@ -456,7 +456,7 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     assert fit_a.data.metrics["fit/A"] == 0.61 and fit_a.data.metrics["fit/log10_C_mid"] == 6
     assert "fit/A_high" not in fit_a.data.metrics and fit_a.data.tags["fit.A_high"] == "open"
     assert {"curve/fit", "curve/low", "curve/high"} <= set(fit_a.data.metrics) and Y not in fit_a.data.metrics
-    # The chart draws a group's mean and range: the fit and its band, though this one is wider above than below.
+    # The chart draws a group's mean and range. They must equal the fit and its band, which is wider above than below.
     drawn = np.array([[v for _, v, _ in history(tracker, r.info.run_id, BAND_KEY)] for r in (fit_a, *bands)])
     fitted, low, high = (
         [v for _, v, _ in history(tracker, fit_a.info.run_id, f"curve/{end}")] for end in ("fit", "low", "high")
@@ -478,42 +478,44 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     tags = tracker.client.get_experiment(sweep.experiment_id).tags
     assert done.link in tags["mlflow.note.content"].splitlines()[0]
     assert tags["mlflow.note.content"].endswith(note) and tags["mlflow.note.content"].count("Scaling curves") == 1
-    state = decoded(tags[f"{VIEW_TAG}scaling-{sweep.key}"])
+    state = decode_view(tags[f"{VIEW_TAG}scaling-{sweep.key}"])
     [chart, linear] = state["compareRunCharts"]
     named = "eval/heldout/log10 compute in FLOPs", "eval/heldout/compute in FLOPs"
-    # Fits and bands are drawn first, the evaluations as the dashed second metric.
+    # Fits and bands are the first metric; evaluations are the second one, which MLflow draws dashed.
     assert (chart["selectedMetricKeys"], chart["selectedXAxisMetricKey"]) == ([BAND_KEY, Y], named[0])
     evaluations = [BAND_KEY, "Pass rate/heldout"]
     assert (linear["selectedMetricKeys"], linear["selectedXAxisMetricKey"]) == (evaluations, named[1])
     assert chart["range"]["xMin"] < 5 < 8 < chart["range"]["xMax"] and sweep.key in state["searchFilter"]
     assert linear["range"]["xMin"] < 0 and linear["range"]["xMax"] > 1e8
-    ranking_view = decoded(tags[f"{VIEW_TAG}ranking-{sweep.key}"])
-    recipes_view = decoded(tags[f"{VIEW_TAG}recipes-{sweep.key}"])
+    ranking_view = decode_view(tags[f"{VIEW_TAG}ranking-{sweep.key}"])
+    recipes_view = decode_view(tags[f"{VIEW_TAG}recipes-{sweep.key}"])
     assert "tags.kind = 'fit'" in recipes_view["searchFilter"] and recipes_view["orderByKey"] == "metrics.`rank/place`"
     assert done.recipes_link in tags["mlflow.note.content"].splitlines()[0]
     assert "rank/place" in ranking_view["orderByKey"] and "tags.kind = 'member'" in ranking_view["searchFilter"]
     assert ranking_view["selectedColumns"][1:4] == ["metrics.`rank/p_best`", "tags.`fit.verdict`", "metrics.`fit/A`"]
 
 
-def test_a_recipes_runs_share_a_colour_and_the_chart_does_too(tracker: Tracker, tmp_path: Path) -> None:
+def test_all_runs_of_a_recipe_have_one_colour_also_in_the_chart(tracker: Tracker, tmp_path: Path) -> None:
     root = tmp_path / "sweep"
     sweep = tracker.open_sweep(root, members(root, ("a", 0), ("b", 0)))
-    tracker.add_members(sweep, members(root, ("a", 1), ("c", 0)))  # a search proposes them later
-    by_hand = sweep.members["c-0"].mlflow_run_id
-    tracker.client.set_tag(by_hand, "mlflow.runColor", "#123456")
+    tracker.add_members(sweep, members(root, ("a", 1), ("c", 0)))  # added later, as by a search
+    coloured_by_hand = sweep.members["c-0"].mlflow_run_id
+    tracker.client.set_tag(coloured_by_hand, "mlflow.runColor", "#123456")
     publish([summary("a", 0.6, label="short"), summary("b", 0.5), summary("c", 0.4)], tracker, sweep)
-    own = [run.data.tags for run in tracker.sweep_runs(sweep) if run.data.tags["kind"] != "sweep"]
-    colours = {recipe: {tags["mlflow.runColor"] for tags in own if tags["recipe"] == recipe} for recipe in "abc"}
-    assert colours["a"] == {COLOURS[1]} and colours["b"] == {COLOURS[2]}, "the first is the baseline's alone"
-    assert colours["c"] == {"#123456", COLOURS[3]}  # what somebody chose stays
-    for tags in own:
+    run_tags = [run.data.tags for run in tracker.sweep_runs(sweep) if run.data.tags["kind"] != "sweep"]
+    colours = {recipe: {tags["mlflow.runColor"] for tags in run_tags if tags["recipe"] == recipe} for recipe in "abc"}
+    assert colours["a"] == {COLOURS[1]} and colours["b"] == {COLOURS[2]}, (
+        "the first colour is reserved for the baseline"
+    )
+    assert colours["c"] == {"#123456", COLOURS[3]}  # a colour that the user chose stays
+    for tags in run_tags:
         assert group_colour(tags["line"]) == COLOURS[1 + "abc".index(tags["recipe"])]
-    lines = [tags["line"].rstrip() for tags in own if tags["recipe"] == "a"]
+    lines = [tags["line"].rstrip() for tags in run_tags if tags["recipe"] == "a"]
     assert sorted(lines) == ["short fit", "short fit", "short fit", "short seed 0", "short seed 1"]
 
 
 @pytest.mark.parametrize("label", ["scalerl seed 0", "s", "rezept+größe=7 seed 12", "scalerl+" + "loss=dapo+" * 30])
-def test_every_colour_is_reached_by_blanks(label: str) -> None:
+def test_every_colour_can_be_reached_by_adding_blanks(label: str) -> None:
     assert len(set(COLOURS)) == len(COLOURS)
     for colour in COLOURS:
         value = line_value(label, colour)
@@ -528,16 +530,16 @@ def test_a_view_of_a_large_study_fits_an_older_servers_tag() -> None:
     assert len(lines) == MAX_LINES and len(encode_view("Scaling curves", state, 10**12)) < 5000
 
 
-def test_more_recipes_than_colours_take_them_again() -> None:
+def test_with_more_recipes_than_colours_colours_repeat() -> None:
     colours = recipe_colours([str(number) for number in range(40)], {"5": COLOURS[3], "6": "#123456"}, baseline="7")
     assert colours["5"] == COLOURS[3] and colours["0"] == COLOURS[1] and colours["2"] == COLOURS[4]
     assert len(colours) == 40 and set(colours.values()) == set(COLOURS)
-    # The baseline's colour is its own, whether it comes first or last.
+    # Only the baseline has its colour, whether it comes first or last.
     assert [recipe for recipe, colour in colours.items() if colour == BASELINE_COLOUR] == ["7"]
     assert recipe_colours(["a"], {}, "b") | recipe_colours(["b"], {}, "b") == {"a": COLOURS[1], "b": BASELINE_COLOUR}
 
 
-def test_what_an_earlier_version_has_stored_stays_and_is_completed(tracker: Tracker, tmp_path: Path) -> None:
+def test_metrics_stored_by_an_earlier_version_are_kept_and_completed(tracker: Tracker, tmp_path: Path) -> None:
     from mlflow.entities import Metric
 
     sweep, _, run_id = one_run(tracker, tmp_path)
@@ -550,28 +552,28 @@ def test_what_an_earlier_version_has_stored_stays_and_is_completed(tracker: Trac
     before = {key: history(tracker, run_id, key) for key in (X, Y, "eval/heldout/initial_pass_rate")}
     read = load([f"mlflow:{tracker.uri}#study"]).curves[0]
     fit = summary("scalerl", 0.6, rank=1)
-    for _ in range(2):  # the second finds everything there
+    for _ in range(2):  # the second call finds everything there
         publish([fit], tracker, sweep)
         assert {key: history(tracker, run_id, key) for key in before} == before
-        whole = history(tracker, run_id, "Pass rate/heldout")
-        assert [(step, at) for step, _, at in whole] == [(0, 900), *((step, 1000 + step) for step in steps)]
-        assert [value for _, value, _ in whole] == pytest.approx([0.2 + step / 100 for step in (0, *steps)])
+        pass_rates = history(tracker, run_id, "Pass rate/heldout")
+        assert [(step, at) for step, _, at in pass_rates] == [(0, 900), *((step, 1000 + step) for step in steps)]
+        assert [value for _, value, _ in pass_rates] == pytest.approx([0.2 + step / 100 for step in (0, *steps)])
         compute = history(tracker, run_id, "eval/heldout/compute in FLOPs")
-        assert [step for step, _, _ in compute] == [step for step, _, _ in whole]
+        assert [step for step, _, _ in compute] == [step for step, _, _ in pass_rates]
         assert [value for _, value, _ in compute] == pytest.approx([1e6 * step for step in (0, *steps)])
         assert history(tracker, run_id, "eval/heldout/log10 compute in FLOPs") == before[X]
     again = load([f"mlflow:{tracker.uri}#study"]).curves[0]
     assert np.array_equal(again.compute, read.compute) and np.array_equal(again.reward, read.reward)
     assert tracker.client.get_run(run_id).data.tags["mlflow.runColor"] == COLOURS[1]
 
-    # A recipe that is refused now has no place: the table does not sort it by the earlier one.
+    # A recipe without a fit now has no rank: the table must not sort it by its earlier rank.
     publish([FitSummary("scalerl", "pre_inflection", "compute/flops", reason="no bend")], tracker, sweep)
     member = tracker.client.get_run(run_id).data
     assert math.isnan(member.metrics["rank/place"]) and "rank/place" in member.tags["fit.stale"]
     assert history(tracker, run_id, "rank/place")[0][1] == 1
 
 
-def test_a_publish_that_fails_midway_leaves_the_old_chart(tracker: Tracker, tmp_path: Path) -> None:
+def test_a_publish_that_fails_keeps_the_old_chart(tracker: Tracker, tmp_path: Path) -> None:
     sweep, _, _ = one_run(tracker, tmp_path)
     publish([summary("a", 0.6)], tracker, sweep)
     before = {run.info.run_id for run in tracker.sweep_runs(sweep)}
@@ -594,12 +596,12 @@ def test_another_sweep_of_the_experiment_keeps_its_fits(tracker: Tracker, tmp_pa
     sweeps = [tracker.open_sweep(tmp_path / name, []) for name in ("one", "two")]
     for sweep in sweeps:
         publish([summary("a", 0.6)], tracker, sweep)
-    assert [len(by_kind(tracker, sweep, "fit")) for sweep in sweeps] == [1, 1]
+    assert [len(runs_of_kind(tracker, sweep, "fit")) for sweep in sweeps] == [1, 1]
     assert sweeps[0].key != sweeps[1].key
     assert {run.data.tags[SWEEP_TAG] for run in tracker.sweep_runs(sweeps[0])} == {sweeps[0].key}
 
 
-def test_non_finite_places_of_a_curve_are_dropped_from_all_three() -> None:
+def test_non_finite_points_are_dropped_from_curve_and_band() -> None:
     base = summary("a", 0.6)
     assert base.curve_x is not None and base.band_high is not None
     high = base.band_high.copy()
@@ -610,20 +612,20 @@ def test_non_finite_places_of_a_curve_are_dropped_from_all_three() -> None:
     assert curve is not None and {len(column) for column in curve.values()} == {73}
 
 
-def decoded(value: str) -> dict[str, Any]:
-    """The state in a view's tag, as MLflow's interface reads it."""
+def decode_view(value: str) -> dict[str, Any]:
+    """Decode the state in a view's tag, as MLflow's interface does."""
     state = json.loads(value)["state"].removeprefix("deflate;")
     view: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(state)))
     return view
 
 
-def test_a_view_survives_its_tag() -> None:
+def test_an_encoded_view_can_be_decoded() -> None:
     state = {"searchFilter": "tags.`a` = 'b'", "n": [1, 2.5, None]}
     value = encode_view("Scaling curves", state, 1)
-    assert decoded(value) == state and json.loads(value)["name"] == "Scaling curves"
+    assert decode_view(value) == state and json.loads(value)["name"] == "Scaling curves"
 
 
-def test_the_command_that_opens_the_interface(tmp_path: Path) -> None:
+def test_ui_command_for_a_local_store_and_for_a_server(tmp_path: Path) -> None:
     local = ui_command(f"sqlite:///{tmp_path}/my db.db", "#/experiments/1/runs?x=1", port=5001)
     assert local.command is not None and "--host 127.0.0.1 --port 5001" in local.command
     assert f"'sqlite:///{tmp_path}/my db.db'" in local.command
