@@ -420,7 +420,7 @@ def test_an_interrupted_member_asks_for_a_requeue_on_a_full_disk(tmp_path: Path)
 
         AttemptLog.end = full  # type: ignore[method-assign, assignment]
 
-    assert here.run(nothing_can_be_written) in (1, DISK_FULL_CODE)
+    assert here.run(nothing_can_be_written) == DISK_FULL_CODE
     assert here.marker.exists()
 
 

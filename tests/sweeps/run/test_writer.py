@@ -76,7 +76,6 @@ def test_a_waiting_copy_stops_on_request(tmp_path: Path, spec: RunSpec) -> None:
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.usefixtures("job")
 def test_other_ranks_do_not_wait_for_rank_0_after_a_stop_request(tmp_path: Path, spec: RunSpec) -> None:
     """Rank 0 saw the request before it took the lease, and has ended."""
     ask_to_stop(tmp_path, "no longer needed")
@@ -84,6 +83,7 @@ def test_other_ranks_do_not_wait_for_rank_0_after_a_stop_request(tmp_path: Path,
         pytest.fail("the run has no writer to wait for")
 
 
+@pytest.mark.usefixtures("job")
 def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
     tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
