@@ -44,6 +44,7 @@ def report_command(options: argparse.Namespace) -> None:
     fits = fit_study(options, study)
     # Imported late, because Matplotlib takes a second.
     from sweeps.decide.rank import rank
+    from sweeps.report.drawing import not_in_font
     from sweeps.report.interactive import library
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
 
@@ -69,6 +70,8 @@ def report_command(options: argparse.Namespace) -> None:
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     if library() is None:
         print("the page's first figure is static; pip install vl-convert-python makes it interactive", file=sys.stderr)
+    if missing := not_in_font(fit.recipe for fit in fits):
+        warn([f"the font of the PNG and PDF figures lacks {missing}: names show boxes there (not in the page)"])
     print(one_line(ranking.sentence))
     for path in written:
         print(path)

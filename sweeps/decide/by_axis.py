@@ -14,6 +14,7 @@ from sweeps.curve import DEVICE_HOURS, JUDGE_HOURS, UNITS
 from sweeps.decide.reward import RewardRow, rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.predict import chance
 
 _AXIS_NAMES = {**UNITS, "step": "steps"}
 
@@ -109,12 +110,18 @@ def _sentence(columns: Sequence[Column]) -> str:
         by_first.setdefault(column.first.recipe, []).append(column)
     parts = [
         f"{recipe} at equal {_join_names([column.name for column in columns_of])} "
-        f"(P = {min(column.first.p_best for column in columns_of):.2f}{' or higher' if len(columns_of) > 1 else ''})"
+        f"({_chance_of_all([column.first.p_best for column in columns_of])})"
         for recipe, columns_of in by_first.items()
     ]
     if len(parts) == 1:
         return f"the same recipe is ahead on every axis: {parts[0]}"
     return f"which recipe is ahead depends on the axis: {'; '.join(parts)}"
+
+
+def _chance_of_all(probabilities: Sequence[float]) -> str:
+    """Format the smallest of several probabilities."""
+    text = chance(min(probabilities))
+    return text if ">" in text or len(probabilities) == 1 else f"{text} or higher"
 
 
 def _join_names(names: Sequence[str]) -> str:

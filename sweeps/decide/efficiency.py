@@ -63,6 +63,11 @@ class Ratio:
         interval = self.interval(tail)
         return interval is not None and interval.low is not None and interval.low > 1
 
+    def below_one(self, tail: float = TAIL) -> bool:
+        """Return whether the interval is entirely below 1."""
+        interval = self.interval(tail)
+        return interval is not None and interval.high is not None and interval.high < 1
+
 
 def tail_of_all_pairs(count: int) -> float:
     """Return the tail probability with which the ratio intervals of all pairs of `count` recipes hold together.

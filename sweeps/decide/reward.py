@@ -120,7 +120,9 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
     ordered = tuple(rows[i] for i in order)
     first = readable_fits[fastest].recipe if fastest is not None and has_fastest else None
-    return Rewards(compute, reward, budget, _sentence(ordered, compute, reward, first), ordered, first)
+    with_row = {row.recipe for row in ordered}
+    left_out = [fit.recipe for fit in fits if fit.recipe not in with_row]
+    return Rewards(compute, reward, budget, _sentence(ordered, left_out, compute, reward, first), ordered, first)
 
 
 def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
@@ -130,9 +132,16 @@ def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
     return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
 
 
-def _sentence(rows: Sequence[RewardRow], compute: float, reward: float | None, fastest: str | None) -> str:
+def _sentence(
+    rows: Sequence[RewardRow], left_out: Sequence[str], compute: float, reward: float | None, fastest: str | None
+) -> str:
+    """Describe the rows; left_out: recipes without a forecast, which have no row."""
     best = rows[0]
-    text = f"at compute {compute:.4g}, which all recipes reached, {best.recipe} is ahead with reward {best.R.value:.3f}"
+    reached = "all recipes reached"
+    if left_out:
+        named = ", ".join(left_out) if len(left_out) < 4 else f"{len(left_out)} recipes"
+        reached = f"all recipes with a forecast reached (left out: {named})"
+    text = f"at compute {compute:.4g}, which {reached}, {best.recipe} is ahead with reward {best.R.value:.3f}"
     text += f" (highest with P = {best.p_best:.2f})" if len(rows) > 1 else ""
     slower = [(row.ratio, row.recipe) for row in rows if row.ratio is not None and (row.ratio.low or 0.0) > 1]
     if fastest is not None and slower:

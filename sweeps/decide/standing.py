@@ -70,12 +70,13 @@ class Outcome(Enum):
     FLAT = "no reward rises, and no recipe is surely within the margin of the best"
     MOST_EFFICIENT = "recipes are tied in A, and the leader surely needs the least compute of these"
     TIED = "recipes are tied in A, and compute does not separate them: any of several may be chosen"
+    FASTER_UNSURE = "the leader's A is surely within the margin of the best; that of a faster tied recipe is not"
     TIED_UNSURE = "recipes are tied in A, and may be below the best by more than the margin"
 
     @property
     def decided(self) -> bool:
         """Return whether the data decide the choice."""
-        return self in (Outcome.ALONE, Outcome.HIGHEST, Outcome.MOST_EFFICIENT, Outcome.TIED)
+        return self in (Outcome.ALONE, Outcome.HIGHEST, Outcome.MOST_EFFICIENT, Outcome.TIED, Outcome.FASTER_UNSURE)
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,15 @@ class Standing:
             seeds.
         p_wrong: probability that another recipe's asymptote exceeds the leader's by more than the margin; None without
             a leader or with one recipe.
+        p_wrong_by_recipe: the same probability for every recipe.
         ranked: identifiable recipes, the best first.
         tied: recipes whose A and expected loss are within the margin of the best, the most efficient first.
         shared_a: mean A of the tied recipes; None without a tie.
         efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty without a
             tie.
         ratios: compute of each tied recipe to 90% of the way there, over that of the first tied recipe.
-        slower: tied recipes that surely need more compute than the first tied recipe.
+        slower, faster: tied recipes that surely need more, or less, compute than the first tied recipe. A faster recipe
+            is not the leader because its A is not surely within the margin of the best.
         choices: tied recipes that are not slower, any of which may be chosen; empty if the leader is not tied.
         rivals: unranked recipes that are best with a probability above `COULD_WIN`.
         outcome: state of the choice.
@@ -134,12 +137,14 @@ class Standing:
     losses: dict[str, float]
     p_best: dict[str, float]
     p_wrong: float | None
+    p_wrong_by_recipe: dict[str, float]
     ranked: tuple[str, ...]
     tied: tuple[str, ...]
     shared_a: float | None
     efficiencies: dict[str, Efficiency]
     ratios: dict[str, Ratio]
     slower: tuple[str, ...]
+    faster: tuple[str, ...]
     choices: tuple[str, ...]
     rivals: tuple[str, ...]
     outcome: Outcome
@@ -351,7 +356,9 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         recipe: Ratio.of(efficiency_by_recipe[recipe].to_most, efficiency_by_recipe[by_efficiency[0]].to_most)
         for recipe in by_efficiency[1:]
     }
-    slower = tuple(r for r, ratio in ratios.items() if ratio.above_one(tail_of_all_pairs(len(by_efficiency))))
+    tail = tail_of_all_pairs(len(by_efficiency))
+    slower = tuple(recipe for recipe, ratio in ratios.items() if ratio.above_one(tail))
+    faster = tuple(recipe for recipe, ratio in ratios.items() if ratio.below_one(tail))
     choices: tuple[str, ...] = ()
     if leader is not None and leader.recipe in efficiency_by_recipe:
         choices = tuple(recipe for recipe in by_efficiency if recipe not in slower)
@@ -361,15 +368,17 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         losses=losses,
         p_best=p_best,
         p_wrong=p_wrong,
+        p_wrong_by_recipe=p_wrong_by_recipe,
         ranked=tuple(fit.recipe for fit in ordered),
         tied=tuple(fit.recipe for fit in ordered if fit in tied),
         shared_a=shared_a,
         efficiencies=efficiency_by_recipe,
         ratios=ratios,
         slower=slower,
+        faster=faster,
         choices=choices,
         rivals=rivals,
-        outcome=_outcome(fits, leader, p_best, p_wrong, len(choices)),
+        outcome=_outcome(fits, leader, p_best, p_wrong, len(choices), bool(faster)),
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
         drawn=tuple(draws_of_all),
@@ -378,9 +387,21 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
 
 
 def _outcome(
-    fits: Sequence[Fit], leader: Fit | None, p_best: Mapping[str, float], p_wrong: float | None, choices: int
+    fits: Sequence[Fit],
+    leader: Fit | None,
+    p_best: Mapping[str, float],
+    p_wrong: float | None,
+    choices: int,
+    has_faster: bool,
 ) -> Outcome:
-    """Classify the choice. choices: number of tied recipes that may be chosen; 0 if the leader is not tied."""
+    """Classify the choice.
+
+    Args:
+        fits: fits of all recipes.
+        leader, p_best, p_wrong: as in `Standing`.
+        choices: number of tied recipes that may be chosen; 0 if the leader is not tied.
+        has_faster: whether a recipe tied with the leader surely needs less compute.
+    """
     if leader is None or (len(fits) == 1 and not leader.identifiable):
         return Outcome.UNKNOWN
     if p_wrong is None:
@@ -393,6 +414,8 @@ def _outcome(
         return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
     if not sure:
         return Outcome.TIED_UNSURE
+    if has_faster:
+        return Outcome.FASTER_UNSURE
     return Outcome.MOST_EFFICIENT if choices == 1 else Outcome.TIED
 
 

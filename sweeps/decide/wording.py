@@ -43,6 +43,9 @@ def outcome_sentence(standing: Standing) -> str:
         why = f"it is uncertain whether {leader} is within {margin:g} of the best A ({chance(p_right)})"
         return f"undecided: {names} are tied in A within {margin:g}, but {why}{unranked}"
     others = ", above all others" if len(standing.tied) < total else ""
+    if outcome is Outcome.FASTER_UNSURE:
+        text = f"{leader} has the surest ceiling: it {is_within}"
+        return f"{text}. {_describe_faster(standing)}{unranked}"
     surely = f"{names} are tied in A within {margin:g}{others} ({leader} {is_within})"
     if not standing.slower:
         return f"{surely}. Compute to 90% of the gain does not separate them: take any of them{unranked}"
@@ -65,6 +68,10 @@ def headline(standing: Standing, names: Mapping[str, str]) -> str:
         return f"undecided: {names[leader]} is the best choice so far ({chance(standing.p_best[leader])})"
     if outcome is Outcome.TIED_UNSURE:
         return f"undecided: {len(standing.tied)} recipes share the lead"
+    if outcome is Outcome.FASTER_UNSURE:
+        faster = [names[recipe] for recipe in standing.faster]
+        named = _join(faster, "or") if len(faster) < 3 else f"any of {len(faster)} recipes"
+        return f"choose {names[leader]} for the surest ceiling; {named} for less compute and a less sure one"
     chosen = [names[recipe] for recipe in standing.choices]
     either = _join(chosen, "or") if len(chosen) < 3 else f"any of {len(chosen)} recipes"
     if not standing.slower:
@@ -111,6 +118,21 @@ def _describe_slower(standing: Standing) -> str:
     lowest, highest = multiple(ordered[0]), multiple(ordered[-1])
     times = lowest if lowest == highest else f"{lowest} to {highest}"
     return f"{subject} {verb} {times} times the compute to 90% of the gain"
+
+
+def _describe_faster(standing: Standing) -> str:
+    """Describe the compute that the faster tied recipes need, and how sure their ceilings are."""
+    descriptions = []
+    for recipe in standing.faster:
+        ratio = standing.ratio(recipe)
+        assert ratio is not None, "a faster recipe has a ratio"
+        times = multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
+        p_within = chance(1 - standing.p_wrong_by_recipe[recipe])
+        descriptions.append(
+            f"{recipe}, tied with it in A, needs {times} times its compute to 90% of the gain, but is "
+            f"within {standing.margin:g} of the best only with {p_within}"
+        )
+    return "; ".join(descriptions)
 
 
 def multiple(ratio: Interval) -> str:

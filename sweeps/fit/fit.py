@@ -28,7 +28,7 @@ from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, fits_r0, select
 from sweeps.fit.pooling import POOLED_FROM, pooled_weights
 from sweeps.fit.schedule import Schedule, schedule_of
-from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
+from sweeps.fit.seeds import BORROWED_SEED_SD, SPREAD_DOF, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
 
 # With `robust`: number of rounds in which outliers are moved towards the line.
@@ -194,7 +194,10 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         )
     low, high = curve.bounds
     if not isinstance(options.r0, str) and not low <= options.r0 <= high:
-        raise UserError(f"--r0 {options.r0:g}: outside the reward's range {low:g}..{high:g}; give a reward")
+        raise UserError(
+            f"--r0 {options.r0:g}: outside the reward's range {low:g}..{high:g}; give a reward (of a metric that is "
+            "better if lower, minus its value)"
+        )
     start = 0.0 if options.min_compute is None else options.min_compute
     if schedule is not None:
         # Points are in compute at the peak learning rate, so convert the start of the window too.
@@ -449,9 +452,12 @@ def warnings_of(fits: Sequence[Fit]) -> list[str]:
     notes = [f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings]
     if not assumed:
         return notes
-    seeds = "one seed per recipe" if all(fit.seeds == 1 for fit in assumed) else "too few seeds"
     spread = ", ".join(dict.fromkeys(f"{fit.seed_spread.sd:.3g}" for fit in assumed))
-    return [f"{seeds}: the spread between seeds is assumed ({spread}), not measured; add seeds", *notes]
+    statement = f"the spread between seeds is assumed ({spread}), not measured"
+    if sum(fit.seeds - 1 for fit in assumed) >= SPREAD_DOF:
+        return [f"{statement}: too few recipes have an identifiable asymptote; run longer", *notes]
+    seeds = "one seed per recipe" if all(fit.seeds == 1 for fit in assumed) else "too few seeds"
+    return [f"{seeds}: {statement}; add seeds", *notes]
 
 
 def _pool_walks(fits: Sequence[Fit]) -> list[Fit]:

@@ -17,6 +17,8 @@ from sweeps.fit.forecast import Outlook
 from sweeps.fit.points import Points
 
 BORROWED_SEED_SD = SEED_SD
+# Degrees of freedom (seeds minus one, summed over recipes) from which the spread is measured.
+SPREAD_DOF = 2
 # Name of the source of a spread that is taken from the paper.
 _BORROWED = "borrowed"
 
@@ -133,14 +135,14 @@ def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pa
 
 
 def pooled_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> SeedSpread | None:
-    """Estimate the spread between seeds from the given recipes; None with fewer than two degrees of freedom.
+    """Estimate the spread between seeds from the given recipes; None with fewer than `SPREAD_DOF` degrees of freedom.
 
     The variance due to the points' noise is subtracted. The result is at least the part of the published spread,
     converted to the reward's scale, that this noise could hide.
     """
     squares = sum(excess.squares for excess in excesses)
     dof = sum(excess.dof for excess in excesses)
-    if dof < 2:
+    if dof < SPREAD_DOF:
         return None
     sampling = sum(excess.sampling * excess.dof for excess in excesses) / dof
     variance = max(squares / dof - sampling, min(sampling, (BORROWED_SEED_SD * scale) ** 2))

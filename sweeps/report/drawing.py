@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -143,6 +146,20 @@ def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left:
             color=colour,
             markersize=4,
         )
+
+
+@contextmanager
+def without_glyph_warnings() -> Iterator[None]:
+    """Silence matplotlib, which warns of a character that its font lacks at every use: see `not_in_font`."""
+    with catch_warnings():
+        filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def not_in_font(texts: Iterable[str]) -> str:
+    """Return the characters that the figures' font lacks. PNG and PDF have boxes in their place."""
+    font = get_font(findfont(FontProperties(family=[str(STYLE["font.family"])])))
+    return "".join(dict.fromkeys(char for text in texts for char in text if not font.get_char_index(ord(char))))
 
 
 def svg(figure: Figure) -> str:

@@ -25,7 +25,7 @@ def fits_table(fits: Sequence[Fit]) -> str:
             fit.verdict,
             format_interval(fit.A, ".3f"),
             *(format_interval(fit.shape.get(name), ".4g") for name in names),
-            "-" if fit.R0 is None else f"{fit.R0:.3f}",
+            "-" if fit.R0 is None else f"{fit.R0:z.3f}",
             "-" if fit.rmse is None else f"{fit.rmse:.4f}",
             str(fit.n),
             str(fit.seeds),

@@ -7,8 +7,10 @@ that the templates call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -39,6 +41,8 @@ from sweeps.terminal import counted
 
 # Verdicts under which A has a value, so that its sensitivity is computed.
 NAMED = ("identifiable", "open")
+# Number of characters to which a recipe's name is cut in the headline.
+_HEADLINE_NAME = 22
 # Number of rows above which a table scrolls within the page.
 _TALL = 14
 
@@ -125,7 +129,8 @@ def render(
         *warnings_of(fits),
         *(f"{recipe}: {note}" for recipe, note in departures.items() if note),
     ]
-    return _templates().get_template("page.html").render(
+    names = [*short, *short.values(), *cut(list(short.values()), _HEADLINE_NAME).values()]
+    return _templates(names).get_template("page.html").render(
         title=title,
         curves=curves,
         fits=fits,
@@ -152,7 +157,7 @@ def _headline(ranking: Ranking, short: Mapping[str, str]) -> str:
     """Return the ranking's outcome in one line, with short names."""
     if ranking.standing is None:
         return ranking.sentence
-    names = cut(list(short.values()), 22)
+    names = cut(list(short.values()), _HEADLINE_NAME)
     return headline(ranking.standing, {recipe: names[name] for recipe, name in short.items()})
 
 
@@ -161,8 +166,18 @@ def _inert_json(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _templates() -> Environment:
-    """Make the environment of the templates, in which an undefined name raises instead of becoming an empty cell."""
+def _as_sentence(text: str, names: Sequence[str]) -> str:
+    """Return a text as a sentence. A recipe's name at its start keeps its case, as another recipe may differ by it."""
+    starts_with_name = any(re.match(rf"{re.escape(name)}(?![\w+=.-])", text) for name in names)
+    return f"{text if starts_with_name else text[:1].upper() + text[1:]}."
+
+
+def _templates(names: Sequence[str]) -> Environment:
+    """Make the environment of the templates, in which an undefined name raises instead of becoming an empty cell.
+
+    Args:
+        names: names of recipes in texts.
+    """
     templates = Environment(
         loader=PackageLoader("sweeps.report"),
         autoescape=True,
@@ -177,6 +192,7 @@ def _templates() -> Environment:
     assert templates.loader is not None
     templates.globals["own_script"] = templates.loader.get_source(templates, "report.js")[0]
     templates.filters["shape_names"] = lambda family: FAMILIES[family].names
+    templates.filters["sentence"] = partial(_as_sentence, names=names)
     return templates
 
 

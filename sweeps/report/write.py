@@ -82,7 +82,7 @@ def write_report(
     Raises:
         UserError: a file cannot be written.
     """
-    from sweeps.report.drawing import panels_of, pdf, png, svg
+    from sweeps.report.drawing import panels_of, pdf, png, svg, without_glyph_warnings
     from sweeps.report.figures import (
         asymptotes_figure,
         curves_figure,
@@ -131,16 +131,17 @@ def write_report(
     figures_drawn = {name: figure for name, figure in figures.items() if figure is not None}
     files: dict[Path, bytes] = {page: b""}
     documents, dots, panels = {}, {}, {}
-    for name, figure in figures_drawn.items():
-        files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
-        # The layout is final now. Do not compute it again for each format, because that takes most of the time.
-        figure.set_layout_engine("none")
-        files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
-        panels[name] = panels_of(figure)
-        # Make the SVG last: `points_as_dots` replaces the markers that the PNG shows.
-        dots[name] = points_as_dots(figure)
-        documents[name] = svg(figure)
-        files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
+    with without_glyph_warnings():
+        for name, figure in figures_drawn.items():
+            files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
+            # The layout is final now. Do not compute it again for each format, because that takes most of the time.
+            figure.set_layout_engine("none")
+            files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
+            panels[name] = panels_of(figure)
+            # Make the SVG last: `points_as_dots` replaces the markers that the PNG shows.
+            dots[name] = points_as_dots(figure)
+            documents[name] = svg(figure)
+            files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
     html = render(
         title=title or page.stem,
         curves=curves,

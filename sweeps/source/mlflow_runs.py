@@ -8,8 +8,10 @@ created nor migrated.
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,9 +178,14 @@ def _metric_fetcher(client: MlflowClient, run_id: str) -> Callable[[str], Series
 
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
-        return series_of_points([(point.step, point.value) for point in points])
+        return series_of_points([(point.step, _stored(point.value)) for point in points])
 
     return series
+
+
+def _stored(value: float) -> float:
+    """Return the value that was logged: a database cannot hold infinity, so MLflow writes the largest float instead."""
+    return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
 
 
 def _journal_reader(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_axes_disagree_if_a_step_of_the_leader_costs_more() -> None:
     ]
     assert priced and all(money == pytest.approx(2.5 * spent) for money, spent in priced)
     assert result.sentence.startswith("which recipe is ahead depends on the axis: long at equal steps (P = ")
-    assert "short at equal device hours and cost (P = " in result.sentence
+    assert "short at equal device hours and cost (P > 0.99)" in result.sentence
     place = hours.row("long")
     assert place is not None and place[0] == 2 and hours.row("another") is None
 
@@ -51,6 +52,7 @@ def test_axes_agree_if_steps_cost_the_same() -> None:
     assert result.agreed and result.sentence.startswith(
         "the same recipe is ahead on every axis: long at equal steps and gpu_"
     )
+    assert re.search(r"\(P (> 0\.99|= 0\.\d\d or higher)\)$", result.sentence), result.sentence
 
 
 def test_wrong_axes_and_rates_are_refused() -> None:

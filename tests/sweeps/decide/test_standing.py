@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from sweeps.decide.next_run import choice_of, settle, split_budget
 from sweeps.decide.pairwise import compare
 from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
-from sweeps.decide.standing import draw_asymptotes, find_standing
-from sweeps.decide.wording import outcome_sentence
+from sweeps.decide.standing import Outcome, draw_asymptotes, find_standing
+from sweeps.decide.wording import headline, outcome_sentence
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
 from sweeps.fit.posterior import Posterior
 from sweeps.report.ranking_text import ranking_text, reward_rows
@@ -55,6 +56,37 @@ def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_dra
     assert result.losses[result.leader or ""] <= min(expected) + result.margin
     assert (split.winner is None) == (result.losses[result.leader or ""] > result.margin)
     assert split.winner in (None, result.leader)
+
+
+def test_a_faster_recipe_whose_ceiling_is_less_sure_is_named_with_both_sides() -> None:
+    """Only the slow recipe is surely within the margin, so it leads. The other is tied with it and twice as fast."""
+    common = {"b": 2.0, "r0": 0.2, "end": 10000.0, "points": 31, "white": 0.008, "seed_sd": 0.004}
+    slow = curve("slow", a=0.705, c_mid=3000.0, rng=100, **common)  # type: ignore[arg-type]
+    fast = curve("fast", a=0.69, c_mid=1500.0, **common)  # type: ignore[arg-type]
+    result = find_standing(fit_curves([slow, fast]), margin=0.03)
+    ratio = result.ratio("fast")
+    assert result.leader == "slow" and result.tied == ("slow", "fast") and result.faster == ("fast",)
+    assert result.outcome is Outcome.FASTER_UNSURE and result.decided
+    assert ratio is not None and ratio.high is not None and ratio.high < 1
+    assert result.p_wrong is not None and result.p_wrong <= 0.05 < result.p_wrong_by_recipe["fast"]
+    sentence = outcome_sentence(result)
+    assert re.fullmatch(
+        r"slow has the surest ceiling: it is within 0\.03 of the best with P [=>] 0\.9\d\. fast, tied with it in A, "
+        r"needs 0\.\d\d \[0\.\d\d, 0\.\d\d\] times its compute to 90% of the gain, but is within 0\.03 of the best "
+        r"only with P = 0\.\d\d",
+        sentence,
+    ), sentence
+    line = headline(result, {recipe: recipe for recipe in ("slow", "fast")})
+    assert line == "choose slow for the surest ceiling; fast for less compute and a less sure one"
+
+
+def test_recipes_without_a_forecast_are_named_where_rewards_are_compared() -> None:
+    curves = [curve("a", seeds=1), curve("b", seeds=1, a=0.5), curve("few", seeds=1, points=3)]
+    table = rewards(fit_curves(curves))
+    assert table is not None and {row.recipe for row in table.rows} == {"a", "b"}
+    assert "which all recipes with a forecast reached (left out: few), a is ahead" in table.sentence
+    table = rewards(fit_curves(curves[:2]))
+    assert table is not None and "which all recipes reached, a is ahead" in table.sentence
 
 
 def test_a_flat_recipe_is_not_a_rival() -> None:

@@ -199,6 +199,13 @@ def test_an_assumed_spread_between_seeds_gives_a_warning() -> None:
         assert warnings_of(fits) == [message, *(f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings)]
     measured = fit_curves([curve(name, seeds=2, rng=i) for i, name in enumerate("ab")])
     assert not any("assumed" in note for note in warnings_of(measured))
+    # Seeds would suffice, but no asymptote is identifiable before the bend.
+    early = fit_curves([curve(name, seeds=3, rng=i, end=300.0) for i, name in enumerate("ab")])
+    assert not any(fit.identifiable for fit in early)
+    assert warnings_of(early)[0] == (
+        "the spread between seeds is assumed (0.015), not measured: too few recipes have an identifiable asymptote; "
+        "run longer"
+    )
     assert not any("assumed" in note for note in warnings_of([fit_literal(alone, FitOptions())])), (
         "the published procedure has no interval, so nothing is assumed"
     )

@@ -316,6 +316,25 @@ def test_sample_completions_are_shown_and_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sentences_keep_the_case_of_names(tmp_path: Path) -> None:
+    """`ppo` and `Ppo` are two recipes. `ppo has ...` must not become a sentence about the other one."""
+    text, _ = report(tmp_path, curve("ppo", a=0.7), curve("Ppo", a=0.5))
+    plain = words(text)
+    assert "Choose ppo: its asymptote" in plain and " ppo has the highest asymptote" in plain
+    assert "Ppo has the highest asymptote" not in plain
+
+
+def test_characters_that_the_figures_font_lacks_are_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    data = curve("日本")
+    rows = [f"{data.recipe},{s},{c},{r}" for s, c, r in zip(data.seed, data.compute, data.reward, strict=True)]
+    (tmp_path / "curves.csv").write_text("\n".join(["recipe,seed,compute,reward", *rows]), encoding="utf-8")
+    assert cli.main(["report", str(tmp_path / "curves.csv"), "-o", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().err.count("warning: the font of the PNG and PDF figures lacks 日本: ") == 1
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
 def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     points = np.arange(3.0)
     few = Curve("few", points, 0.1 * points, np.full(3, "0"))

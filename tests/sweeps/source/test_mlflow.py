@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -159,6 +160,23 @@ def log_foreign_runs(database: Path) -> None:
         client.log_metric(run, "acc", 0.9, step=6)
         client.set_terminated(run, "FAILED" if name == "run-c" else "FINISHED")
     client.create_run(experiment, run_name="empty")
+
+
+@pytest.mark.slow
+def test_infinite_values_are_left_out_and_counted(database: Path) -> None:
+    """A database cannot hold infinity: MLflow stores the largest float in its place."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{database}")
+    run = client.create_run(client.create_experiment("infinite"), run_name="a").info.run_id
+    for step in range(1, 9):
+        client.log_metric(run, "acc", math.inf if step == 4 else -math.inf if step == 6 else step / 10, step=step)
+    study = load([f"mlflow:sqlite:///{database}#infinite"], metric="acc")
+    assert study.curves[0].reward.tolist() == [0.1, 0.2, 0.3, 0.5, 0.7, 0.8]
+    assert study.mapping[0].endswith("6 points, values not finite: 2")
+    assert any(
+        "2 values of acc left out: not finite numbers (first step 4: inf)" in note for note in study.curves[0].notes
+    )
 
 
 @pytest.mark.slow
