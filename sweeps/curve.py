@@ -210,7 +210,7 @@ def make_curve(
         rows = "1 repeated row" if repeated.sum() == 1 else f"{repeated.sum()} repeated rows"
         notes.append(f"dropped {rows} (same recipe, seed, compute and reward)")
     if ((cs[1:] == cs[:-1]) & (ss[1:] == ss[:-1]) & ~repeated[1:]).any():
-        notes += _conflicts(cs[~repeated], ys[~repeated], ss[~repeated])
+        notes += conflicts(cs[~repeated], ys[~repeated], ss[~repeated])
     if np.abs(y).max() > _LARGEST or c.max() > _LARGEST or (e is not None and e.max() > _LARGEST):
         raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
@@ -264,7 +264,7 @@ def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bound
 _SAID_OF = 3
 
 
-def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
+def conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
     """Return warnings for seeds with different rewards at the same compute; rows are sorted and unique."""
     again = np.zeros(len(compute), dtype=bool)
     again[1:] = (compute[1:] == compute[:-1]) & (seed[1:] == seed[:-1])

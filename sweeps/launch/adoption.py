@@ -26,7 +26,7 @@ from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, Journal, JournalView, find_runs
 from sweeps.run.progress import check_own, journal_or_none
 from sweeps.run.spec import RunSpec, digest
-from sweeps.source.collected import FAILED, RUNNING, ForeignRun
+from sweeps.source.collected import FAILED, FINISHED, RUNNING, ForeignRun, show_one_run
 from sweeps.source.foreign_runs import SEED, Points, axis_of, columns_of, points_of, read_runs
 from sweeps.source.journals import compared_by
 from sweeps.source.places import Kind, Place
@@ -36,9 +36,6 @@ from sweeps.terminal import counted
 
 # Default reward of a study that has no evaluation yet.
 METRIC = "eval/heldout/pass_rate"
-# Two runs are the same if at least `_COMMON_POINTS` leading points are equal and have `_DISTINCT_REWARDS` or more
-# distinct rewards.
-_COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
 # Trackers whose runs have unique names.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
 
@@ -176,6 +173,10 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
     earlier = folder.adopted_member(key, values, seed_named, twin)
+    if twin is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
+        member = folder.members[twin]
+        if member.view.status == FINISHED and len(points.steps) <= len(member.points.steps):
+            run = replace(run, state=FINISHED)  # a copy that was cut off does not change the state of the finished run
     seed = earlier.seed if earlier is not None else seed_named if seed_named is not None else folder.free_seed(curve)
     identity = {"adopted": {"key": key, "values": values}, "seed": seed}
     spec = earlier or RunSpec(
@@ -418,21 +419,25 @@ class _Folder:
     def member_with_points(self, points: Points, key: str) -> str | None:
         """Return the identity of a member with the same points, up to the shorter length; None without one.
 
-        Runs with different keys in one tracker are different, even if their points are equal.
+        Two runs of one tracker may begin with the same points, as after a resume. They are copies only if all points
+        are equal. The member that was adopted with this key comes first.
         """
+        twins = []
         for run, member in self.members.items():
             member_points, common = member.points, min(len(points.steps), len(member.points.steps))
             if (
-                common < _COMMON_POINTS
-                or points.reward[:common] != member_points.reward[:common]
+                points.reward[:common] != member_points.reward[:common]
                 or points.compute[:common] != member_points.compute[:common]
-                or len(set(points.reward[:common])) < _DISTINCT_REWARDS
+                or not show_one_run(points.reward[:common])
             ):
                 continue
             known = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
-            if key == known or not any(key.startswith(prefix) and known.startswith(prefix) for prefix in _TRACKERS):
+            if key == known:
                 return run
-        return None
+            in_one_tracker = any(key.startswith(prefix) and known.startswith(prefix) for prefix in _TRACKERS)
+            if not in_one_tracker or len(points.steps) == len(member_points.steps):
+                twins.append(run)
+        return twins[0] if twins else None
 
     def member_with_values(self, values: Mapping[str, str]) -> RunSpec | None:
         """Return a member with these values and any seed; None without one, or if several curves match.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from sweeps.curve import UNNAMED, Array, Curve, make_curve, with_shared_scale
+import numpy as np
+
+from sweeps.curve import UNNAMED, Array, Curve, conflicts, make_curve, with_shared_scale
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, finite
 from sweeps.source.run_names import hidden_seed
@@ -17,6 +21,18 @@ from sweeps.terminal import counted
 
 # Value of --metric that asks for one curve per evaluation set.
 ALL = "all"
+
+
+# Equal rewards show that two runs are one run if there are at least `_COMMON_POINTS` of them, with `_DISTINCT_REWARDS`
+# or more distinct values. Fewer can be equal by chance, as in runs that never pass.
+_COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
+# At most this many copies are listed in a warning.
+_MAX_LISTED = 3
+
+
+def show_one_run(rewards: Collection[float]) -> bool:
+    """Return whether two runs that both have these rewards must be one run, because chance is very unlikely."""
+    return len(rewards) >= _COMMON_POINTS and len(set(rewards)) >= _DISTINCT_REWARDS
 
 
 # State of a run of another trainer; "" if its source does not record one.
@@ -138,6 +154,7 @@ class CurvePoints:
         ended: whether a run of the curve finished and cannot be continued.
         bounds: lowest and highest possible value of the metric; None if the source does not know them.
         origins: compute at which the points of each run begin (`Curve.origin`).
+        runs: runs of other trainers, by their label in `seed`. Tables may have several under one label.
     """
 
     recipe: str
@@ -158,6 +175,7 @@ class CurvePoints:
     ended: bool = False
     bounds: tuple[float, float] | None = None
     origins: list[float] = field(default_factory=list)
+    runs: dict[str, list[ForeignRun]] = field(default_factory=dict)
 
     def extend(
         self,
@@ -173,6 +191,57 @@ class CurvePoints:
         self.seed.extend(seed)
         self.sd.extend([None] * len(compute) if sd is None else sd)
         self.at_peak.extend([None] * len(compute) if at_peak is None else at_peak)
+
+    def named_seed(self, label: str) -> str | None:
+        """Return the seed that the source names for the run with this label; None if it names none."""
+        return self.runs[label][0].labels.get("seed")
+
+    def drop_copies(self) -> list[tuple[ForeignRun, ForeignRun]]:
+        """Drop runs of other trainers that have exactly the points of an earlier run; return each with that run.
+
+        If the sources do not name the same seed for both, the rewards must also rule out chance (`show_one_run`).
+        """
+        if len(self.runs) < 2:
+            return []
+        points: dict[str, set[tuple[float, float]]] = {label: set() for label in self.runs}
+        for label, compute, reward in zip(self.seed, self.compute, self.reward, strict=True):
+            if label in points:
+                points[label].add((compute, reward))
+        kept: dict[frozenset[tuple[float, float]], list[str]] = {}  # labels by points
+        copies: dict[str, str] = {}  # label of each copy -> label of the run that is kept
+        for label, pairs in points.items():
+            earlier = kept.setdefault(frozenset(pairs), [])
+            known = self.named_seed(label)
+            is_one_run = show_one_run([reward for _, reward in pairs])
+            twins = (
+                other for other in earlier if is_one_run or (known is not None and known == self.named_seed(other))
+            )
+            if (twin := next(twins, None)) is None:
+                earlier.append(label)
+            else:
+                copies[label] = twin
+        is_kept = [label not in copies for label in self.seed]
+        self.compute = list(compress(self.compute, is_kept))
+        self.reward = list(compress(self.reward, is_kept))
+        self.sd = list(compress(self.sd, is_kept))
+        self.at_peak = list(compress(self.at_peak, is_kept))
+        self.seed = list(compress(self.seed, is_kept))
+        return [(self.runs.pop(label)[0], self.runs[twin][0]) for label, twin in copies.items()]
+
+    def note_shared_seeds(self) -> None:
+        """Warn of different runs of other trainers for which the sources name the same seed."""
+        seeds = {label: self.named_seed(label) for label in self.runs}
+        counts = Counter(seeds.values())
+        shared = {label: seed for label, seed in seeds.items() if seed is not None and counts[seed] > 1}
+        if not shared:
+            return
+        rows = zip(self.seed, self.compute, self.reward, strict=True)
+        pairs = sorted({(shared[label], compute, reward) for label, compute, reward in rows if label in shared})
+        seed, compute, reward = (np.array(column) for column in zip(*pairs, strict=True))
+        self.warnings += conflicts(compute, reward, seed) or [
+            f"seed {label}: several runs have this seed; do two runs share one name? give them seeds, or use --by"
+            for label in dict.fromkeys(shared.values())
+        ]
 
 
 class Collected:
@@ -234,6 +303,7 @@ class Collected:
             None if run.sd is None else [finite(value) for value in run.sd.tolist()],
             None if at_peak is None else at_peak.tolist(),
         )
+        points.runs.setdefault(seed, []).append(run)
         self.study.foreign.append(run)
 
     def takes(self, logs: Sequence[Any]) -> bool:
@@ -258,7 +328,7 @@ class Collected:
         return label
 
     def curves(self) -> list[Curve]:
-        """Make the curves, sorted by label; before that, find seeds that are only given by run names.
+        """Make the curves, sorted by label; before that, find seeds only given by run names, and drop copies of runs.
 
         Raises:
             UserError: two curves have different axes.
@@ -274,6 +344,7 @@ class Collected:
         axes = sorted({points.axis for points in self._points.values()})
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
+        self._drop_copies()
         self._note_bounds()
         self._note_single_runs()
         curves = []
@@ -301,6 +372,23 @@ class Collected:
             origin = sum(points.origins) / max(1, len(points.origins))
             curves.append(replace(curve, ended=points.ended, origin=origin))
         return with_shared_scale(curves)
+
+    def _drop_copies(self) -> None:
+        """Drop copies of runs, with a warning per source, and warn of different runs with the same seed."""
+        copies: dict[str, dict[str, list[str]]] = {}  # by source and recipe
+        for points in self._points.values():
+            for copy, original in points.drop_copies():
+                texts = copies.setdefault(copy.where, {}).setdefault(points.recipe, [])
+                texts.append(f"{_place(copy, original)} = {_place(original, copy)}")
+            points.note_shared_seeds()
+        for where, by_recipe in copies.items():
+            counts = ", ".join(f"{len(texts)} of {recipe}" for recipe, texts in by_recipe.items())
+            pairs = [text for texts in by_recipe.values() for text in texts]
+            rest = f"; and {len(pairs) - _MAX_LISTED} more" if len(pairs) > _MAX_LISTED else ""
+            self.study.warnings.append(
+                f"{where}: left out {counted(len(pairs), 'run')} with exactly the points of another run of their "
+                f"recipe, because a run counts once: {short(counts, 400)} ({'; '.join(pairs[:_MAX_LISTED])}{rest})"
+            )
 
     def _note_bounds(self) -> None:
         """Note the effect of `--lower-is-better`, and warn of metrics with bounds that override `--bounds`.
@@ -381,6 +469,10 @@ class Collected:
                 old_curve.sd,
                 old_curve.at_peak,
             )
+            for old_seed, runs in old_curve.runs.items():
+                new_curve.runs[new_seeds[old_seed]] = [
+                    replace(run, labels=make_labels(run.labels, seed=seed)) for run in runs
+                ]
             new_curve.warnings += [note for note in old_curve.warnings if note not in new_curve.warnings]
             new_curve.baseline = new_curve.baseline or old_curve.baseline
         for points in self._points.values():
@@ -390,6 +482,13 @@ class Collected:
             parts.setdefault(new_labels[label], []).append(f"{label} (seed {seed})")
         merged = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
         self.study.note(short(f"seeds from the runs' names: {merged}", 2000), shown=True)
+
+
+def _place(run: ForeignRun, other: ForeignRun) -> str:
+    """Return a run's name, with what distinguishes it from another run: its source, else its key, else its seed."""
+    seed = f"seed {run.labels['seed']}" if "seed" in run.labels else ""
+    detail = run.where if run.where != other.where else run.key or seed
+    return short(run.name, 60) + (f" ({detail})" if detail else "")
 
 
 def _at_peak(points: CurvePoints) -> list[float] | None:

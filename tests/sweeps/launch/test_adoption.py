@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from sweeps.launch.adoption import Adoption, adopt, columns_of
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
-from sweeps.run.journal import Journal, read_journal
+from sweeps.run.journal import Journal, JournalView, read_journal
+from sweeps.run.spec import RunSpec
 from sweeps.search.race import LiveRace
 from sweeps.search.settings import RaceSettings
 from sweeps.source import load
+from sweeps.source.foreign_runs import Points
 from tests.examples import every, examples
 from tests.paths import ROOT
 from tests.sweeps.search.runners import AXIS, METRIC, Runners, evaluation, member
@@ -429,6 +432,35 @@ def test_a_wandb_project_can_be_adopted(server: type[Stand], tmp_path: Path) -> 
         "finished",
     ]
     assert results_of(adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])) == ["unchanged"] * 3
+
+
+def test_a_copy_within_one_tracker_is_recognised(
+    server: type[Stand],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Stand, "runs", (("aaa", 0), ("bbb", 1), ("copy", 1)))
+    done = adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])
+    assert [(each.seed, each.what) for each in done.runs] == [(0, "adopted"), (1, "adopted"), (1, "unchanged")]
+    assert done.runs[2].run == done.runs[1].run and len(points_by_run(tmp_path / "study")) == 2
+    again = adopt(tmp_path / "study", ["wandb:me/mine/copy"], ["lr"])
+    assert [(each.run, each.what, each.reason) for each in again.runs] == [(done.runs[2].run, "unchanged", None)]
+
+
+def test_a_run_of_a_tracker_that_begins_like_another_is_not_its_copy(tmp_path: Path) -> None:
+    points = Points((0, 1, 2, 3, 4, 5), (0.0, 1.0, 2.0, 3.0, 4.0, 5.0), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    folder = adoption._Folder(tmp_path / "study", "compute/tokens", None, "here")
+    for key in ("wandb:me/mine/a", "wandb:me/mine/b"):
+        spec = RunSpec(
+            run=key[-1], curve="c", recipe="r", baseline="", departures={}, settings={}, seed=0, steps=5,
+            config={"adopted": {"key": key}, "values": {}}, reference={},
+        )  # fmt: skip
+        folder.members[key[-1]] = adoption._Member(spec, JournalView(tmp_path, {}), points)
+    begins = replace(points, steps=points.steps[:5], compute=points.compute[:5], reward=points.reward[:5])
+    assert folder.member_with_points(begins, "wandb:me/mine/c") is None
+    assert folder.member_with_points(points, "wandb:me/mine/c") == "a"
+    assert folder.member_with_points(points, "wandb:me/mine/b") == "b", "its own member comes first"
+    assert folder.member_with_points(begins, "table.csv") == "a"
 
 
 @pytest.mark.slow

@@ -369,8 +369,9 @@ def test_a_directory_of_event_files_is_a_run_and_damage_gives_a_warning(tmp_path
 
 
 def test_seeds_are_read_from_folder_names_of_event_files(tmp_path: Path) -> None:
-    for name in ("a/seed_1", "a/seed_2", "b/seed_1"):
-        events(tmp_path / "study" / name, TRL_SCALARS)
+    for name, shift in (("a/seed_1", 0.0), ("a/seed_2", 0.01), ("b/seed_1", 0.0)):
+        rewards = [(step, reward + shift) for step, reward in TRL_SCALARS["eval/reward"]]
+        events(tmp_path / "study" / name, {**TRL_SCALARS, "eval/reward": rewards})
     a, b = load([tmp_path / "study"]).curves
     assert (a.recipe, b.recipe) == ("a", "b") and set(a.seed.tolist()) == {"1", "2"}
     (alone,) = load([tmp_path / "study" / "a"]).curves

@@ -182,8 +182,9 @@ class Stand(BaseHTTPRequestHandler):
         if (variables["entity"], variables["project"]) != ("me", "mine"):
             return None
         if "run" in variables:
+            seed = dict(self.runs)[variables["run"]]
             rows = [
-                {"_step": step, "eval/reward": step / 5000, "train/num_tokens": 10 * step}
+                {"_step": step, "eval/reward": step / 5000 + seed / 1000, "train/num_tokens": 10 * step}
                 for step in range(0, 2500, 50)
             ]
             kept = [row for row in rows if variables["minStep"] <= row["_step"] < variables["maxStep"]]
