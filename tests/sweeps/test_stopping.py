@@ -76,7 +76,7 @@ def test_loops_decide_like_the_live_race(tmp_path: Path) -> None:
                 del next_row[a]
     for look in live.stopped.values():
         for name in look.stopped:
-            assert reasons[float(name.partition("=")[2])] == look.reason(name, live.rules or runs[0.7].rules)
+            assert reasons[float(name.partition("=")[2])] == look.why(name, live.rules or runs[0.7].rules)
     assert len(reasons) == len(live.stopped)
     looks = [json.loads(line)["look"] for line in (runs[0.7].run_dir / "race.jsonl").read_text().splitlines()]
     taken = [look.to_json() for look in live.looks]
