@@ -165,7 +165,7 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
         return _skipped(run, "no points")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
     values, seed_named = _values(run, by)
-    if (twin := folder.member_with_points(points, key)) is not None and (
+    if (twin := folder.member_with_points(points, key, values)) is not None and (
         result := _unchanged_member(folder, twin, values, seed_named, run)
     ) is not None:
         return result
@@ -416,11 +416,12 @@ class _Folder:
         steps, compute, reward = zip(*known, strict=True) if known else ((), (), ())
         return Points(steps, compute, reward)
 
-    def member_with_points(self, points: Points, key: str) -> str | None:
+    def member_with_points(self, points: Points, key: str, values: Mapping[str, str]) -> str | None:
         """Return the identity of a member with the same points, up to the shorter length; None without one.
 
-        Two runs of one tracker may begin with the same points, as after a resume. They are copies only if all points
-        are equal. The member that was adopted with this key comes first.
+        Two runs of one tracker may begin with the same points, as after a resume, and recipes whose difference has no
+        effect have equal points. They are copies only if all points and the values of `--by` are equal. The member
+        that was adopted with this key comes first.
         """
         twins = []
         for run, member in self.members.items():
@@ -431,11 +432,13 @@ class _Folder:
                 or not show_one_run(points.reward[:common])
             ):
                 continue
-            known = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
+            config = {} if member.spec is None else member.spec.config
+            known = config.get("adopted", {}).get("key", "")
             if key == known:
                 return run
             in_one_tracker = any(key.startswith(prefix) and known.startswith(prefix) for prefix in _TRACKERS)
-            if not in_one_tracker or len(points.steps) == len(member_points.steps):
+            is_copy = len(points.steps) == len(member_points.steps) and config.get("values") == values
+            if not in_one_tracker or is_copy:
                 twins.append(run)
         return twins[0] if twins else None
 

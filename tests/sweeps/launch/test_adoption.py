@@ -457,10 +457,11 @@ def test_a_run_of_a_tracker_that_begins_like_another_is_not_its_copy(tmp_path: P
         )  # fmt: skip
         folder.members[key[-1]] = adoption._Member(spec, JournalView(tmp_path, {}), points)
     begins = replace(points, steps=points.steps[:5], compute=points.compute[:5], reward=points.reward[:5])
-    assert folder.member_with_points(begins, "wandb:me/mine/c") is None
-    assert folder.member_with_points(points, "wandb:me/mine/c") == "a"
-    assert folder.member_with_points(points, "wandb:me/mine/b") == "b", "its own member comes first"
-    assert folder.member_with_points(begins, "table.csv") == "a"
+    assert folder.member_with_points(begins, "wandb:me/mine/c", {}) is None
+    assert folder.member_with_points(points, "wandb:me/mine/c", {}) == "a"
+    assert folder.member_with_points(points, "wandb:me/mine/b", {}) == "b", "its own member comes first"
+    assert folder.member_with_points(begins, "table.csv", {}) == "a"
+    assert folder.member_with_points(points, "wandb:me/mine/c", {"lr": "1"}) is None, "another recipe, without effect"
 
 
 @pytest.mark.slow
