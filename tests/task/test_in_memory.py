@@ -167,7 +167,7 @@ def test_a_group_in_a_process_of_its_own() -> None:
     finally:
         pool.close()
     assert [outcome.reward for outcome in outcomes] == [4.25, 3.25, 3.25]
-    assert outcomes[0].parts == {"around": 3.25, "accuracy": 1.0} and passes(task, outcomes[1])
+    assert outcomes[0].parts == {"with_bonus": 3.25, "accuracy": 1.0} and passes(task, outcomes[1])
 
 
 def test_logged_values_belong_to_each_completion() -> None:
