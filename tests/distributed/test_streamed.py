@@ -192,7 +192,7 @@ def check_same_either_way(work: Callable[[int, bool], str], folder: Path) -> Non
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("batch.packed=true", "batch.micro_tokens=24"), id="the policy, packed"),
+        pytest.param(("batch.packed=true", "batch.micro_tokens=24"), id="the policy, packed", marks=pytest.mark.full),
         pytest.param(EVERYTHING, id="a critic and a reference", marks=pytest.mark.full),
         pytest.param(("optimizer=adamw_bf16_kahan", "kl=fixed"), id="rounded weights, and a reference like them"),
     ],

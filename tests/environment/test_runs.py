@@ -236,7 +236,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("game", "driver"), [("Adding", "virtual"), ("AddingOnce", "virtual"), ("Adding", "live")])
+@pytest.mark.parametrize(
+    ("game", "driver"),
+    [
+        pytest.param("Adding", "virtual", marks=pytest.mark.full),
+        ("AddingOnce", "virtual"),
+        ("Adding", "live"),
+    ],
+)
 def test_a_run_that_was_killed_in_the_middle_of_a_turn_continues(
     place: Place, game: str, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

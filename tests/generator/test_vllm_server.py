@@ -738,7 +738,9 @@ sys.exit(vllm_serve.main([*options, "--max-tokens", "25"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["SIGTERM", "its input", pytest.param("SIGINT", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ending", ["SIGTERM", *(pytest.param(ending, marks=pytest.mark.full) for ending in ("its input", "SIGINT"))]
+)
 def test_a_server_started_by_hand_ends_with_its_command(ending: str, tmp_path: Path) -> None:
     """The command ends the server and its processes and waits for them; until then, the server is announced."""
     port = free_port()

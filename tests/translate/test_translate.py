@@ -531,7 +531,11 @@ else:
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.parametrize(
-    "changes", ["loss=cispo correction=proximal correction.mode=none", "aggregation=constant kl=fixed"]
+    "changes",
+    [
+        "loss=cispo correction=proximal correction.mode=none",
+        pytest.param("aggregation=constant kl=fixed", marks=pytest.mark.full),
+    ],
 )
 def test_the_installed_packages_accept_the_settings(tmp_path: Path, changes: str) -> None:
     """TRL's `GRPOConfig` and verl's configuration classes know the names and keep the values."""
