@@ -261,7 +261,7 @@ def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bound
 
 
 # At most this many seeds with conflicts are listed in a warning.
-_SAID_OF = 3
+_MAX_LISTED = 3
 
 
 def conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
@@ -273,7 +273,7 @@ def conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str
     starts, sizes = starts[sizes > 1], sizes[sizes > 1]
     notes = []
     seeds = list(dict.fromkeys(seed[starts].tolist()))
-    for label in seeds[:_SAID_OF]:
+    for label in seeds[:_MAX_LISTED]:
         mask = seed[starts] == label
         first, most, values = starts[mask][0], sizes[mask].max(), int(mask.sum())
         notes.append(
@@ -283,8 +283,8 @@ def conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str
             f"(first at {compute[first]:g}: {reward[first]:.4g} and {reward[first + 1]:.4g}); "
             "do two runs share one name? give them seeds, or use --by"
         )
-    if len(seeds) > _SAID_OF:
-        more = len(seeds) - _SAID_OF
+    if len(seeds) > _MAX_LISTED:
+        more = len(seeds) - _MAX_LISTED
         notes.append(f"{more} more {'seed has' if more == 1 else 'seeds have'} such values")
     return notes
 

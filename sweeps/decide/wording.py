@@ -69,11 +69,9 @@ def headline(standing: Standing, names: Mapping[str, str]) -> str:
     if outcome is Outcome.TIED_UNSURE:
         return f"undecided: {len(standing.tied)} recipes share the lead"
     if outcome is Outcome.FASTER_UNSURE:
-        faster = [names[recipe] for recipe in standing.faster]
-        named = _join(faster, "or") if len(faster) < 3 else f"any of {len(faster)} recipes"
-        return f"choose {names[leader]} for the surest ceiling; {named} for less compute and a less sure one"
-    chosen = [names[recipe] for recipe in standing.choices]
-    either = _join(chosen, "or") if len(chosen) < 3 else f"any of {len(chosen)} recipes"
+        faster = _either([names[recipe] for recipe in standing.faster])
+        return f"choose {names[leader]} for the surest ceiling; {faster} for less compute and a less sure one"
+    either = _either([names[recipe] for recipe in standing.choices])
     if not standing.slower:
         return f"choose {either}: neither ceiling nor compute separates them"
     return f"choose {either}: {_describe_slower(standing).removesuffix(' to 90% of the gain')} to the same ceiling"
@@ -102,6 +100,11 @@ def _join(names: Sequence[str], word: str) -> str:
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
+def _either(names: Sequence[str]) -> str:
+    """Name one or two recipes as alternatives; of more, give their number."""
+    return _join(names, "or") if len(names) < 3 else f"any of {len(names)} recipes"
+
+
 # Number words by count, to follow "the other"; empty for one recipe.
 _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eight", " nine", " ten")
 
@@ -126,13 +129,17 @@ def _describe_faster(standing: Standing) -> str:
     for recipe in standing.faster:
         ratio = standing.ratio(recipe)
         assert ratio is not None, "a faster recipe has a ratio"
-        times = multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
         p_within = chance(1 - standing.p_wrong_by_recipe[recipe])
         descriptions.append(
-            f"{recipe}, tied with it in A, needs {times} times its compute to 90% of the gain, but is "
+            f"{recipe}, tied with it in A, needs {_times(ratio)} times its compute to 90% of the gain, but is "
             f"within {standing.margin:g} of the best only with {p_within}"
         )
     return "; ".join(descriptions)
+
+
+def _times(ratio: Interval) -> str:
+    """Format a ratio of computes with its interval, or by its lower bound if the median is infinite."""
+    return multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
 
 
 def multiple(ratio: Interval) -> str:
@@ -171,8 +178,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
         ratio = standing.ratio(recipe)
         if ratio is None:
             return f"{text}neither it nor {first} is known to reach {shared}"
-        times = multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
-        return f"{text}{times} times the compute of {first} to {shared}"
+        return f"{text}{_times(ratio)} times the compute of {first} to {shared}"
     return "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
 
 
