@@ -1,6 +1,7 @@
-"""A plain PyTorch loop that knows nothing of lightning-scalerl: policy gradients on sums of two digits, modulo 10.
+"""A plain PyTorch loop that does not use lightning-scalerl: policy gradients on sums of two digits, modulo 10.
 
-It prints a JSON object a line, saves its state, and goes on from it; `study.yaml` beside it makes it a study.
+It prints one JSON object per line, saves its state, and resumes from it. `study.yaml` in this folder runs it as a
+study.
 """
 
 import argparse

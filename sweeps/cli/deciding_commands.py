@@ -32,7 +32,7 @@ from sweeps.errors import UserError
 from sweeps.redact import redact
 from sweeps.report.plain import one_line
 from sweeps.source import LoadedStudy
-from sweeps.source.places import Kind, Place
+from sweeps.source.places import Place
 
 if TYPE_CHECKING:
     from sweeps.as_json import AsJson
@@ -237,7 +237,7 @@ def compared(
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into sources and up to two recipes after them, which are neither paths nor URLs."""
+    """Split arguments into sources and up to two recipes after them, which are neither sources nor URLs."""
     sources = list(words)
     named: list[str] = []
     while len(sources) > 1 and len(named) < 2 and _is_recipe(sources[-1]):
@@ -246,7 +246,8 @@ def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_recipe(word: str) -> bool:
-    return Place(word).kind is Kind.MISSING and "://" not in word
+    # A folder without runs may have the name of a recipe.
+    return not Place(word).is_known and "://" not in word
 
 
 def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
@@ -262,7 +263,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
         return [(named[0], named[1])]
     recipes = [fit.recipe for fit in fits]
     if named and named[0] not in recipes:
-        raise UserError(f"{named[0]}: no such source, and no such recipe; the sources have {', '.join(recipes)}")
+        raise UserError(f"{named[0]}: no source with runs, and no such recipe; the sources have {', '.join(recipes)}")
     if len(recipes) < 2:
         raise UserError(f"{recipes[0]}: the only recipe; give a source with another one to compare it with")
     # A recipe without a forecast is an error only if it is named, or if it leaves nothing to compare.

@@ -138,6 +138,13 @@ class Place:
             return self.text.rpartition("/")[2]
         return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is something to read: any file counts, a directory only with content that a reader knows."""
+        if self.kind is Kind.FOLDER:
+            return bool(self.run_folders or self.event_files or self.wandb_logs or self.files)
+        return self.kind is not Kind.MISSING
+
     def check(self) -> None:
         """Check that there is something to read.
 
@@ -149,8 +156,7 @@ class Place:
                 f"{short(self.text, 400)}: no such file or directory; give a run, a sweep, a table (CSV, JSONL, "
                 "Parquet), a log, or mlflow:URI#experiment"
             )
-        known = self.kind is not Kind.FOLDER or self.run_folders or self.event_files or self.wandb_logs or self.files
-        if not known:
+        if not self.is_known:
             raise UserError(
                 f"{self.path}: no run in this directory (no metrics.jsonl, no TensorBoard event file, no folder of "
                 "W&B, no metrics.csv of Lightning, no database of Trackio, no trainer_state.json, no console log "

@@ -231,7 +231,9 @@ def test_impossible_pairs_are_refused(pair: tuple[str, str], said: str) -> None:
         comparisons(study({"a": 0.6, "b": 0.5}, seeds=("0",)), pair)
 
 
-def test_compare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = tmp_path / "curves.csv"
     rows = [
         f"{recipe_curve.recipe},a,{seed},{c},{r}"
@@ -250,8 +252,14 @@ def test_compare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["compare", str(table), "a+loss=y", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["comparisons"]
     assert [(row["recipe"], row["other"]) for row in rows] == [("a", "a+loss=y"), ("a+loss=x", "a+loss=y")]
+    # A folder without runs is not a source, so its name can be a recipe's.
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    assert main(["compare", str(table), "a+loss=x", "a", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert (row["recipe"], row["other"]) == ("a+loss=x", "a")
     assert main(["compare", str(table), "nobody"]) == 1
-    assert "nobody: no such source, and no such recipe; the sources have a, a+loss=x" in capsys.readouterr().err
+    assert "nobody: no source with runs, and no such recipe; the sources have a, a+loss=x" in capsys.readouterr().err
 
 
 def test_little_data_is_undecided() -> None:
