@@ -140,7 +140,7 @@ class Place:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to read: any file counts, a directory only with content that a reader knows."""
+        """Return whether there is something to read: a file, or a directory with content that a reader knows."""
         if self.kind is Kind.FOLDER:
             return bool(self.run_folders or self.event_files or self.wandb_logs or self.files)
         return self.kind is not Kind.MISSING
