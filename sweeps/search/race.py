@@ -199,12 +199,22 @@ class LiveRace:
         return self._journals.curves(self._members, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
-        """Estimate a run's compute at its last step from an evaluation after a tenth of its steps; None before that."""
+        """Estimate a run's compute at its last step from an evaluation after a tenth of its steps; None before that.
+
+        The slope is that since the first evaluation after the start, because the first steps cost more: a pipeline has
+        to be filled.
+        """
         axis, steps = self._record.axis, self._specs[run].steps
-        for record in self._journals.evaluations(run) if axis is not None else []:
-            if record.step >= _KNOWN_AFTER * steps:
-                return record.metrics[axis or ""] * steps / record.step
-        return None
+        evaluations = [record for record in self._journals.evaluations(run) if record.step > 0]
+        if axis is None or not evaluations:
+            return None
+        computes = [record.metrics[axis] for record in evaluations]
+        first = evaluations[0].step
+        for record, compute in zip(evaluations, computes, strict=True):
+            if first < record.step >= _KNOWN_AFTER * steps:
+                return compute + (compute - computes[0]) / (record.step - first) * (steps - record.step)
+        # A single evaluation suffices if most of the run is behind it.
+        return computes[0] * steps / first if first >= steps / 2 else None
 
     # --- looks ---------------------------------------------------------------------------------------------------
 

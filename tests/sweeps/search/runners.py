@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,17 @@ class KilledError(BaseException):
     """Raised in place of a kill of the controller's process."""
 
 
-def member(a: float, seed: int = 0, steps: int = STEPS, c_mid: float = 0.25, cost: float = 1.0) -> RunSpec:
-    """Return a run whose pass rate rises from 0.2 to about `a`. cost: compute of its first STEPS steps."""
-    config = {"a": a, "c_mid": c_mid, "cost": cost, "seed": seed, "budget": {"steps": steps}}
+def member(
+    a: float, seed: int = 0, steps: int = STEPS, c_mid: float = 0.25, cost: float = 1.0, start: float = 0.0
+) -> RunSpec:
+    """Return a run whose pass rate rises from 0.2 to about `a`.
+
+    Args:
+        cost: compute of its first STEPS steps.
+        start: compute that the first step takes in addition.
+    """
+    config: dict[str, Any] = {"a": a, "c_mid": c_mid, "cost": cost, "seed": seed, "budget": {"steps": steps}}
+    config |= {"start": start} if start else {}
     name = f"a={a:g}" + (f",c_mid={c_mid:g}" if c_mid != 0.25 else "") + (f",cost={cost:g}" if cost != 1.0 else "")
     overrides = (f"a={a}", f"c_mid={c_mid}", f"cost={cost}", f"seed={seed}", f"budget.steps={steps}")
     reference = {**config, "a": 0.0}
@@ -44,10 +52,14 @@ def planned(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
     return specs
 
 
+def _compute(config: Mapping[str, Any], step: int) -> float:
+    return config["cost"] * step / STEPS + (config.get("start", 0.0) if step else 0.0)
+
+
 def evaluation(spec: RunSpec, step: int) -> dict[str, float]:
     """Return the metrics of a member's evaluation at a step. They depend only on the member and the step."""
     config: dict[str, Any] = dict(spec.config)
-    compute = config["cost"] * step / STEPS
+    compute = _compute(config, step)
     source = np.random.default_rng((int(spec.run[:8], 16), step))
     rise = 0.0 if compute == 0 else 1 / (1 + (config["c_mid"] / compute) ** 1.8)
     reward = 0.2 + (config["a"] - 0.2) * rise + 0.006 * source.standard_normal()
@@ -115,7 +127,7 @@ class Runners:
         end = min(step + max(0, self.pace()), spec.steps)
         for now in range(step + 1, end + 1):
             self.steps += 1
-            journal.record("train", now, {"train/loss": 1.0, AXIS: spec.config["cost"] * now / STEPS})
+            journal.record("train", now, {"train/loss": 1.0, AXIS: _compute(spec.config, now)})
             if now % EVERY == 0:
                 journal.record("eval", now, evaluation(spec, now))
             if self.fails.get(run) == now:
