@@ -77,13 +77,14 @@ def sensitivity(main: Fit) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _points_key(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
-    """Return a key that is equal for settings that fit the same points: number of points, and the other options.
+def _points_key(curve: Curve, options: FitOptions) -> tuple[tuple[float, ...], FitOptions]:
+    """Return a key that is equal for settings that fit the same points: the points' computes, and the other options.
 
-    Cuts only remove points, so their number identifies them. `first` and `free` differ by one point at most.
+    `first` and `free` differ by one point at most, that at compute 0.
     """
     r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
-    return len(select(curve, options).reward), replace(options, r0=r0, min_compute=None, max_compute=None)
+    points = select(curve, options)
+    return tuple(points.compute.tolist()), replace(options, r0=r0, min_compute=None, max_compute=None)
 
 
 def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
