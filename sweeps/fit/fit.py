@@ -26,7 +26,7 @@ from sweeps.fit.constants import HUBER, PLATEAU
 from sweeps.fit.forecast import Draws, Outlook, OutlookInputs, outlook_inputs
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, fits_r0, select
-from sweeps.fit.pooling import POOLED_FROM, pooled_weights
+from sweeps.fit.pooling import POOLED_FROM, Pool, pools_of
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SPREAD_DOF, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
@@ -73,7 +73,7 @@ class Fit(AsJson):
         bad_seeds: outlier seeds, which are left out of the curve.
         checks: further fits of the same points, for judging this one; None without a fit.
         outlook_inputs: inputs of the posterior; None with too few points.
-        pool_size: number of recipes whose walks are pooled, including this recipe; 1 means no pooling.
+        pool: information of the study's other recipes on the walk, which the draws use; None without pooling.
     """
 
     curve: Curve
@@ -101,7 +101,7 @@ class Fit(AsJson):
     bad_seeds: tuple[BadSeed, ...] = ()
     checks: Checks | None = None
     outlook_inputs: OutlookInputs | None = None
-    pool_size: int = 1
+    pool: Pool | None = None
 
     @property
     def outlook(self) -> Outlook | None:
@@ -165,13 +165,19 @@ class Fit(AsJson):
         }
 
 
-def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: SeedSpread | None = None) -> Fit:
+def fit_curve(
+    curve: Curve,
+    options: FitOptions | None = None,
+    seed_spread: SeedSpread | None = None,
+    pool: Pool | None = None,
+) -> Fit:
     """Fit the curve of one recipe to its evaluations.
 
     Args:
         curve: evaluations of all seeds; the result does not depend on their order or on the unit of compute.
         options: R0 rule, compute window and fixed asymptote; the defaults if None.
         seed_spread: spread of A between seeds, for `A_total`; None for the published spread (arXiv 2510.13786, A.7).
+        pool: for a refit of a recipe that `fit_curves` has pooled: `Fit.pool` of its fit. None does not pool.
 
     Raises:
         UserError: r0 is outside the rewards' bounds, or the window is empty.
@@ -236,7 +242,8 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if refusal is not None or inputs is None:
         assert refusal is not None, "points that vary, and are enough, have an outlook"
         return replace(empty, verdict=refusal.name, reason=refusal.reason)
-    return _fill_in(empty, points, _refit_robustly(points, inputs) if options.robust else inputs, parameters)
+    fit = _fill_in(empty, points, _refit_robustly(points, inputs) if options.robust else inputs, parameters)
+    return fit if pool is None else _pooled(fit, pool)
 
 
 def _notes(
@@ -465,16 +472,17 @@ def _pool_walks(fits: Sequence[Fit]) -> list[Fit]:
     numbers = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
     if len(numbers) < POOLED_FROM:
         return list(fits)
-    outlooks = [fits[i].outlook for i in numbers]
-    walks = [
-        (o.futures.log_walk, o.family_futures.log_walk)
-        for o in outlooks
-        if o is not None and o.family_futures is not None
-    ]
-    pooled = list(fits)
-    for i, weights in zip(numbers, pooled_weights(walks), strict=True):
-        fit = fits[i]
-        assert fit.checks is not None and fit.outlook_inputs is not None
-        inputs = fit.outlook_inputs.resample(weights)
-        pooled[i] = replace(_fill_in(fit, fit.checks.points, inputs, fit.checks.parameters), pool_size=len(numbers))
-    return pooled
+    walks = [outlook.futures.log_walk for i in numbers if (outlook := fits[i].outlook) is not None]
+    result = list(fits)
+    for i, pool in zip(numbers, pools_of(walks), strict=True):
+        result[i] = _pooled(fits[i], pool)
+    return result
+
+
+def _pooled(fit: Fit, pool: Pool) -> Fit:
+    """Reweight the draws of a fit by a pool, and recompute the estimates."""
+    if fit.draws is None:
+        return fit
+    assert fit.checks is not None and fit.outlook_inputs is not None
+    inputs = fit.outlook_inputs.resample(pool.weights)
+    return replace(_fill_in(fit, fit.checks.points, inputs, fit.checks.parameters), pool=pool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -124,16 +124,18 @@ class OutlookInputs:
         posterior = Posterior(self.points, generator(self.recipe, "posterior"), laws)
         return self._outlook_from(*posterior.draw(DRAWS), posterior.log_evidence)
 
-    def resample(self, weights: tuple[Array, Array]) -> OutlookInputs:
-        """Return a copy whose draws are resampled.
+    def resample(self, weights: Callable[[Array], Array]) -> OutlookInputs:
+        """Return a copy whose draws are resampled, those under all laws and those under the fitted family only.
 
         Args:
-            weights: weights of the draws under all laws, and of the draws under the fitted family only.
+            weights: returns the weights (K,) of draws, given their log tau (K,).
         """
         assert self.outlook.family_futures is not None
         rng = generator(self.recipe, "pooled")
-        pairs = zip((self.outlook.futures, self.outlook.family_futures), weights, strict=True)
-        futures, family_futures = (futures.take(draw_by_weight(weight, DRAWS, rng)) for futures, weight in pairs)
+        futures, family_futures = (
+            each.take(draw_by_weight(weights(each.log_walk), DRAWS, rng))
+            for each in (self.outlook.futures, self.outlook.family_futures)
+        )
         resampled = replace(self)
         # A cached property stores its value in the instance's dictionary: store the resampled outlook there.
         resampled.__dict__["outlook"] = replace(

@@ -13,6 +13,7 @@ from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
+from sweeps.fit.pooling import Pool
 from sweeps.fit.predict import predict, predict_mean, readable
 
 # Factor by which compute grows between snapshots; also the factor between two snapshots that confirm a departure.
@@ -116,6 +117,7 @@ def history(
     options: FitOptions | None = None,
     every: float = GROWTH,
     earlier: Sequence[Snapshot] = (),
+    pool: Pool | None = None,
 ) -> list[Snapshot]:
     """Repeat the fit at growing compute up to the curve's end; return only the new snapshots.
 
@@ -126,18 +128,21 @@ def history(
             evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
         earlier: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last
             snapshot (of a seed that lags behind), a snapshot at the last compute is taken again.
+        pool: `Fit.pool` of the recipe's fit, so that the last snapshot equals it; None does not pool.
 
     Raises:
         UserError: `every` is below 1; also as for `fit_curve`.
     """
-    return list(iter_snapshots(curve, options or FitOptions(), every, earlier))
+    return list(iter_snapshots(curve, options or FitOptions(), every, earlier, pool))
 
 
-def iter_snapshots(curve: Curve, options: FitOptions, every: float, earlier: Sequence[Snapshot]) -> Iterator[Snapshot]:
+def iter_snapshots(
+    curve: Curve, options: FitOptions, every: float, earlier: Sequence[Snapshot], pool: Pool | None = None
+) -> Iterator[Snapshot]:
     """Yield snapshots one by one, so that a caller can write each before the next is computed."""
     if not every >= 1:
         raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
-    fits = _Fits(curve, options)
+    fits = _Fits(curve, options, pool)
     for end in _snapshot_computes(fits.computes, curve, every, earlier):
         yield fits.snapshot(end)
 
@@ -167,16 +172,16 @@ class _Fits:
         computes: compute of every evaluation of the curve inside the options' limits, ascending.
     """
 
-    def __init__(self, curve: Curve, options: FitOptions) -> None:
+    def __init__(self, curve: Curve, options: FitOptions, pool: Pool | None) -> None:
         in_window = (curve.compute > 0) & options.inside(curve.compute)
         self.computes: list[float] = np.unique(curve.compute[in_window]).tolist()
-        self._curve, self._options = curve, options
+        self._curve, self._options, self._pool = curve, options, pool
         self._fits: dict[float, Fit] = {}
 
     def up_to(self, end: float) -> Fit:
         """Fit the evaluations up to a compute."""
         if end not in self._fits:
-            self._fits[end] = fit_curve(self._curve, replace(self._options, max_compute=end))
+            self._fits[end] = fit_curve(self._curve, replace(self._options, max_compute=end), pool=self._pool)
         return self._fits[end]
 
     def snapshot(self, end: float) -> Snapshot:

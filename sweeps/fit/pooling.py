@@ -9,6 +9,7 @@ refitted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import logsumexp
@@ -24,23 +25,33 @@ _SPREAD, _DOF, _CENTRE_SD = 0.4, 4.0, 0.9
 _CENTRES = np.linspace(WALK_PRIOR[0] - 3.7, WALK_PRIOR[0] + 2.8, 60)
 
 
-def pooled_weights(log_walks: Sequence[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
-    """Return the weights of each recipe's draws given all other recipes, in the same form as `log_walks`.
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """What the other recipes of a study say about the scale of one recipe's walk.
+
+    Attributes:
+        size: number of pooled recipes, including this one.
+        centres: probability of each of `_CENTRES` given the other recipes, (60,).
+    """
+
+    size: int
+    centres: Array
+
+    def weights(self, log_walk: Array) -> Array:
+        """Return the weights (K,) of a recipe's draws, given their log tau (K,)."""
+        return np.asarray(np.exp(_log_density_ratio(log_walk)) @ self.centres)
+
+
+def pools_of(log_walks: Sequence[Array]) -> list[Pool]:
+    """Return the pool of each recipe.
 
     Args:
-        log_walks: log tau of each recipe's draws, (K,) each: the draws of all laws, from which the centre is inferred,
-            and the draws of the fitted family alone.
+        log_walks: log tau of each recipe's draws of all laws, (K,) each.
     """
-    # Densities are computed again below instead of stored: for 300 recipes they would take half a gigabyte.
-    likelihoods = [logsumexp(_log_density_ratio(all_laws), axis=0) - np.log(len(all_laws)) for all_laws, _ in log_walks]
+    likelihoods = [logsumexp(_log_density_ratio(log_walk), axis=0) - np.log(len(log_walk)) for log_walk in log_walks]
     centre = -0.5 * ((_CENTRES - WALK_PRIOR[0]) / _CENTRE_SD) ** 2 + np.sum(likelihoods, axis=0)
-    result = []
-    for pair, likelihood in zip(log_walks, likelihoods, strict=True):
-        others = centre - likelihood
-        others = np.exp(others - logsumexp(others))
-        all_laws, family_only = (np.exp(_log_density_ratio(log_walk)) @ others for log_walk in pair)
-        result.append((all_laws, family_only))
-    return result
+    others = [centre - likelihood for likelihood in likelihoods]
+    return [Pool(len(log_walks), np.exp(log_others - logsumexp(log_others))) for log_others in others]
 
 
 def _log_density_ratio(log_walk: Array) -> Array:

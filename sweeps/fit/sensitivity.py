@@ -58,8 +58,8 @@ def sensitivity(main: Fit) -> tuple[Row, ...]:
     """Refit a recipe under every changed setting that leaves enough points; return the main fit and the refits.
 
     Args:
-        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits are not pooled with other recipes
-            of the study.
+        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits use its pool, so that they differ
+            from it by the setting only.
     """
     curve = main.curve
     rows = [_make_row(main, MAIN, "as fitted", "as fitted", main)]
@@ -71,7 +71,7 @@ def sensitivity(main: Fit) -> tuple[Row, ...]:
         if key in keys or not key[0]:
             continue
         keys.append(key)
-        fit = fit_curve(curve, options)
+        fit = fit_curve(curve, options, pool=main.pool)
         if fit.verdict not in _UNFITTED:
             rows.append(_make_row(fit, kind, setting, short, main))
     return tuple(rows)

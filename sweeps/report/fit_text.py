@@ -37,7 +37,7 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 def units_line(fit: Fit, bounds: str) -> str:
     """Format the names of compute and reward; bounds: text on the meaning of the bounds."""
-    pooled = [f"the scale of the walks is pooled over {fit.pool_size} recipes"] if fit.pool_size > 1 else []
+    pooled = [f"the scale of the walks is pooled over {fit.pool.size} recipes"] if fit.pool is not None else []
     return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
 

@@ -196,7 +196,7 @@ def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
         growth = GROWTH
         if len(computes) > MIN_COMPUTES:
             growth = max(growth, float(computes[-1] / computes[MIN_COMPUTES - 1]) ** (1 / (_PREFIXES - 1)))
-        result[fit.recipe] = history(fit.curve, fit.options, growth)
+        result[fit.recipe] = history(fit.curve, fit.options, growth, pool=fit.pool)
     return result
 
 

@@ -24,6 +24,7 @@ from sweeps.decide.watch import Watch
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions, Interval, fit_curve
 from sweeps.fit.history import Check, Snapshot, departure, history
+from sweeps.fit.pooling import Pool
 from sweeps.fit.predict import predict, predict_mean
 from sweeps.run.journal import Journal
 from sweeps.source import LoadedStudy, load
@@ -101,9 +102,9 @@ def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> Non
     known = history(data)
     fitted: list[float | None] = []
 
-    def spy(data: Curve, options: FitOptions) -> object:
+    def spy(data: Curve, options: FitOptions, pool: Pool | None) -> object:
         fitted.append(options.max_compute)
-        return fit_curve(data, options)
+        return fit_curve(data, options, pool=pool)
 
     monkeypatch.setattr("sweeps.fit.history.fit_curve", spy)
     assert history(data, earlier=known) == [] and fitted == []

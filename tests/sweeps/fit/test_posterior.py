@@ -19,7 +19,7 @@ from sweeps.fit import posterior as model
 from sweeps.fit.constants import A_PRIOR, FARTHEST, LEVEL_PRIOR, LEVELLING, P_FLAT, R0_PRIOR, SEED_WALKS, WALK_PRIOR
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.points import FitOptions
-from sweeps.fit.pooling import pooled_weights
+from sweeps.fit.pooling import pools_of
 from sweeps.fit.posterior import LAWS, Posterior, walk_variance
 from sweeps.fit.predict import paths, predict, predict_mean, readable
 from sweeps.fit.seen import ScaledPoints
@@ -390,7 +390,7 @@ def test_recipes_of_a_study_share_the_size_of_their_walks() -> None:
         return fit.A.high - fit.A.low
 
     alone, pooled = fit_curve(steady[0]), fit_curves(steady)[0]
-    assert (alone.pool_size, pooled.pool_size) == (1, 12)
+    assert alone.pool is None and pooled.pool is not None and pooled.pool.size == 12
     assert width(pooled) < 0.85 * width(alone)
     assert [fit.A for fit in fit_curves(steady[::-1])][::-1] == [fit.A for fit in fit_curves(steady)]
     # Two recipes are too few to be pooled.
@@ -400,18 +400,18 @@ def test_recipes_of_a_study_share_the_size_of_their_walks() -> None:
 def test_pooled_weights_are_those_of_the_hierarchy() -> None:
     """If all recipes walk by about 0.01, draws near 0.01 get more weight than draws near the prior's 0.06."""
     source = np.random.default_rng(0)
-    walks = [(np.log(0.01) + 0.3 * source.standard_normal(2000),) * 2 for _ in range(8)]
+    walks = [np.log(0.01) + 0.3 * source.standard_normal(2000) for _ in range(8)]
     vague = WALK_PRIOR[0] + WALK_PRIOR[1] * source.standard_normal(2000)
-    weight = pooled_weights([*walks, (vague, vague)])[-1][0]
+    weight = pools_of([*walks, vague])[-1].weights(vague)
     mean = float(weight @ vague / weight.sum())
     assert abs(mean - np.log(0.01)) < 0.25 and abs(float(vague.mean()) - WALK_PRIOR[0]) < 0.1
     # A recipe's own draws do not enter its weights.
     grid = np.linspace(*np.quantile(vague, [0.1, 0.9]), 20)
     np.testing.assert_allclose(
-        *(pooled_weights([*walks[:3], (own_draws, grid)])[-1][1] for own_draws in (vague, 0.2 * vague - 1))
+        *(pools_of([*walks[:3], own_draws])[-1].weights(grid) for own_draws in (vague, 0.2 * vague - 1))
     )
     # A single recipe keeps its prior, which is the sum of the centre's prior and the scatter around the centre.
-    (single_weight, _), *_ = pooled_weights([(vague, vague)] * 1)
+    single_weight = pools_of([vague])[0].weights(vague)
     spread = float(
         np.sqrt(single_weight @ (vague - single_weight @ vague / single_weight.sum()) ** 2 / single_weight.sum())
     )

@@ -12,6 +12,8 @@ import pytest
 from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.fit import Fit, FitOptions, fit_curve, fit_curves
+from sweeps.fit.history import history
+from sweeps.fit.pooling import Pool
 from sweeps.fit.sensitivity import CUT, END, MAIN, R0, ROBUST, sensitivity, signed, summary
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
@@ -43,6 +45,20 @@ def test_each_row_equals_the_fit_that_it_names() -> None:
         assert fit.A.value is not None and main.A.value is not None
         assert row.shift == fit.A.value - main.A.value
     assert {row.kind for row in rows.values()} == {MAIN, CUT, R0, ROBUST, END}
+
+
+def test_refits_differ_from_a_pooled_fit_by_the_setting_only() -> None:
+    fit, *_ = fit_curves([curve(name, rng=number) for number, name in enumerate("abc")])
+    assert fit.pool is not None and fit_curve(fit.curve).A != fit.A
+    assert fit_curve(fit.curve, pool=fit.pool).A == fit.A
+    rows = {row.short: row for row in sensitivity(fit)}
+    assert rows["end 75%"].A == fit_curve(fit.curve, FitOptions(max_compute=12000), pool=fit.pool).A
+    assert history(fit.curve, every=8, pool=fit.pool)[-1].A == fit.A
+
+
+def test_a_later_end_with_as_many_points_as_an_early_cut_has_its_own_row() -> None:
+    rows = {row.short: row for row in sensitivity(fit_curve(curve(rng=1, points=21)))}
+    assert rows["end 75%"].n == rows["cut 30%"].n == 32
 
 
 @pytest.mark.slow
@@ -113,9 +129,9 @@ def test_the_fit_itself_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
     fits = fit_curves([curve(rng=1), curve(recipe="other", rng=2, a=0.5)])
     made: list[FitOptions] = []
 
-    def spy(data: Curve, options: FitOptions) -> Fit:
+    def spy(data: Curve, options: FitOptions, pool: Pool | None) -> Fit:
         made.append(options)
-        return fit_curve(data, options)
+        return fit_curve(data, options, pool=pool)
 
     monkeypatch.setattr("sweeps.fit.sensitivity.fit_curve", spy)
     assert sensitivity(fits[0]) == alone
