@@ -21,7 +21,7 @@ from sweeps.executor.node.attempts import ATTEMPTS_DIR
 from sweeps.executor.node.manifest import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME, take_lease
-from sweeps.run.checkpoint_names import CHECKPOINT, step_of
+from sweeps.run.checkpoint_names import CHECKPOINT, CHECKPOINTS_DIR, step_of
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.lease import Lease, held_leases
 from sweeps.run.progress import is_done
@@ -39,7 +39,6 @@ KINDS: Mapping[str, str] = {
 }
 USUAL = ("checkpoints", "leftovers")
 
-_CHECKPOINTS_DIR = "checkpoints"
 _SHARDED = re.compile(r"step-\d+\.")
 _LEFTOVER_CHECKPOINT = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
 # Names of temporary files of `run.files` and `run.lease`.
@@ -175,7 +174,7 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
 
 def _add_member_files(member: Member, keep: int, result: Inventory) -> None:
     """Add a member's removable files to the inventory: all kinds if it has finished, else leftovers only."""
-    checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, result), _files(member.run_dir, result)
+    checkpoints, logs = _files(member.run_dir / CHECKPOINTS_DIR, result), _files(member.run_dir, result)
     _add_matching(result, "leftovers", checkpoints, _LEFTOVER_CHECKPOINT)
     _add_matching(result, "leftovers", logs, _TEMPORARY)
     if not member.done:

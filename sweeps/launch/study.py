@@ -17,10 +17,12 @@ from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.members import LEASE_NAME, Members, take_lease
 from sweeps.launch.observer import Observer
 from sweeps.launch.rollback import Rollback, missing_folders, remove_folders
+from sweeps.run.checkpoint_names import CHECKPOINTS_DIR, checkpoints
 from sweeps.run.files import make_private
 from sweeps.run.lease import Lease
-from sweeps.run.progress import check_own, is_done
+from sweeps.run.progress import check_own, has_finished, is_done
 from sweeps.run.spec import check_form
+from sweeps.terminal import counted
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +70,9 @@ class Study(Members):
 
         Raises:
             UserError: another process is running this study, another version has begun it, a member's folder has
-                another run's journal, members have jobs on a cluster that the executor cannot follow, a label belongs
-                to another curve, or an observer cannot be opened.
+                another run's journal, a finished member has a larger budget but no checkpoint, members have jobs on a
+                cluster that the executor cannot follow, a label belongs to another curve, or an observer cannot be
+                opened.
         """
         lease = Lease(self.directory, LEASE_NAME)
         with naming("output_dir"):
@@ -92,6 +95,7 @@ class Study(Members):
             self._check_reach(executor, known)
             for spec in self.specs:
                 check_own(self.run_dir(spec), spec.run)
+            self._check_checkpoints()
             for observer in observers:
                 observer.open()
                 stack.callback(lambda item: item.close(failed, left), observer)
@@ -121,4 +125,23 @@ class Study(Members):
             raise UserError(
                 f"study: {len(elsewhere)} members have jobs on a cluster ({shown}); wait for them with `scalerl "
                 f"collect --wait {self.directory}`, or scancel them and `scalerl collect {self.directory}`"
+            )
+
+    def _check_checkpoints(self) -> None:
+        """Check that every finished member whose budget is larger now has a checkpoint to continue from."""
+        stuck = []
+        for spec in self.specs:
+            run_dir = self.run_dir(spec)
+            directory = run_dir / CHECKPOINTS_DIR
+            # A command keeps its own state. A folder without checkpoints is what `scalerl clean` leaves.
+            if "command" in spec.config or not directory.is_dir() or checkpoints(directory):
+                continue
+            if has_finished(run_dir) and not is_done(run_dir, spec.steps, spec.run):
+                stuck.append(spec)
+        if stuck:
+            shown = ", ".join(spec.title for spec in stuck[:3]) + (", ..." if len(stuck) > 3 else "")
+            raise UserError(
+                f"budget.steps={stuck[0].steps}: {counted(len(stuck), 'finished member')} cannot be continued, because "
+                f"no checkpoint is left, as after `scalerl clean` without --keep ({shown}); keep the budget that they "
+                "had, or train them again under another name (study=NAME)"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+CHECKPOINTS_DIR = "checkpoints"
 CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 
 

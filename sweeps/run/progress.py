@@ -126,6 +126,11 @@ def why_final(run_dir: Path) -> str | None:
     return str(end.get("reason")) if end.get("status") == "finished" and end.get("final") is True else None
 
 
+def has_finished(run_dir: Path) -> bool:
+    """Return whether a run has reached the budget that it had, and has not continued since."""
+    return _end_of(run_dir).get("status") == "finished"
+
+
 def _end_of(run_dir: Path) -> Mapping[str, Any]:
     """Return the journal's `end` record; empty if the run has not ended, or has continued since."""
     for entry in _from_end(run_dir):

@@ -245,6 +245,19 @@ def test_commands_print_the_same_after_cleaning(
 # --- members that are in use ---------------------------------------------------------------------------------
 
 
+def test_a_larger_budget_of_a_finished_member_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    """The run would only fail, and the ledger would count it as failed."""
+    specs = [spec(seed) for seed in (0, 1)]
+    launch(tmp_path, specs)
+    clean(tmp_path, ["checkpoints"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"budget.steps=.*: 2 finished members cannot be continued.*loss=cispo seed 0"):
+        launch(tmp_path, [spec(seed, steps=STEPS + EVERY) for seed in (0, 1)])
+    assert {path: path.read_bytes() for path in before} == before
+    launch(tmp_path, [*specs, spec(2)])
+    assert [view.state for view in overview(tmp_path)] == ["finished"] * 3
+
+
 def test_a_study_that_is_being_run_is_not_cleaned(study: Path) -> None:
     before = contents(study)
     lease = Lease(study, LEASE_NAME)
