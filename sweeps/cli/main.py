@@ -249,8 +249,8 @@ def _deciding(command: Command) -> None:
         "--margin",
         type=_number,
         metavar="R",
-        help=f"smaller differences in reward count as none; default: the study's launch.margin, or {MARGIN:g} of the "
-        "scale",
+        help=f"recipes are reported as the same if the whole interval of their difference in reward is within this; "
+        f"default: the study's launch.margin, or {MARGIN:g} of the scale",
     )
     compare.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -390,7 +390,7 @@ def _showing(command: Command) -> None:
     publish = command(
         "publish",
         _lazy_handler("showing_commands", "publish_command"),
-        "write fits, bands and figures to MLflow and print the link to the chart",
+        "write fits, bands and the ranking to MLflow and print the link to the chart",
         "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )
     publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")

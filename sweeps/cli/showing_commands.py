@@ -155,7 +155,7 @@ def _print_news(news: News, as_json: bool) -> None:
 
 
 def publish_command(options: argparse.Namespace) -> None:
-    """Log fits, bands and figures to MLflow and print the link to the chart (`scalerl publish`)."""
+    """Log fits, bands and the ranking to MLflow and print the link to the chart (`scalerl publish`)."""
     require("mlflow", "scalerl publish")
     # MLflow is slow to import and not needed elsewhere.
     from sweeps.report.publish import publish
