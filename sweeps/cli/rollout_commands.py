@@ -120,7 +120,11 @@ def rescore_command(options: argparse.Namespace) -> None:
         [
             entry["source"] or "all",
             str(entry["rollouts"]),
-            *(f"{entry[when][what]:.4g}" for when in ("before", "after") for what in ("reward", "pass_rate")),
+            *(
+                "-" if entry[when][what] is None else f"{entry[when][what]:.4g}"
+                for when in ("before", "after")
+                for what in ("reward", "pass_rate")
+            ),
             str(entry["changed"]),
             f"{entry['after']['abstained']}, {entry['after']['errors']}",
         ]
@@ -128,6 +132,7 @@ def rescore_command(options: argparse.Namespace) -> None:
     ]
     head = ["task", "rollouts", "reward", "pass rate", "new reward", "new pass rate", "changed", "abstained, errors"]
     print(table(head, rows))
+    print("\nchanged: rollouts with a grade both times that went from right to wrong or back")
     for entry in found:
         for why in entry["reasons"]:
             print(f"error{' of ' + entry['source'] if entry['source'] else ''}: {one_line(why)}")

@@ -134,6 +134,14 @@ def test_stored_rollouts_can_be_read_and_graded_again(
     assert "no rollout is of that kind" in capsys.readouterr().err
     assert main(["rescore", str(run_dir), "--reward", "nonsense"]) == 1
     assert "--reward: 'nonsense' is none of" in capsys.readouterr().err
+    # Nothing can be graded: there is no mean, and a lost grade is neither right nor wrong.
+    (place / "silent.py").write_text("def silent(completion, answer):\n    return None\n")
+    none_graded = rescore_run(run_dir, f"{place}/silent.py:silent")
+    schemas.validator("rescore").validate(none_graded)
+    assert none_graded[0]["after"] == {"reward": None, "pass_rate": None, "abstained": 24, "errors": 0}
+    assert none_graded[0]["changed"] == 0
+    assert main(["rescore", str(run_dir), "--reward", f"{place}/silent.py:silent"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-5:] == ["-", "-", "0", "24,", "0"]
 
 
 def test_rollouts_after_the_checkpoint_are_cut_before_they_are_written_again(tmp_path: Path) -> None:
