@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -358,14 +359,41 @@ def test_help_into_a_closed_pipe_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+STORED_ROLLOUT = {
+    "completion": "2", "outcome": "score", "correct": True, "reward": 1.0, "parts": {}, "extra": {},
+    "versions": [[0, 1]], "tokens": 1, "forced": 0, "finish_reason": "stop",
+}  # fmt: skip
+STORED_PROMPT = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
+
+
+@pytest.mark.parametrize(
+    ("filters", "title"),
+    [
+        ((), "step 1, prompt a (train), 1 of 2 right"),
+        (("--only", "right"), "step 1, prompt a (train), 1 of 2 right; 1 of 3 shown"),
+        (("--only", "wrong"), "step 1, prompt a (train), 1 of 2 right; 1 of 3 shown"),
+        (("--outcome", "abstain"), "step 1, prompt a (train), 1 of 2 right; 1 of 3 shown"),
+        (("--outcome", "score"), "step 1, prompt a (train), 1 of 2 right; 2 of 3 shown"),
+    ],
+)
+def test_a_filter_keeps_the_result_of_the_whole_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], filters: Sequence[str], title: str
+) -> None:
+    wrong = {**STORED_ROLLOUT, "completion": "3", "correct": False, "reward": 0.0}
+    abstention = {**STORED_ROLLOUT, "outcome": "abstain", "correct": False, "reward": None}
+    write_groups(
+        tmp_path, [{"step": 1, "admission": 1, **STORED_PROMPT, "rollouts": [STORED_ROLLOUT, wrong, abstention]}]
+    )
+    code, out, err = run(capsys, "rollouts", tmp_path, *filters)
+    assert code == 0 and out.splitlines()[0] == title, (out, err)
+
+
 def test_the_count_of_rollout_groups_is_singular_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last line of `scalerl rollouts` is "1 group", not "1 groups"."""
-    rollout = {
-        "completion": "2", "outcome": "score", "correct": True, "reward": 1.0, "parts": {}, "extra": {},
-        "versions": [[0, 1]], "tokens": 1, "forced": 0, "finish_reason": "stop",
-    }  # fmt: skip
-    prompt = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
-    write_groups(tmp_path, [{"step": step, "admission": step, **prompt, "rollouts": [rollout]} for step in (1, 2)])
+    write_groups(
+        tmp_path,
+        [{"step": step, "admission": step, **STORED_PROMPT, "rollouts": [STORED_ROLLOUT]} for step in (1, 2)],
+    )
     for step_option, summary in (((), "2 groups"), (("--step", "2"), "1 group")):
         code, out, err = run(capsys, "rollouts", tmp_path, *step_option)
         assert code == 0 and out.endswith(f"\n{summary}\n"), (out, err)
