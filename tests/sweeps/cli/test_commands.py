@@ -192,6 +192,10 @@ def test_failures_exit_1_with_one_line(
         ["fit", "x.csv", "--bounds", "1"],
         ["rank", "x.csv", "--margin", "x"],
         ["publish", "x"],
+        ["rollouts", "x", "--limit", "-1"],
+        ["rollouts", "x", "--step", "-1"],
+        ["rollouts", "x", "--step=-3:-1"],
+        ["export", "x", "y", "--step", "-1"],
     ],
 )
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
