@@ -16,7 +16,7 @@ from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
-from lightning_scalerl.member.noise import measure_noise
+from lightning_scalerl.member.noise import _row, measure_noise
 from lightning_scalerl.member.rescore import rescore_run, sample_of
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
@@ -333,6 +333,27 @@ def test_the_noise_of_an_evaluation_matches_its_prediction(place: Path) -> None:
     assert row["sampling_error_low"] < row["sampling_error"] < row["sampling_error_high"]
     # The error predicted from one evaluation is within the interval from twelve evaluations.
     assert row["sampling_error_low"] < row["foretold"] < row["sampling_error_high"]
+
+
+@pytest.mark.parametrize(
+    ("pass_rates", "samples", "largest"),
+    [
+        # No pass in 3 * 100 samples: p may be up to 1 - 0.025^(1/300).
+        ([0.0] * 100, 1, ((1 - 0.025 ** (1 / 300)) * 0.025 ** (1 / 300) / 100) ** 0.5),
+        ([1.0] * 100, 1, ((1 - 0.025 ** (1 / 300)) * 0.025 ** (1 / 300) / 100) ** 0.5),
+        # 1/2 is in the interval of the share of passes.
+        ([0.0, 1.0] * 50, 1, (0.25 / 100) ** 0.5),
+        # Means that differ by rounding only. For p = 0.3373 a binomial of 120 samples is 30 or less with chance 0.025.
+        ([0.1, 0.2, 0.3, 0.4], 10, (0.3373 * 0.6627 / 40) ** 0.5),
+    ],
+)
+def test_equal_evaluations_leave_the_largest_error_that_their_pass_rate_permits(
+    pass_rates: list[float], samples: int, largest: float
+) -> None:
+    rates = torch.tensor(pass_rates, dtype=torch.float64)
+    row = _row("test", [(rates, 0.01), (rates.flip(0), 0.01), (rates.roll(1), 0.01)], samples)
+    assert (row["sampling_error"], row["sampling_error_low"]) == pytest.approx((0, 0), abs=1e-12)
+    assert row["sampling_error_high"] == pytest.approx(largest, rel=1e-3)
 
 
 @pytest.mark.parametrize(
