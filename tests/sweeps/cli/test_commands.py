@@ -159,6 +159,24 @@ def test_a_refused_source_leaves_no_folder_for_its_report(tmp_path: Path, capsys
     assert code == 1 and not (tmp_path / "sub").exists()
 
 
+@pytest.mark.parametrize("option", ["--size", "--rollouts", "--difficulty", "--group"])
+def test_a_missing_column_is_refused_with_the_option_that_named_it(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    code, _, err = run(capsys, "plan", EXAMPLE, option, "nope", "--budget", "1e4")
+    assert code == 1 and err.endswith(
+        f"no column nope; found recipe, baseline, seed, compute, reward; name it with {option}\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--size", "--rollouts", "--difficulty", "--group"])
+def test_a_missing_label_of_a_run_is_refused_with_the_option_that_named_it(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    code, _, err = run(capsys, "plan", ROOT / "tests/data/logs/verl_dapo.jsonl", option, "nope", "--budget", "1e4")
+    assert code == 1 and err.endswith(f"; choose with {option}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
