@@ -35,8 +35,8 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
 
     Returns:
         One row per held-out set: number of prompts and samples, mean pass rate, standard deviation over the repeats
-        with its 95% interval (chi-squared), the standard error that single evaluations report, and the standard error
-        due to the choice of prompts.
+        with its 95% interval (chi-squared; `largest_error` if all repeats agree), the standard error that single
+        evaluations report, and the standard error due to the choice of prompts.
 
     Raises:
         UserError: the model cannot be evaluated; the error gives the reason.
@@ -103,6 +103,11 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
     means = rates.mean(1)
     spread = float(means.std())
     low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
+    pass_rate = float(means.mean())
+    # For equal repeats chi-squared would give [0, 0]. Equal means may differ by rounding.
+    spread_high = (
+        spread * math.sqrt((count - 1) / high) if spread > 1e-12 else largest_error(pass_rate, prompts, samples, count)
+    )
     by_prompt = rates.mean(0)
     # The variance between prompts includes the sampling variance of each prompt's mean: subtract it.
     sampling_variance = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
@@ -111,10 +116,24 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
         "set": name,
         "prompts": prompts,
         "samples": samples,
-        "pass_rate": float(means.mean()),
+        "pass_rate": pass_rate,
         "sampling_error": spread,
         "sampling_error_low": spread * math.sqrt((count - 1) / low),
-        "sampling_error_high": spread * math.sqrt((count - 1) / high),
+        "sampling_error_high": spread_high,
         "foretold": math.sqrt(sum(reported**2 for _, reported in repeats) / count),
         "prompt_error": math.sqrt(prompt_variance / prompts),
     }
+
+
+def largest_error(pass_rate: float, prompts: int, samples: int, repeats: int) -> float:
+    """Return the largest sampling error of one evaluation that the pass rate over all repeats permits.
+
+    The error is largest if every prompt has the same chance p of a pass: sqrt(p (1 - p) / (prompts * samples)). p is
+    the value nearest to 1/2 in the exact 95% interval of the share of passes (Clopper and Pearson 1934).
+    """
+    total = repeats * prompts * samples
+    passes = round(pass_rate * total)
+    low = float(stats.beta.ppf(0.025, passes, total - passes + 1)) if passes else 0.0
+    high = float(stats.beta.ppf(0.975, passes + 1, total - passes)) if passes < total else 1.0
+    share = min(max(0.5, low), high)
+    return math.sqrt(share * (1 - share) / (prompts * samples))

@@ -37,8 +37,9 @@ def rescore_run(
         trust: run any code that the run names, without the checks of `member.trust`.
 
     Returns:
-        One row per task: number of rollouts, mean rewards before and after, number of rollouts that changed between
-        right and wrong, and the most frequent reasons of errors.
+        One row per task: number of rollouts, mean rewards before and after, number of rollouts that have a grade both
+        times and changed between right and wrong, and the most frequent reasons of errors. Means are None if no
+        rollout has a grade.
 
     Raises:
         UserError: there are no rollouts, a prompt or the verifier does not exist, `out` exists, or the run names
@@ -165,13 +166,16 @@ def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) 
     }
 
 
-def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return mean reward and pass rate of the graded rollouts, and the numbers of abstentions and errors."""
+def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Return mean reward and pass rate of the graded rollouts, and the numbers of abstentions and errors.
+
+    The means are None if no rollout was graded.
+    """
     scored = [rollout for rollout in rollouts if rollout["outcome"] == "score"]
-    count = max(1, len(scored))
+    count = len(scored)
     return {
-        "reward": sum(rollout["grade"] for rollout in scored) / count,
-        "pass_rate": sum(rollout["correct"] for rollout in scored) / count,
+        "reward": sum(rollout["grade"] for rollout in scored) / count if count else None,
+        "pass_rate": sum(rollout["correct"] for rollout in scored) / count if count else None,
         "abstained": sum(rollout["outcome"] == "abstain" for rollout in rollouts),
         "errors": sum(rollout["outcome"] == "error" for rollout in rollouts),
     }

@@ -547,7 +547,7 @@ def _studying(command: Command) -> None:
         "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="type of the weights; default: %(default)s"
     )
     _add_trust(export)
-    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
+    export.add_argument("--step", type=_count, metavar="N", help="step of the checkpoint; default: the newest")
 
 
 def _reading(command: Command) -> None:
@@ -565,7 +565,7 @@ def _reading(command: Command) -> None:
     rollouts.add_argument("--outcome", choices=["score", "abstain", "error"], help="only completions with this outcome")
     rollouts.add_argument("--only", choices=["right", "wrong"], help="only completions that were graded like this")
     rollouts.add_argument(
-        "--limit", type=int, default=3, metavar="K", help="print the last K groups; 0: all; default: 3"
+        "--limit", type=_count, default=3, metavar="K", help="print the last K groups; 0: all; default: 3"
     )
     rollouts.add_argument("--full", action="store_true", help="print texts in full")
     rollouts.add_argument("--json", action="store_true", help="print a JSON list with one object per group")
@@ -612,8 +612,8 @@ def _steps(text: str) -> tuple[int, int | None]:
     """Parse `N` into (N, N) and `N:M` into (N, M), with M None if it is omitted."""
     first, colon, last = text.partition(":")
     try:
-        return int(first or 0), (int(last) if last else None) if colon else int(first)
-    except ValueError as error:
+        return _count(first or "0"), (_count(last) if last else None) if colon else _count(first)
+    except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give one, as 64, or a range, as 8:64") from error
 
 

@@ -20,26 +20,27 @@ from sweeps.terminal import counted
 # Number of lines to show of a prompt and of a completion without --full.
 LINES = 6
 MARKS = {"abstain": "-", "error": "!"}
+Rollout = dict[str, Any]
 
 
 def rollouts_command(options: argparse.Namespace) -> None:
     """Print the last stored groups of a run's rollouts that match the filters (`scalerl rollouts`)."""
-    groups = [matching for group in read_groups(Path(options.run)) if (matching := _matching(group, options))]
+    groups = [(group, rollouts) for group in read_groups(Path(options.run)) if (rollouts := _matching(group, options))]
     if not groups:
         raise UserError(f"{options.run}: no rollout is of that kind; leave out an option")
     shown = groups[-options.limit :] if options.limit else groups
     if options.json:
-        print_json(shown)
+        print_json([{**group, "rollouts": rollouts} for group, rollouts in shown])
         return
     width = max(40, shutil.get_terminal_size().columns)
-    for group in shown:
-        print("\n".join(_lines(group, width, None if options.full else LINES)), end="\n\n")
+    for group, rollouts in shown:
+        print("\n".join(_lines(group, rollouts, width, None if options.full else LINES)), end="\n\n")
     left = len(groups) - len(shown)
     print(f"{counted(len(shown), 'group')}{f', and {left} before them (--limit 0)' if left else ''}")
 
 
-def _matching(group: Group, options: argparse.Namespace) -> Group | None:
-    """Return the group with only the rollouts that match the filters; None if no rollout matches."""
+def _matching(group: Group, options: argparse.Namespace) -> list[Rollout]:
+    """Return the rollouts of a group that match the filters."""
     first, last = options.step or (0, None)
     wanted = (
         group["step"] >= first
@@ -49,24 +50,25 @@ def _matching(group: Group, options: argparse.Namespace) -> Group | None:
         and options.source in (None, group["source"])
     )
     if not wanted:
-        return None
+        return []
     outcome, correct = options.outcome, {"right": True, "wrong": False}.get(options.only)
-    rollouts = [
+    return [
         rollout
         for rollout in group["rollouts"]
         if outcome in (None, rollout["outcome"])
         and (correct is None or (rollout["outcome"] == "score" and rollout["correct"] == correct))
     ]
-    return {**group, "rollouts": rollouts} if rollouts else None
 
 
-def _lines(group: Group, width: int, max_lines: int | None) -> Iterator[str]:
-    """Yield the lines of a group for display: the prompt, the answer, and each rollout."""
-    rollouts = group["rollouts"]
-    scored = [rollout for rollout in rollouts if rollout["outcome"] == "score"]
+def _lines(group: Group, rollouts: Sequence[Rollout], width: int, max_lines: int | None) -> Iterator[str]:
+    """Yield the lines of a group for display: the prompt and the whole group's result, the answer, these rollouts."""
+    count = len(group["rollouts"])
+    scored = [rollout for rollout in group["rollouts"] if rollout["outcome"] == "score"]
     rate = f", {sum(rollout['correct'] for rollout in scored)} of {len(scored)} right" if scored else ""
     labels = ", ".join(filter(None, (group["source"], group["difficulty"])))
-    yield f"step {group['step']}, prompt {one_line(str(group['prompt_id']))}{f' ({labels})' if labels else ''}{rate}"
+    part = f"; {len(rollouts)} of {count} shown" if len(rollouts) < count else ""
+    title = f"step {group['step']}, prompt {one_line(str(group['prompt_id']))}"
+    yield f"{title}{f' ({labels})' if labels else ''}{rate}{part}"
     yield from _wrapped(group["prompt"], "    ", width, max_lines)
     yield f"    answer: {one_line(str(group['answer']))[: width - 12]}"
     for rollout in rollouts:
@@ -120,7 +122,11 @@ def rescore_command(options: argparse.Namespace) -> None:
         [
             entry["source"] or "all",
             str(entry["rollouts"]),
-            *(f"{entry[when][what]:.4g}" for when in ("before", "after") for what in ("reward", "pass_rate")),
+            *(
+                "-" if entry[when][what] is None else f"{entry[when][what]:.4g}"
+                for when in ("before", "after")
+                for what in ("reward", "pass_rate")
+            ),
             str(entry["changed"]),
             f"{entry['after']['abstained']}, {entry['after']['errors']}",
         ]
@@ -128,6 +134,7 @@ def rescore_command(options: argparse.Namespace) -> None:
     ]
     head = ["task", "rollouts", "reward", "pass rate", "new reward", "new pass rate", "changed", "abstained, errors"]
     print(table(head, rows))
+    print("\nchanged: rollouts with a grade both times that went from right to wrong or back")
     for entry in found:
         for why in entry["reasons"]:
             print(f"error{' of ' + entry['source'] if entry['source'] else ''}: {one_line(why)}")

@@ -87,7 +87,9 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     sentence = f"a difference of {smallest:.3f} can be detected (5% level, 80% power, estimated from {source})"
     if seeds_needed is not None:
         sentence += f"; a difference of {margin:g} needs {seeds_needed} seeds per recipe"
-    if undecided is not None:
+    if recipes == 1:
+        sentence = f"a single recipe has nothing to be compared with; between two, {sentence}"
+    elif undecided is not None:
         opening = f"with {counted(seeds, 'seed')} per recipe, about {undecided:.0f} of {recipes - 1} comparisons"
         sentence = f"{opening} with the best will stay undecided: {sentence}"
     return Foresight(

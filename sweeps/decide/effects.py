@@ -144,7 +144,8 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
 
     Args:
         fits: one fit per cell of the grid, as `fit_curves` returns them.
-        interactions: pairs of axes whose interaction to estimate; none by default.
+        interactions: pairs of axes whose interaction to estimate; none by default. A pair that is repeated, in either
+            order, counts once.
 
     Raises:
         UserError: fewer than three recipes have a forecast, no axis varies, or an interaction names an axis that does
@@ -163,6 +164,11 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     for axis in {axis for pair in interactions for axis in pair}:
         if axis not in axes:
             raise UserError(f"--interaction {axis}: no axis that varies here; those are {', '.join(axes)}")
+    # A repeated pair would split its effect between equal columns of the design.
+    pairs: dict[frozenset[str], tuple[str, str]] = {}
+    for pair in interactions:
+        pairs.setdefault(frozenset(pair), pair)
+    interactions = tuple(pairs.values())
     scale = max(fit.curve.scale for fit in readable_fits)
     design = _Design.of(cells, axes, interactions)
     asymptotes = np.stack([one.asymptote() for one in draw_asymptotes(readable_fits)])

@@ -121,6 +121,7 @@ class Request:
         seed_from: pattern with one group, for seeds that are part of run names in foreign sources; None without one.
         bounds: lowest and highest possible value of the metric; None to infer them.
         lower_is_better: whether the metric is a loss or an error rate.
+        factor_options: option of the command line that named a factor, for messages, by factor.
     """
 
     metric: str | None = None
@@ -131,6 +132,11 @@ class Request:
     seed_from: re.Pattern[str] | None = None
     bounds: tuple[float, float] | None = None
     lower_is_better: bool = False
+    factor_options: Mapping[str, str] = field(default_factory=dict)
+
+    def option_of(self, factor: str) -> str:
+        """Return the option of the command line that named this factor."""
+        return self.factor_options.get(factor, "--group")
 
     def split_seed(self, name: str) -> tuple[str, str | None]:
         """Split a run's name by `seed_from` into the recipe's label and the seed; without a match the seed is None."""

@@ -127,12 +127,20 @@ def read_runs(
         errors: list[UserError] = []
         for part in parts:
             try:
-                study = load([part], metric, x, y, columns[0] if columns else None, other_columns, seed_from)
+                study = load(
+                    [part],
+                    metric,
+                    x,
+                    y,
+                    columns[0] if columns else None,
+                    other_columns,
+                    seed_from,
+                    factor_options=dict.fromkeys(other_columns, "--by"),
+                )
             except UserError as error:
-                renamed = UserError(str(error).replace("--group", "--by"))
                 if len(parts) == 1:
-                    raise renamed from error
-                errors.append(renamed)
+                    raise
+                errors.append(error)
                 continue
             runs += study.foreign
             runs += _own_as_foreign(study, columns, other_columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def load(
     read: Callable[[Path], JournalView] = read_journal,
     bounds: tuple[float, float] | None = None,
     lower_is_better: bool = False,
+    factor_options: Mapping[str, str] | None = None,
 ) -> LoadedStudy:
     """Read runs, sweeps, tables, logs of other frameworks, W&B and MLflow into one curve per recipe, sorted by label.
 
@@ -73,6 +74,7 @@ def load(
         bounds: lowest and highest possible value of the metric in the sources; None to infer them. Pass rates of
             journals keep the bounds 0 and 1.
         lower_is_better: whether the metric is a loss or an error rate: rewards are then minus the metric.
+        factor_options: option of the command line that named a factor, for messages, by factor; `--group` for others.
 
     Raises:
         UserError: a source is missing or unusable, the pattern is invalid, two sources have different axes, or a
@@ -99,6 +101,7 @@ def load(
         seed_from=_pattern(seed_from),
         bounds=bounds,
         lower_is_better=lower_is_better,
+        factor_options=factor_options or {},
     )
     into = Collected(request, study, _distinct_names(files, request))
     known: set[str | Path] = set()

@@ -421,7 +421,8 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
         UserError: the run has no such label.
     """
     values = {}
-    for name, option in [(into.request.by, "--by"), *((factor, "--group") for factor in into.request.factors)]:
+    request = into.request
+    for name, option in [(request.by, "--by"), *((factor, request.option_of(factor)) for factor in request.factors)]:
         if name is None:
             continue
         value = log.label(name)
@@ -434,8 +435,8 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
                 f"found {listed(log.labels)}; choose with {option}"
             )
         values[name] = value
-    recipe = values[into.request.by] if into.request.by is not None else own_recipe(log) or log.name
-    return recipe, {factor: values[factor] for factor in into.request.factors}
+    recipe = values[request.by] if request.by is not None else own_recipe(log) or log.name
+    return recipe, {factor: values[factor] for factor in request.factors}
 
 
 def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Array, int, int, list[str]]:

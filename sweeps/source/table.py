@@ -197,14 +197,14 @@ def _columns(file: File, table: Table, request: Request) -> Columns:
         role: column_named(file, table, name or role, options.get(role, "another name"), exact=name is not None)
         for role, name in requested.items()
     }
-    factors = [column_named(file, table, name, "--group", exact=True) for name in request.factors]
+    factors = [column_named(file, table, name, request.option_of(name), exact=True) for name in request.factors]
     fallback = False
     if chosen["compute"] is None and request.x is None:
         chosen["compute"] = counter_named(file, table)
         fallback = chosen["compute"] is not None
     roles = ["compute", "reward"] if request.by is None else ["compute", "reward", "recipe"]
     needed = [(requested[role] or role, options[role], chosen[role]) for role in roles]
-    needed += [(name, "--group", column) for name, column in zip(request.factors, factors, strict=True)]
+    needed += [(name, request.option_of(name), column) for name, column in zip(request.factors, factors, strict=True)]
     missing = {name: option for name, option, column in needed if column is None}
     if missing:
         remedies = list(dict.fromkeys(missing.values()))

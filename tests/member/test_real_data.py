@@ -16,7 +16,7 @@ from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
-from lightning_scalerl.member.noise import measure_noise
+from lightning_scalerl.member.noise import _row, measure_noise
 from lightning_scalerl.member.rescore import rescore_run, sample_of
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
@@ -134,6 +134,14 @@ def test_stored_rollouts_can_be_read_and_graded_again(
     assert "no rollout is of that kind" in capsys.readouterr().err
     assert main(["rescore", str(run_dir), "--reward", "nonsense"]) == 1
     assert "--reward: 'nonsense' is none of" in capsys.readouterr().err
+    # Nothing can be graded: there is no mean, and a lost grade is neither right nor wrong.
+    (place / "silent.py").write_text("def silent(completion, answer):\n    return None\n")
+    none_graded = rescore_run(run_dir, f"{place}/silent.py:silent")
+    schemas.validator("rescore").validate(none_graded)
+    assert none_graded[0]["after"] == {"reward": None, "pass_rate": None, "abstained": 24, "errors": 0}
+    assert none_graded[0]["changed"] == 0
+    assert main(["rescore", str(run_dir), "--reward", f"{place}/silent.py:silent"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-5:] == ["-", "-", "0", "24,", "0"]
 
 
 def test_rollouts_after_the_checkpoint_are_cut_before_they_are_written_again(tmp_path: Path) -> None:
@@ -325,6 +333,27 @@ def test_the_noise_of_an_evaluation_matches_its_prediction(place: Path) -> None:
     assert row["sampling_error_low"] < row["sampling_error"] < row["sampling_error_high"]
     # The error predicted from one evaluation is within the interval from twelve evaluations.
     assert row["sampling_error_low"] < row["foretold"] < row["sampling_error_high"]
+
+
+@pytest.mark.parametrize(
+    ("pass_rates", "samples", "largest"),
+    [
+        # No pass in 3 * 100 samples: p may be up to 1 - 0.025^(1/300).
+        ([0.0] * 100, 1, ((1 - 0.025 ** (1 / 300)) * 0.025 ** (1 / 300) / 100) ** 0.5),
+        ([1.0] * 100, 1, ((1 - 0.025 ** (1 / 300)) * 0.025 ** (1 / 300) / 100) ** 0.5),
+        # 1/2 is in the interval of the share of passes.
+        ([0.0, 1.0] * 50, 1, (0.25 / 100) ** 0.5),
+        # Means that differ by rounding only. For p = 0.3373 a binomial of 120 samples is 30 or less with chance 0.025.
+        ([0.1, 0.2, 0.3, 0.4], 10, (0.3373 * 0.6627 / 40) ** 0.5),
+    ],
+)
+def test_equal_evaluations_leave_the_largest_error_that_their_pass_rate_permits(
+    pass_rates: list[float], samples: int, largest: float
+) -> None:
+    rates = torch.tensor(pass_rates, dtype=torch.float64)
+    row = _row("test", [(rates, 0.01), (rates.flip(0), 0.01), (rates.roll(1), 0.01)], samples)
+    assert (row["sampling_error"], row["sampling_error_low"]) == pytest.approx((0, 0), abs=1e-12)
+    assert row["sampling_error_high"] == pytest.approx(largest, rel=1e-3)
 
 
 @pytest.mark.parametrize(

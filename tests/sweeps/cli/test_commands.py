@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -158,6 +159,24 @@ def test_a_refused_source_leaves_no_folder_for_its_report(tmp_path: Path, capsys
     assert code == 1 and not (tmp_path / "sub").exists()
 
 
+@pytest.mark.parametrize("option", ["--size", "--rollouts", "--difficulty", "--group"])
+def test_a_missing_column_is_refused_with_the_option_that_named_it(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    code, _, err = run(capsys, "plan", EXAMPLE, option, "nope", "--budget", "1e4")
+    assert code == 1 and err.endswith(
+        f"no column nope; found recipe, baseline, seed, compute, reward; name it with {option}\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--size", "--rollouts", "--difficulty", "--group"])
+def test_a_missing_label_of_a_run_is_refused_with_the_option_that_named_it(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    code, _, err = run(capsys, "plan", ROOT / "tests/data/logs/verl_dapo.jsonl", option, "nope", "--budget", "1e4")
+    assert code == 1 and err.endswith(f"; choose with {option}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -191,6 +210,10 @@ def test_failures_exit_1_with_one_line(
         ["fit", "x.csv", "--bounds", "1"],
         ["rank", "x.csv", "--margin", "x"],
         ["publish", "x"],
+        ["rollouts", "x", "--limit", "-1"],
+        ["rollouts", "x", "--step", "-1"],
+        ["rollouts", "x", "--step=-3:-1"],
+        ["export", "x", "y", "--step", "-1"],
     ],
 )
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -358,14 +381,41 @@ def test_help_into_a_closed_pipe_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+STORED_ROLLOUT = {
+    "completion": "2", "outcome": "score", "correct": True, "reward": 1.0, "parts": {}, "extra": {},
+    "versions": [[0, 1]], "tokens": 1, "forced": 0, "finish_reason": "stop",
+}  # fmt: skip
+STORED_PROMPT = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
+
+
+@pytest.mark.parametrize(
+    ("filters", "title"),
+    [
+        ((), "step 1, prompt a (train), 1 of 2 right"),
+        (("--only", "right"), "step 1, prompt a (train), 1 of 2 right; 1 of 3 shown"),
+        (("--only", "wrong"), "step 1, prompt a (train), 1 of 2 right; 1 of 3 shown"),
+        (("--outcome", "abstain"), "step 1, prompt a (train), 1 of 2 right; 1 of 3 shown"),
+        (("--outcome", "score"), "step 1, prompt a (train), 1 of 2 right; 2 of 3 shown"),
+    ],
+)
+def test_a_filter_keeps_the_result_of_the_whole_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], filters: Sequence[str], title: str
+) -> None:
+    wrong = {**STORED_ROLLOUT, "completion": "3", "correct": False, "reward": 0.0}
+    abstention = {**STORED_ROLLOUT, "outcome": "abstain", "correct": False, "reward": None}
+    write_groups(
+        tmp_path, [{"step": 1, "admission": 1, **STORED_PROMPT, "rollouts": [STORED_ROLLOUT, wrong, abstention]}]
+    )
+    code, out, err = run(capsys, "rollouts", tmp_path, *filters)
+    assert code == 0 and out.splitlines()[0] == title, (out, err)
+
+
 def test_the_count_of_rollout_groups_is_singular_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last line of `scalerl rollouts` is "1 group", not "1 groups"."""
-    rollout = {
-        "completion": "2", "outcome": "score", "correct": True, "reward": 1.0, "parts": {}, "extra": {},
-        "versions": [[0, 1]], "tokens": 1, "forced": 0, "finish_reason": "stop",
-    }  # fmt: skip
-    prompt = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
-    write_groups(tmp_path, [{"step": step, "admission": step, **prompt, "rollouts": [rollout]} for step in (1, 2)])
+    write_groups(
+        tmp_path,
+        [{"step": step, "admission": step, **STORED_PROMPT, "rollouts": [STORED_ROLLOUT]} for step in (1, 2)],
+    )
     for step_option, summary in (((), "2 groups"), (("--step", "2"), "1 group")):
         code, out, err = run(capsys, "rollouts", tmp_path, *step_option)
         assert code == 0 and out.endswith(f"\n{summary}\n"), (out, err)

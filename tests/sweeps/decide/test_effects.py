@@ -104,6 +104,12 @@ def test_interactions_are_estimated_on_request() -> None:
         effects(fit_curves(grid()), [("loss", "lr")])
 
 
+@pytest.mark.parametrize("again", [("loss", "async"), ("async", "loss")])
+def test_a_repeated_interaction_counts_once(again: tuple[str, str]) -> None:
+    fits = fit_curves(grid(interaction=0.1))
+    assert effects(fits, [("loss", "async"), again]) == effects(fits, [("loss", "async")])
+
+
 def test_aliased_axes_are_noted_and_short_recipes_are_left_out() -> None:
     curves = [recipe_curve for recipe_curve in grid() if recipe_curve.recipe in ("base", "base+loss=x+async=y")]
     third = make_curve("base+z=1", curves[0].compute, curves[0].reward, curves[0].seed)

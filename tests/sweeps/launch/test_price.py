@@ -155,6 +155,13 @@ def test_few_comparisons_stay_undecided_if_recipes_differ_much() -> None:
     assert far.source == "pilot" and "of 8 comparisons with the best will stay undecided" in far.sentence
 
 
+def test_a_single_recipe_has_no_comparison() -> None:
+    fits = study(3, 2, 0.05, 0.02, np.random.default_rng(5))
+    for one in (foresee(1, 2, fits, by="pilot"), foresee(1, 2)):
+        assert one.comparisons == 0 and "undecided" not in one.sentence
+        assert one.sentence.startswith("a single recipe has nothing to be compared with; between two, a difference of")
+
+
 @given(st.integers(2, 30), st.integers(1, 30))
 def test_four_times_the_seeds_halve_the_smallest_difference(recipes: int, seeds: int) -> None:
     """The smallest difference falls with the root of the number of seeds. `seeds_needed` does not depend on it."""
