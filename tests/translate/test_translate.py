@@ -473,6 +473,18 @@ def test_learning_rates_of_all_steps_are_ours(schedule: ConstantSchedule) -> Non
         assert rates(lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, **linear)) == pytest.approx(ours)
 
 
+def test_the_page_names_the_trainers_without_the_warm_up() -> None:
+    page = (ROOT / "docs" / "guide" / "other_trainers.md").read_text()
+    (line,) = [" ".join(entry.split()) for entry in page.split("\n- ") if entry.startswith("**Schedules.**")]
+    lacking = [to for to in TRAINERS if "schedule.warmup_steps" in missing_keys(to, "schedule.warmup_steps=5")]
+    assert lacking == ["verl", "skyrl"]
+    assert "The warm-up of verl and SkyRL begins at 0, so it is listed as missing for them." in line
+    assert "For TRL and prime-rl, a schedule with this project's rates is written." in line
+    first = translated("prime-rl", "schedule.warmup_steps=5", "optimizer.lr=6e-4").settings
+    assert first["trainer.scheduler.min_lr"] == pytest.approx(1e-4)
+    assert "`lr` / (`warmup_steps` + 1)" in line
+
+
 def test_writing_a_file_reports_the_missing_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rl.toml"
     assert main(["translate", "recipe=scalerl", "--to", "prime-rl", "-o", str(file)]) == 0
