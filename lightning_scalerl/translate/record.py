@@ -443,10 +443,15 @@ def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> b
         run: the run to translate.
         into: gets an entry in `missing` if the run normalizes in another way; then the result is None.
         eps: the trainer's fixed addition to the deviation.
-        why: reason for that entry.
+        why: reason for that entry, with group advantages. With GAE, verl and SkyRL whiten in any case.
     """
     scale = run.choices.normalization
-    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
+    if isinstance(run.choices.advantage, GAE):
+        why = (
+            f"with gae, {NAMES[into.to]} always subtracts the mean of a generation batch's advantages and divides by "
+            "their standard deviation"
+        )
+    elif isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
         why = deviation(eps)
     elif isinstance(scale, PromptNormalization | NoNormalization):
         return isinstance(scale, PromptNormalization)

@@ -247,6 +247,36 @@ def test_choices_without_a_counterpart_are_listed(to: str, changes: str, keys: s
     ]
 
 
+@pytest.mark.parametrize(
+    ("to", "changes", "why"),
+    [
+        ("trl", "normalization=maxrl", "mean reward of a group"),
+        ("trl", "normalization=running", "over earlier batches"),
+        ("trl", "normalization=batch", "(normalization=batch_reward_std), not of advantages"),
+        ("trl", "normalization=batch_centred", "subtracts the mean of a batch's advantages"),
+        ("trl", "recipe=ppo", "subtracts the mean of a batch's advantages"),
+        ("skyrl", "normalization=maxrl normalization.eps=1e-4", "maxrl divides by the mean reward above 0 plus 1e-06"),
+        ("skyrl", "normalization=maxrl reward=plus_minus_one", "maxrl divides by the mean reward above 0 plus 1e-06"),
+        ("skyrl", "normalization=running", "over earlier batches"),
+        ("skyrl", "normalization=batch_reward_std", "of a group's rewards, not of a batch's"),
+        ("skyrl", "normalization=batch", "once per token of its rollout"),
+        ("skyrl", "recipe=ppo", "with gae, SkyRL always subtracts the mean"),
+        ("verl", "normalization=none advantage=gae critic=value_network", "with gae, verl always subtracts the mean"),
+    ],
+)
+def test_each_normalization_has_its_own_reason(to: str, changes: str, why: str) -> None:
+    run = changes.split() if changes.startswith("recipe") else [*PLAIN, *changes.split()]
+    (reason,) = [entry.why for entry in TRAINERS[to](run_of(*run)).missing if entry.key == "normalization"]
+    assert why in reason
+
+
+def test_maxrl_is_skyrls_estimator_if_incorrect_completions_have_no_reward() -> None:
+    result = translated("skyrl", "normalization=maxrl", "reward=zero_one")
+    assert result.settings["trainer.algorithm.advantage_estimator"] == "maxrl"
+    assert "trainer.algorithm.advantage_estimator" in result.axes["normalization"]
+    assert "trainer.algorithm.grpo_norm_by_std" not in result.settings
+
+
 def test_gae_is_never_translated_into_group_advantages() -> None:
     """GAE is listed as missing. The settings contain the trainer's own GAE, or no estimator."""
     names = {"verl": "algorithm.adv_estimator", "skyrl": "trainer.algorithm.advantage_estimator"}
