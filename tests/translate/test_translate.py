@@ -277,6 +277,40 @@ def test_maxrl_is_skyrls_estimator_if_incorrect_completions_have_no_reward() -> 
     assert "trainer.algorithm.grpo_norm_by_std" not in result.settings
 
 
+# Settings besides the axes that change a run, and the keys that are listed for every trainer.
+LISTED = [
+    ("environment=calculator", {"environment", "context.max_turns"}),
+    (
+        "environment=calculator context.max_turn_tokens=8",
+        {"environment", "context.max_turns", "context.max_turn_tokens"},
+    ),
+    ("chat.system=hello", {"chat.system"}),
+    ("chat.template=none", {"chat.template"}),
+    ("chat.thinking=false", {"chat.thinking"}),
+    ("chat.stop=[x]", {"chat.stop"}),
+    ("chat.end_of_thinking=x", {"chat.end_of_thinking"}),
+    ("health=stop", {"health.stop"}),
+    ("branch.run=outputs/a/runs/b", {"branch.run"}),
+    ("thinking.interrupt_from=5 thinking.penalty_buffer=2", set()),  # the plain run has no length control
+]
+
+
+@pytest.mark.parametrize(("changes", "keys"), LISTED)
+@pytest.mark.parametrize("to", TRAINERS)
+def test_settings_besides_the_axes_are_listed(to: str, changes: str, keys: set[str]) -> None:
+    assert missing_keys(to, *changes.split()) - missing_keys(to) == keys
+
+
+def test_the_page_says_of_each_group_how_it_is_translated() -> None:
+    """A new group must be decided: it is translated, or listed, or has no effect on what a run learns."""
+    page = (ROOT / "docs" / "guide" / "other_trainers.md").read_text()
+    table = [line for line in page.split("| group | in a translation |")[1].split("\n\n")[0].splitlines()]
+    named = {name.split(".")[0] for line in table for name in re.findall(r"`([a-z_.]+)`", line)}
+    # `model`, `task` and `verify` are named in the sentence above the table. The others are paths, or a check.
+    decided = named | {"model", "task", "verify", *AXES, "output_dir", "scaled_for", "label", "hydra", "trainer"}
+    assert set(run_of(*PLAIN).config) <= decided
+
+
 def test_gae_is_never_translated_into_group_advantages() -> None:
     """GAE is listed as missing. The settings contain the trainer's own GAE, or no estimator."""
     names = {"verl": "algorithm.adv_estimator", "skyrl": "trainer.algorithm.advantage_estimator"}
