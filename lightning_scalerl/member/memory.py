@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.distributed.sharded import check_divides
 from lightning_scalerl.measure.memory import Memory, from_config, memory_and_advice
@@ -44,10 +44,15 @@ def memory_of(
 
 
 def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None) -> tuple[Memory, int, str, str]:
+    if devices is not None and devices < 1:
+        raise ConfigurationError(f"--devices {devices}: give 1 or more")
     config = compose(overrides)
     if devices is None:
         check_layout(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-        devices = math.prod(layout_of(config) or (1, 1))
+        layout = layout_of(config) or (1, 1)
+        for field, count in zip(("strategy.nodes", "strategy.devices"), layout, strict=True):
+            whole_number(field, count)
+        devices = math.prod(layout)
     recipe = build_recipe(config, "")
     # The generators of a live driver use other devices than the trainer.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)

@@ -22,6 +22,7 @@ from lightning_scalerl.axes.normalization import NoNormalization, PromptNormaliz
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import (
     AdamW,
     AdamW8bit,
@@ -357,8 +358,7 @@ def common(run: Run, into: Translation) -> None:
         )
     if run.recipe.evaluation.get("gold_logprob"):
         into.add_missing("evaluation.gold_logprob", True, f"{name} does not score known solutions")
-    if run.recipe.chat.stop:
-        into.add_missing("chat.stop", list(run.recipe.chat.stop), "stop texts are not translated")
+    _check_groups(run, into)
     into.note(
         f"set the model, the data and the reward functions in {name}; the reward of a completion is "
         f"{run.recipe.reward.correct:g} if it is correct, else {run.recipe.reward.incorrect:g}"
@@ -367,6 +367,45 @@ def common(run: Run, into: Translation) -> None:
         "each trainer orders prompts and samples tokens with its own random numbers: the same seed does not give the "
         "same run"
     )
+
+
+def _check_groups(run: Run, into: Translation) -> None:
+    """Add to `missing` what changes a run without being an axis: environment, chat, health and branch."""
+    name, context, chat = NAMES[into.to], run.recipe.context, run.recipe.chat
+    if (factory := run.config.environment.get("factory")) is not None:
+        kind, limit = _ENVIRONMENTS[into.to]
+        into.add_missing(
+            "environment", factory, f"{name}'s environments ({kind}) were not compared with this project's"
+        )
+        for key in ("max_turns", "max_turn_tokens"):
+            if (value := getattr(context, key)) is not None:
+                into.add_missing(f"context.{key}", value, f"a limit of the environment's conversations ({limit})")
+    for key, neutral in Chat.neutral.items() if Chat.neutral is not None else ():
+        value = getattr(chat, key, neutral)  # `choice` is no attribute
+        value = list(value) if key == "stop" else value
+        if value != neutral:
+            into.add_missing(f"chat.{key}", value, _CHAT.get(key, f"{name} renders prompts by its own settings"))
+    if run.recipe.health.stop:
+        into.add_missing("health.stop", True, f"{name} does not end a collapsed run; health=watch can be translated")
+    if (parent := run.config.get("branch", {}).get("run")) is not None:
+        into.add_missing("branch.run", parent, f"{name} cannot read this project's checkpoints")
+    if (prompts := run.recipe.evaluation.get("prompts")) is not None:
+        into.note(
+            f"evaluation: this project evaluates at most {prompts} prompts of each set; shorten the sets yourself"
+        )
+
+
+# For each trainer: where it has environments, and its limit on turns.
+_ENVIRONMENTS = {
+    "trl": ("environment_factory of GRPOTrainer", "in TRL max_tool_calling_iterations, which counts rounds of calls"),
+    "verl": ("rollout.multi_turn and agent loops", "in verl rollout.multi_turn.max_assistant_turns"),
+    "prime-rl": ("packages of verifiers", "in prime-rl a setting of the environment's package"),
+    "skyrl": ("classes of skyrl_gym", "in SkyRL generator.max_turns"),
+}
+_CHAT = {
+    "stop": "stop texts are not translated",
+    "end_of_thinking": "reward functions get the whole completion; remove the thinking there",
+}
 
 
 def _check_optimizer(run: Run, into: Translation) -> None:
@@ -443,10 +482,15 @@ def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> b
         run: the run to translate.
         into: gets an entry in `missing` if the run normalizes in another way; then the result is None.
         eps: the trainer's fixed addition to the deviation.
-        why: reason for that entry.
+        why: reason for that entry, with group advantages. With GAE, verl and SkyRL whiten in any case.
     """
     scale = run.choices.normalization
-    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
+    if isinstance(run.choices.advantage, GAE):
+        why = (
+            f"with gae, {NAMES[into.to]} always subtracts the mean of a generation batch's advantages and divides by "
+            "their standard deviation"
+        )
+    elif isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
         why = deviation(eps)
     elif isinstance(scale, PromptNormalization | NoNormalization):
         return isinstance(scale, PromptNormalization)

@@ -155,8 +155,9 @@ def _settings(run: Run, into: Translation) -> None:
             "the shape of prime-rl's cosine (trainer.scheduler.type) was not compared with this project's",
         )
     elif has_warmup:
-        # The rate rises from min_lr at the first step: at step s it is (s + 1) / (warmup_steps + 1) of the full rate,
-        # as ours is.
+        # prime-rl's LinearLR starts at min_lr / lr (a min_lr of 0 means 1e-8) and reaches the full rate after
+        # warmup_steps. Step s = 0, 1, ... has (s + 1) / (warmup_steps + 1) of it, as ours has. Without a decay, min_lr
+        # has no other use.
         into.under(
             "trainer.scheduler",
             type="linear",

@@ -7,6 +7,8 @@ Properties of the code at this commit:
 - the variance of a group is computed over its unmasked rollouts;
 - KL is averaged over sequences under every reduction;
 - `advantage_batch_normalize` counts an advantage once per token;
+- `advantage_estimator=maxrl` divides by the mean reward itself, so incorrect completions must have a reward of 0;
+- `advantage_estimator=gae` whitens advantages regardless of `advantage_batch_normalize`;
 - the trainer's log-probabilities before the update are computed once for the whole batch, after it was sampled;
 - workers compute under BF16 autocast, regardless of `bf16`;
 - training ends after `epochs` (1 by default), regardless of `max_training_steps`.
@@ -27,6 +29,12 @@ from lightning_scalerl.axes.correction import Proximal
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
 from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, DPPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
+from lightning_scalerl.axes.normalization import (
+    BatchRewardNormalization,
+    MaxRLNormalization,
+    Normalization,
+    RunningNormalization,
+)
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
     NO_BOUND,
@@ -111,18 +119,17 @@ def _loss(run: Run, into: Translation) -> None:
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    if (name := estimator(run)) is not None:
+    scale, name = choices.normalization, estimator(run)
+    is_maxrl = isinstance(scale, MaxRLNormalization) and (scale.incorrect, scale.eps, name) == (0, EPS, "grpo")
+    if is_maxrl:
+        into.under(ALGORITHM, "advantage", "normalization", advantage_estimator="maxrl")
+    elif name is not None:
         into.under(ALGORITHM, "advantage", advantage_estimator=name)
     into.under(ALGORITHM, "normalization", advantage_batch_normalize=False)
-    divides = divides_by_deviation(
-        run,
-        into,
-        EPS,
-        "advantage_batch_normalize counts an advantage once per token of its rollout; normalization=prompt or "
-        "normalization=none can be translated",
-    )
-    if divides is not None:
-        into.under(ALGORITHM, "normalization", grpo_norm_by_std=divides)
+    if not is_maxrl:
+        divides = divides_by_deviation(run, into, EPS, _no_normalization(scale))
+        if divides is not None:
+            into.under(ALGORITHM, "normalization", grpo_norm_by_std=divides)
     # Masked rollouts do not count in a token average, and a constant denominator is not affected. In averages over
     # samples and prompts they still count.
     by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
@@ -159,6 +166,22 @@ def _credit(run: Run, into: Translation) -> None:
         into.under("generator", "truncated", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
     if isinstance(choices.length_control, Penalty):
         into.add_missing("length_control", choices.length_control, "SkyRL computes a length penalty in the environment")
+
+
+def _no_normalization(scale: Normalization) -> str:
+    """Return the reason why no setting of SkyRL is this normalization."""
+    if isinstance(scale, MaxRLNormalization):
+        return (
+            f"advantage_estimator=maxrl divides by the mean reward above 0 plus {EPS:g}; reward=zero_one with "
+            f"normalization.eps={EPS:g} can be translated"
+        )
+    if isinstance(scale, BatchRewardNormalization):
+        why = "SkyRL divides by the standard deviation of a group's rewards, not of a batch's"
+    elif isinstance(scale, RunningNormalization):
+        why = "no setting divides by a standard deviation over earlier batches"
+    else:
+        why = "advantage_batch_normalize counts an advantage once per token of its rollout"
+    return f"{why}; normalization=prompt or normalization=none can be translated"
 
 
 def _data(run: Run, into: Translation) -> None:

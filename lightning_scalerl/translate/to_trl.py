@@ -23,7 +23,15 @@ from lightning_scalerl.axes.entropy import FixedEntropy
 from lightning_scalerl.axes.filter import NoFilter
 from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, SAPO, Reinforce
-from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
+from lightning_scalerl.axes.normalization import (
+    BatchNormalization,
+    BatchRewardNormalization,
+    MaxRLNormalization,
+    NoNormalization,
+    Normalization,
+    PromptNormalization,
+    RunningNormalization,
+)
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.optim import AdamW8bit
 from lightning_scalerl.translate.record import (
@@ -140,12 +148,7 @@ def _credit(run: Run, into: Translation) -> None:
             "normalization", scale, "scale_rewards=batch covers the whole generation batch, which is several steps"
         )
     else:
-        into.add_missing(
-            "normalization",
-            scale,
-            "scale_rewards=batch divides by the standard deviation of raw rewards (normalization=batch_reward_std), "
-            "not of advantages",
-        )
+        into.add_missing("normalization", scale, _no_scale_rewards(scale))
     into.express_if(
         isinstance(choices.filter, NoFilter),
         "filter",
@@ -177,6 +180,20 @@ def _credit(run: Run, into: Translation) -> None:
                 "length_control: add trl.rewards.get_soft_overlong_punishment(max_completion_len="
                 f"{control.limit}, soft_punish_cache={control.buffer}) to reward_funcs"
             )
+
+
+def _no_scale_rewards(scale: Normalization) -> str:
+    """Return the reason why no value of `scale_rewards` is this normalization."""
+    if isinstance(scale, MaxRLNormalization):
+        return "no scale_rewards divides by the mean reward of a group"
+    if isinstance(scale, RunningNormalization):
+        return "no scale_rewards divides by a standard deviation over earlier batches"
+    if isinstance(scale, BatchNormalization) and scale.centre:
+        return "no scale_rewards subtracts the mean of a batch's advantages, or divides by their standard deviation"
+    return (
+        "scale_rewards=batch divides by the standard deviation of raw rewards (normalization=batch_reward_std), not of "
+        "advantages"
+    )
 
 
 def _data(run: Run, into: Translation) -> None:

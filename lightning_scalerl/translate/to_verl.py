@@ -7,6 +7,7 @@ Properties of the released code:
 - `sapo` averages over samples regardless of `loss_agg_mode`, and `geo_mean` over the samples of each micro-batch;
 - `clip_cov` and `kl_cov` select tokens in every micro-batch and pass, by the current policy's log-probabilities;
 - `clip_ratio_c` of `dppo_tv` and `dppo_kl` is the cap on the ratio, by default 3;
+- `adv_estimator=gae` whitens advantages, regardless of any setting;
 - the divisor of `seq-mean-token-sum-norm` is the padded width unless `loss_scale_factor` is set;
 - the learning rate advances once per generation batch;
 - training ends after `total_epochs`, regardless of `total_training_steps`;

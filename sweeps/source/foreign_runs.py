@@ -20,7 +20,9 @@ from sweeps.source.collected import ALL, ForeignRun, LoadedStudy
 from sweeps.source.journals import STEP
 from sweeps.source.load import load
 from sweeps.source.places import Kind, Place
+from sweeps.source.text import short
 from sweeps.source.vocabulary import STEP_NAMES
+from sweeps.terminal import counted
 
 SEED = "seed"
 # Units of compute, each with its axis in a journal, and a pattern of the names of its columns.
@@ -148,7 +150,20 @@ def read_runs(
         if len(errors) == len(parts):
             raise errors[0]
         notes += [f"warning: left out: {error}" for error in errors]
-    return runs, notes
+    return runs, notes + _duplicate_warnings(runs)
+
+
+def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
+    """Return a warning for each source with rows that `points_of` drops, with the number of points that are adopted."""
+    warnings = []
+    tables = [run for run in runs if run.steps is None]
+    for where in dict.fromkeys(run.where for run in tables):
+        read = sum(len(run.compute) for run in tables if run.where == where)
+        kept = sum(len(points_of(run).steps) for run in tables if run.where == where)
+        if kept < read:
+            points = f"{counted(kept, 'point')} remain{'s' if kept == 1 else ''}"
+            warnings.append(f"warning: {short(where)}: {counted(read - kept, 'duplicated row')} left out; {points}")
+    return warnings
 
 
 def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: Sequence[str]) -> Iterator[ForeignRun]:

@@ -69,3 +69,16 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("scalerl: Could not override 'nope'")
     assert main(["memory", "model=path", "model.path=/nowhere/at/all"]) == 1
     assert "scalerl: model.path: '/nowhere/at/all' is a place on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", "0"), "--devices 0: give 1 or more"),
+        (("strategy.devices=0",), "strategy.devices: 0 must be a whole number, 1 or more"),
+    ],
+)
+def test_no_devices_are_refused(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, *arguments]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"scalerl: {message}\n")

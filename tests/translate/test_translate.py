@@ -247,6 +247,70 @@ def test_choices_without_a_counterpart_are_listed(to: str, changes: str, keys: s
     ]
 
 
+@pytest.mark.parametrize(
+    ("to", "changes", "why"),
+    [
+        ("trl", "normalization=maxrl", "mean reward of a group"),
+        ("trl", "normalization=running", "over earlier batches"),
+        ("trl", "normalization=batch", "(normalization=batch_reward_std), not of advantages"),
+        ("trl", "normalization=batch_centred", "subtracts the mean of a batch's advantages"),
+        ("trl", "recipe=ppo", "subtracts the mean of a batch's advantages"),
+        ("skyrl", "normalization=maxrl normalization.eps=1e-4", "maxrl divides by the mean reward above 0 plus 1e-06"),
+        ("skyrl", "normalization=maxrl reward=plus_minus_one", "maxrl divides by the mean reward above 0 plus 1e-06"),
+        ("skyrl", "normalization=running", "over earlier batches"),
+        ("skyrl", "normalization=batch_reward_std", "of a group's rewards, not of a batch's"),
+        ("skyrl", "normalization=batch", "once per token of its rollout"),
+        ("skyrl", "recipe=ppo", "with gae, SkyRL always subtracts the mean"),
+        ("verl", "normalization=none advantage=gae critic=value_network", "with gae, verl always subtracts the mean"),
+    ],
+)
+def test_each_normalization_has_its_own_reason(to: str, changes: str, why: str) -> None:
+    run = changes.split() if changes.startswith("recipe") else [*PLAIN, *changes.split()]
+    (reason,) = [entry.why for entry in TRAINERS[to](run_of(*run)).missing if entry.key == "normalization"]
+    assert why in reason
+
+
+def test_maxrl_is_skyrls_estimator_if_incorrect_completions_have_no_reward() -> None:
+    result = translated("skyrl", "normalization=maxrl", "reward=zero_one")
+    assert result.settings["trainer.algorithm.advantage_estimator"] == "maxrl"
+    assert "trainer.algorithm.advantage_estimator" in result.axes["normalization"]
+    assert "trainer.algorithm.grpo_norm_by_std" not in result.settings
+
+
+# Settings besides the axes that change a run, and the keys that are listed for every trainer.
+LISTED = [
+    ("environment=calculator", {"environment", "context.max_turns"}),
+    (
+        "environment=calculator context.max_turn_tokens=8",
+        {"environment", "context.max_turns", "context.max_turn_tokens"},
+    ),
+    ("chat.system=hello", {"chat.system"}),
+    ("chat.template=none", {"chat.template"}),
+    ("chat.thinking=false", {"chat.thinking"}),
+    ("chat.stop=[x]", {"chat.stop"}),
+    ("chat.end_of_thinking=x", {"chat.end_of_thinking"}),
+    ("health=stop", {"health.stop"}),
+    ("branch.run=outputs/a/runs/b", {"branch.run"}),
+    ("thinking.interrupt_from=5 thinking.penalty_buffer=2", set()),  # the plain run has no length control
+]
+
+
+@pytest.mark.parametrize(("changes", "keys"), LISTED)
+@pytest.mark.parametrize("to", TRAINERS)
+def test_settings_besides_the_axes_are_listed(to: str, changes: str, keys: set[str]) -> None:
+    assert missing_keys(to, *changes.split()) - missing_keys(to) == keys
+
+
+def test_the_page_says_of_each_group_how_it_is_translated() -> None:
+    """A new group must be decided: it is translated, or listed, or has no effect on what a run learns."""
+    page = (ROOT / "docs" / "guide" / "other_trainers.md").read_text()
+    table = [line for line in page.split("| group | in a translation |")[1].split("\n\n")[0].splitlines()]
+    named = {name.split(".")[0] for line in table for name in re.findall(r"`([a-z_.]+)`", line)}
+    # `model`, `task` and `verify` are named in the sentence above the table. The others are paths, or a check.
+    decided = named | {"model", "task", "verify", *AXES, "output_dir", "scaled_for", "label", "hydra", "trainer"}
+    assert set(run_of(*PLAIN).config) <= decided
+
+
 def test_gae_is_never_translated_into_group_advantages() -> None:
     """GAE is listed as missing. The settings contain the trainer's own GAE, or no estimator."""
     names = {"verl": "algorithm.adv_estimator", "skyrl": "trainer.algorithm.advantage_estimator"}
@@ -471,6 +535,18 @@ def test_learning_rates_of_all_steps_are_ours(schedule: ConstantSchedule) -> Non
         factor = prime["trainer.scheduler.min_lr"] / prime["trainer.optim.lr"]
         linear = {"start_factor": factor, "end_factor": 1.0, "total_iters": prime["trainer.scheduler.warmup_steps"]}
         assert rates(lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, **linear)) == pytest.approx(ours)
+
+
+def test_the_page_names_the_trainers_without_the_warm_up() -> None:
+    page = (ROOT / "docs" / "guide" / "other_trainers.md").read_text()
+    (line,) = [" ".join(entry.split()) for entry in page.split("\n- ") if entry.startswith("**Schedules.**")]
+    lacking = [to for to in TRAINERS if "schedule.warmup_steps" in missing_keys(to, "schedule.warmup_steps=5")]
+    assert lacking == ["verl", "skyrl"]
+    assert "The warm-up of verl and SkyRL begins at 0, so it is listed as missing for them." in line
+    assert "For TRL and prime-rl, a schedule with this project's rates is written." in line
+    first = translated("prime-rl", "schedule.warmup_steps=5", "optimizer.lr=6e-4").settings
+    assert first["trainer.scheduler.min_lr"] == pytest.approx(1e-4)
+    assert "`lr` / (`warmup_steps` + 1)" in line
 
 
 def test_writing_a_file_reports_the_missing_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

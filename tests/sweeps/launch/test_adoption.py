@@ -591,6 +591,22 @@ def test_the_adopt_command_prints_text_and_json(tmp_path: Path, capsys: pytest.C
     assert result["runs"][0]["what"] == "unchanged" and result["runs"][0]["points"] == 33
 
 
+def test_duplicated_rows_are_counted_in_a_warning(tmp_path: Path) -> None:
+    """The warning's number of points is the sum of the table; without a duplicated row there is no warning."""
+    source = tmp_path / "table.csv"
+    rows = "recipe,seed,tokens,reward\na,0,200,0.3\na,0,100,0.1\na,0,200,0.3\nb,0,100,0.2\nb,0,200,\nb,0,300,0.3\n"
+    source.write_text(rows)
+    done = adopt(tmp_path / "study", [str(source)], ["recipe,seed"])
+    assert [run.points for run in done.runs] == [2, 2]
+    assert "6 rows: 5 points" in done.notes[0]
+    assert done.notes[-1] == f"warning: {source}: 1 duplicated row left out; 4 points remain"
+    source.write_text(rows + "b,0,300,0.3\nb,0,300,0.3\n")
+    again = adopt(tmp_path / "again", [str(source)], ["recipe,seed"])
+    assert again.notes[-1] == f"warning: {source}: 3 duplicated rows left out; 4 points remain"
+    source.write_text(rows.replace("a,0,200,0.3\n", "", 1))
+    assert not any("duplicated row" in note for note in adopt(tmp_path / "new", [str(source)], ["recipe,seed"]).notes)
+
+
 def test_values_come_from_the_file_name_if_a_table_lacks_the_column(tmp_path: Path) -> None:
     """The values are read from the file's name, as for a log, whose columns have a framework's names."""
     (tmp_path / "runs").mkdir()
