@@ -61,14 +61,29 @@ STAGES = {
 }
 
 
+def check_datamodule(trainer: Trainer) -> None:
+    """Check that the data of the Trainer's current function come from a RolloutDataModule.
+
+    Raises:
+        ConfigurationError: there is no data, or they come from another datamodule or from dataloaders.
+    """
+    # A Trainer that is used again keeps its last datamodule, so ask the loop as well.
+    datamodule, source = getattr(trainer, "datamodule", None), compat.data_source(trainer)
+    if source is datamodule and hasattr(datamodule, "set_evaluation_sets"):
+        return
+    description = "none is given" if source in (None, trainer.lightning_module) else type(source).__name__
+    raise ConfigurationError(
+        f"datamodule: {description}, and ScaleRL generates its data; give RolloutDataModule(task=...) as "
+        f"Trainer.{trainer.state.fn.value}(module, datamodule=...)"
+    )
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Check the settings of Lightning's Trainer before anything is built.
 
     Raises:
         ConfigurationError: a setting conflicts with the recipe or has no meaning here; the message has the replacement.
     """
-    if not hasattr(getattr(trainer, "datamodule", None), "task"):
-        raise ConfigurationError("datamodule: ScaleRL needs a RolloutDataModule; pass datamodule= to Trainer.fit")
     if str(trainer.precision) != "32-true":
         raise ConfigurationError(
             f"precision: Trainer(precision={trainer.precision!r}) would fight the precision axis; leave it at "
@@ -96,7 +111,10 @@ def check_trainer(trainer: Trainer) -> None:
 def _check_fit(trainer: Trainer) -> None:
     """Check the settings that matter only in `Trainer.fit`; raises like `check_trainer`."""
     if trainer.max_steps < 1:
-        raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
+        raise ConfigurationError(
+            f"max_steps: {trainer.max_steps} must be 1 or more, because the rollout stream has no end; give "
+            "Trainer(max_steps=...)"
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
             f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would change what a batch is; leave it at 1: "
@@ -311,7 +329,8 @@ class StepHooks(Callback):
         self._until_first_step: list[EarlyStopping] = []  # callbacks whose `strict` is switched off
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check that the run can resume before another callback writes anything."""
+        """Check optimizer and checkpoint before another callback writes anything."""
+        pl_module.updates.check_configured(pl_module, trainer)
         pl_module.continuation.check_checkpoint(trainer.ckpt_path)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -8,14 +8,14 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
@@ -547,6 +547,83 @@ def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: s
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+def test_data_that_are_not_of_a_rollout_datamodule_are_refused(tiny_model_path: str, function: str) -> None:
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    loader, rows = torch.utils.data.DataLoader([1, 2]), LightningDataModule()  # type: ignore[arg-type,var-annotated]
+    for data, description in ([], "none is given"), ([loader], "DataLoader"), ([rows], "LightningDataModule"):
+        with pytest.raises(ConfigurationError) as caught:
+            getattr(Trainer(max_steps=1, **quiet()), function)(module, *data)
+        assert str(caught.value) == (
+            f"datamodule: {description}, and ScaleRL generates its data; give RolloutDataModule(task=...) as "
+            f"Trainer.{function}(module, datamodule=...)"
+        )
+
+
+class OtherOptimizers(ScaleRL):
+    """Returns what `form` makes of the recipe's optimizer."""
+
+    form: Callable[[Any], Any] = staticmethod(lambda recipes: recipes)
+
+    def configure_optimizers(self) -> Any:
+        return self.form(super().configure_optimizers())
+
+
+def fit_with(model_path: str, run_dir: Path, form: Callable[[Any], Any]) -> ScaleRL:
+    module = OtherOptimizers(model_path, "scalerl_core", overrides=SMALL)
+    module.form = form
+    trainer = Trainer(max_steps=1, callbacks=[Evaluate(1, 1), RunLog(run_dir)], **quiet())
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    return module
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda recipes: {"optimizer": recipes, "lr_scheduler": {"scheduler": step_lr(recipes), "interval": "step"}},
+        lambda recipes: ([recipes], [step_lr(recipes)]),
+    ],
+)
+def test_a_scheduler_of_the_user_is_refused(tiny_model_path: str, tmp_path: Path, form: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        fit_with(tiny_model_path, tmp_path, form)
+    assert str(caught.value) == (
+        "configure_optimizers: OtherOptimizers returns a scheduler, StepLR, and the recipe's schedule sets the rate of "
+        'every step; return the optimizer alone and choose a schedule with overrides=["schedule=..."]'
+    )
+    assert list(tmp_path.iterdir()) == [], "refused before anything is evaluated or written"
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_an_optimizer_of_the_user_is_refused(tiny_model_path: str, tmp_path: Path, extra: bool) -> None:
+    def form(recipes: torch.optim.Optimizer) -> Any:
+        other = torch.optim.SGD(recipes.param_groups[0]["params"], lr=1e-3)
+        return [recipes, other] if extra else other
+
+    with pytest.raises(ConfigurationError) as caught:
+        fit_with(tiny_model_path, tmp_path, form)
+    assert str(caught.value) == (
+        f"configure_optimizers: OtherOptimizers returns {'AdamW, SGD' if extra else 'SGD'}, and only the recipe's own "
+        'optimizer can train; leave the method out and choose an optimizer with overrides=["optimizer=..."]'
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recipes_optimizer_may_be_returned_in_another_form(tiny_model_path: str, tmp_path: Path) -> None:
+    assert fit_with(tiny_model_path, tmp_path, lambda recipes: {"optimizer": recipes}).completed_steps == 1
+
+
+def test_a_trainer_that_is_used_again_needs_the_datamodule_again(tiny_model_path: str) -> None:
+    trainer = fit(tiny_model_path, steps=1).trainer
+    for data in [], [torch.utils.data.DataLoader([1, 2])]:  # type: ignore[arg-type,var-annotated]
+        with pytest.raises(ConfigurationError, match=r"^datamodule: "):
+            trainer.validate(trainer.lightning_module, *data)
 
 
 def test_a_fast_dev_run_takes_one_step_and_leaves_nothing(tiny_model_path: str, tmp_path: Path) -> None:
