@@ -61,14 +61,29 @@ STAGES = {
 }
 
 
+def check_datamodule(trainer: Trainer) -> None:
+    """Check that the data of the Trainer's current function come from a RolloutDataModule.
+
+    Raises:
+        ConfigurationError: there is no data, or they come from another datamodule or from dataloaders.
+    """
+    # A Trainer that is used again keeps its last datamodule, so ask the loop as well.
+    datamodule, source = getattr(trainer, "datamodule", None), compat.data_source(trainer)
+    if source is datamodule and hasattr(datamodule, "set_evaluation_sets"):
+        return
+    description = "none is given" if source in (None, trainer.lightning_module) else type(source).__name__
+    raise ConfigurationError(
+        f"datamodule: {description}, and ScaleRL generates its data; give RolloutDataModule(task=...) as "
+        f"Trainer.{trainer.state.fn.value}(module, datamodule=...)"  # type: ignore[union-attr]
+    )
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Check the settings of Lightning's Trainer before anything is built.
 
     Raises:
         ConfigurationError: a setting conflicts with the recipe or has no meaning here; the message has the replacement.
     """
-    if not hasattr(getattr(trainer, "datamodule", None), "task"):
-        raise ConfigurationError("datamodule: ScaleRL needs a RolloutDataModule; pass datamodule= to Trainer.fit")
     if str(trainer.precision) != "32-true":
         raise ConfigurationError(
             f"precision: Trainer(precision={trainer.precision!r}) would fight the precision axis; leave it at "

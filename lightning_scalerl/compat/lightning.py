@@ -41,6 +41,20 @@ def summary_depth(summary: Any) -> int:
     return int(summary._max_depth)
 
 
+def data_source(trainer: Any) -> Any:
+    """Return the source of the data of a Trainer's current function: a datamodule, dataloaders, or else the module.
+
+    It has no public name.
+    """
+    loops = {
+        "fit": trainer.fit_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    return loops[trainer.state.fn.value]._data_source.instance
+
+
 def set_batches_that_stepped(loop: Any, steps: int) -> None:
     """Set the counter that loggers use as the step. Only a checkpoint's `load_state_dict` sets it publicly."""
     loop._batches_that_stepped = steps

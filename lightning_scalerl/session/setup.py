@@ -17,7 +17,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.callbacks.checkpoint_file import read_either
 from lightning_scalerl.callbacks.evaluate import evaluation_of
-from lightning_scalerl.callbacks.trainer import STAGES, check_trainer, prepare_trainer, without_anonymous
+from lightning_scalerl.callbacks.trainer import (
+    STAGES,
+    check_datamodule,
+    check_trainer,
+    prepare_trainer,
+    without_anonymous,
+)
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices, by_axis
 from lightning_scalerl.distributed.meeting import meet
@@ -52,6 +58,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
         recipe: the recipe.
         fitted: choices of the module's last fit, if there was one.
     """
+    check_datamodule(trainer)
     evaluation = evaluation_of(trainer)
     if evaluation is not None:
         evaluation.follow(recipe.evaluation)

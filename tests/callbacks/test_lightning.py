@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
@@ -547,6 +547,26 @@ def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: s
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+def test_data_that_are_not_of_a_rollout_datamodule_are_refused(tiny_model_path: str, function: str) -> None:
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    loader, rows = torch.utils.data.DataLoader([1, 2]), LightningDataModule()  # type: ignore[arg-type,var-annotated]
+    for data, description in ([], "none is given"), ([loader], "DataLoader"), ([rows], "LightningDataModule"):
+        with pytest.raises(ConfigurationError) as caught:
+            getattr(Trainer(max_steps=1, **quiet()), function)(module, *data)
+        assert str(caught.value) == (
+            f"datamodule: {description}, and ScaleRL generates its data; give RolloutDataModule(task=...) as "
+            f"Trainer.{function}(module, datamodule=...)"
+        )
+
+
+def test_a_trainer_that_is_used_again_needs_the_datamodule_again(tiny_model_path: str) -> None:
+    trainer = fit(tiny_model_path, steps=1).trainer
+    for data in [], [torch.utils.data.DataLoader([1, 2])]:  # type: ignore[arg-type,var-annotated]
+        with pytest.raises(ConfigurationError, match=r"^datamodule: "):
+            trainer.validate(trainer.lightning_module, *data)
 
 
 def test_a_fast_dev_run_takes_one_step_and_leaves_nothing(tiny_model_path: str, tmp_path: Path) -> None:
