@@ -249,7 +249,8 @@ def test_a_choice_needs_our_module() -> None:
     ("options", "match"),
     [
         ({"precision": "bf16-mixed"}, "leave it at 32-true"),
-        ({"max_steps": -1, "max_epochs": 1}, "no end"),
+        ({"max_steps": -1, "max_epochs": 1}, "max_steps: -1 must be 1 or more, because the rollout stream has no end"),
+        ({"max_steps": 0}, "max_steps: 0 must be 1 or more"),
     ],
 )
 def test_trainer_settings_that_contradict_ours_are_refused(tiny_model_path: str, options: Any, match: str) -> None:

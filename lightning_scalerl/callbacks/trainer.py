@@ -111,7 +111,10 @@ def check_trainer(trainer: Trainer) -> None:
 def _check_fit(trainer: Trainer) -> None:
     """Check the settings that matter only in `Trainer.fit`; raises like `check_trainer`."""
     if trainer.max_steps < 1:
-        raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
+        raise ConfigurationError(
+            f"max_steps: {trainer.max_steps} must be 1 or more, because the rollout stream has no end; give "
+            "Trainer(max_steps=...)"
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
             f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would change what a batch is; leave it at 1: "
