@@ -329,7 +329,8 @@ class StepHooks(Callback):
         self._until_first_step: list[EarlyStopping] = []  # callbacks whose `strict` is switched off
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check that the run can resume before another callback writes anything."""
+        """Check optimizer and checkpoint before another callback writes anything."""
+        pl_module.updates.check_configured(pl_module, trainer)
         pl_module.continuation.check_checkpoint(trainer.ckpt_path)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:

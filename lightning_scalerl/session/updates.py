@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.models import Models
@@ -50,6 +51,20 @@ class Updates:
             self._rates = [group["lr"] for group in self._groups]
             self._recipe_settings = [{key: group[key] for key in group if key != "params"} for group in self._groups]
         return self._optimizer
+
+    def check_configured(self, module: Any, trainer: Any) -> None:
+        """Check what `configure_optimizers` has returned to Lightning, which a subclass of the module may override.
+
+        Raises:
+            ConfigurationError: it is not the recipe's optimizer.
+        """
+        returned = trainer.optimizers
+        field = f"configure_optimizers: {type(module).__name__} returns"
+        if [id(each) for each in returned] != [id(self._optimizer)]:
+            raise ConfigurationError(
+                f"{field} {_types(returned)}, and only the recipe's own optimizer can train; leave the method out and "
+                'choose an optimizer with overrides=["optimizer=..."]'
+            )
 
     def branch(self, checkpoint: dict[str, Any], optimizer: str) -> None:
         """Prepare the start from a parent's checkpoint, before its optimizer's state is loaded.
@@ -101,3 +116,8 @@ class Updates:
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped.load_state_dict(state["skipped"])
         self.health.load_state_dict(state["health"])
+
+
+def _types(objects: Sequence[Any]) -> str:
+    """Return the names of the objects' classes, for an error."""
+    return ", ".join(type(each).__name__ for each in objects)

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -560,6 +560,42 @@ def test_data_that_are_not_of_a_rollout_datamodule_are_refused(tiny_model_path: 
             f"datamodule: {description}, and ScaleRL generates its data; give RolloutDataModule(task=...) as "
             f"Trainer.{function}(module, datamodule=...)"
         )
+
+
+class OtherOptimizers(ScaleRL):
+    """Returns what `form` makes of the recipe's optimizer."""
+
+    form: Callable[[Any], Any] = staticmethod(lambda recipes: recipes)
+
+    def configure_optimizers(self) -> Any:
+        return self.form(super().configure_optimizers())
+
+
+def fit_with(model_path: str, run_dir: Path, form: Callable[[Any], Any]) -> ScaleRL:
+    module = OtherOptimizers(model_path, "scalerl_core", overrides=SMALL)
+    module.form = form
+    trainer = Trainer(max_steps=1, callbacks=[Evaluate(1, 1), RunLog(run_dir)], **quiet())
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    return module
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_an_optimizer_of_the_user_is_refused(tiny_model_path: str, tmp_path: Path, extra: bool) -> None:
+    def form(recipes: torch.optim.Optimizer) -> Any:
+        other = torch.optim.SGD(recipes.param_groups[0]["params"], lr=1e-3)
+        return [recipes, other] if extra else other
+
+    with pytest.raises(ConfigurationError) as caught:
+        fit_with(tiny_model_path, tmp_path, form)
+    assert str(caught.value) == (
+        f"configure_optimizers: OtherOptimizers returns {'AdamW, SGD' if extra else 'SGD'}, and only the recipe's own "
+        'optimizer can train; leave the method out and choose an optimizer with overrides=["optimizer=..."]'
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recipes_optimizer_may_be_returned_in_another_form(tiny_model_path: str, tmp_path: Path) -> None:
+    assert fit_with(tiny_model_path, tmp_path, lambda recipes: {"optimizer": recipes}).completed_steps == 1
 
 
 def test_a_trainer_that_is_used_again_needs_the_datamodule_again(tiny_model_path: str) -> None:
