@@ -56,14 +56,19 @@ class Updates:
         """Check what `configure_optimizers` has returned to Lightning, which a subclass of the module may override.
 
         Raises:
-            ConfigurationError: it is not the recipe's optimizer.
+            ConfigurationError: it is not the recipe's optimizer, or there is a scheduler as well.
         """
-        returned = trainer.optimizers
+        returned, schedulers = trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
         field = f"configure_optimizers: {type(module).__name__} returns"
         if [id(each) for each in returned] != [id(self._optimizer)]:
             raise ConfigurationError(
                 f"{field} {_types(returned)}, and only the recipe's own optimizer can train; leave the method out and "
                 'choose an optimizer with overrides=["optimizer=..."]'
+            )
+        if schedulers:
+            raise ConfigurationError(
+                f"{field} a scheduler, {_types(schedulers)}, and the recipe's schedule sets the rate of every step; "
+                'return the optimizer alone and choose a schedule with overrides=["schedule=..."]'
             )
 
     def branch(self, checkpoint: dict[str, Any], optimizer: str) -> None:

@@ -579,6 +579,27 @@ def fit_with(model_path: str, run_dir: Path, form: Callable[[Any], Any]) -> Scal
     return module
 
 
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda recipes: {"optimizer": recipes, "lr_scheduler": {"scheduler": step_lr(recipes), "interval": "step"}},
+        lambda recipes: ([recipes], [step_lr(recipes)]),
+    ],
+)
+def test_a_scheduler_of_the_user_is_refused(tiny_model_path: str, tmp_path: Path, form: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        fit_with(tiny_model_path, tmp_path, form)
+    assert str(caught.value) == (
+        "configure_optimizers: OtherOptimizers returns a scheduler, StepLR, and the recipe's schedule sets the rate of "
+        'every step; return the optimizer alone and choose a schedule with overrides=["schedule=..."]'
+    )
+    assert list(tmp_path.iterdir()) == [], "refused before anything is evaluated or written"
+
+
 @pytest.mark.parametrize("extra", [False, True])
 def test_an_optimizer_of_the_user_is_refused(tiny_model_path: str, tmp_path: Path, extra: bool) -> None:
     def form(recipes: torch.optim.Optimizer) -> Any:
