@@ -52,6 +52,12 @@ class ObservedStep(Protocol):
     def histories(self) -> Sequence[Sequence[float]]:
         """Return for each prompt the pass rates of its groups so far."""
 
+    def drawn_histories(self) -> Sequence[Sequence[float]]:
+        """Return the pass rates of a group's prompt when it was drawn, for all groups sampled, queued or in the batch.
+
+        A pass rate counts if its group was complete by then.
+        """
+
     def probe_logprobs(self, precision: Any) -> Tensor:
         """Return log-probabilities (R, T) of a few rollouts of the batch, computed under `precision`; R may be 0."""
 

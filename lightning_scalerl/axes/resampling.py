@@ -21,11 +21,12 @@ class Resampling(DesignChoice):
         """Return whether a prompt with these pass rates (one per group so far) leaves the pool for good."""
 
     def differs(self, other: Resampling, step: ObservedStep) -> bool:
-        """Return whether a prompt is retired by this choice alone, or a prompt of the batch by `other` alone."""
+        """Return whether this choice alone has retired a prompt, or a prompt was drawn that `other` alone retires."""
         # Prompts of earlier batches count as well: retiring one of them changes which prompts are drawn now.
         if any(self.retires(rates) and not other.retires(rates) for rates in step.histories()):
             return True
-        return any(other.retires(group.history) and not self.retires(group.history) for group in step.batch.groups)
+        # The draw is the first difference: the group trains up to `max_staleness` steps later, or a filter drops it.
+        return any(other.retires(rates) and not self.retires(rates) for rates in step.drawn_histories())
 
 
 class NoPositiveResampling(Resampling):

@@ -155,6 +155,9 @@ class _Step:
     def histories(self) -> Sequence[Sequence[float]]:
         return list(self.stream.prompts.histories())
 
+    def drawn_histories(self) -> Sequence[Sequence[float]]:
+        return [*(group.history for group in self.batch.groups), *self.stream.waiting_histories]
+
     def probe_logprobs(self, precision: Precision) -> Tensor:
         if self.batch.rollouts == 0:
             return torch.zeros(0, 0)

@@ -39,6 +39,7 @@ from lightning_scalerl.axes.normalization import (
     RunningNormalization,
 )
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.axes.resampling import NoPositiveResampling, UniformResampling
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.mechanism import MechanismCounters
@@ -197,6 +198,20 @@ CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
     ),
     "stages": ("curriculum", (StagedLength([0.5, 1.0], 3),), (), {"completed_steps": 3}, {"completed_steps": 2}),
     "no stages": ("curriculum", (NoCurriculum(),), (StagedLength([0.5, 1.0], 3),), {"completed_steps": 3}, {}),
+    "uniform": (
+        "resampling",
+        (UniformResampling(),),
+        (NoPositiveResampling(0.9),),
+        {"groups": groups_of(history=(0.8,)), "waiting_histories": [(0.8,)]},
+        {"groups": groups_of(history=(0.9,)), "waiting_histories": []},
+    ),
+    "uniform, drawn and not yet trained": (
+        "resampling",
+        (UniformResampling(),),
+        (NoPositiveResampling(0.9),),
+        {"waiting_histories": [()]},
+        {"waiting_histories": [(), (0.5, 0.9)]},
+    ),
     "penalty of all": (
         "length_control",
         (Penalty(1, 1, only_correct=False),),
