@@ -74,7 +74,7 @@ def check_datamodule(trainer: Trainer) -> None:
     description = "none is given" if source in (None, trainer.lightning_module) else type(source).__name__
     raise ConfigurationError(
         f"datamodule: {description}, and ScaleRL generates its data; give RolloutDataModule(task=...) as "
-        f"Trainer.{trainer.state.fn.value}(module, datamodule=...)"
+        f"Trainer.{trainer.state.fn.value}(module, datamodule=...)"  # type: ignore[union-attr]
     )
 
 

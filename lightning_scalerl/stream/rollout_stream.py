@@ -257,7 +257,8 @@ class RolloutStream:
     def waiting_histories(self) -> list[Sequence[float]]:
         """Pass rates of a prompt when it was drawn, for each group that is being sampled or waits for training."""
         # Copy both at once, since the live driver's thread may change them meanwhile.
-        return [group.history for group in (*self._open.values(), *self._ready)]
+        waiting: list[_OpenGroup | Group] = [*self._open.values(), *self._ready]
+        return [group.history for group in waiting]
 
     def batch_due(self) -> bool:
         """Return whether P groups are ready, and training on them now makes no other group too stale.

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, shown, whole_number
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask
 
@@ -51,26 +53,22 @@ class ArithmeticTask(PoolTask):
     """Finite pool of additions of mixed difficulty, and a held-out set.
 
     Args:
-        train: numbers of training prompts with 1 digit, 2 digits, and so on.
+        train: numbers of training prompts with 1 digit, 2 digits, and so on; None for a task that is only evaluated.
         heldout: numbers of held-out prompts with 1 digit, 2 digits, and so on. No held-out prompt is in the pool.
         seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
     """
 
     trusted = True  # its verifier only compares two texts
 
-    def __init__(self, train: Sequence[int], heldout: Sequence[int], seed: int) -> None:
-        for field, counts in (("train", train), ("heldout", heldout)):
-            if not 0 < len(counts) <= MAX_DIGITS or any(count < 0 for count in counts) or not sum(counts):
-                raise ConfigurationError(f"task.{field}: {list(counts)} must give 1 to {MAX_DIGITS} counts, not all 0")
+    def __init__(self, train: Sequence[int] | None, heldout: Sequence[int], seed: int) -> None:
+        num_train, num_heldout = [] if train is None else _counts("train", train), _counts("heldout", heldout)
         rng = random.Random(f"arithmetic {seed}")
         pool: list[Prompt] = []
         heldout_prompts: list[Prompt] = []
-        for digits in range(1, MAX_DIGITS + 1):
-            num_train = train[digits - 1] if digits <= len(train) else 0
-            num_heldout = heldout[digits - 1] if digits <= len(heldout) else 0
-            prompts = self._distinct(digits, num_train + num_heldout, rng)
-            heldout_prompts += prompts[:num_heldout]
-            pool += prompts[num_heldout:]
+        for place, counts in enumerate(zip_longest(num_train, num_heldout, fillvalue=0)):
+            prompts = self._distinct(place + 1, sum(counts), rng)
+            heldout_prompts += prompts[: counts[1]]
+            pool += prompts[counts[1] :]
         self._train, self._heldout = pool, {"heldout": heldout_prompts}
 
     @staticmethod
@@ -100,3 +98,14 @@ class ArithmeticTask(PoolTask):
     def stated(self, completion: str) -> str:
         """Return the whole completion: worked digits are part of the answer."""
         return completion
+
+
+def _counts(field: str, counts: Any) -> Sequence[int]:
+    """Return numbers of prompts by number of digits.
+
+    Raises:
+        ConfigurationError: a number is not a whole number, there are too many or too few, or none is above 0.
+    """
+    if not isinstance(counts, list | tuple) or not 0 < len(counts) <= MAX_DIGITS or not any(counts):
+        raise ConfigurationError(f"task.{field}: {shown(counts)} must give 1 to {MAX_DIGITS} counts, not all 0")
+    return [whole_number(f"task.{field}", count, least=0) for count in counts]

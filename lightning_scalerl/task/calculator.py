@@ -46,7 +46,7 @@ class CalculatorTask(PoolTask):
     """Finite pool of sums of two numbers, and a held-out set.
 
     Args:
-        train: number of training prompts.
+        train: number of training prompts; None for a task that is only evaluated.
         heldout: number of held-out prompts. No held-out prompt is in the pool.
         digits: smallest and largest number of digits of a number.
         seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
@@ -54,20 +54,22 @@ class CalculatorTask(PoolTask):
 
     trusted = True  # its verifier only compares two texts
 
-    def __init__(self, train: int, heldout: int, digits: tuple[int, int] = (3, MAX_DIGITS), seed: int = 0) -> None:
-        for field, count in (("train", train), ("heldout", heldout)):
-            whole_number(f"task.{field}", count)
+    def __init__(
+        self, train: int | None, heldout: int, digits: tuple[int, int] = (3, MAX_DIGITS), seed: int = 0
+    ) -> None:
+        num_train = 0 if train is None else whole_number("task.train", train)
+        whole_number("task.heldout", heldout)
         min_digits, max_digits = digits
         if not 1 <= min_digits <= max_digits <= MAX_DIGITS:
             raise ConfigurationError(f"task.digits: {list(digits)} must be two numbers in order, of 1 to {MAX_DIGITS}")
         possible = (10**max_digits - (10 ** (min_digits - 1) if min_digits > 1 else 0)) ** 2
-        if train + heldout > possible // 2:
+        if num_train + heldout > possible // 2:
             raise ConfigurationError(
-                f"task: {train + heldout} prompts wanted, and only {possible} sums exist; give less"
+                f"task: {num_train + heldout} prompts wanted, and only {possible} sums exist; give less"
             )
         source = random.Random(f"calculator {seed}")
         pairs: dict[tuple[int, int], None] = {}
-        while len(pairs) < train + heldout:
+        while len(pairs) < num_train + heldout:
             pairs[draw_number(min_digits, max_digits, source), draw_number(min_digits, max_digits, source)] = None
         prompts = [
             Prompt(prompt_id=f"{first}+{second}", text=f"{first}+{second}", answer=str(first + second))

@@ -44,7 +44,7 @@ class JsonlTask(PoolTask):
     Optional keys are `id` (by default the number of the line), `difficulty` and `family`.
 
     Args:
-        train: file with the training pool.
+        train: file with the training pool; None for a task that is only evaluated.
         heldout: held-out files by set name. Fits use the first set by default.
         verifier: `exact_match`, or your own `module:function`. It is called as function(completion, answer) and returns
             a float (1 or more is a pass) or None to abstain.
@@ -53,10 +53,10 @@ class JsonlTask(PoolTask):
         ConfigurationError: a file is missing or malformed, or the verifier cannot be imported.
     """
 
-    def __init__(self, train: str, heldout: Mapping[str, str], verifier: str) -> None:
+    def __init__(self, train: str | None, heldout: Mapping[str, str], verifier: str) -> None:
         self._verify = load_verifier(verifier)
         self.trusted = verifier in VERIFIERS
-        self._train = read_prompts("task.train", train)
+        self._train = [] if train is None else read_prompts("task.train", train)
         self._heldout = {name: read_prompts(f"task.heldout.{name}", path) for name, path in heldout.items()}
 
     @staticmethod

@@ -217,7 +217,7 @@ class ReasoningGymTask(PoolTask):
     Args:
         dataset: a generator such as `chain_sum`, or several with weights, such as {chain_sum: 2, products: 1}.
         settings: settings of the generator, such as {max_terms: 3}; with several generators, by generator.
-        train: number of training prompts, all different.
+        train: number of training prompts, all different; None for a task that is only evaluated.
         heldout: number of held-out prompts, all different and none of them a training prompt.
         seed: seed of the rows. With the same ratio of `train` to `heldout`, a question that is held out under one seed
             is never a training prompt under another.
@@ -240,7 +240,7 @@ class ReasoningGymTask(PoolTask):
         self,
         dataset: str | Mapping[str, float],
         settings: Mapping[str, Any] | None = None,
-        train: int = 2000,
+        train: int | None = 2000,
         heldout: int = 400,
         seed: int = 0,
         instruction: str = "",
@@ -248,7 +248,7 @@ class ReasoningGymTask(PoolTask):
         difficulty: str | None = None,
         carry_over: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        whole_number("task.train", train)
+        num_train = 0 if train is None else whole_number("task.train", train)
         whole_number("task.heldout", heldout)
         whole_number("task.seed", seed, least=0)
         if answer not in ANSWERS:
@@ -259,11 +259,11 @@ class ReasoningGymTask(PoolTask):
         heldout_prompts: list[Prompt] = []
         weights = _weights(dataset)
         for name, train_rows, heldout_rows in zip(
-            weights, _split_count(train, weights), _split_count(heldout, weights), strict=True
+            weights, _split_count(num_train, weights), _split_count(heldout, weights), strict=True
         ):
             generator_settings = settings if isinstance(dataset, str) else (settings or {}).get(name)
             generator = self._register(name, Generator("task.dataset", name, generator_settings or {}, seed))
-            sides = self._split(generator, train_rows, heldout_rows, train, heldout)
+            sides = self._split(generator, train_rows, heldout_rows, num_train, heldout)
             self._train += self._prompts(name, sides[0])
             heldout_prompts += self._prompts(name, sides[1])
         unknown = [] if isinstance(dataset, str) else [name for name in settings or {} if name not in weights]
@@ -306,7 +306,7 @@ class ReasoningGymTask(PoolTask):
 
     def known(self) -> Sequence[Known]:
         """Return right answers to a few rows, if the generator has answers as text."""
-        prompts_with_solution = [prompt for prompt in self._train if prompt.solution][:_NUM_KNOWN_ROWS]
+        prompts_with_solution = [prompt for prompt in self._own_prompts if prompt.solution][:_NUM_KNOWN_ROWS]
         return [Known(Sample(prompt, prompt.solution, prompt.solution), True) for prompt in prompts_with_solution]
 
     def _known_completion(self, answer: Any) -> str:
@@ -318,10 +318,15 @@ class ReasoningGymTask(PoolTask):
     def notes(self) -> Sequence[str]:
         """Return the package's version and the number of prompts from each generator."""
         counts: dict[str, int] = {}
-        for prompt in self._train:
+        for prompt in self._own_prompts:
             counts[prompt.columns["generator"]] = counts.get(prompt.columns["generator"], 0) + 1
         shares = ", ".join(f"{count} of {name}" for name, count in counts.items())
         return [f"{PACKAGE} {version(PACKAGE)}: {shares}"]
+
+    @property
+    def _own_prompts(self) -> Sequence[Prompt]:
+        """The training prompts, or in a task that is only evaluated, the held-out prompts of the same generators."""
+        return self._train or self._heldout["heldout"]
 
     def _register(self, name: str, generator: Generator) -> Generator:
         generator.check()
@@ -417,7 +422,7 @@ class ReasoningGymTask(PoolTask):
         return f"{numbers[self._difficulty]:g}_{self._difficulty}"
 
     def _check_levels(self, difficulty: str) -> None:
-        levels = {prompt.difficulty for prompt in self._train}
+        levels = {prompt.difficulty for prompt in self._own_prompts}
         if len(levels) > _MAX_LEVELS:
             raise ConfigurationError(
                 f"task.difficulty: {difficulty} takes {len(levels)} values, and a pass rate is recorded for each; name "

@@ -47,6 +47,15 @@ def test_a_question_is_on_the_same_side_for_every_seed() -> None:
     assert not train & (heldout | other_heldout) and not other_train & heldout
 
 
+def test_a_task_that_is_only_evaluated_has_no_training_prompts() -> None:
+    task = ReasoningGymTask("chain_sum", SMALL, train=None, heldout=30, difficulty="num_terms")
+    assert not task.train_prompts() and len(texts_of(task.eval_sets()["heldout"])) == 30
+    assert [known.sample.prompt for known in task.known()] == list(task.eval_sets()["heldout"][:4])
+    assert task.notes()[0].endswith(": 30 of chain_sum")
+    with pytest.raises(ConfigurationError, match=r"task.difficulty: n takes .* values"):
+        ReasoningGymTask("count_bits", train=None, heldout=400, difficulty="n")
+
+
 def test_the_generators_score_is_the_reward() -> None:
     task = ReasoningGymTask("chain_sum", SMALL, 20, 5, instruction="Answer with the number only.")
     prompt = task.train_prompts()[0]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composition import conf_dir
+from lightning_scalerl.composition import build, compose, conf_dir
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.rollouts.rollout import Prompt
 from lightning_scalerl.stream.prompts import PromptSource
@@ -23,6 +23,7 @@ from lightning_scalerl.task import arithmetic_base
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupt, tokenizer
 from lightning_scalerl.task.base import check_task
+from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from lightning_scalerl.task.jsonl import JsonlTask, read_prompts
 from tests.helpers import CountingTask
 
@@ -56,6 +57,39 @@ def test_the_verifier_is_exact() -> None:
         for place in range(len(prompt.answer)):
             assert task.reward(prompt, prompt.answer[:place] + "x" + prompt.answer[place + 1 :]) == 0.0
         assert task.reward(prompt, prompt.answer + "0") == 0.0
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "calculator", "jsonl"])
+def test_a_set_that_is_only_evaluated_needs_no_training_prompts(tmp_path: Path, name: str) -> None:
+    """As an entry of `evaluation.sets` with `train: null`, composed as on the command line."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    heldout, size = {"arithmetic": ("[0,8]", 8), "calculator": ("5", 5), "jsonl": (f"{{test: {rows}}}", 1)}[name]
+    task = build(compose([f"task={name}", "task.train=null", f"task.heldout={heldout}"]), "task")
+    assert not task.train_prompts()
+    evaluated = TaskWithEvaluationSets(ArithmeticTask([5], [5], seed=0), {"hard": task})
+    (prompts,) = [prompts for set_name, prompts in evaluated.eval_sets().items() if set_name != "heldout"]
+    assert len(prompts) == size and {prompt.source for prompt in prompts} == {"evaluation.sets.hard"}
+    with pytest.raises(ConfigurationError, match=r"^task\.train: needs a value"):
+        check_task(task)
+
+
+def test_the_numbers_of_prompts_are_checked() -> None:
+    refusals = {
+        "null": "null must give 1 to 4 counts, not all 0",
+        "5": "5 must give 1 to 4 counts, not all 0",
+        "[]": "[] must give 1 to 4 counts, not all 0",
+        "[0]": "[0] must give 1 to 4 counts, not all 0",
+        "[1, 1, 1, 1, 1]": "[1, 1, 1, 1, 1] must give 1 to 4 counts, not all 0",
+        "[1.5]": "1.5 must be a whole number, 0 or more",
+        "[-1, 2]": "-1 must be a whole number, 0 or more",
+    }
+    for counts, refusal in refusals.items():
+        with pytest.raises(ConfigurationError) as caught:
+            build(compose(["task=arithmetic", f"task.heldout={counts}"]), "task")
+        assert str(caught.value) == f"task.heldout: {refusal}"
+    with pytest.raises(ConfigurationError, match=r"^task\.train: 1\.5 must be a whole number"):
+        ArithmeticTask([1.5], [1], seed=0)  # type: ignore[list-item]
 
 
 def test_more_problems_than_exist_are_refused() -> None:
