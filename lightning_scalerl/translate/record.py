@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from lightning_scalerl.axes.length_control import NoLengthControl
 from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import check_nodes, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.model.chat import Chat
@@ -34,6 +36,7 @@ from lightning_scalerl.optim import (
 )
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.task.base import NoReward
+from sweeps.run.spec import layout_of
 
 # Value of a bound that is never reached, for trainers in which a bound cannot be turned off: gradient norms and ratios
 # stay below it (ratios are capped at exp(20) here and in verl).
@@ -213,6 +216,11 @@ class Run:
             ConfigurationError: the overrides are invalid, or choices contradict each other.
         """
         config = compose(overrides, folders)
+        if config.strategy.get("devices") is None:
+            check_nodes(config.strategy.get("nodes"))
+        for key in ("nodes", "devices"):
+            if (count := config.strategy.get(key)) is not None:
+                whole_number(f"strategy.{key}", count)
         recipe = build_recipe(config, "")
         recipe.check(recipe.choices)
         return cls(config, recipe)
@@ -259,11 +267,25 @@ class Run:
         """Return whether vLLM samples, so that the generator's log-probabilities differ from the trainer's."""
         return "VLLM" in str(self.config.generator.get("_target_", ""))
 
+    @property
+    def processes(self) -> int:
+        """Training processes, one per device of `strategy`; 1 if `strategy.devices` is not set."""
+        return math.prod(layout_of(self.config) or (1, 1))
+
     @cached_property
     def micro_batch(self) -> int:
         """Rollouts per pass: the largest number up to `batch.micro_batch` that divides the rollouts of a step."""
-        limit = min(self.recipe.batch.micro_batch, self.rollouts)
-        return next(size for size in range(limit, 0, -1) if self.rollouts % size == 0)
+        return self.micro_batch_of(self.rollouts)
+
+    @property
+    def is_one_micro_batch(self) -> bool:
+        """Return whether all rollouts of a step are in one pass of one process."""
+        return self.micro_batch == self.rollouts and self.processes == 1
+
+    def micro_batch_of(self, rollouts: int) -> int:
+        """Return the largest number up to `batch.micro_batch` that divides this number of rollouts."""
+        limit = min(self.recipe.batch.micro_batch, rollouts)
+        return next(size for size in range(limit, 0, -1) if rollouts % size == 0)
 
     @property
     def lr(self) -> float:

@@ -50,7 +50,7 @@ _BY_AGGREGATION = {SampleAggregation: "grpo", TokenAggregation: "dapo", Constant
 
 
 def to_trl(run: Run) -> Translation:
-    """Translate a recipe into fields of TRL's `GRPOConfig`, for one process."""
+    """Translate a recipe into fields of TRL's `GRPOConfig`, for as many processes as `strategy` has devices."""
     into = Translation("trl", VERSION, "yaml")
     common(run, into)
     _loss(run, into)
@@ -115,15 +115,14 @@ def _loss(run: Run, into: Translation) -> None:
         into.set("kl", beta=beta, use_bias_correction_kl=False)
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy):
-        is_one_micro_batch = run.micro_batch == run.rollouts and run.aggregation_of(entropy) is TokenAggregation
-        if is_one_micro_batch:
+        if run.is_one_micro_batch and run.aggregation_of(entropy) is TokenAggregation:
             into.set("entropy", entropy_coef=entropy.coefficient)
         else:
             into.add_missing(
                 "entropy",
                 entropy,
                 "TRL averages the bonus over the tokens of each micro-batch; entropy.aggregation=token with a step in "
-                "one micro-batch can be translated",
+                "one micro-batch of one process can be translated",
             )
     elif entropy.acts:
         into.add_missing("entropy", entropy, "TRL has one coefficient for all tokens")
@@ -198,14 +197,29 @@ def _no_scale_rewards(scale: Normalization) -> str:
 
 def _data(run: Run, into: Translation) -> None:
     recipe, epochs = run.recipe, run.choices.epochs.count
-    accumulation = run.rollouts // run.micro_batch
+    processes = run.processes
+    if run.rollouts % processes:
+        into.add_missing(
+            "strategy.devices",
+            run.config.strategy.devices,
+            f"{run.rollouts} rollouts of a step cannot be divided among {processes} processes, and TRL gives each the "
+            "same number; the batch below is for one process",
+        )
+        processes = 1
+    micro_batch = run.micro_batch_of(run.rollouts // processes)
+    accumulation = run.rollouts // (micro_batch * processes)
+    into.note(
+        "batch: per_device_train_batch_size and gradient_accumulation_steps are for "
+        f"{processes} process{'' if processes == 1 else 'es'}; with another number of processes, a step has another "
+        "number of rollouts (strategy.devices)"
+    )
     if epochs > 1 and not on_policy(run):
         into.add_missing("epochs", epochs, "num_iterations repeats whole generation batches, not single steps")
     into.set("async_mode", steps_per_generation=accumulation * run.k)
     into.set("epochs", num_iterations=epochs)
     into.set(
         num_generations=recipe.batch.completions,
-        per_device_train_batch_size=run.micro_batch,
+        per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
         max_steps=run.steps * epochs,
         max_completion_length=recipe.context.max_new_tokens,
@@ -234,7 +248,7 @@ def _data(run: Run, into: Translation) -> None:
             eval_steps=interval * epochs,
             eval_on_start=True,
             num_generations_eval=samples,
-            per_device_eval_batch_size=samples * max(1, run.micro_batch // samples),
+            per_device_eval_batch_size=samples * max(1, micro_batch // samples),
         )
         into.note("evaluation: eval_reward is a mean reward, and its samples use the random numbers of training")
 

@@ -135,7 +135,7 @@ def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
     correction = run.choices.correction
     has_weights = isinstance(correction, Proximal) and correction.mode != "none"
     by_sample = isinstance(run.choices.aggregation, SampleAggregation)
-    if by_sample and not has_weights and run.micro_batch == run.rollouts:
+    if by_sample and not has_weights and run.is_one_micro_batch:
         into.under(ACTOR, "loss", policy_loss__loss_mode="geo_mean")
         into.under(ACTOR, "loss", clip_ratio_low=loss.clip_low, clip_ratio_high=loss.clip_high)
     else:
@@ -149,7 +149,7 @@ def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
 
 
 def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
-    is_one_pass = run.micro_batch == run.rollouts and run.choices.epochs.count == 1
+    is_one_pass = run.is_one_micro_batch and run.choices.epochs.count == 1
     if not is_one_pass or not isinstance(run.choices.correction, Proximal):
         into.add_missing(
             "loss",

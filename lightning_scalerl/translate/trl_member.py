@@ -35,6 +35,11 @@ def translate_for_trl(run: Run) -> tuple[Translation, ArithmeticTask]:
     Raises:
         ConfigurationError: TRL cannot express a choice or setting (the error names it), or the task is not supported.
     """
+    if run.processes > 1:
+        raise ConfigurationError(
+            f"trainer=trl: strategy.devices: {run.config.strategy.devices}; TRL trains a member in one process, so "
+            "leave strategy.devices out"
+        )
     translation, task = to_trl(run), build(run.config, "task")
     if translation.missing:
         missing = "; ".join(f"{entry.key}={entry.value} ({entry.why})" for entry in translation.missing)

@@ -154,6 +154,8 @@ REFUSED = [
     ("verl", "loss=dppo loss.divergence=kl", ""),
     ("verl", "loss=gmpo aggregation=sample batch.micro_batch=128", ""),
     ("verl", "loss=gmpo aggregation=token batch.micro_batch=128", "loss"),
+    ("verl", "loss=gmpo aggregation=sample batch.micro_batch=128 strategy.devices=2", "loss"),
+    ("verl", "loss=kl_cov batch.micro_batch=128 correction=proximal strategy.devices=2", "loss"),
     ("verl", "loss=gmpo aggregation=sample batch.micro_batch=64", "loss"),
     ("verl", "loss=gmpo aggregation=sample batch.micro_batch=128 correction=proximal", "loss"),
     *(("verl", f"loss={name} batch.micro_batch=128", "loss") for name in ("clip_cov", "kl_cov")),
@@ -219,6 +221,7 @@ REFUSED = [
     ("skyrl", "loss=cispo kl=fixed kl.aggregation=sample", "precision"),
     ("trl", "entropy=fixed batch.micro_batch=64", "entropy"),
     ("trl", "entropy=fixed batch.micro_batch=128", ""),
+    ("trl", "entropy=fixed batch.micro_batch=128 strategy.devices=2", "entropy"),
     ("verl", "entropy=fixed", ""),
     # the optimizer
     ("trl", "optimizer.weight_decay=0.01", "optimizer.weight_decay"),
@@ -491,6 +494,32 @@ def test_batches_are_counted_in_each_trainers_units() -> None:
     assert (verl["trainer.total_training_steps"], verl["trainer.test_freq"]) == (2, 1)
     twice = translated("trl", "epochs.count=2", "budget.steps=8").settings
     assert (twice["num_iterations"], twice["max_steps"], twice["eval_steps"]) == (2, 16, 20)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batches", "number"),
+    [
+        ("", [64, 2], "1 process;"),
+        ("strategy.devices=1", [64, 2], "1 process;"),
+        ("strategy.devices=8", [16, 1], "8 processes;"),
+        ("strategy=fsdp2 strategy.devices=2 strategy.nodes=2 batch.micro_batch=16", [16, 2], "4 processes;"),
+        ("strategy.devices=3", [64, 2], "1 process;"),
+    ],
+)
+def test_the_batch_of_all_processes_is_that_of_a_step(layout: str, batches: list[int], number: str) -> None:
+    """128 rollouts per step. TRL's batch size is for one process; 3 processes cannot divide a step."""
+    result = translated("trl", *layout.split())
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    assert [result.settings[name] for name in names] == batches
+    assert result.settings["steps_per_generation"] == batches[1]
+    assert [note for note in result.notes if note.startswith("batch: ") and number in note]
+    assert [entry.key for entry in result.missing] == (["strategy.devices"] if layout.endswith("=3") else [])
+
+
+def test_a_number_of_devices_that_is_none_is_an_error_of_one_line() -> None:
+    for layout, message in (("strategy.devices=0", "strategy.devices: 0"), ("strategy.nodes=2", "strategy.nodes: 2")):
+        with pytest.raises(UserError, match=message):
+            translate([layout], "trl")
 
 
 @pytest.mark.parametrize(

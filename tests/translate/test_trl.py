@@ -52,6 +52,8 @@ def test_choices_that_trl_cannot_express_are_refused_by_name() -> None:
         )
     assert "resampling=NoPositiveResampling(pass_rate=0.9) (" in str(refused.value)
     assert "kl=KLByDifficulty(" in str(refused.value)
+    with pytest.raises(ConfigurationError, match=r"strategy\.devices: 2; TRL trains a member in one process"):
+        plan_trl([["trainer=trl", "trainer.python=/nowhere/python", *ON_TRL, "strategy.devices=2"]])
     for setting, message in (
         ("", "trainer.python: needs a value"),
         ("trainer.python=/nowhere/python", "/nowhere/python: No such"),
