@@ -61,6 +61,19 @@ def whole_number(field: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def check_nodes(nodes: int | None) -> None:
+    """Refuse several nodes if `strategy.devices` is not set.
+
+    Raises:
+        ConfigurationError: `nodes` is above 1.
+    """
+    if nodes not in (None, 1):
+        raise ConfigurationError(
+            f"strategy.nodes: {nodes}, and strategy.devices does not say how many ranks each has; give both, "
+            f"strategy.nodes={nodes} strategy.devices=8, or hydra.launcher.nodes={nodes} in their place"
+        )
+
+
 # --- checking settings against the annotations of a constructor -------------------------------------------------
 
 _TYPE_DESCRIPTIONS = {"int": "a whole number", "float": "a number", "bool": "true or false"}

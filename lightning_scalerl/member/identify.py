@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_scale, shown, whole_number
+from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_nodes, check_scale, shown, whole_number
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import (
     SETTINGS,
@@ -187,11 +187,7 @@ def check_layout(config: Mapping[str, Any]) -> None:
     """
     if "strategy" not in config or _setting(config, "strategy.devices") is not None:
         return
-    if (nodes := _setting(config, "strategy.nodes")) not in (None, 1):
-        raise ConfigurationError(
-            f"strategy.nodes: {nodes}, and strategy.devices does not say how many ranks each has; give both, "
-            f"strategy.nodes={nodes} strategy.devices=8, or hydra.launcher.nodes={nodes} in their place"
-        )
+    check_nodes(_setting(config, "strategy.nodes"))
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:

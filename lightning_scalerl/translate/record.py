@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.axes.advantage import GAE, GroupAdvantage
 from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
@@ -23,10 +21,9 @@ from lightning_scalerl.axes.length_control import NoLengthControl
 from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.checks import whole_number
+from lightning_scalerl.checks import check_nodes, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import build_recipe, compose
-from lightning_scalerl.member.identify import check_layout
 from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import (
     AdamW,
@@ -219,8 +216,8 @@ class Run:
             ConfigurationError: the overrides are invalid, or choices contradict each other.
         """
         config = compose(overrides, folders)
-        strategy = OmegaConf.to_container(config.strategy, resolve=True)
-        check_layout({"strategy": strategy})
+        if config.strategy.get("devices") is None:
+            check_nodes(config.strategy.get("nodes"))
         for key in ("nodes", "devices"):
             if (count := config.strategy.get(key)) is not None:
                 whole_number(f"strategy.{key}", count)
@@ -282,7 +279,7 @@ class Run:
 
     @property
     def is_one_micro_batch(self) -> bool:
-        """Whether all rollouts of a step are in one pass of one process."""
+        """Return whether all rollouts of a step are in one pass of one process."""
         return self.micro_batch == self.rollouts and self.processes == 1
 
     def micro_batch_of(self, rollouts: int) -> int:
