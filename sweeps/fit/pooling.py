@@ -27,7 +27,7 @@ _CENTRES = np.linspace(WALK_PRIOR[0] - 3.7, WALK_PRIOR[0] + 2.8, 60)
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """What the other recipes of a study say about the scale of one recipe's walk.
+    """Information of a study's other recipes on the scale of one recipe's walk.
 
     Attributes:
         size: number of pooled recipes, including this one.
