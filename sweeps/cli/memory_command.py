@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sweeps.cli.output import print_json
-from sweeps.errors import UserError, require_training
+from sweeps.errors import require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import table
 
@@ -16,10 +16,8 @@ def memory_command(options: argparse.Namespace) -> int:
     """Print the memory of a run by part and device; exit code 1 if it does not fit into `--gib`.
 
     Raises:
-        UserError: no devices, overrides that do not compose, or a model whose memory cannot be predicted.
+        UserError: overrides that do not compose, or a model whose memory cannot be predicted.
     """
-    if options.devices == 0:
-        raise UserError("--devices 0: give 1 or more")
     require_training("scalerl memory")
     memory_of = load_entry("lightning_scalerl.member.memory:memory_of")
     limit = None if options.gib is None else round(options.gib * GIB)
