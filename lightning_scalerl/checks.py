@@ -117,7 +117,7 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
 def _mismatches(field: str, annotation: Any, value: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield each mismatch between a value and its annotation as (field, value, description of the expected type)."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    if (container := _CONTAINER_ANNOTATION.fullmatch(text)) is not None:
+    if (container := _CONTAINER_ANNOTATION.fullmatch(text.removesuffix(" | None"))) is not None:
         element_annotation = container[1] or container[2]
         if isinstance(value, Mapping):
             items = [(f"{field}.{key}", item) for key, item in value.items()]
