@@ -61,13 +61,18 @@ def whole_number(field: str, value: Any, least: int = 1) -> int:
     return value
 
 
-def check_nodes(nodes: int | None) -> None:
-    """Refuse several nodes if `strategy.devices` is not set.
+def check_layout(strategy: Mapping[str, Any]) -> None:
+    """Check the numbers of nodes and of ranks per node in the group `strategy`.
 
     Raises:
-        ConfigurationError: `nodes` is above 1.
+        ConfigurationError: a number is not a whole number above 0, or there are several nodes without a number of ranks
+            per node, so that the ranks could not be started.
     """
-    if nodes not in (None, 1):
+    nodes, devices = strategy.get("nodes"), strategy.get("devices")
+    for name, count in (("nodes", nodes), ("devices", devices)):
+        if count is not None:
+            whole_number(f"strategy.{name}", count)
+    if devices is None and nodes not in (None, 1):
         raise ConfigurationError(
             f"strategy.nodes: {nodes}, and strategy.devices does not say how many ranks each has; give both, "
             f"strategy.nodes={nodes} strategy.devices=8, or hydra.launcher.nodes={nodes} in their place"

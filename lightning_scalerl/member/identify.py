@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_nodes, check_scale, shown, whole_number
+from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_layout, check_scale, shown, whole_number
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import (
     SETTINGS,
@@ -179,17 +179,6 @@ def _setting(config: Mapping[str, Any], field: str) -> Any:
     return part.get(name)
 
 
-def check_layout(config: Mapping[str, Any]) -> None:
-    """Refuse several nodes without a number of ranks per node: the ranks could not be started.
-
-    Raises:
-        ConfigurationError: `strategy.nodes` is above 1 and `strategy.devices` is not set.
-    """
-    if "strategy" not in config or _setting(config, "strategy.devices") is not None:
-        return
-    check_nodes(_setting(config, "strategy.nodes"))
-
-
 def _check_settings(config: Mapping[str, Any]) -> None:
     """Check operational settings, which are not part of a member's identity. Does not import torch."""
     for field, least in _WHOLE_NUMBERS.items():
@@ -200,10 +189,8 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")
     if "strategy" in config and (name := _setting(config, "strategy.name")) not in STRATEGIES:
         raise ConfigurationError(f"strategy.name: {shown(name)} is unknown; valid: {', '.join(STRATEGIES)}")
-    for field in ("strategy.nodes", "strategy.devices") if "strategy" in config else ():
-        if (count := _setting(config, field)) is not None:
-            whole_number(field, count)
-    check_layout(config)
+    if "strategy" in config:
+        check_layout(config["strategy"])
     checkpoint_form = _setting(config, "strategy.checkpoint") if "strategy" in config else None
     if checkpoint_form is not None and checkpoint_form not in CHECKPOINTS:
         raise ConfigurationError(

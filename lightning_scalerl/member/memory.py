@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, check_layout
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.distributed.sharded import check_divides
 from lightning_scalerl.measure.memory import Memory, from_config, memory_and_advice
-from lightning_scalerl.member.identify import check_layout
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
 from sweeps.run.spec import layout_of
@@ -48,11 +46,8 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
         raise ConfigurationError(f"--devices {devices}: give 1 or more")
     config = compose(overrides)
     if devices is None:
-        check_layout(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-        layout = layout_of(config) or (1, 1)
-        for field, count in zip(("strategy.nodes", "strategy.devices"), layout, strict=True):
-            whole_number(field, count)
-        devices = math.prod(layout)
+        check_layout(config.strategy)
+        devices = math.prod(layout_of(config) or (1, 1))
     recipe = build_recipe(config, "")
     # The generators of a live driver use other devices than the trainer.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)

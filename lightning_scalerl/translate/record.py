@@ -21,7 +21,7 @@ from lightning_scalerl.axes.length_control import NoLengthControl
 from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.checks import check_nodes, whole_number
+from lightning_scalerl.checks import check_layout
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.model.chat import Chat
@@ -216,11 +216,7 @@ class Run:
             ConfigurationError: the overrides are invalid, or choices contradict each other.
         """
         config = compose(overrides, folders)
-        if config.strategy.get("devices") is None:
-            check_nodes(config.strategy.get("nodes"))
-        for key in ("nodes", "devices"):
-            if (count := config.strategy.get(key)) is not None:
-                whole_number(f"strategy.{key}", count)
+        check_layout(config.strategy)
         recipe = build_recipe(config, "")
         recipe.check(recipe.choices)
         return cls(config, recipe)
@@ -392,7 +388,7 @@ def common(run: Run, into: Translation) -> None:
 
 
 def _check_groups(run: Run, into: Translation) -> None:
-    """Add to `missing` what changes a run without being an axis: environment, chat, health and branch."""
+    """Add settings that change a run but are not on an axis to `missing`: environment, chat, health and branch."""
     name, context, chat = NAMES[into.to], run.recipe.context, run.recipe.chat
     if (factory := run.config.environment.get("factory")) is not None:
         kind, limit = _ENVIRONMENTS[into.to]
@@ -402,8 +398,8 @@ def _check_groups(run: Run, into: Translation) -> None:
         for key in ("max_turns", "max_turn_tokens"):
             if (value := getattr(context, key)) is not None:
                 into.add_missing(f"context.{key}", value, f"a limit of the environment's conversations ({limit})")
-    for key, neutral in Chat.neutral.items() if Chat.neutral is not None else ():
-        value = getattr(chat, key, neutral)  # `choice` is no attribute
+    for key, neutral in (Chat.neutral or {}).items():
+        value = getattr(chat, key, neutral)  # `choice` is not an attribute
         value = list(value) if key == "stop" else value
         if value != neutral:
             into.add_missing(f"chat.{key}", value, _CHAT.get(key, f"{name} renders prompts by its own settings"))

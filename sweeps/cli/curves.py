@@ -107,8 +107,6 @@ def load_sources(
         x, metric: compute axis and reward instead of those of `--x` and `--metric`; None for the options.
         read: reads a journal.
     """
-    named = {f"--{name}": getattr(options, name, None) for name in ("size", "rollouts", "difficulty")}
-    option_by_factor = {name: option for option, name in named.items() if name is not None}
     factors = [name for name in (options.size, *options.group) if name is not None]
     return load(
         options.sources,
@@ -121,7 +119,7 @@ def load_sources(
         read=read,
         bounds=options.bounds,
         lower_is_better=options.lower_is_better,
-        factor_options=option_by_factor,
+        factor_options={getattr(options, name, None) or "": f"--{name}" for name in ("size", "rollouts", "difficulty")},
     )
 
 

@@ -242,8 +242,11 @@ def fit_curve(
     if refusal is not None or inputs is None:
         assert refusal is not None, "points that vary, and are enough, have an outlook"
         return replace(empty, verdict=refusal.name, reason=refusal.reason)
-    fit = _fill_in(empty, points, _refit_robustly(points, inputs) if options.robust else inputs, parameters)
-    return fit if pool is None else _pooled(fit, pool)
+    if options.robust:
+        inputs = _refit_robustly(points, inputs)
+    if pool is not None:
+        inputs = inputs.resample(pool.weights)
+    return replace(_fill_in(empty, points, inputs, parameters), pool=pool)
 
 
 def _notes(
@@ -475,14 +478,8 @@ def _pool_walks(fits: Sequence[Fit]) -> list[Fit]:
     walks = [outlook.futures.log_walk for i in numbers if (outlook := fits[i].outlook) is not None]
     result = list(fits)
     for i, pool in zip(numbers, pools_of(walks), strict=True):
-        result[i] = _pooled(fits[i], pool)
+        fit = fits[i]
+        assert fit.checks is not None and fit.outlook_inputs is not None
+        inputs = fit.outlook_inputs.resample(pool.weights)
+        result[i] = replace(_fill_in(fit, fit.checks.points, inputs, fit.checks.parameters), pool=pool)
     return result
-
-
-def _pooled(fit: Fit, pool: Pool) -> Fit:
-    """Reweight the draws of a fit by a pool, and recompute the estimates."""
-    if fit.draws is None:
-        return fit
-    assert fit.checks is not None and fit.outlook_inputs is not None
-    inputs = fit.outlook_inputs.resample(pool.weights)
-    return replace(_fill_in(fit, fit.checks.points, inputs, fit.checks.parameters), pool=pool)

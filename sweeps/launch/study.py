@@ -95,7 +95,7 @@ class Study(Members):
             self._check_reach(executor, known)
             for spec in self.specs:
                 check_own(self.run_dir(spec), spec.run)
-            self._check_checkpoints()
+            self._check_checkpoints(known)
             for observer in observers:
                 observer.open()
                 stack.callback(lambda item: item.close(failed, left), observer)
@@ -127,10 +127,10 @@ class Study(Members):
                 f"collect --wait {self.directory}`, or scancel them and `scalerl collect {self.directory}`"
             )
 
-    def _check_checkpoints(self) -> None:
+    def _check_checkpoints(self, known: Mapping[str, MemberState]) -> None:
         """Check that every finished member whose budget is larger now has a checkpoint to continue from."""
         stuck = []
-        for spec in self.specs:
+        for spec in (spec for spec in self.specs if spec.run in known):
             run_dir = self.run_dir(spec)
             directory = run_dir / CHECKPOINTS_DIR
             # A command keeps its own state. A folder without checkpoints is what `scalerl clean` leaves.

@@ -201,20 +201,19 @@ class LiveRace:
     def _cost(self, run: str) -> float | None:
         """Estimate a run's compute at its last step from an evaluation after a tenth of its steps; None before that.
 
-        The slope is that since the first evaluation after the start, because the first steps cost more: a pipeline has
-        to be filled.
+        The estimate extrapolates from the first evaluation after the start, not from 0, because the first steps cost
+        more: a pipeline has to be filled.
         """
         axis, steps = self._record.axis, self._specs[run].steps
         evaluations = [record for record in self._journals.evaluations(run) if record.step > 0]
         if axis is None or not evaluations:
             return None
-        computes = [record.metrics[axis] for record in evaluations]
-        first = evaluations[0].step
-        for record, compute in zip(evaluations, computes, strict=True):
-            if first < record.step >= _KNOWN_AFTER * steps:
-                return compute + (compute - computes[0]) / (record.step - first) * (steps - record.step)
+        first, spent = evaluations[0].step, evaluations[0].metrics[axis]
+        for record in evaluations[1:]:
+            if record.step >= _KNOWN_AFTER * steps:
+                return spent + (record.metrics[axis] - spent) * (steps - first) / (record.step - first)
         # A single evaluation suffices if most of the run is behind it.
-        return computes[0] * steps / first if first >= steps / 2 else None
+        return spent * steps / first if first >= steps / 2 else None
 
     # --- looks ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,15 +156,18 @@ def read_runs(
 
 def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
     """Return a warning for each source with rows that `points_of` drops, with the number of points that are adopted."""
-    warnings = []
-    tables = [run for run in runs if run.steps is None]
-    for where in dict.fromkeys(run.where for run in tables):
-        read = sum(len(run.compute) for run in tables if run.where == where)
-        kept = sum(len(points_of(run).steps) for run in tables if run.where == where)
-        if kept < read:
-            points = f"{counted(kept, 'point')} remain{'s' if kept == 1 else ''}"
-            warnings.append(f"warning: {short(where)}: {counted(read - kept, 'duplicated row')} left out; {points}")
-    return warnings
+    duplicated, remaining = Counter[str](), Counter[str]()
+    for run in runs:
+        if run.steps is None:
+            points = len(points_of(run).steps)
+            duplicated[run.where] += len(run.compute) - points
+            remaining[run.where] += points
+    return [
+        f"warning: {short(where)}: {counted(count, 'duplicated row')} left out; "
+        f"{counted(remaining[where], 'point')} remain{'s' if remaining[where] == 1 else ''}"
+        for where, count in duplicated.items()
+        if count
+    ]
 
 
 def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: Sequence[str]) -> Iterator[ForeignRun]:
