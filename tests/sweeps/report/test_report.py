@@ -100,9 +100,12 @@ def without_scripts(text: str) -> str:
 @cache
 def usual_report(folder: Path) -> tuple[str, tuple[Path, ...]]:
     """Write a page of two ranked recipes and one unranked recipe. It is cached, because many tests read it."""
-    curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
-    text, written = report(folder, *curves, title="My study")
+    text, written = report(folder, *usual_curves(), title="My study")
     return text, tuple(written)
+
+
+def usual_curves() -> tuple[Curve, ...]:
+    return curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
 
 
 @pytest.fixture
@@ -200,8 +203,7 @@ def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
 
 @pytest.mark.full
 def test_quality_R0_and_sensitivity_equal_those_of_the_fit(usual_page: tuple[str, tuple[Path, ...]]) -> None:
-    data = curve("scalerl", rng=1)
-    fit = fit_curve(data)
+    fit, *_ = fit_curves(usual_curves())
     plain = " ".join(words(usual_page[0]).split())
     assert fit.r2 is not None and fit.rmse is not None and fit.extrapolation_error is not None
     row = re.search(r"scalerl identifiable .*? 66 / 2 (\S+) (\S+) (\S+) ", plain)
@@ -214,7 +216,7 @@ def test_quality_R0_and_sensitivity_equal_those_of_the_fit(usual_page: tuple[str
         f"{fit.R0:.3f} first {effect.A[0]:.3f} {effect.A[0] - fit.A.value:+.3f} "
         f"{effect.A[1]:.3f} {effect.A[1] - fit.A.value:+.3f}"
     ) in plain
-    cut = fit_curve(data, FitOptions(min_compute=4800))
+    cut = fit_curve(fit.curve, FitOptions(min_compute=4800), pool=fit.pool)
     assert cut.A.value is not None
     assert f"from compute 4800 (30% of the end) {cut.A.value:.3f}" in plain
 
