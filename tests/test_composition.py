@@ -234,6 +234,30 @@ def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=3", r"seed=3: not a part of the recipe.*RolloutDataModule\(task, seed=\.\.\.\)"),
+        ("budget.steps=9", r"budget.steps=9: not a part.*Trainer\(max_steps=\.\.\.\)"),
+        ("recipe=dapo", "recipe=dapo: not a part"),
+        ("+trainer.devices=2", r"\+trainer.devices=2: not a part.*: leave it out"),
+        ("~kl", "~kl: an axis cannot be taken away"),
+        ("+decay.factor=0.5", "decay: neither a setting nor an axis"),
+    ],
+)
+def test_a_script_refuses_overrides_that_are_no_part_of_a_recipe(override: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_recipe("scalerl", [override])
+
+
+def test_choices_that_overrides_leave_alone_are_shared_with_the_recipe_of_the_file() -> None:
+    recipe = load_recipe("scalerl", ["loss=gspo", "optimizer.lr=0.5"])
+    assert recipe.named is not None
+    assert (type(recipe.choices.loss).__name__, type(recipe.named.loss).__name__) == ("GSPO", "CISPO")
+    assert recipe.named.filter is recipe.choices.filter
+    assert [axis for axis, choice in recipe.named.items() if choice is not recipe.choices.on(axis)] == ["loss"]
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     every(
         6,

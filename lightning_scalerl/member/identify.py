@@ -10,15 +10,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_layout, check_scale, shown, whole_number
-from lightning_scalerl.choices import AXES
+from lightning_scalerl.checks import ConfigurationError, check_layout, check_scale, shown, whole_number
 from lightning_scalerl.composition import (
-    SETTINGS,
     Composer,
     Folders,
     axes_of,
     build,
     build_recipe,
+    check_keys,
     choice_overrides,
     chosen_node,
     compose,
@@ -266,7 +265,7 @@ def _draft(overrides: list[str], common: set[str], composer: Composer, parent: P
     values = {**composer.resolved(overrides), **branch}
     _check_numbers(values)
     axes = axes_of(values)
-    _check_keys(values, overrides, axes)
+    check_keys(values, overrides)
     departures = choice_overrides(own_entries, axes)
     reference = values
     if departures:
@@ -308,29 +307,6 @@ def _check_label(draft: _Draft) -> None:
         raise ConfigurationError(
             f"{axis}: changed twice, by the variant {draft.variant} and by {' '.join(draft.by_hand[axis])}; keep one"
         )
-
-
-def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Sequence[str]) -> None:
-    """Check that every top-level key is a setting or an axis: other keys would silently have no effect."""
-    project_keys = {*AXES, *SETTINGS, *OPERATIONAL_KEYS}
-    for entry in overrides:
-        name = entry.lstrip("~").split("=")[0]
-        if entry.startswith("~") and "." not in name and (name in AXES or name not in project_keys):
-            raise ConfigurationError(f"{entry}: an axis cannot be taken away; pick another of its choices instead")
-    for key in values:
-        if key == "trainer":
-            settings = [entry for entry in overrides if entry.lstrip("+").startswith("trainer.")]
-            if not settings:
-                raise ConfigurationError(ONE_TRAINER)
-            raise ConfigurationError(
-                f"{settings[0]}: needs trainer=trl; Lightning's Trainer is set up by strategy.*, such as "
-                "strategy.devices=2"
-            )
-        if key not in project_keys and key not in axes:
-            raise ConfigurationError(
-                f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ "
-                "(docs/guide/extend.md)"
-            )
 
 
 def _identified(

@@ -312,6 +312,13 @@ def make(
             "model: not given; a folder, a hub id, or a model with its tokenizer. The checkpoint of a run that was "
             "given a model object holds weights only: ScaleRL.load_from_checkpoint(path, model=..., tokenizer=...)"
         )
+    # `scale=` says that the user has chosen the scale; it is looked for below.
+    unused = [] if isinstance(recipe, str) else [entry for entry in overrides if not entry.startswith("scale=")]
+    if unused:
+        raise ConfigurationError(
+            f"overrides: {' '.join(unused)} would have no effect, because the recipe is built already; give them to "
+            "load_recipe instead"
+        )
     folders = () if config_dir is None else (config_dir,)
     built = load_recipe(recipe, overrides, folders) if isinstance(recipe, str) else recipe
     arguments: dict[str, Any] = {

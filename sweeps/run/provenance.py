@@ -21,6 +21,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,15 +103,17 @@ def changes_line(changes: Sequence[str]) -> str:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of Python and of packages by name, without importing them."""
+    return {"python": platform.python_version(), **{package: _version(package) for package in packages}}
+
+
+@cache  # a package's metadata takes milliseconds to parse, and every run records its packages three times
+def _version(package: str) -> str:
     from importlib.metadata import PackageNotFoundError, version  # slow to import
 
-    result = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            result[package] = version(package)
-        except PackageNotFoundError:
-            result[package] = ABSENT
-    return result
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ABSENT
 
 
 def files_named(config: Any) -> list[str]:

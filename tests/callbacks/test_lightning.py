@@ -526,6 +526,8 @@ def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_pa
         ScaleRL.load_from_checkpoint(path, weights_only=True)
     loaded = ScaleRL.load_from_checkpoint(path, weights_only=True, recipe=recipe)
     assert loaded.recipe.batch == recipe.batch
+    with pytest.raises(ConfigurationError, match=r"overrides: batch.prompts=8 would have no effect"):
+        ScaleRL(tiny_model_path, recipe, ["scale=arithmetic", "batch.prompts=8"])
 
 
 # --- refused settings ---------------------------------------------------------------------------------------
