@@ -60,8 +60,7 @@ def main() -> None:
         # not have.
         if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
             raise ConfigurationError(ONE_TRAINER)
-        if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
-            _check_shown()
+        _check_shown()
         _hydra_main()
         with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
             for overrides, folders in _single_runs:
@@ -91,11 +90,14 @@ def main() -> None:
 
 
 def _check_shown() -> None:
-    """Make the checks of a run before Hydra prints the configuration (--cfg)."""
-    from lightning_scalerl.member.identify import check_shown
+    """Check what Hydra is asked to print (--cfg, --info); with --cfg, make the checks of a run before it does."""
+    options = {word.partition("=")[0] for word in sys.argv[1:]}
+    if (printing := options & {"--cfg", "-c", "--info", "-i"}) and options & {"--multirun", "-m"}:
+        raise ConfigurationError(f"{min(printing)}: prints the configuration of one run; leave out --multirun")
+    if printing & {"--cfg", "-c"}:
+        from lightning_scalerl.member.identify import check_shown
 
-    folders, overrides = _folders_and_overrides()
-    if not any(word in ("--multirun", "-m") for word in sys.argv[1:]):
+        folders, overrides = _folders_and_overrides()
         check_shown(overrides, folders)
 
 

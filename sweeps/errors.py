@@ -62,7 +62,9 @@ def naming(field: str) -> Iterator[None]:
         raise UserError(f"{field}: {description}") from error
 
 
-_ELSEWHERE = "give a place where you may write (output_dir=, study=, -o), or change its rights"
+_ELSEWHERE = (
+    "change its rights, or write elsewhere (scalerl train: output_dir=; other commands: -o, or a copy of the study)"
+)
 _REMEDIES = {
     errno.EACCES: _ELSEWHERE,
     errno.EPERM: _ELSEWHERE,

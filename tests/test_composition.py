@@ -326,6 +326,12 @@ def test_cfg_refuses_what_a_run_would_refuse(
     monkeypatch.setattr(sys, "argv", ["scalerl", "--cfg", "job", "variant=loss_gspo", "optimizer.lr=1e-3"])
     train.main()
     assert capsys.readouterr().out == "label: loss=gspo\n"
+    monkeypatch.setattr(sys, "argv", ["scalerl", "--multirun", "loss=gspo,dapo", "--cfg=job"])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 1
+    message = "--cfg: prints the configuration of one run; leave out --multirun"
+    assert capsys.readouterr().err.strip().endswith(message)
 
 
 def test_a_task_without_its_files_says_what_to_give() -> None:

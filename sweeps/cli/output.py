@@ -64,7 +64,7 @@ def show_chart(study: Path, tracking: str) -> None:
     from sweeps.report.publish import publish
 
     try:
-        publish([str(study)], tracking, partial(print_ranking, study))
+        publish([str(study)], tracking, partial(_show_outcome, study))
     except UserError as error:
         print(f"no chart in MLflow yet: {error}", file=sys.stderr)
 
@@ -112,7 +112,7 @@ def show_ranking(study: Path) -> None:
     """Fit a study and print its ranking; print a warning if it cannot be ranked yet."""
     # Imported late because they need SciPy.
     from sweeps.decide.rank import rank
-    from sweeps.fit.fit import fit_curves, warnings_of
+    from sweeps.fit.fit import fit_curves
     from sweeps.launch.settings import LaunchSettings
     from sweeps.parallel import cores
     from sweeps.source import load
@@ -125,17 +125,19 @@ def show_ranking(study: Path) -> None:
         warn([f"no ranking yet: {error}"])
         return
     warn(loaded.warnings)
+    _show_outcome(study, fits, ranking)
+
+
+def _show_outcome(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
+    """Print the ranking on a terminal; elsewhere the study's folder, its outcome in one line, and the next commands."""
+    from sweeps.fit.fit import warnings_of
+
     if on_screen(sys.stderr):
         print()
         print_ranking(study, fits, ranking)
-    else:
-        warn(warnings_of(fits))
-        _print_summary(study, ranking)
-
-
-def _print_summary(study: Path, ranking: Ranking) -> None:
-    """Print the study's folder, its outcome and the next commands, if the output is not a terminal."""
+        return
+    warn(warnings_of(fits))
     place = shlex.quote(str(study))
     print(f"study: {place}")
-    print(f"ranking: {one_line(' '.join(ranking.outcome))}")
+    print(f"ranking: {one_line('; '.join(ranking.outcome))}")
     print(f"next: scalerl rank {place}; scalerl report {place} -o {place}/report.html")

@@ -60,7 +60,7 @@ def read_groups(run_dir: Path) -> list[Group]:
     except OSError as error:
         raise UserError(
             f"{run_dir}: holds no {ROLLOUTS_FILE} ({error.strerror}); give the folder of a run that was trained with "
-            "rollouts.groups of 1 or more"
+            "rollouts.groups of 1 or more, and whose rollouts were not removed (scalerl clean --rollouts)"
         ) from error
     return [entry for entry in entries if "step" in entry and "rollouts" in entry]
 

@@ -28,14 +28,12 @@ def study(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_the_ranking_is_printed_above_the_mlflow_links(
+def test_in_a_pipe_a_tracked_study_ends_with_the_same_lines_and_the_mlflow_links(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_results(study, f"sqlite:///{tmp_path}/mlflow.db")
-    output = capsys.readouterr().out
-    assert "scalerl+loss=dapo" in output and "P(best)" in output
-    assert 0 < output.index("P(best)") < output.index("http")
-    command, chart, recipes, runs = output.splitlines()[-4:]
+    folder, ranking, next_command, command, chart, recipes, runs = capsys.readouterr().out.splitlines()
+    assert folder == f"study: {study}" and ranking.startswith("ranking: ") and next_command.startswith("next: ")
     assert command.startswith("mlflow ui ") and " --host 127.0.0.1 " in command
     address = r"http://127\.0\.0\.1:5000/#/experiments/1/runs\?viewStateShareKey"
     assert re.match(rf"points, curves and bands: {address}=scaling-\w+&compareRunsMode=CHART", chart)
