@@ -485,6 +485,10 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
+    if any(line.startswith("Cannot merge ") for line in lines):
+        lines.append(
+            "a chosen file, such as that of scale=, has a list where you give a mapping, or the reverse; choose another"
+        )
     kept = [line for line in lines if not line.startswith(_UNHELPFUL_PREFIXES)]
     return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error, folders, overrides)
 

@@ -254,8 +254,9 @@ class ConstantSchedule:
 
 @dataclass(frozen=True)
 class CosineSchedule(ConstantSchedule):
-    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the rate at `total_steps`.
+    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the rate after `total_steps`.
 
+    The last step has a slightly larger rate, because a step's rate depends on the steps before it, as in transformers.
     The learning curve depends on `total_steps`, so it is part of the run's identity. Unlike with a constant rate, a
     run with a larger budget is another run.
     """

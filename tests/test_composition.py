@@ -296,6 +296,10 @@ def test_choices_that_overrides_leave_alone_are_shared_with_the_recipe_of_the_fi
                 (["recipy=scalerl"], "did you mean recipe\\?"),
                 (["+trainer.accelerator=gpu"], "trainer.accelerator=gpu: needs trainer=trl; .*strategy.devices=2"),
                 (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
+                (
+                    ["scale=tiny", "task.heldout={test: x}"],
+                    "task.heldout=.*; a chosen file, such as that of scale=, has a list",
+                ),
             ],
             pytest.mark.full,
         ),

@@ -946,15 +946,14 @@ def test_reward_collapse_is_detected() -> None:
 
 
 def test_low_entropy_and_truncation_are_detected() -> None:
-    def record(entropy: float, truncated: float, kept: float = 1.0) -> dict[str, float]:
-        values = {"train/entropy": entropy, "train/truncated": truncated, "train/groups_kept": kept}
-        return {"train/reward": 1.0, **values}
+    def record(entropy: float, truncated: float) -> dict[str, float]:
+        return {"train/reward": 1.0, "train/entropy": entropy, "train/truncated": truncated}
 
     health = Health(stop=True, window_steps=2, entropy=0.5, truncated=0.5)
     assert stopping_step(HealthWatch(health), record(0.4, 0.0), record(0.5, 0.0)) == 2
     assert stopping_step(HealthWatch(health), record(0.4, 0.0), record(0.6, 0.0)) == -1
-    assert stopping_step(HealthWatch(health), record(0.6, 0.0), *[record(0.0, 0.0, kept=0.0)] * 9) == -1, (
-        "steps without groups have no entropy"
+    assert stopping_step(HealthWatch(health), record(0.6, 0.0), *[{"train/reward": 1.0}] * 9) == -1, (
+        "steps without credited tokens have no entropy"
     )
     assert stopping_step(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.1)) == 2, (
         "the bound itself counts as too much"

@@ -58,13 +58,18 @@ class LengthControl(DesignChoice):
         return None
 
     def differs(self, other: LengthControl, step: ObservedStep) -> bool:
-        """Return whether this choice acted on a rollout of the batch, or `other` certainly would have."""
+        """Return whether this choice acted on a rollout of the batch, or `other` could have."""
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
-        return any(control.acts_on(rollout, step.decode) for control in (self, other) for rollout in rollouts)
+        acted = any(self.acts_on(rollout, step.decode) for rollout in rollouts)
+        return acted or any(other.could_act_on(rollout, step.decode) for rollout in rollouts)
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether this choice changed the rollout or certainly would have; used by the mechanism counter."""
+
+    def could_act_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
+        """Return whether this choice could have changed a rollout that was sampled without it."""
+        return self.acts_on(rollout, decode)
 
 
 # arXiv 2510.13786, appendix.
@@ -116,6 +121,10 @@ class Interruption(LengthControl):
         if rollout.length <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
+
+    def could_act_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
+        """Return whether the rollout passed the earliest point without ending its thinking."""
+        return rollout.length > self.low and self.end_of_thinking not in decode(rollout.tokens[: self.low])
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, and that forced tokens are not trained on and evaluation is not interrupted."""

@@ -199,9 +199,12 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
 def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
     """Return metrics of the weights before the update: entropy, gap between trainer and generator, KL, critic fit.
 
-    Importance ratios between trainer and generator are not truncated here.
+    Importance ratios between trainer and generator are not truncated here. Without credited tokens there is no mean,
+    and the metrics are left out: an entropy of 0 would look like a collapse.
     """
     tokens = batch.denominators.tokens
+    if not tokens:
+        return {}
     sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
     weight_sum = square_sum = 0.0
     scored = [Scored(*part).zero_outside_mask() for part in parts]
@@ -238,7 +241,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) -> dict[str, float]:
-    """Return metrics of the importance ratio in the loss, over all passes."""
+    """Return metrics of the importance ratio in the loss, over all passes; empty without credited tokens."""
     clip, mean = Rate(), Rate()
     lowest, largest = math.inf, 0.0
     for one_pass in passes:
@@ -254,5 +257,11 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
             if tokens:
                 largest = max(largest, float((ratio * mask).max()))
                 lowest = min(lowest, float(ratio[mask > 0].min()))
-    metrics = {"train/clip_fraction": clip.value, "train/ratio_mean": mean.value, "train/ratio_max": largest}
-    return metrics if math.isinf(lowest) else {**metrics, "train/ratio_min": lowest}
+    if math.isinf(lowest):
+        return {}
+    return {
+        "train/clip_fraction": clip.value,
+        "train/ratio_mean": mean.value,
+        "train/ratio_max": largest,
+        "train/ratio_min": lowest,
+    }

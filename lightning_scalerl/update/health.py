@@ -80,8 +80,7 @@ class HealthWatch:
         if not self._health.stop:
             return
         for name, recent in self._recent.items():
-            # The entropy of a batch without groups is recorded as 0, which must not count as collapsed.
-            if name in record and (name != "train/entropy" or record.get("train/groups_kept", 1.0) > 0):
+            if name in record:
                 recent.append(at_the_limit(record) if name == "train/truncated" else record[name])
         # Only full windows have a mean: the first steps decide nothing.
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}

@@ -37,7 +37,7 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
         # `departures` is a mapping with axes as keys, and `departs_on` of the first journal format a list of axes.
         for axis in view.header.get("departures", view.header.get("departs_on", ())):
             if counters.get(recipe, {}).get(axis) == 0:
-                notes.add(f"{recipe}: this variant changed nothing (mechanism/{axis} stayed at 0)")
+                notes.add(f"{recipe}: no step showed an effect of this variant (mechanism/{axis} stayed at 0)")
     return sorted(notes)
 
 

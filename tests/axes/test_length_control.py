@@ -129,6 +129,17 @@ def test_which_rollouts_a_control_acted_on(name: str, sampled: Rollout, end_at: 
 
 
 @pytest.mark.parametrize(
+    ("tokens", "end_at", "could"), [(10, None, False), (11, None, True), (11, 9, False), (11, 10, True)]
+)
+def test_interruption_could_act_on_a_rollout_that_passes_its_earliest_point(
+    tokens: int, end_at: int | None, could: bool
+) -> None:
+    """The drawn point lies between `low` and `high`, so a counter of 0 may only mean that no rollout reached `low`."""
+    sampled = dataclasses.replace(rollout(tokens), tokens=[2 if t == end_at else 1 for t in range(tokens)])
+    assert control("interruption").could_act_on(sampled, decode) is could
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"low": 0}, r"length_control\.low: 0 must be a whole number"),

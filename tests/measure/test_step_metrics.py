@@ -163,7 +163,7 @@ def test_token_metrics_do_not_depend_on_the_micro_batches(size: int, junk: float
         assert metrics[f"train/{name}"] == pytest.approx(float(expected), rel=1e-4), name
 
 
-def test_a_step_without_credit_reports_numbers() -> None:
+def test_a_step_without_credit_reports_numbers_and_no_means_over_tokens() -> None:
     groups = some_groups()
     for group in groups:
         for rollout in group.rollouts:
@@ -171,7 +171,8 @@ def test_a_step_without_credit_reports_numbers() -> None:
     choices = CHOICES.having(MaskTruncated())
     metrics = step_metrics(assemble(groups, choices, 20), NOT_SCORED, choices, 1)
     assert all(math.isfinite(value) for value in metrics.values())
-    assert (metrics["train/truncated"], metrics["train/groups_kept"], metrics["train/ratio_max"]) == (1, 0, 0)
+    assert (metrics["train/truncated"], metrics["train/groups_kept"], metrics["train/credited_tokens"]) == (1, 0, 0)
+    assert not {"train/entropy", "train/mismatch_kl", "train/clip_fraction", "train/ratio_max"} & metrics.keys()
 
 
 def levels(alarm: TruncationAlarm, shares: list[float], first: int = 1) -> list[float]:

@@ -578,8 +578,8 @@ def test_counters_name_variants_that_did_nothing(tmp_path: Path) -> None:
     runs = load([tmp_path]).runs
     assert mechanism_counters(runs)["scalerl"] == {"loss": 0.0, "kl": 0.75}
     one, other = idle_variants(runs)
-    assert one.startswith("another loss: this variant changed nothing (mechanism/loss")
-    assert other.startswith("scalerl+loss=gspo: this variant changed nothing")
+    assert one.startswith("another loss: no step showed an effect of this variant (mechanism/loss")
+    assert other.startswith("scalerl+loss=gspo: no step showed an effect of this variant")
 
 
 def test_baselines_come_from_the_header_not_from_the_label(tmp_path: Path) -> None:

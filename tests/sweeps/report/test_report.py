@@ -253,7 +253,7 @@ def test_journals_add_counters_and_provenance(tmp_path: Path) -> None:
     study = load([tmp_path])
     text, _ = report(tmp_path / "out", *study.curves, runs=study.runs)
     Page(text)
-    assert "scalerl+loss=dapo: this variant changed nothing" in text
+    assert "scalerl+loss=dapo: no step showed an effect of this variant" in text
     assert "scalerl seed 7: 15% or more of the completions were truncated (first at step 2, in 1 of 2 steps)" in text
     assert "scalerl+loss=dapo seed 7" not in text
     assert "abc&lt;123&gt;" in text and "2.13" in text and "How often did each choice make a difference?" in text
