@@ -296,6 +296,27 @@ def test_missing_models_and_tasks_are_refused(tmp_path: Path) -> None:
         RolloutDataModule(object())  # type: ignore[arg-type]
 
 
+def test_tasks_with_other_forms_of_prompts_or_passes_are_refused(tiny_model_path: str) -> None:
+    class Streamed(CountingTask):
+        def train_prompts(self) -> Any:
+            return (prompt for prompt in self.pool)
+
+    class OneSet(CountingTask):
+        def eval_sets(self) -> Any:
+            return self.pool[-3:]
+
+    class WithoutReturn(CountingTask):
+        def is_correct(self, reward: float) -> bool:
+            bool(reward >= 0.1)
+
+    with pytest.raises(ConfigurationError, match=r"Streamed\.train_prompts\(\) must return a list of prompts"):
+        RolloutDataModule(Streamed())
+    with pytest.raises(ConfigurationError, match=r"OneSet\.eval_sets\(\) must return \{name: list of prompts\}"):
+        RolloutDataModule(OneSet())
+    with pytest.raises(ConfigurationError, match=r"WithoutReturn\.is_correct\(.*\) returned None; return whether"):
+        fit(tiny_model_path, steps=1, task=WithoutReturn())
+
+
 def test_groups_of_one_are_refused(tiny_model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"batch\.completions: 1"):
         fit(tiny_model_path, overrides=["batch.completions=1"])

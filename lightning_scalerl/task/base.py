@@ -209,7 +209,14 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
 
 def passes(task: Task, outcome: Outcome) -> bool:
     """Return whether a score counts as a pass: the grader's decision, or if it made none, the task's `is_correct`."""
-    return task.is_correct(outcome.reward) if outcome.correct is None else outcome.correct
+    if outcome.correct is not None:
+        return outcome.correct
+    passed: bool | None = task.is_correct(outcome.reward)
+    if passed is None:  # a missing `return`
+        raise ConfigurationError(
+            f"task: {type(task).__name__}.is_correct({outcome.reward:g}) returned None; return whether it is a pass"
+        )
+    return passed
 
 
 def check_task(task: Any, evaluated: bool = True) -> Task:
@@ -221,7 +228,7 @@ def check_task(task: Any, evaluated: bool = True) -> Task:
             rates on it.
 
     Raises:
-        ConfigurationError: the task lacks prompts, a verifier or a held-out set.
+        ConfigurationError: the task lacks prompts, a verifier or a held-out set, or has them in another form.
     """
     for method, description in (
         ("reward", "for a verifier: reward(prompt, completion) -> float"),
@@ -233,11 +240,20 @@ def check_task(task: Any, evaluated: bool = True) -> Task:
         if not callable(getattr(task, method, None)):
             raise ConfigurationError(f"task: {type(task).__name__} has no method {description}")
     checked: Task = task
+    if not _is_list(checked.train_prompts()):
+        raise ConfigurationError(f"task: {type(task).__name__}.train_prompts() must return a list of prompts")
     if not checked.train_prompts():
         raise ConfigurationError(
             f"task.train: needs a value; {type(task).__name__} has no training prompts, as a set in evaluation.sets has"
         )
     sets = checked.eval_sets()
+    if not isinstance(sets, Mapping) or not all(map(_is_list, sets.values())):
+        raise ConfigurationError(f"task: {type(task).__name__}.eval_sets() must return {{name: list of prompts}}")
     if not all(sets.values()) or (evaluated and not sets):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")
     return checked
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a value can be indexed and has a length, unlike a generator or a dataset that is streamed."""
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | Mapping)
