@@ -313,6 +313,17 @@ def test_runs_without_a_ledger_have_the_state_of_their_journals(tmp_path: Path) 
     assert [view.reason for view in views] == [None, "why", None, None]
 
 
+def test_an_absent_log_of_a_failed_run_is_not_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A single run writes to the terminal, and has no log."""
+    journal = Journal(tmp_path / "runs" / "a")
+    journal.header(run="a", recipe="r", seed=0)
+    journal.end(0, "failed", "why")
+    journal.close()
+    assert cli.main(["status", str(tmp_path)]) == 0 and "log.txt" not in capsys.readouterr().out
+    (tmp_path / "runs" / "a" / LOG_FILE).write_text("a line\n")
+    assert cli.main(["status", str(tmp_path)]) == 0 and "log.txt:\n    a line\n" in capsys.readouterr().out
+
+
 def test_a_run_without_a_ledger_has_ended_if_its_writer_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
