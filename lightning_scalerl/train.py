@@ -1,7 +1,8 @@
 """`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study.
 
 On SIGUSR2 or SIGTERM a single run saves a checkpoint at the next clean point (docs/guide/training.md) and exits with
-code 85. The same command continues it. slurm/single_run.sbatch requeues its job on that code.
+code 85. The same command continues it. slurm/single_run.sbatch requeues its job on that code. Ctrl-C does the same with
+code 130; a second Ctrl-C ends the run at once, without saving.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ def main() -> None:
             for overrides, folders in _single_runs:
                 _train(overrides, folders)
     except KeyboardInterrupt:
+        if _single_runs:  # a study has printed its own line
+            print("scalerl train: interrupted; the same command continues the run", file=sys.stderr)
         sys.exit(EXIT_CTRL_C)
     except RunInterruptedError as stop:
         print(f"scalerl train: saved ({stop}); the same command continues the run", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(EXIT_CTRL_C if interruption.reason == signal.SIGINT.name else EXIT_INTERRUPTED)
     except LeaseLostError as error:
         sys.exit(_complain(str(error)))
     except (ConfigurationError, UserError, CannotGoOnError) as error:
@@ -217,7 +220,15 @@ def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     for line in spec.cautions:
         print(line, file=sys.stderr)
     print(f"{spec.title}: {run_dir}")
-    run_member(run_dir, True)
+    # Ctrl-C stays ignored where it is, as under nohup.
+    ctrl_c = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
+    try:
+        with interruption.on_signals(ctrl_c):
+            run_member(run_dir, True)
+    except SystemExit as error:  # Lightning's Trainer exits with code 1 on KeyboardInterrupt
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_scalerl.callbacks.base import Recorder, without_tips
 from lightning_scalerl.callbacks.evaluate import evaluation_of
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Read at import, because a member may be forked long after that, when the files on disk may have changed.
 _IMPORTED = own_files()
+# Exceptions that end a run without a failure: a request to stop, Ctrl-C, and SIGTERM as Lightning handles it.
+_INTERRUPTIONS = (RunInterruptedError, KeyboardInterrupt, SIGTERMException)
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class RunLog(Recorder):
     - `passes.jsonl`: which held-out prompts passed in each evaluation;
     - `compute.json`: the compute meter's heartbeat, until the run is finished.
 
-    If the run fails, an `end` record with the reason is written. If it is interrupted, none is written, because it will
-    continue. None is written either if the exception's attribute `leave_journal` is True, because another process then
-    owns the journal.
+    If the run fails, an `end` record with the reason is written. If it is interrupted (by a request to stop, Ctrl-C or
+    SIGTERM), none is written, because it will continue. None is written either if the exception's attribute
+    `leave_journal` is True, because another process then owns the journal.
 
     Args:
         run_dir: the run's directory; created if missing.
@@ -191,7 +194,7 @@ class RunLog(Recorder):
         """Write the reason of a failure to the journal. Never raise, which would hide the first error."""
         if self._journal is None:
             return
-        keep_open = isinstance(exception, RunInterruptedError) or getattr(exception, "leave_journal", False)
+        keep_open = isinstance(exception, _INTERRUPTIONS) or getattr(exception, "leave_journal", False)
         try:
             if not keep_open:
                 reason = f"{type(exception).__name__}: {exception}".splitlines()[0]

@@ -189,13 +189,14 @@ def plan_json(plan: Plan, commands: Sequence[str | None]) -> dict[str, Any]:
 def _design(options: argparse.Namespace) -> None:
     """Replace this process by `scalerl train --multirun` with `launch.design` set, which only prints the cost."""
     from sweeps.cli.study_commands import train_command
+    from sweeps.launch.resume_command import quoted
 
     if options.sources:
         options.refuse(f"--design: {options.sources[0]} is a source; give an earlier study with --like")
     words = [*options.design, f"launch.design={'json' if options.json else 'text'}"]
     for name in ("like", "rate", "margin"):
         if (value := getattr(options, name)) is not None:
-            text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if isinstance(value, str) else value
+            text = quoted(value) if isinstance(value, str) else value
             words.append(f"launch.{name}={text}")
     train_command(["--multirun", *words])
 

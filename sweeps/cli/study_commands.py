@@ -64,8 +64,9 @@ def status_command(options: argparse.Namespace) -> None:
     if len(changed) > FAILURES and not options.all:
         print(f"and {len(changed) - FAILURES} more members (--all)")
     for view in [view for view in views if view.state == "failed"][:FAILURES]:
-        print(f"\n{view.recipe} seed {view.seed}, the last lines of {study}/runs/{view.run}/log.txt:")
-        for line in log_tail(study, view):
+        if lines := log_tail(study, view):  # a single run has no log
+            print(f"\n{view.recipe} seed {view.seed}, the last lines of {study}/runs/{view.run}/log.txt:")
+        for line in lines:
             print(f"    {one_line(line)}")
 
 

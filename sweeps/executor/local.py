@@ -9,11 +9,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
+from sweeps.executor.failure import KINDS, first_line, kind_of
 from sweeps.process import THREADS, die_with_parent, end, forkserver
 from sweeps.redact import redact
 from sweeps.run.activity import HUNG_CODE
@@ -49,6 +51,7 @@ class LocalExecutor:
         self._context = forkserver(preload)
         self._processes: dict[str, Any] = {}
         self._run_dirs: dict[str, Path] = {}
+        self._errors: dict[str, Connection] = {}
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
         """Return the number of waiting members that fit into free slots (`max_parallel`)."""
@@ -57,11 +60,15 @@ class LocalExecutor:
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
         """Start a process for each member; there are no job ids, so every value is None."""
         for member in members:
-            arguments = (self._entry, str(member.run_dir), self._threads)
+            # The kind of an error arrives through a pipe, because a full disk takes neither a journal nor a log.
+            receiver, sender = self._context.Pipe(duplex=False)
+            arguments = (self._entry, str(member.run_dir), self._threads, sender)
             process = self._context.Process(target=_member, args=arguments, name=member.run)
             process.start()
+            sender.close()
             self._processes[member.run] = process
             self._run_dirs[member.run] = member.run_dir
+            self._errors[member.run] = receiver
         return {member.run: None for member in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
@@ -76,7 +83,9 @@ class LocalExecutor:
         for run, process in ended:
             process.join()
             del self._processes[run]
-        return [_outcome(run, process.exitcode, self._run_dirs.pop(run)) for run, process in ended]
+        return [
+            _outcome(run, process.exitcode, self._run_dirs.pop(run), self._errors.pop(run)) for run, process in ended
+        ]
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
         """Write a stop file for each member, which checks for it at step boundaries."""
@@ -103,6 +112,7 @@ class LocalExecutor:
         for process in self._processes.values():
             end(process, (10.0, signal.SIGKILL))
         self._processes.clear()
+        self._errors.clear()
 
 
 class InProcessExecutor:
@@ -161,11 +171,18 @@ class InProcessExecutor:
         """Do nothing: members run inside this process."""
 
 
-def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
-    """Return the outcome of a member's process by its exit code."""
+def _outcome(run: str, exit_code: int, run_dir: Path, errors: Connection) -> Outcome:
+    """Return the outcome of a member's process by its exit code, and by the error that it has sent."""
+    with errors:
+        try:
+            kind, line = errors.recv() if errors.poll() else (None, "")
+        except EOFError:  # the process has sent nothing
+            kind, line = None, ""
     if exit_code == STOPPED_CODE:
         return Outcome(run, exit_code, "stopped", requested_stop(run_dir))
-    return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else None)
+    if kind == "disk_full":  # the journal and the log may lack the reason
+        return Outcome(run, exit_code, kind, f"{KINDS[kind][0]}: {line}")
+    return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else kind)
 
 
 def _use_threads(count: int) -> None:
@@ -176,10 +193,19 @@ def _use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _member(entry: str, run_dir: str, threads: int) -> None:
-    """Run one member in its own process, with stdout and stderr in its log."""
+def _member(entry: str, run_dir: str, threads: int, errors: Connection) -> None:
+    """Run one member in its own process, and send kind and first line of an error that ends it."""
     die_with_parent()
     _use_threads(threads)
+    try:
+        _run_logged(entry, run_dir, errors)
+    except OSError as error:  # the log cannot be written
+        errors.send((kind_of(error), first_line(error)))
+        raise
+
+
+def _run_logged(entry: str, run_dir: str, errors: Connection) -> None:
+    """Run one member, with stdout and stderr in its log."""
     # Readable by the owner only: members and their libraries may print secrets.
     descriptor = os.open(Path(run_dir) / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
@@ -194,7 +220,8 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
             print(f"stopped: {error}", flush=True)
             # os._exit is not used, because exit handlers release resources that libraries share with other processes.
             raise SystemExit(STOPPED_CODE if requested_stop(Path(run_dir)) else 1) from None
-        except BaseException:
+        except BaseException as error:
+            errors.send((kind_of(error), first_line(error)))
             sys.stdout.flush()
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
             sys.stderr.flush()

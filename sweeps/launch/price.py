@@ -10,13 +10,14 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from sweeps.as_json import AsJson
 from sweeps.curve import DEVICE_HOURS
 from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR
-from sweeps.run.journal import find_runs, finite
+from sweeps.run.checkpoint_names import CHECKPOINTS_DIR, checkpoints, step_of
+from sweeps.run.journal import JournalView, find_runs, finite
 from sweeps.run.progress import journal_or_none, why_final
 from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
@@ -112,7 +113,7 @@ def launch_of(
     specs = list({spec.run: spec for spec in specs}.values())
     progress = cache(_progress)  # cached: used for the remaining steps and for the cost per step
     # A branch takes its first steps from its parent.
-    done = {spec.run: max(progress(directory / RUNS_DIR / spec.run)[1], spec.first_step) for spec in specs}
+    done = {spec.run: max(progress(directory / RUNS_DIR / spec.run).resume_step, spec.first_step) for spec in specs}
     left = {spec.run: max(spec.steps - done[spec.run], 0) for spec in specs}
     left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
     left |= dict.fromkeys(elsewhere, 0)
@@ -171,7 +172,7 @@ class _Rates:
     scales: Sequence[Mapping[str, str]]
 
     @classmethod
-    def read(cls, folder: Path, progress: Callable[[Path], tuple[str, int, float | None]]) -> _Rates | None:
+    def read(cls, folder: Path, progress: Callable[[Path], _Progress]) -> _Rates | None:
         """Read the device hours per step of the runs in a folder; None if no run has taken a step.
 
         `progress` is `_progress`, or a cached version of it.
@@ -179,7 +180,7 @@ class _Rates:
         rates: dict[tuple[str, str], list[float]] = defaultdict(list)
         scales: dict[str, Mapping[str, str]] = {}
         for run_dir in find_runs(folder):
-            recipe, step, hours = progress(run_dir)
+            recipe, step, hours, _ = progress(run_dir)
             if not step or not hours:
                 continue
             scale = _scale(_configuration(run_dir))
@@ -226,13 +227,34 @@ def _configuration(run_dir: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _progress(run_dir: Path) -> tuple[str, int, float | None]:
-    """Return a run's recipe, its last step and the device hours up to it; "", 0 and None if it cannot be read."""
+class _Progress(NamedTuple):
+    """Progress of a run: its recipe, its last step, the device hours up to it, and the step from which it continues."""
+
+    recipe: str = ""
+    step: int = 0
+    hours: float | None = None
+    resume_step: int = 0
+
+
+def _progress(run_dir: Path) -> _Progress:
+    """Return a run's progress; the defaults if its journal cannot be read."""
     view = journal_or_none(run_dir)
     if view is None:
-        return "", 0, None
+        return _Progress()
     last = max(view.records, key=lambda record: record.step, default=None)
     step = 0 if last is None else last.step
     # Hours are cumulative, and both the train and the eval record of a step have them: take the larger, newer value.
-    hours = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
-    return str(view.header.get("recipe", "")), step, max((value for value in hours if value is not None), default=None)
+    values = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
+    hours = max((value for value in values if value is not None), default=None)
+    return _Progress(str(view.header.get("recipe", "")), step, hours, _resume_step(run_dir, view, step))
+
+
+def _resume_step(run_dir: Path, view: JournalView, last_step: int) -> int:
+    """Return the step from which a run continues: its last if it has finished, else that of its newest checkpoint."""
+    if view.status == "finished":
+        return last_step
+    covered = view.checkpoint_step or 0
+    if view.attempts:  # a command has its checkpoints where it likes
+        return covered
+    steps = map(step_of, checkpoints(run_dir / CHECKPOINTS_DIR))
+    return max((step for step in steps if step <= covered), default=0)

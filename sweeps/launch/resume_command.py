@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from sweeps.run.spec import RunSpec
 
 # Keys of the study's overrides to leave out: the proposal sets the first two, the last is from an earlier version.
 _DROPPED_KEYS = ("seed", "budget.steps", "race.freed")
+_FOLDER_KEYS = ("study", "output_dir")
+# A path that Hydra reads as a text without quotes.
+_PLAIN = re.compile(r"(\.\./)*[a-z_/][\w./-]*", re.ASCII | re.IGNORECASE)
+_CONSTANTS = ("null", "true", "false", "nan", "inf")
 
 
 class Advice(Protocol):
@@ -54,9 +59,30 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
     budget = math.ceil(steps * advice.compute / compute)
     if advice.action == "seed":
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
-    overrides = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _DROPPED_KEYS]
+    overrides = [entry for entry in specs[0].overrides if _key(entry) not in _DROPPED_KEYS]
+    overrides = _into_folder(overrides, specs[0], recipe_runs[0].path.parent)
     words = [*overrides, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
     return shlex.join(["scalerl", "train", *folder_words(specs[0].folders), "--multirun", *words])
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]
+
+
+def _into_folder(overrides: Sequence[str], spec: RunSpec, run_dir: Path) -> list[str]:
+    """Return overrides that lead to the study's folder, also if that was moved or copied since its launch."""
+    recorded, study, here = spec.config.get("output_dir"), run_dir.resolve().parent.parent, Path.cwd()
+    if recorded is None or Path(recorded).resolve() == study:
+        return [*overrides]
+    study = study.relative_to(here) if here in study.parents else study
+    return [*(entry for entry in overrides if _key(entry) not in _FOLDER_KEYS), f"output_dir={quoted(str(study))}"]
+
+
+def quoted(text: str) -> str:
+    """Return a text as the value of a Hydra override, in quotes if it needs them."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _CONSTANTS:
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def folder_words(folders: Sequence[str]) -> list[str]:

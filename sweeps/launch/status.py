@@ -22,15 +22,18 @@ from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import end_of
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
-from sweeps.run.lease import BEAT_S, alive, heartbeat_time, held_leases
+from sweeps.run.lease import BEAT_S, alive, heartbeat_time, held_leases, is_held
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
 from sweeps.run.provenance import changes_line
 from sweeps.run.spec import budget_of
+from sweeps.run.writer import BEAT_S as WRITER_BEAT_S
+from sweeps.run.writer import EXPIRY_S
 
 # States of members, the most important for readers first.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
 # Seconds to watch a lease, long enough for two heartbeats of a controller.
 _WATCH_S = 2 * BEAT_S + 1
+_WATCH_WRITERS_S = 2 * WRITER_BEAT_S + 1  # the same for the processes that write runs
 _GONE = "the process that started it is gone; the same command continues it"
 _ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
 
@@ -103,7 +106,7 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
         UserError: the folder has neither a ledger nor a run.
     """
     if not (study / LEDGER_FILE).is_file():
-        views = [_view_of_journal(run_dir) for run_dir in find_runs(study)]
+        views = _views_of_journals(find_runs(study))
         if not views:
             raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
         return views
@@ -119,7 +122,7 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     unlaunched = [
         run_dir for run_dir in find_runs(study / RUNS_DIR) if run_dir.name not in launched and _reports_itself(run_dir)
     ]
-    return [*views, *map(_view_of_journal, unlaunched)]
+    return [*views, *_views_of_journals(unlaunched)]
 
 
 def counts(views: Sequence[MemberView]) -> str:
@@ -274,8 +277,24 @@ def _pass_rate(metrics: Mapping[str, float]) -> float | None:
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
 
 
-def _view_of_journal(run_dir: Path) -> MemberView:
-    """Return the status of a run without a ledger, from its journal only."""
+def _views_of_journals(run_dirs: Sequence[Path]) -> list[MemberView]:
+    """Return the status of runs without a ledger, from their journals and the leases of the processes that write them.
+
+    A run that never had a lease, such as a script's, counts as running until its journal has an end.
+    """
+    views = {run_dir: _view_of_journal(run_dir) for run_dir in run_dirs}
+    leased = {run_dir for run_dir, view in views.items() if view.state == "running" and heartbeat_time(run_dir) > 0}
+    # Accept a recent heartbeat from another machine: waiting for the next one takes up to 15 s.
+    now = time.time()
+    recent = {each for each in leased if is_held(each, "writer") is None and now - heartbeat_time(each) < EXPIRY_S}
+    # Read the journals again: a run may have finished since.
+    for run_dir in leased - recent - held_leases(leased - recent, "writer", _WATCH_WRITERS_S):
+        views[run_dir] = _view_of_journal(run_dir, without_end="ended")
+    return list(views.values())
+
+
+def _view_of_journal(run_dir: Path, without_end: str = "running") -> MemberView:
+    """Return the status of a run without a ledger; its state is `without_end` if its journal has no end."""
     view = journal_or_none(run_dir)
     metrics = last_metrics(run_dir)
     header = view.header if view is not None else {}
@@ -283,7 +302,8 @@ def _view_of_journal(run_dir: Path) -> MemberView:
     states = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
     # A user's own loop that finished with a reason was stopped by its race.
     stopped = view is not None and view.status == "finished" and view.reason is not None and header.get("loop")
-    state = states.get("stopped" if stopped else view.status, "running") if view is not None else "waiting"
+    state = states.get("stopped" if stopped else view.status, without_end) if view is not None else "waiting"
+    reason = (view.reason or missing) if view is not None else trouble(run_dir, run_dir.name)
     return MemberView(
         run=str(header.get("run", run_dir.name)),
         recipe=str(header.get("recipe", run_dir.name)),
@@ -293,7 +313,7 @@ def _view_of_journal(run_dir: Path) -> MemberView:
         steps=None,
         pass_rate=_pass_rate(metrics),
         attempts=1,
-        reason=(view.reason or missing) if view is not None else trouble(run_dir, run_dir.name),
+        reason=_GONE if state == "ended" else reason,
         code=code,
         sides=_sides(state, (alive(run_dir) or {}) if state == "running" else {}, metrics),
     )

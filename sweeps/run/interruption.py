@@ -8,6 +8,7 @@ continues it in another job. After a request of its study, the run stays stopped
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from sweeps.run.files import read_json, write_json
 STOP_FILE = "stop.json"
 # Seconds between two checks for the stop file, which may be on a slow file system.
 _CHECK_EVERY_S = 2.0
+_STDERR = 2
+_CTRL_C = b"Ctrl-C: the run stops as soon as it is saved; a second Ctrl-C ends it at once\n"
 
 
 class RunInterruptedError(Exception):
@@ -87,10 +90,17 @@ class Interruption:
 
     @contextmanager
     def on_signals(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
-        """Let these signals request a stop during a `with` block, then restore their earlier handlers."""
+        """Let these signals request a stop during a `with` block, then restore their earlier handlers.
+
+        Only the first SIGINT (Ctrl-C) requests a stop. The second raises KeyboardInterrupt at once, because the next
+        step boundary may be minutes away.
+        """
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(number).name)
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.write(_STDERR, _CTRL_C)  # `print` may fail in a signal handler
 
         handlers = {number: signal.signal(number, handle) for number in signals}
         try:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_scalerl import RolloutDataModule
+from lightning_scalerl import RolloutDataModule, train
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpoint_file import DirectCheckpointIO
@@ -206,6 +207,64 @@ def test_lightnings_own_signal_handling_stops_a_generation(tiny_model_path: str)
     module = ScaleRL(tiny_model_path, "scalerl", overrides=SMALL)
     with pytest.raises(SIGTERMException):
         Trainer(max_steps=5, **quiet()).fit(module, datamodule=RolloutDataModule(task))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SIGTERMException])
+def test_ctrl_c_and_sigterm_in_a_script_are_no_failures(tiny_model_path: str, tmp_path: Path, error: type) -> None:
+    """Lightning ends the process in both cases. The run may be continued, so its journal has no end."""
+
+    def interrupt() -> None:
+        raise error
+
+    with pytest.raises(SystemExit):
+        fit(tiny_model_path, tmp_path, 2, callbacks=[ActAt(1, interrupt)])
+    view = read_journal(tmp_path)
+    assert (view.status, view.reason, view.records[-1].step) == ("running", None, 0)
+    fit(tiny_model_path, tmp_path, 2)
+    assert read_journal(tmp_path).status == "finished"
+
+
+def ctrl_c(times: int) -> None:
+    """Receive Ctrl-C as Lightning's Trainer does, which exits with code 1 on KeyboardInterrupt."""
+    try:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        sys.exit(1)
+    if interruption.requested:
+        raise RunInterruptedError(f"step 4: {interruption.reason}")
+
+
+@pytest.mark.parametrize(
+    ("times", "ignored", "code", "line"),
+    [
+        (1, False, 130, "scalerl train: saved (step 4: SIGINT); the same command continues the run"),
+        (2, False, 130, "scalerl train: interrupted; the same command continues the run"),
+        (2, True, None, None),
+    ],
+)
+def test_ctrl_c_saves_a_single_run_and_a_second_one_ends_it(
+    times: int, ignored: bool, code: int | None, line: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Where Ctrl-C is ignored, as under nohup, it stays ignored."""
+    words = ["scalerl train", "scale=tiny", "budget.steps=8", f"output_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it too; monkeypatch restores it
+    monkeypatch.setattr(train, "_run_with_our_trainer", lambda run_dir, progress: ctrl_c(times))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        if code is None:
+            train.main()
+        else:
+            with pytest.raises(SystemExit) as stop:
+                train.main()
+            assert stop.value.code == code
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    lines = capfd.readouterr().err.splitlines()
+    told = "Ctrl-C: the run stops as soon as it is saved; a second Ctrl-C ends it at once"
+    assert lines == ([] if line is None else [told, line])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -53,6 +54,17 @@ def print_and_raise(run_dir: Path) -> None:
     """Print, then raise."""
     print("last words")
     raise ValueError(f"no good: {run_dir.name}")
+
+
+def fill_the_disk(run_dir: Path) -> None:
+    """Raise the error of a full disk, which takes no log either."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    raise OSError(errno.ENOSPC, "No space left on device", "/data/mine")
+
+
+def run_out_of_memory(run_dir: Path) -> None:
+    """Run out of memory."""
+    raise MemoryError("no more")
 
 
 def print_and_be_killed(run_dir: Path) -> None:
@@ -211,6 +223,32 @@ def test_a_hanging_member_ends_itself_and_logs_why(tmp_path: Path) -> None:
     log = (tmp_path / "a" / LOG_FILE).read_text()
     assert "in hang" in log, "the log has the stack"
     assert "no sign of life for" in log.splitlines()[-1], "the reason is taken from this line"
+
+
+FULL = "OSError: [Errno 28] No space left on device: '/data/mine'"
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "reason"),
+    [
+        (fill_the_disk, "disk_full", f"no space left on the disk: {FULL}"),
+        (run_out_of_memory, "out_of_memory", None),
+        (print_and_raise, "error", None),
+        (print_and_be_killed, None, None),
+    ],
+)
+def test_the_kind_of_an_error_is_reported(
+    entry: Callable[[Path], None], kind: str | None, reason: str | None, tmp_path: Path
+) -> None:
+    outcome = drive(local(entry), directories(tmp_path, "a"))["a"]
+    assert (outcome.kind, outcome.reason) == (kind, reason)
+
+
+def test_the_kind_of_an_error_is_reported_without_a_log(tmp_path: Path) -> None:
+    run_dirs = directories(tmp_path, "a")
+    (run_dirs["a"] / LOG_FILE).mkdir()
+    outcome = drive(local(succeed), run_dirs)["a"]
+    assert (outcome.exit_code, outcome.kind) == (1, "error")
 
 
 def test_an_entry_that_cannot_be_imported_is_a_logged_failure(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from sweeps.decide.design import foresee
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.launch.price import check_hours, launch_of
+from sweeps.run.checkpoint_names import checkpoint_name
+from sweeps.run.journal import Journal
 from sweeps.run.spec import RunSpec
 from tests import forked, light
 from tests.place import Place
@@ -31,8 +34,13 @@ def spec(seed: int = 0, steps: int = 100, recipe: str = "scalerl", prompts: int 
     return RunSpec(f"{recipe}-{seed}-{prompts}", recipe, recipe, "scalerl", {}, {}, seed, steps, config, config)
 
 
-def write_run(study: Path, one: RunSpec, steps: int, hours: float, frozen: bool = True) -> None:
-    """Write a run with some steps; without its specification it looks like the run of a script."""
+def write_run(
+    study: Path, one: RunSpec, steps: int, hours: float, frozen: bool = True, checkpoint: int | None = None
+) -> None:
+    """Write a run with some steps, and with a checkpoint of the last one or of the step `checkpoint`.
+
+    Without its specification it looks like the run of a script.
+    """
     place = study / "runs" / one.run
     place.mkdir(parents=True)
     if frozen:
@@ -41,6 +49,10 @@ def write_run(study: Path, one: RunSpec, steps: int, hours: float, frozen: bool 
     for step in (0, steps):
         metrics = {"eval/heldout/pass_rate": 0.3, HOURS: hours * step / steps, "compute/flops": 1e9 * step}
         lines.append({"kind": "eval", "time": 1.0, "step": step, "metrics": metrics})
+    covered = steps if checkpoint is None else checkpoint
+    lines.append({"kind": "checkpoint", "time": 1.0, "step": covered})
+    (place / "checkpoints").mkdir()
+    (place / "checkpoints" / checkpoint_name(covered)).touch()
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -75,6 +87,46 @@ def test_a_continued_study_is_estimated_from_its_own_runs_and_remaining_steps(tm
     estimate = launch_of([spec(0), spec(1)], tmp_path)
     assert estimate.price is not None and (estimate.left, estimate.price.hours) == (160, pytest.approx(16.0))
     assert "200 steps, of which 160 are left" in estimate.sentences()[0]
+
+
+def test_an_unfinished_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    """Later steps are made again: all of them without a checkpoint, and none of a finished run."""
+
+    def left() -> int:
+        return launch_of([spec(0)], tmp_path).left
+
+    write_run(tmp_path, spec(0), 40, 4.0, checkpoint=35)
+    run_dir = tmp_path / "runs" / spec(0).run
+    assert left() == 65
+    estimate = launch_of([spec(0)], tmp_path)
+    assert estimate.price is not None and estimate.price.hours == pytest.approx(6.5)
+    checkpoint = run_dir / "checkpoints" / checkpoint_name(35)
+    checkpoint.rename(checkpoint.with_name(checkpoint_name(36)))
+    assert left() == 100, "the journal does not record the checkpoint of step 36"
+    checkpoint.touch()
+    journal = Journal(run_dir)
+    journal.end(40, "failed", "why")
+    journal.close()
+    assert left() == 65
+
+
+def test_a_finished_run_continues_from_its_last_step(tmp_path: Path) -> None:
+    write_run(tmp_path, spec(0), 40, 4.0, checkpoint=35)
+    journal = Journal(tmp_path / "runs" / spec(0).run)
+    journal.end(40, "finished")
+    journal.close()
+    assert launch_of([spec(0)], tmp_path).left == 60
+
+
+def test_a_command_continues_from_the_checkpoint_in_its_journal(tmp_path: Path) -> None:
+    """Its checkpoints are in a folder of its own; without one it starts again."""
+    write_run(tmp_path, spec(0), 40, 4.0, checkpoint=35)
+    shutil.rmtree(tmp_path / "runs" / spec(0).run / "checkpoints")
+    assert launch_of([spec(0)], tmp_path).left == 100
+    journal = Journal(tmp_path / "runs" / spec(0).run)
+    journal.attempt(0)
+    journal.close()
+    assert launch_of([spec(0)], tmp_path).left == 65
 
 
 def test_duplicate_members_count_once(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 
 from sweeps.launch.resume_command import command
 from sweeps.run.journal import Journal, read_journal
@@ -22,9 +25,14 @@ class Advice:
 
 
 def write_launched_run(
-    root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10, folders: tuple[str, ...] = ()
+    root: Path,
+    seed: int,
+    overrides: tuple[str, ...],
+    steps: int = 10,
+    folders: tuple[str, ...] = (),
+    output_dir: str | None = None,
 ) -> Path:
-    config = {"seed": seed, "budget": {"steps": steps}, "loss": {"_target_": "x"}}
+    config = {"seed": seed, "budget": {"steps": steps}, "loss": {"_target_": "x"}, "output_dir": output_dir}
     spec = make_spec(config, config, "scalerl+loss=dapo", "scalerl")
     run_dir = root / "runs" / spec.run
     spec.__class__(**{**spec.__dict__, "overrides": overrides, "folders": folders}).write(run_dir)
@@ -45,6 +53,34 @@ def test_an_extension_continues_the_same_runs(tmp_path: Path) -> None:
     assert command(Advice(), runs, AXIS) == (
         "scalerl train --multirun experiment=demo 'study=my study' variant=loss_dapo seed=0,1 budget.steps=30"
     )
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("outputs/mine", "experiment=demo 'study=my study'"),
+        ("copied", "experiment=demo output_dir=copied"),
+        ("outputs/../copied", "experiment=demo output_dir=copied"),
+        (".", "experiment=demo output_dir={}/here"),
+        ("it's 1, 2", """experiment=demo 'output_dir='"'"'it\\'"'"'s 1, 2'"'"''"""),
+        ("2", """experiment=demo 'output_dir='"'"'2'"'"''"""),
+        ("../elsewhere", "experiment=demo output_dir={}/elsewhere"),
+    ],
+)
+def test_the_command_of_a_moved_study_names_its_folder(
+    folder: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded overrides would lead to the study from which it was copied. A path outside of here is absolute."""
+    (tmp_path / "here" / "outputs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    overrides = ("experiment=demo", "study=my study", "+output_dir=elsewhere")[: 2 if "mine" in folder else 3]
+    run = read_journal(write_launched_run(Path(folder), 0, overrides, output_dir="outputs/mine"))
+    line = command(Advice(), [run], AXIS)
+    assert line == f"scalerl train --multirun {words.format(tmp_path)} seed=0 budget.steps=30"
+    override = OverridesParser.create().parse_override(shlex.split(line)[4])
+    if override.get_key_element() == "output_dir":
+        value = override.value()
+        assert isinstance(value, str | QuotedString) and Path(str(getattr(value, "text", value))).samefile(folder)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +18,7 @@ from sweeps.cli import study_commands
 from sweeps.errors import UserError
 from sweeps.executor.slurm.scheduler import JobInfo
 from sweeps.executor.slurm.settings import JobSettings
+from sweeps.launch import status
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
@@ -291,13 +295,13 @@ def test_local_members_end_with_their_controller(tmp_path: Path) -> None:
 
 
 def test_runs_without_a_ledger_have_the_state_of_their_journals(tmp_path: Path) -> None:
-    for name, status in (("a", "finished"), ("b", "failed"), ("c", None)):
+    for name, ending in (("a", "finished"), ("b", "failed"), ("c", None)):
         journal = Journal(tmp_path / name)
         journal.header(run=name, recipe=f"recipe-{name}", seed=3)
         journal.record("train", 2, {"train/loss": 1.0})
         journal.record("eval", 2, {"eval/heldout/pass_rate": 0.25})
-        if status:
-            journal.end(2, status, "why" if status == "failed" else None)
+        if ending:
+            journal.end(2, ending, "why" if ending == "failed" else None)
         journal.close()
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "metrics.jsonl").write_text("")
@@ -307,6 +311,55 @@ def test_runs_without_a_ledger_have_the_state_of_their_journals(tmp_path: Path) 
         (f"recipe-{name}", 3, 2, 0.25) for name in "abc"
     ]
     assert [view.reason for view in views] == [None, "why", None, None]
+
+
+def test_an_absent_log_of_a_failed_run_is_not_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A single run writes to the terminal, and has no log."""
+    journal = Journal(tmp_path / "runs" / "a")
+    journal.header(run="a", recipe="r", seed=0)
+    journal.end(0, "failed", "why")
+    journal.close()
+    assert cli.main(["status", str(tmp_path)]) == 0 and "log.txt" not in capsys.readouterr().out
+    (tmp_path / "runs" / "a" / LOG_FILE).write_text("a line\n")
+    assert cli.main(["status", str(tmp_path)]) == 0 and "log.txt:\n    a line\n" in capsys.readouterr().out
+
+
+def test_a_run_without_a_ledger_has_ended_if_its_writer_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, saved on SIGTERM (lease released), alive; the last two on other machines, silent and alive."""
+    for name in ("killed", "saved", "alive", "silent", "remote", "finished"):
+        journal = Journal(tmp_path / name)
+        journal.header(run=name, recipe="r", seed=0)
+        journal.record("train", 2, {"train/loss": 1.0})
+        if name == "finished":
+            journal.end(2, "finished")
+        journal.close()
+    monkeypatch.setattr(status, "_WATCH_WRITERS_S", 0.05)
+    killed = f"""
+import os
+from pathlib import Path
+from sweeps.run.lease import Lease
+Lease(Path({str(tmp_path / "killed")!r})).acquire()
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    for name in ("saved", "finished"):
+        with Lease(tmp_path / name) as lease:
+            lease.acquire()
+    for name, age_s in (("silent", 1000), ("remote", 10)):
+        path = tmp_path / name / ".writer.json"
+        path.write_text('{"host": "elsewhere", "pid": 1, "token": "a"}')
+        os.utime(path, (time.time() - age_s,) * 2)
+    with Lease(tmp_path / "alive") as lease:
+        lease.acquire()
+        views = {view.run: view for view in overview(tmp_path)}
+    assert {run: view.state for run, view in views.items()} == {
+        "killed": "ended", "saved": "ended", "alive": "running", "silent": "ended", "remote": "running",
+        "finished": "finished",
+    }  # fmt: skip
+    gone = "the process that started it is gone; the same command continues it"
+    assert [views[run].reason for run in ("killed", "saved", "silent", "alive")] == [gone, gone, gone, None]
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
