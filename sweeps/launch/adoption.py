@@ -176,6 +176,9 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
     earlier = folder.adopted_member(key, values, seed_named, twin)
+    if earlier is not None:  # an earlier version did not read the steps of tables
+        was_adopted = {**earlier.config["adopted"], "by_step": points.by_step}
+        earlier = replace(earlier, config={**earlier.config, "adopted": was_adopted})
     if twin is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
         member = folder.members[twin]
         if member.view.status == FINISHED and len(points.steps) <= len(member.points.steps):
@@ -481,8 +484,9 @@ class _Folder:
         listed = "; ".join(pairs[:_MAX_LISTED])
         more = f"; and {len(pairs) - _MAX_LISTED} more" if len(pairs) > _MAX_LISTED else ""
         return [
-            f"warning: several members have one recipe and seed, and all of them count: {listed}{more}; if one corrects the other, adopt only the corrected data, into a new study; if both are runs of "
-            "their own, give them seeds"
+            f"warning: several members have one recipe and seed, and all of them count: {listed}{more}; if "
+            "one corrects the other, adopt only the corrected data, into a new study; if both are runs of their own, "
+            "give them seeds"
         ]
 
     def free_seed(self, curve: str) -> int:
