@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -114,6 +114,7 @@ class Follower:
         self._compute: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
         self._wasted_hours = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
         self._eval_steps = {r.step for r in records if r.kind == "eval"}
+        self._recorded_sets = {name for r in records if r.kind == "eval" for name in r.metrics}
         self._known: dict[int, dict[str, float]] = {}
         for record in records:
             self._known.setdefault(record.step, {}).update(record.metrics)
@@ -141,6 +142,7 @@ class Follower:
         # Columns and number of rows in the source at the last poll.
         self._columns: set[str] = set()
         self._rows = 0
+        self._names: Sequence[str] = ()  # names of all columns at the last poll
 
     @property
     def has_logged(self) -> bool:
@@ -247,6 +249,9 @@ class Follower:
             activity.note(f"{self._source.title}: {found.rows} rows")
         self._check_columns(found, final)
         self._add_new_rows(found)
+        column = self._command.compute.column
+        if ending is Ending.WHOLE and column is not None and self._attempt.newest > self._attempt.newest_compute == -1:
+            raise MetricsError(self._no_number("compute.column", column))
         return self._record(self._attempt, final)
 
     def _add_new_rows(self, found: SourceMetrics) -> None:
@@ -290,7 +295,7 @@ class Follower:
             needed[self._command.compute.column] = "compute.column"
         if found.rows < self._rows:  # the file was written anew
             self._columns = set()
-        self._rows = found.rows
+        self._rows, self._names = found.rows, found.names
         for name, setting in needed.items():
             if name in found.columns or not found.names:
                 continue
@@ -357,6 +362,7 @@ class Follower:
                 }
                 self._journal.record("eval", step, {**rewards, **compute_metrics})
                 self._eval_steps.add(step)
+                self._recorded_sets |= rewards.keys()
             self._compute[step] = compute
             self._lowest = min(self._lowest, step) if self._recorded else step
             self._recorded[step] = values
@@ -461,16 +467,40 @@ class Follower:
         self.last_step = max(self.last_step, step)
 
     def overdue(self) -> str | None:
-        """Return an error message if no reward was logged for many more steps than usual; else None."""
-        steps = sorted(self._eval_steps)
-        longest = max((b - a for a, b in pairwise(steps)), default=0)
-        if not longest or self.last_step - steps[-1] <= _OVERDUE * longest:
+        """Return an error message if a needed column has no numbers, or none for unusually many steps; else None."""
+        for name, column in self._command.rewards.items():
+            if f"eval/{name}/pass_rate" not in self._recorded_sets:
+                return self._no_number("metrics.reward", column)
+        reward_column = next(iter(self._command.rewards.values()))
+        compute_column, compute_steps = self._command.compute.column, set[float]()
+        if compute_column is not None:
+            compute_steps = set(self._attempt.latest.get(compute_column, ()))
+        return self._not_logged("metrics.reward", reward_column, self._eval_steps) or self._not_logged(
+            "compute.column", compute_column or "", compute_steps
+        )
+
+    def _not_logged(self, setting: str, column: str, logged: Collection[float]) -> str | None:
+        """Return an error message if a column was last logged long ago; `logged` are its steps."""
+        steps = sorted(int(step) for step in logged)
+        if not steps:
             return None
-        column = next(iter(self._command.rewards.values()))
+        longest = max((b - a for a, b in pairwise(steps)), default=None)
+        if self.last_step - steps[-1] <= _OVERDUE * (longest or max(1, steps[0])):
+            return None
+        at = f"at step {steps[-1]} of {self.last_step}"
+        when = (
+            f"logged only once, {at}" if longest is None else f"last logged {at}, but every {longest} steps before that"
+        )
         return (
-            f"command.metrics.reward: {short(column)} was last logged at step {steps[-1]} of {self.last_step}, but "
-            f"every {longest} steps before that; find out why the command no longer logs it; the journal keeps the "
-            "values so far"
+            f"command.{setting}: {short(column)} was {when}; find out why the command no longer logs it; found "
+            f"{listed(self._names)}; the journal keeps the values so far"
+        )
+
+    def _no_number(self, setting: str, column: str) -> str:
+        return (
+            f"command.{setting}: {short(column)} in {self._source.title} has no finite number up to step "
+            f"{max(self.last_step, self._attempt.newest)}; found {listed(self._names)}; name a column with numbers, or "
+            "correct what the command logs"
         )
 
 
