@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class _AttemptMetrics:
         """
         latest = self.latest.setdefault(name, {})
         for step, value in rows:
-            if not abs(step) <= MAX_INTEGER or step != int(step):
+            if not _is_whole(step):
                 raise MetricsError(
                     f"command.metrics.step: {step:g} in {where} is no whole step; name the column that counts steps"
                 )
@@ -278,8 +279,15 @@ class Follower:
             elif begin == len(column) < len(self._columns_before.get(name, [])):
                 continue  # no new rows
             self._rows_read[name] = begin
-        for name, begin in self._rows_read.items():
-            rows = found.columns.get(name, [])[begin:]
+        new = {name: found.columns.get(name, [])[begin:] for name, begin in self._rows_read.items()}
+        wrong = min((step for rows in new.values() for step, _ in rows if not _is_whole(step)), default=None)
+        if wrong is not None:  # record the steps before it; the error is raised below
+            for name, rows in new.items():
+                valid = [row for row in rows if row[0] < wrong]
+                self._attempt.add(name, valid, self._command.compute, self._source.title)
+            if self._command.compute.column is None or self._attempt.newest_compute >= 0:
+                self._record(self._attempt, final=True)
+        for name, rows in new.items():
             if rows:
                 self._attempt.add(name, rows, self._command.compute, self._source.title)
                 self._rows_read[name] += len(rows)
@@ -341,11 +349,21 @@ class Follower:
             self._record_start(new)
         elif not ended and len(self._recorded) > 1 and new[0] < self._lowest:
             raise _not_resumed(new[0], self.last_step)
-        computes = (
-            [self._interpolated_compute(step) for step in new]
-            if late
-            else self._compute_at(new, newest, attempt, ended)
-        )
+        if late:
+            self._write(attempt, new, [self._interpolated_compute(step) for step in new])
+            return True
+        try:
+            computes = self._compute_at(new, newest, attempt, ended)
+        except MetricsError:
+            if attempt.counter is not None:  # record the steps before the error
+                valid = [step for step in new if step <= attempt.counter.last_step]
+                self._write(attempt, valid, attempt.counter.at(valid))
+            raise
+        self._write(attempt, new, computes)
+        return True
+
+    def _write(self, attempt: _AttemptMetrics, new: Sequence[int], computes: Sequence[float]) -> None:
+        """Write the records of these steps of an attempt, each with its compute."""
         first_set = next(iter(self._command.rewards.values()))
         for step, compute in zip(new, computes, strict=True):
             values = attempt.at(step)
@@ -367,8 +385,8 @@ class Follower:
             self._lowest = min(self._lowest, step) if self._recorded else step
             self._recorded[step] = values
             self.last_step = max(self.last_step, step)
-        activity.note(f"{self._source.title}: step {new[-1]}")
-        return True
+        if new:
+            activity.note(f"{self._source.title}: step {new[-1]}")
 
     def _record_start(self, new: Sequence[int]) -> None:
         """Record the step from which this attempt continues, if any; `new` are the first steps that it has logged."""
@@ -533,13 +551,14 @@ class Counter:
             if ordered:
                 self._append(step, value)
         if not ordered:
-            self._at, self._values, self._sum = [], [], 0.0
-            at, values = [self._begin[0]], [self._begin[1]]
-            for step in sorted(self._latest):
-                at.append(step)
-                values.append(self._next(self._latest[step], values[-1], step))
-            order = np.argsort(at, kind="stable")  # a step may be before the step from which the run resumed
-            self._at, self._values = [at[n] for n in order], [values[n] for n in order]
+            self._sum = 0.0
+            points = [self._begin]
+            try:
+                for step in sorted(self._latest):
+                    points.append((step, self._next(self._latest[step], points[-1][1], step)))
+            finally:
+                points.sort(key=itemgetter(0))  # a step may be before the step from which the run resumed
+                self._at, self._values = [step for step, _ in points], [value for _, value in points]
 
     def _append(self, step: float, value: float) -> None:
         self._values.append(self._next(value, self._values[-1], step))
@@ -565,10 +584,22 @@ class Counter:
             )
         return amount
 
+    @property
+    def last_step(self) -> float:
+        """The last step with a valid value."""
+        return self._at[-1]
+
     def at(self, steps: Sequence[int]) -> list[float]:
         """Return the compute at sorted steps."""
+        if not steps:
+            return []
         first, last = max(0, bisect_left(self._at, steps[0]) - 1), bisect_right(self._at, steps[-1]) + 1
         return [float(value) for value in np.interp(steps, self._at[first:last], self._values[first:last])]
+
+
+def _is_whole(step: float) -> bool:
+    """Return whether a step is a whole number that a journal can store."""
+    return abs(step) <= MAX_INTEGER and step == int(step)
 
 
 def _not_resumed(first: int, last: int) -> MetricsError:
