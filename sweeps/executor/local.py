@@ -7,15 +7,14 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
+from sweeps.executor.failure import failure_text
 from sweeps.process import THREADS, die_with_parent, end, forkserver
-from sweeps.redact import redact
 from sweeps.run.activity import HUNG_CODE
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, requested_stop
 from sweeps.run.journal import LOG_FILE
@@ -194,9 +193,9 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
             print(f"stopped: {error}", flush=True)
             # os._exit is not used, because exit handlers release resources that libraries share with other processes.
             raise SystemExit(STOPPED_CODE if requested_stop(Path(run_dir)) else 1) from None
-        except BaseException:
+        except BaseException as error:
             sys.stdout.flush()
-            print(redact(traceback.format_exc()), end="", file=sys.stderr)
+            print(failure_text(error), end="", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
         sys.stdout.flush()
