@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_arguments, did_you_mean
 from lightning_scalerl.choices import AXES, Choices
 from lightning_scalerl.compat.hydra import locate
+from sweeps.redact import redact_override
 from sweeps.run.spec import OPERATIONAL_KEYS
 
 if TYPE_CHECKING:
@@ -443,8 +444,32 @@ def _removed_key_message(key: str) -> str:
     return f"{key}: the key was removed; leave it out, and {REMOVED_KEYS[key][1]}"
 
 
+def _unreadable_override(error: Exception) -> str | None:
+    """Return Hydra's error in one line if it cannot parse an override of the command line; None for other errors.
+
+    Hydra's parser ("LexerNoViableAltException") shows a wrong character by a caret under the override.
+    """
+    from hydra.errors import OverrideParseException
+
+    if not isinstance(error, OverrideParseException):
+        return None
+    problem, *rest = str(error.message).splitlines()
+    word, key = redact_override(error.override), error.override.partition("=")[0]
+    if not problem.startswith("LexerNoViableAlt") or not rest or "^" not in rest[0]:
+        return f"{word}: {problem}; put a value with special characters into quotes: \"{key}='...'\""
+    at = rest[0].index("^")
+    character = problem[at : at + 1]
+    if at - (len(problem) - len(error.override)) < len(key):
+        return f"{word}: a key cannot have the character {character!r}; correct it"
+    if character in ("'", '"'):
+        return f"{word}: the quote {character} is not closed; close it"
+    return f"{word}: a value with the character {character!r} needs quotes: \"{key}='...'\""
+
+
 def explain_other(error: Exception) -> str:
     """Return Hydra's error in one line, for the configuration of another trainer's command (`conf/command`)."""
+    if (message := _unreadable_override(error)) is not None:
+        return message
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
     kept = [line for line in dict.fromkeys(lines) if not line.startswith(_UNHELPFUL_PREFIXES)]
     hint = ""
@@ -461,6 +486,8 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
     """Return Hydra's error in one line: the mistake, and the valid values given these overrides."""
     from hydra.errors import MissingConfigException
 
+    if (message := _unreadable_override(error)) is not None:
+        return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     unknown = _unknown_key(error)
     if unknown in REMOVED_KEYS:

@@ -25,8 +25,10 @@ from lightning_scalerl.composition import check_choices, conf_dir, explain, expl
 from lightning_scalerl.member.command import named_study, plan_commands, run_command, shared_groups, study_file
 from sweeps.errors import UserError, naming, of_the_system
 from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import read_journal
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import check_own, is_done, why_final
+from sweeps.run.progress import changes_since, check_own, is_done, why_final
+from sweeps.run.provenance import changes_line
 from sweeps.run.spec import RunSpec
 from sweeps.run.user_config_dirs import user_folders
 from sweeps.terminal import open_streams
@@ -214,6 +216,12 @@ def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     if is_done(run_dir, spec.steps, spec.run):
         further = why_final(run_dir) or "a larger budget.steps continues it"
         print(f"{spec.title}: done already, {run_dir}; {further}")
+        if changes := changes_since(read_journal(run_dir), spec.folders, spec.config):
+            print(
+                f"warning: {spec.title} was trained with other code: {changes_line(changes)}; its results are those of "
+                "the earlier code; study=NAME trains it with this code",
+                file=sys.stderr,
+            )
         return
     with naming("output_dir"):
         spec.write(run_dir)

@@ -20,6 +20,7 @@ from lightning_scalerl.member.identify import plan_members
 from sweeps.decide.resolution import NULL_RECIPE
 from sweeps.run.spec import science
 from tests.examples import every
+from tests.sweeps.command.toy import planned, write_study
 from tests.variants import VARIANTS, recipe_text, variant_text
 
 CONF = conf_dir()
@@ -494,3 +495,24 @@ def test_our_key_for_each_field_of_trl_exists() -> None:
     for field, here in FROM_TRL.items():
         for group, _, key in (option.rpartition(".") for option in re.findall(r"([\w.]+)=", here)):
             assert key in (OmegaConf.select(config, group) if group else config), field
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss=a,ünï", "loss=a,ünï: a value with the character 'ü' needs quotes: \"loss='...'\""),
+        ("optimizer.lr=1^5", "optimizer.lr=1^5: a value with the character '^' needs quotes: \"optimizer.lr='...'\""),
+        ("lüss=ü", "lüss=ü: a key cannot have the character 'ü'; correct it"),
+        ("loss='grpo", "loss='grpo: the quote ' is not closed; close it"),
+        (
+            "loss=a=b",
+            "loss=a=b: mismatched input '=' expecting <EOF>; put a value with special characters into quotes: ",
+        ),
+    ],
+)
+def test_an_override_that_hydra_cannot_parse_is_named(override: str, message: str, tmp_path: Path) -> None:
+    """Also for another trainer's command, where a value may be any text."""
+    for plan in (lambda: compose([override]), lambda: planned(write_study(tmp_path), override)):
+        with pytest.raises(ConfigurationError) as caught:
+            plan()
+        assert str(caught.value).startswith(message)

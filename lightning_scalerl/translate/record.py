@@ -23,7 +23,7 @@ from lightning_scalerl.axes.normalization import NoNormalization, PromptNormaliz
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import check_layout
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.composition import build_recipe, compose, use_folders
 from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import (
     AdamW,
@@ -215,7 +215,7 @@ class Run:
         Raises:
             ConfigurationError: the overrides are invalid, or choices contradict each other.
         """
-        config = compose(overrides, folders)
+        config = compose(overrides, use_folders(folders))
         check_layout(config.strategy)
         recipe = build_recipe(config, "")
         recipe.check(recipe.choices)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class _AttemptMetrics:
         """
         latest = self.latest.setdefault(name, {})
         for step, value in rows:
-            if not abs(step) <= MAX_INTEGER or step != int(step):
+            if not _is_whole(step):
                 raise MetricsError(
                     f"command.metrics.step: {step:g} in {where} is no whole step; name the column that counts steps"
                 )
@@ -114,6 +115,7 @@ class Follower:
         self._compute: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
         self._wasted_hours = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
         self._eval_steps = {r.step for r in records if r.kind == "eval"}
+        self._recorded_sets = {name for r in records if r.kind == "eval" for name in r.metrics}
         self._known: dict[int, dict[str, float]] = {}
         for record in records:
             self._known.setdefault(record.step, {}).update(record.metrics)
@@ -141,6 +143,7 @@ class Follower:
         # Columns and number of rows in the source at the last poll.
         self._columns: set[str] = set()
         self._rows = 0
+        self._names: Sequence[str] = ()  # names of all columns at the last poll
 
     @property
     def has_logged(self) -> bool:
@@ -247,6 +250,9 @@ class Follower:
             activity.note(f"{self._source.title}: {found.rows} rows")
         self._check_columns(found, final)
         self._add_new_rows(found)
+        column = self._command.compute.column
+        if ending is Ending.WHOLE and column is not None and self._attempt.newest > self._attempt.newest_compute == -1:
+            raise MetricsError(self._no_number("compute.column", column))
         return self._record(self._attempt, final)
 
     def _add_new_rows(self, found: SourceMetrics) -> None:
@@ -273,8 +279,15 @@ class Follower:
             elif begin == len(column) < len(self._columns_before.get(name, [])):
                 continue  # no new rows
             self._rows_read[name] = begin
-        for name, begin in self._rows_read.items():
-            rows = found.columns.get(name, [])[begin:]
+        new = {name: found.columns.get(name, [])[begin:] for name, begin in self._rows_read.items()}
+        wrong = min((step for rows in new.values() for step, _ in rows if not _is_whole(step)), default=None)
+        if wrong is not None:  # record the steps before it; the error is raised below
+            for name, rows in new.items():
+                valid = [row for row in rows if row[0] < wrong]
+                self._attempt.add(name, valid, self._command.compute, self._source.title)
+            if self._command.compute.column is None or self._attempt.newest_compute >= 0:
+                self._record(self._attempt, final=True)
+        for name, rows in new.items():
             if rows:
                 self._attempt.add(name, rows, self._command.compute, self._source.title)
                 self._rows_read[name] += len(rows)
@@ -290,7 +303,7 @@ class Follower:
             needed[self._command.compute.column] = "compute.column"
         if found.rows < self._rows:  # the file was written anew
             self._columns = set()
-        self._rows = found.rows
+        self._rows, self._names = found.rows, found.names
         for name, setting in needed.items():
             if name in found.columns or not found.names:
                 continue
@@ -336,11 +349,21 @@ class Follower:
             self._record_start(new)
         elif not ended and len(self._recorded) > 1 and new[0] < self._lowest:
             raise _not_resumed(new[0], self.last_step)
-        computes = (
-            [self._interpolated_compute(step) for step in new]
-            if late
-            else self._compute_at(new, newest, attempt, ended)
-        )
+        if late:
+            self._write(attempt, new, [self._interpolated_compute(step) for step in new])
+            return True
+        try:
+            computes = self._compute_at(new, newest, attempt, ended)
+        except MetricsError:
+            if attempt.counter is not None:  # record the steps before the error
+                valid = [step for step in new if step <= attempt.counter.last_step]
+                self._write(attempt, valid, attempt.counter.at(valid))
+            raise
+        self._write(attempt, new, computes)
+        return True
+
+    def _write(self, attempt: _AttemptMetrics, new: Sequence[int], computes: Sequence[float]) -> None:
+        """Write the records of these steps of an attempt, each with its compute."""
         first_set = next(iter(self._command.rewards.values()))
         for step, compute in zip(new, computes, strict=True):
             values = attempt.at(step)
@@ -357,12 +380,13 @@ class Follower:
                 }
                 self._journal.record("eval", step, {**rewards, **compute_metrics})
                 self._eval_steps.add(step)
+                self._recorded_sets |= rewards.keys()
             self._compute[step] = compute
             self._lowest = min(self._lowest, step) if self._recorded else step
             self._recorded[step] = values
             self.last_step = max(self.last_step, step)
-        activity.note(f"{self._source.title}: step {new[-1]}")
-        return True
+        if new:
+            activity.note(f"{self._source.title}: step {new[-1]}")
 
     def _record_start(self, new: Sequence[int]) -> None:
         """Record the step from which this attempt continues, if any; `new` are the first steps that it has logged."""
@@ -461,16 +485,40 @@ class Follower:
         self.last_step = max(self.last_step, step)
 
     def overdue(self) -> str | None:
-        """Return an error message if no reward was logged for many more steps than usual; else None."""
-        steps = sorted(self._eval_steps)
-        longest = max((b - a for a, b in pairwise(steps)), default=0)
-        if not longest or self.last_step - steps[-1] <= _OVERDUE * longest:
+        """Return an error message if a needed column has no numbers, or none for unusually many steps; else None."""
+        for name, column in self._command.rewards.items():
+            if f"eval/{name}/pass_rate" not in self._recorded_sets:
+                return self._no_number("metrics.reward", column)
+        reward_column = next(iter(self._command.rewards.values()))
+        compute_column, compute_steps = self._command.compute.column, set[float]()
+        if compute_column is not None:
+            compute_steps = set(self._attempt.latest.get(compute_column, ()))
+        return self._not_logged("metrics.reward", reward_column, self._eval_steps) or self._not_logged(
+            "compute.column", compute_column or "", compute_steps
+        )
+
+    def _not_logged(self, setting: str, column: str, logged: Collection[float]) -> str | None:
+        """Return an error message if a column was last logged long ago; `logged` are its steps."""
+        steps = sorted(int(step) for step in logged)
+        if not steps:
             return None
-        column = next(iter(self._command.rewards.values()))
+        longest = max((b - a for a, b in pairwise(steps)), default=None)
+        if self.last_step - steps[-1] <= _OVERDUE * (longest or max(1, steps[0])):
+            return None
+        at = f"at step {steps[-1]} of {self.last_step}"
+        when = (
+            f"logged only once, {at}" if longest is None else f"last logged {at}, but every {longest} steps before that"
+        )
         return (
-            f"command.metrics.reward: {short(column)} was last logged at step {steps[-1]} of {self.last_step}, but "
-            f"every {longest} steps before that; find out why the command no longer logs it; the journal keeps the "
-            "values so far"
+            f"command.{setting}: {short(column)} was {when}; find out why the command no longer logs it; found "
+            f"{listed(self._names)}; the journal keeps the values so far"
+        )
+
+    def _no_number(self, setting: str, column: str) -> str:
+        return (
+            f"command.{setting}: {short(column)} in {self._source.title} has no finite number up to step "
+            f"{max(self.last_step, self._attempt.newest)}; found {listed(self._names)}; name a column with numbers, or "
+            "correct what the command logs"
         )
 
 
@@ -503,13 +551,14 @@ class Counter:
             if ordered:
                 self._append(step, value)
         if not ordered:
-            self._at, self._values, self._sum = [], [], 0.0
-            at, values = [self._begin[0]], [self._begin[1]]
-            for step in sorted(self._latest):
-                at.append(step)
-                values.append(self._next(self._latest[step], values[-1], step))
-            order = np.argsort(at, kind="stable")  # a step may be before the step from which the run resumed
-            self._at, self._values = [at[n] for n in order], [values[n] for n in order]
+            self._sum = 0.0
+            points = [self._begin]
+            try:
+                for step in sorted(self._latest):
+                    points.append((step, self._next(self._latest[step], points[-1][1], step)))
+            finally:
+                points.sort(key=itemgetter(0))  # a step may be before the step from which the run resumed
+                self._at, self._values = [step for step, _ in points], [value for _, value in points]
 
     def _append(self, step: float, value: float) -> None:
         self._values.append(self._next(value, self._values[-1], step))
@@ -535,10 +584,22 @@ class Counter:
             )
         return amount
 
+    @property
+    def last_step(self) -> float:
+        """The last step with a valid value."""
+        return self._at[-1]
+
     def at(self, steps: Sequence[int]) -> list[float]:
         """Return the compute at sorted steps."""
+        if not steps:
+            return []
         first, last = max(0, bisect_left(self._at, steps[0]) - 1), bisect_right(self._at, steps[-1]) + 1
         return [float(value) for value in np.interp(steps, self._at[first:last], self._values[first:last])]
+
+
+def _is_whole(step: float) -> bool:
+    """Return whether a step is a whole number that a journal can store."""
+    return abs(step) <= MAX_INTEGER and step == int(step)
 
 
 def _not_resumed(first: int, last: int) -> MetricsError:

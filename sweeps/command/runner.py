@@ -44,6 +44,8 @@ _NUMBER = re.compile(r"\d+")
 class CommandFailedError(UserError, RuntimeError):
     """Error: a command ended before its run was complete; the message has the cause and the last line of output."""
 
+    is_explained = True  # the log gets the message without our frames, after the command's own last lines
+
 
 class CommandKilledError(CommandFailedError):
     """Error: a command was killed by a signal that this process did not send."""

@@ -6,10 +6,12 @@ continues from its checkpoint. An error in the recipe's own code would recur, so
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 
 from sweeps.errors import UserError
 from sweeps.executor.error_signatures import classify_exception
+from sweeps.redact import redact
 
 # By kind: description, and default number of retries, None for no limit.
 KINDS: Mapping[str, tuple[str, int | None]] = {
@@ -102,6 +104,17 @@ def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
         seen.append(link)
         explicit = explicit and link.__cause__ is not None
         link = link.__cause__ or link.__context__
+
+
+def failure_text(error: BaseException) -> str:
+    """Return the text about a member's error for its log: the traceback, redacted.
+
+    An error with the attribute `is_explained` (the failure of a user's program, whose own output precedes) has only its
+    message: our frames would hide the program's last lines.
+    """
+    if getattr(error, "is_explained", False):
+        return redact(f"{error}\n")
+    return redact("".join(traceback.format_exception(error)))
 
 
 def first_line(error: BaseException) -> str:

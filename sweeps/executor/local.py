@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
-from sweeps.executor.failure import KINDS, first_line, kind_of
+from sweeps.executor.failure import KINDS, failure_text, first_line, kind_of
 from sweeps.process import THREADS, die_with_parent, end, forkserver
-from sweeps.redact import redact
 from sweeps.run.activity import HUNG_CODE
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, requested_stop
 from sweeps.run.journal import LOG_FILE
@@ -223,7 +221,7 @@ def _run_logged(entry: str, run_dir: str, errors: Connection) -> None:
         except BaseException as error:
             errors.send((kind_of(error), first_line(error)))
             sys.stdout.flush()
-            print(redact(traceback.format_exc()), end="", file=sys.stderr)
+            print(failure_text(error), end="", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
         sys.stdout.flush()

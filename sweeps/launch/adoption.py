@@ -38,6 +38,8 @@ from sweeps.terminal import counted
 METRIC = "eval/heldout/pass_rate"
 # Trackers whose runs have unique names.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
+# At most this many members are listed in a warning.
+_MAX_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def adopt(
                 result.runs.append(_adopt_run(folder, run, columns, running))
             except UserError as error:
                 result.runs.append(_skipped(run, str(error)))
+        result.notes += folder.shared_seed_warnings([taken.run for taken in result.runs if taken.run])
     return result
 
 
@@ -173,6 +176,9 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
     earlier = folder.adopted_member(key, values, seed_named, twin)
+    if earlier is not None:  # an earlier version did not read the steps of tables
+        was_adopted = {**earlier.config["adopted"], "by_step": points.by_step}
+        earlier = replace(earlier, config={**earlier.config, "adopted": was_adopted})
     if twin is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
         member = folder.members[twin]
         if member.view.status == FINISHED and len(points.steps) <= len(member.points.steps):
@@ -462,6 +468,26 @@ class _Folder:
             if is_same and self.values[run] == values and seed in (None, spec.seed):
                 return spec
         return None
+
+    def shared_seed_warnings(self, runs: Sequence[str]) -> list[str]:
+        """Return a warning if other members have the recipe and seed of one of these members, else nothing."""
+        pairs = []
+        for run in dict.fromkeys(run for run in runs if run in self.specs):
+            spec = self.specs[run]
+            others = [o for o in self.specs.values() if (o.curve, o.seed) == (spec.curve, spec.seed) and o.run != run]
+            if others:
+                sources = [str(other.config.get("adopted", {}).get("source", "this study")) for other in others]
+                places = [f"{other.run} from {short(where)}" for other, where in zip(others, sources, strict=True)]
+                pairs.append(f"{spec.title} ({run}, and {', '.join(places)})")
+        if not pairs:
+            return []
+        listed = "; ".join(pairs[:_MAX_LISTED])
+        more = f"; and {len(pairs) - _MAX_LISTED} more" if len(pairs) > _MAX_LISTED else ""
+        return [
+            f"warning: several members have one recipe and seed, and all of them count: {listed}{more}; if "
+            "one corrects the other, adopt only the corrected data, into a new study; if both are runs of their own, "
+            "give them seeds"
+        ]
 
     def free_seed(self, curve: str) -> int:
         """Return the smallest seed that no member of a curve has."""

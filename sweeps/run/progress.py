@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,24 @@ from sweeps.errors import UserError
 from sweeps.run import fields
 from sweeps.run.files import end_of, has_wrong_checksum, lines_from_end, parse_line
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, finite, read_journal
+from sweeps.run.provenance import code_changes, code_facts, files_named
 
 _TAIL_BYTES = 65536
+
+
+def changes_since(view: JournalView, folders: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return how the code differs from that of a run's last steps, see `code_changes`.
+
+    The code of another trainer's command is part of the run's identity, so for a command the result is empty.
+
+    Args:
+        view: the run's journal.
+        folders: the user's folders that the run was composed from.
+        config: configuration of the run, which may name Python files.
+    """
+    if not view.code or view.header.get("member") == "command":
+        return ()
+    return code_changes(view.code[-1][1], code_facts([*folders, *files_named(config)]))
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:

@@ -161,6 +161,7 @@ class CurvePoints:
         bounds: lowest and highest possible value of the metric; None if the source does not know them.
         origins: compute at which the points of each run begin (`Curve.origin`).
         runs: runs of other trainers, by their label in `seed`. Tables may have several under one label.
+        journal_seeds: seeds in the headers of journals, by label in `seed`.
     """
 
     recipe: str
@@ -182,6 +183,7 @@ class CurvePoints:
     bounds: tuple[float, float] | None = None
     origins: list[float] = field(default_factory=list)
     runs: dict[str, list[ForeignRun]] = field(default_factory=dict)
+    journal_seeds: dict[str, str] = field(default_factory=dict)
 
     def extend(
         self,
@@ -235,8 +237,8 @@ class CurvePoints:
         return [(self.runs.pop(label)[0], self.runs[twin][0]) for label, twin in copies.items()]
 
     def note_shared_seeds(self) -> None:
-        """Warn of different runs of other trainers for which the sources name the same seed."""
-        seeds = {label: self.named_seed(label) for label in self.runs}
+        """Warn of different runs for which the sources name the same seed."""
+        seeds = {**self.journal_seeds, **{label: self.named_seed(label) for label in self.runs}}
         counts = Counter(seeds.values())
         shared = {label: seed for label, seed in seeds.items() if seed is not None and counts[seed] > 1}
         if not shared:

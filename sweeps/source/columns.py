@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sweeps.curve import Array
 from sweeps.errors import UserError
+from sweeps.run.fields import MAX_INTEGER
 from sweeps.source.cells import is_blank, is_numeric, mixed_percent, numbers
 from sweeps.source.frame import Table
 from sweeps.source.text import File, short
@@ -55,6 +56,19 @@ def counter_named(file: File, table: Table) -> str | None:
         )
     steps = (column_named(file, table, name, "--x") for name in STEP_NAMES)
     return known[0] if known else next((name for name in steps if name is not None), None)
+
+
+def whole_steps(table: Table) -> Array | None:
+    """Return the column of steps, with NaN for a cell that is no whole step; None if the table has no such column."""
+    names = [name for wanted in STEP_NAMES for name in table.named(wanted)]
+    if not names:
+        return None
+    try:
+        steps = numbers(table.column(names[0]))
+    except UserError:  # commas of unclear meaning: steps are optional, so the table can be read without them
+        return None
+    is_whole = (np.abs(steps) <= MAX_INTEGER) & (steps == np.round(steps))
+    return np.where(is_whole, steps, np.nan)
 
 
 def check_once(file: File, table: Table, names: Sequence[str]) -> None:

@@ -7,12 +7,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS, VIRTUAL_HOURS
+from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS, VIRTUAL_HOURS, Array
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec, leaves
@@ -158,10 +159,9 @@ def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
     """Return a warning for each source with rows that `points_of` drops, with the number of points that are adopted."""
     duplicated, remaining = Counter[str](), Counter[str]()
     for run in runs:
-        if run.steps is None:
-            points = len(points_of(run).steps)
-            duplicated[run.where] += len(run.compute) - points
-            remaining[run.where] += points
+        points = len(_distinct_rows(run)[0])
+        duplicated[run.where] += len(run.compute) - points
+        remaining[run.where] += points
     return [
         f"warning: {short(where)}: {counted(count, 'duplicated row')} left out; "
         f"{counted(remaining[where], 'point')} remain{'s' if remaining[where] == 1 else ''}"
@@ -216,25 +216,38 @@ def points_of(run: ForeignRun) -> Points:
     Raises:
         UserError: compute decreases along the steps.
     """
-    steps = run.steps
-    order = np.lexsort((run.reward, run.compute)) if steps is None else np.argsort(steps, kind="stable")
-    compute, reward = run.compute[order], run.reward[order]
-    sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[order]
-    if steps is None:  # rows of a table that repeat a point are dropped
-        is_new = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
-        compute, reward, sd = compute[is_new], reward[is_new], None if sd is None else sd[is_new]
-    elif (np.diff(compute) < 0).any():
+    rows, steps = _distinct_rows(run)
+    compute, reward = run.compute[rows], run.reward[rows]
+    sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[rows]
+    if steps is not None and (np.diff(compute) < 0).any():
         at = int(np.flatnonzero(np.diff(compute) < 0)[0])
         raise UserError(
-            f"{run.axis} falls from {compute[at]:g} to {compute[at + 1]:g} at step {steps[order][at + 1]:g}: it is not "
+            f"{run.axis} falls from {compute[at]:g} to {compute[at + 1]:g} at step {steps[at + 1]:g}: it is not "
             "cumulative, or began again with a resumed run; choose another with --x"
         )
-    has_whole_steps = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
-    numbers = steps[order].astype(int) if steps is not None and has_whole_steps else np.arange(len(compute))
+    has_whole_steps = steps is not None and bool((steps == np.round(steps)).all())
+    numbers = steps.astype(int) if steps is not None and has_whole_steps else np.arange(len(rows))
     return Points(
         steps=tuple(numbers.tolist()),
         compute=tuple(compute.tolist()),
         reward=tuple(reward.tolist()),
         sd=() if sd is None else tuple(sd.tolist()),
-        by_step=bool(has_whole_steps),
+        by_step=has_whole_steps,
     )
+
+
+def _distinct_rows(run: ForeignRun) -> tuple[NDArray[np.intp], Array | None]:
+    """Return the indices of a run's rows in order, without rows that repeat a point, and their steps.
+
+    The order is by step. If the source has no steps, or has several points at one step, the order is by compute, and
+    the steps are None.
+    """
+    known = [run.compute, run.reward] if run.steps is None else [run.steps, run.compute, run.reward]
+    order = np.lexsort(known[::-1])
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = np.any([np.diff(column[order]) != 0 for column in known], axis=0)
+    rows = order[is_new]
+    if run.steps is None:
+        return rows, None
+    steps = run.steps[rows]
+    return (rows, steps) if len(np.unique(steps)) == len(steps) else _distinct_rows(replace(run, steps=None))

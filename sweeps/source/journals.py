@@ -87,6 +87,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             base = view.header.get("baseline")
             points = into.points(recipe, curve_factors, axis, name, str(view.path), None if base is None else str(base))
             points.own_seeds = True
+            points.journal_seeds[seed] = str(view.header.get("seed", "0"))
             if _IN_UNIT_INTERVAL.fullmatch(name) and not view.header.get(
                 "axis"
             ):  # the metric of another trainer may be any reward

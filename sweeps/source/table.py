@@ -25,6 +25,7 @@ from sweeps.source.columns import (
     no_blank_labels,
     not_negative,
     strict_numbers,
+    whole_steps,
 )
 from sweeps.source.frame import Table, group_rows, read_table, with_order
 from sweeps.source.log import looks_per_step
@@ -99,6 +100,7 @@ def read(file: File, into: Collected) -> None:
     compute, no_compute = strict_numbers(file, table, column_of["compute"], "another with --x")
     reward, no_reward = strict_numbers(file, table, column_of["reward"], "another with --y")
     not_negative(file, table, column_of["compute"], compute)
+    steps = whole_steps(table)
     sd = None
     if "sd" in column_of:
         sd, _ = strict_numbers(file, table, column_of["sd"], "it values, or another name")
@@ -147,6 +149,7 @@ def read(file: File, into: Collected) -> None:
                 metric=column_of["reward"],
                 compute=compute[rows],
                 reward=reward[rows],
+                steps=None if steps is None or np.isnan(steps[rows]).any() else steps[rows],
                 sd=None if sd is None else sd[rows],
             )
             if not seed and "seed" not in column_of:

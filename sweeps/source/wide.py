@@ -16,7 +16,15 @@ import numpy as np
 from sweeps.errors import UserError
 from sweeps.source.cells import is_blank, numbers
 from sweeps.source.collected import ALL, Collected, ForeignRun, Request, make_labels
-from sweeps.source.columns import check_columns, column_named, counter_named, is_index, not_negative, strict_numbers
+from sweeps.source.columns import (
+    check_columns,
+    column_named,
+    counter_named,
+    is_index,
+    not_negative,
+    strict_numbers,
+    whole_steps,
+)
 from sweeps.source.frame import Table, read_table, with_order
 from sweeps.source.log import Log, Series, recipe_of
 from sweeps.source.run_names import is_bare_seed, labels_in
@@ -133,6 +141,7 @@ def read(file: File, into: Collected) -> None:
     check_columns(file, table, [x, *runs])
     compute, no_compute = strict_numbers(file, table, x, "another with --x")
     not_negative(file, table, x, compute)
+    steps = whole_steps(table)
     axis = request.x or x.casefold()
     note = None if request.x is not None else order_warning(x)
     blank_cells = points_read = 0
@@ -160,7 +169,12 @@ def read(file: File, into: Collected) -> None:
             points.warnings.append(note)
         label = into.run_label(points, seed)
         known = make_labels(factors, recipe=recipe, seed=seed, baseline=labels.get("baseline"))
-        into.add(points, label, ForeignRun(str(file.path), run, known, axis, "reward", compute[rows], reward[rows]))
+        run_steps = None if steps is None or np.isnan(steps[rows]).any() else steps[rows]
+        into.add(
+            points,
+            label,
+            ForeignRun(str(file.path), run, known, axis, "reward", compute[rows], reward[rows], run_steps),
+        )
         points_read += len(rows)
     if not points_read:
         raise UserError(f"{file.path}: no row has both compute and a reward; give another table")

@@ -1,4 +1,4 @@
-"""Test of a run that continues with changed code: in a separate checkout, the loss is tripled."""
+"""Tests of runs whose code has changed since: they continue or are refused, and finished ones say so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.run.journal import JOURNAL_FILE, read_journal
+from lightning_scalerl.train import _run_alone
+from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
+from sweeps.run.provenance import code_facts
+from sweeps.run.spec import RunSpec
 from tests.paths import ROOT
 from tests.place import Place
 
@@ -57,3 +60,33 @@ def test_changed_code_is_refused_if_strict_and_recorded_otherwise(tmp_path: Path
     assert f"warning: from step 2 the run continues with changed code: {change_text}" in warned.stderr.splitlines()
     assert [(change.step, change.what) for change in read_journal(run_dir).code_changes] == [(2, (change_text,))]
     assert resume["code"]["commit"] == launched["commit"] and resume["code"]["files"] != launched["files"]
+
+
+def test_a_finished_run_says_that_the_users_code_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my_losses.py").write_text("SCALE = 1\n")
+    spec = RunSpec(
+        run="a", curve="c", recipe="mine", baseline="", departures={}, settings={}, seed=0, steps=2,
+        config={"output_dir": str(tmp_path / "out")}, reference={}, folders=(str(folder),),
+    )  # fmt: skip
+    journal = Journal(tmp_path / "out" / "runs" / "a")
+    journal.header(**spec.header(), code=code_facts([folder]))
+    journal.record("train", 2, {})
+    journal.end(2, "finished")
+    journal.close()
+
+    def never(run_dir: Path, progress: bool) -> None:
+        raise AssertionError("the run is done")
+
+    _run_alone(spec, never)
+    printed = capsys.readouterr()
+    assert "mine seed 0: done already" in printed.out and printed.err == ""
+    (folder / "my_losses.py").write_text("SCALE = 100\n")
+    _run_alone(spec, never)
+    printed = capsys.readouterr()
+    assert "done already" in printed.out
+    assert f"warning: mine seed 0 was trained with other code: {folder} " in printed.err
+    assert printed.err.endswith("study=NAME trains it with this code\n")

@@ -578,6 +578,23 @@ def test_the_page_names_the_trainers_without_the_warm_up() -> None:
     assert "`lr` / (`warmup_steps` + 1)" in line
 
 
+@pytest.mark.parametrize("to", TRAINERS)
+def test_a_choice_in_the_users_folder_is_listed_as_missing(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "translated_losses", raising=False)
+    (tmp_path / "translated_losses.py").write_text(
+        "from lightning_scalerl.axes.loss import PPO\n\n\nclass Mine(PPO):\n    pass\n"
+    )
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("_target_: translated_losses.Mine\nclip: 0.2\n")
+    missing = translate(["loss=mine"], to, [str(tmp_path)]).missing
+    assert ("loss", "Mine(clip=0.2)", "a choice of your own") in [
+        (entry.key, entry.value, entry.why) for entry in missing
+    ]
+
+
 def test_writing_a_file_reports_the_missing_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rl.toml"
     assert main(["translate", "recipe=scalerl", "--to", "prime-rl", "-o", str(file)]) == 0

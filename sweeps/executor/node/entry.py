@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +20,9 @@ from typing import Any, NoReturn
 
 from sweeps.executor.base import load_entry
 from sweeps.executor.error_signatures import PEER_FAILURES
-from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
+from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, failure_text, first_line, kind_of
 from sweeps.executor.node.attempts import Attempt, AttemptLog, attempts, log_mark
 from sweeps.executor.node.manifest import wait_for_manifest
-from sweeps.redact import redact
 from sweeps.run.activity import activity
 from sweeps.run.gpu import REQUIRED, check_gpu
 from sweeps.run.interruption import RunInterruptedError, interruption, requested_stop
@@ -121,7 +119,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
         with suppress(OSError):  # with a full disk the exit code is the only record
             log.end("failed", kind, reason)
         with suppress(OSError):
-            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(failure_text(error), file=sys.stderr, flush=True)
         return DISK_FULL_CODE if kind == "disk_full" else 1
     log.end("finished")
     return 0
@@ -180,7 +178,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
     except RunInterruptedError:
         return 0
     except BaseException as error:
-        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        print(failure_text(error), file=sys.stderr, flush=True)
         # If this rank failed only because rank 0 has failed or is gone, do not record it: the cause is that of rank 0.
         if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in PEER_FAILURES:
             with suppress(OSError):

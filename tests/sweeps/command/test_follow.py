@@ -289,6 +289,19 @@ def test_a_fractional_step_is_refused_by_name(tmp_path: Path) -> None:
         Member(tmp_path).attempt(b'{"step": 0.5, "tokens": 1, "reward": 0.5}\n')
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(rows(4, tokens=20), "tokens in .* went back at step 4"), (b'{"step": 3.5, "reward": 0.5}\n', "3.5 in .* whole")],
+)
+def test_the_steps_before_a_wrong_row_are_recorded(tmp_path: Path, wrong: bytes, message: str, at_once: bool) -> None:
+    """A poll may read all rows at once, so that the valid ones and the wrong one come together."""
+    writes = [rows(1, 2, 3) + wrong + rows(5)] if at_once else [rows(1, 2, 3), wrong, rows(5)]
+    with pytest.raises(MetricsError, match=message):
+        Member(tmp_path).attempt(*writes)
+    assert points(read_journal(tmp_path)) == {step: (step / 100, 100 * step) for step in (1, 2, 3)}
+
+
 def test_verls_log_and_a_csv_with_quotes_are_followed(tmp_path: Path) -> None:
     (one := tmp_path / "one").mkdir()
     lines = [json.dumps({"step": s, "data": {"tokens": s, "reward": 0.5}}).encode() + b"\n" for s in (1, 2, 3)]

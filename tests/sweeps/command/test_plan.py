@@ -80,6 +80,17 @@ def test_a_learning_rate_is_a_number_in_a_yaml_template(tmp_path: Path) -> None:
     assert "--lr=1e-05" in command.words
 
 
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [("nan", "NaN"), ("inf", "Infinity"), ("1_000", "1000"), ("0.10", "0.1"), ("'inf'", "inf"), ("'1_000'", "1_000")],
+)
+def test_values_are_inserted_as_in_json_and_quoted_ones_as_they_are(tmp_path: Path, value: str, word: str) -> None:
+    """Other words would change the identities of existing members."""
+    line = "python train.py {v} {seed} {steps}"
+    (spec,) = planned(write_study(tmp_path, values={"v": "???"}, line=line), f"v={value}")
+    assert resolved(spec, tmp_path).words == ("python", "train.py", word, "0", "30")
+
+
 def test_users_values_may_have_the_names_of_our_groups(tmp_path: Path) -> None:
     values = {"loss": "grpo", "model": "tiny", "variant": 8}
     file = write_study(tmp_path, values=values, line=f"{LINE} {{model}} {{variant}}")

@@ -269,6 +269,27 @@ ENDS = {
         r"^command.metrics.reward: eval_reward was last logged at step 11 of 30, but every 2 steps before "
         "that; find out why",
     ),
+    "reward_logged_once": (
+        log_of("range(1, 31)", "{'step': step, 'tokens': 1, 'eval_reward': 0.5 if step == 1 else None}"),
+        r"^command.metrics.reward: eval_reward was logged only once, at step 1 of 30; "
+        "find out why the command no longer logs it; found step, tokens, eval_reward;",
+    ),
+    "compute_ends": (
+        log_of("range(1, 31)", "{'step': step, 'tokens': step if step < 9 else None, 'eval_reward': 0.5}"),
+        r"^command.compute.column: tokens was last logged at step 8 of 30, but every 1 steps before that; find out",
+    ),
+    "compute_is_text": (
+        log_of("range(1, 31)", "{'step': step, 'tokens': 'many', 'eval_reward': 0.5}"),
+        r"^command.compute.column: tokens in standard output has no finite number up to step 30; found step, tokens, ",
+    ),
+    **{
+        f"reward_is_{value}": (
+            log_of("range(1, 31)", f"{{'step': step, 'tokens': step, 'eval_reward': {value}}}"),
+            r"^command.metrics.reward: eval_reward in standard output has no finite number up to step 30; found step, "
+            "tokens, eval_reward; name a column with numbers",
+        )
+        for value in ("None", "True", "'high'", "[0.5]", "float('inf')")
+    },
     "tokens_fall": (
         log_of("range(1, 31)", "{'step': step, 'tokens': 100 - step, 'eval_reward': 0}"),
         r"^command.compute.column: tokens in standard output went back at step 2: it counts one attempt only",

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.command.runner import run_member
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.executor.local import LocalExecutor
 from sweeps.run.activity import HUNG_CODE, Patience, activity
 from sweeps.run.journal import LOG_FILE
 from tests.paths import ROOT
+from tests.sweeps.command.toy import write_study, written
 
 PATIENCE_S = 60.0
 
@@ -139,7 +141,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def local(entry: Callable[[Path], None], max_parallel: int = 2) -> LocalExecutor:
-    return LocalExecutor(f"{__name__}:{entry.__name__}", max_parallel, threads=1, preload=["pytest"])
+    return LocalExecutor(f"{entry.__module__}:{entry.__name__}", max_parallel, threads=1, preload=["pytest"])
 
 
 def directories(root: Path, names: Sequence[str]) -> dict[str, Path]:
@@ -298,6 +300,18 @@ def test_the_log_of_a_failure_has_all_output_and_ends_with_the_reason(tmp_path: 
     assert log[0] == "last words"
     assert log[1].startswith("Traceback")
     assert log[-1] == "ValueError: no good: a"
+
+
+def test_the_log_of_a_failed_command_ends_with_its_own_output(tmp_path: Path) -> None:
+    """`scalerl status` shows the last lines of the log, which were the frames of this project."""
+    script = (
+        'import sys\nprint(\'{"step": 1, "tokens": 1, "eval_reward": 0}\', flush=True)\nsys.exit(\'no such loss\')\n'
+    )
+    _, run_dir = written(write_study(tmp_path, script))
+    drive(local(run_member), {"a": run_dir})
+    *_, own_line, reason = (run_dir / LOG_FILE).read_text().splitlines()
+    assert own_line == "no such loss"
+    assert reason.startswith("command.line: python ended with exit code 1 at step 1 of 30: no such loss;")
 
 
 def test_output_before_a_kill_is_in_the_log(tmp_path: Path) -> None:

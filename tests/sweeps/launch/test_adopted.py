@@ -105,6 +105,28 @@ def test_only_members_without_an_adopted_run_are_started(place: Path) -> None:
     assert sorted(set({c.recipe: c for c in load([place / "study"]).curves}["loss=dapo"].seed)) == ["0", "1", "7"]
 
 
+def test_the_steps_of_a_table_show_an_unfinished_run(place: Path) -> None:
+    """A table's steps count like those of a log; a repeated row is one point. Without steps, the rows are numbered."""
+    complete = "".join(f"grpo,0,{step},{100 * step},{step / 40}\n" for step in range(0, 21, 2))
+    cut_off = "".join(f"grpo,1,{step},{100 * step},{step / 50}\n" for step in (2, 4, 4, 6))
+    (place / "table.csv").write_text(f"loss,seed,step,tokens,reward\n{complete}{cut_off}")
+    done = adopt(place / "study", [str(place / "table.csv")], ["loss,seed"])
+    assert [run.points for run in done.runs] == [11, 3]
+    steps = {run.seed: [r.step for r in read_journal(place / "study" / "runs" / run.run).records] for run in done.runs}
+    assert steps == {0: list(range(0, 21, 2)), 1: [2, 4, 6]}
+    members, notes = count_adopted(place / "study", grid_members(place), _measured)
+    assert notes[-1] == "mine seed 1 was adopted with 6 of 20 steps and is started anew"
+    assert [("adopted" in member.config) for member in members] == [True, False, False, False]
+    (place / "wide.csv").write_text("step,tokens,grpo-seed1,dapo-seed1\n2,200,0.1,0.2\n4,400,0.2,0.3\n6,600,0.3,\n")
+    run = adopt(place / "wide", [str(place / "wide.csv")]).runs[0]
+    assert RunSpec.read(place / "wide" / "runs" / run.run).steps == 6
+    for text in (complete.replace("grpo,0,2,", "grpo,0,x,"), complete.replace("grpo,0,2,", "grpo,0,4,")):
+        (place / "unclear.csv").write_text(f"loss,seed,step,tokens,reward\n{text}")
+        (run,) = adopt(place / f"numbered{len(text)}", [str(place / "unclear.csv")], ["loss,seed"]).runs
+        spec = RunSpec.read(place / f"numbered{len(text)}" / "runs" / run.run)
+        assert spec.steps == 10 and not spec.config["adopted"]["by_step"]
+
+
 def test_replaced_members_cost_nothing_and_matching_writes_nothing(place: Path) -> None:
     """Matching writes nothing, because a design or a refused launch must leave the study unchanged."""
     for loss, seed, steps in (("grpo", 0, 20), ("grpo", 1, 8), ("dapo", 5, 20)):

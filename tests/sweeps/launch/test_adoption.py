@@ -607,6 +607,28 @@ def test_duplicated_rows_are_counted_in_a_warning(tmp_path: Path) -> None:
     assert not any("duplicated row" in note for note in adopt(tmp_path / "new", [str(source)], ["recipe,seed"]).notes)
 
 
+def test_a_second_run_with_a_members_recipe_and_seed_gives_a_warning(tmp_path: Path) -> None:
+    """A corrected table under another name is a second run; under the old name it replaces the points."""
+    rows = "recipe,seed,tokens,reward\na,0,100,0.1\na,0,200,0.3\nb,0,100,0.2\n"
+    first, second, study = tmp_path / "first.csv", tmp_path / "second.csv", tmp_path / "study"
+    first.write_text(rows)
+    done = adopt(study, [str(first)], ["recipe,seed"])
+    assert not any("several members" in note for note in done.notes)
+    (original,) = (run.run for run in done.runs if run.recipe == "a")
+    second.write_text(rows.replace("0.3", "0.4").replace("b,0", "b,1"))
+    done = adopt(study, [str(second)], ["recipe,seed"])
+    (corrected,) = (run.run for run in done.runs if run.recipe == "a")
+    assert done.notes[-1] == (
+        "warning: several members have one recipe and seed, and all of them count: "
+        f"a seed 0 ({corrected}, and {original} from {first}); if one corrects the other, adopt only the corrected "
+        "data, into a new study; if both are runs of their own, give them seeds"
+    )
+    adopt(tmp_path / "other", [str(first)], ["recipe,seed"])
+    first.write_text(rows.replace("0.3", "0.5"))
+    replaced = adopt(tmp_path / "other", [str(first)], ["recipe,seed"])
+    assert results_of(replaced)[0] == "grown" and not any("several members" in note for note in replaced.notes)
+
+
 def test_values_come_from_the_file_name_if_a_table_lacks_the_column(tmp_path: Path) -> None:
     """The values are read from the file's name, as for a log, whose columns have a framework's names."""
     (tmp_path / "runs").mkdir()

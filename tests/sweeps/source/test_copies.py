@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.run.journal import Journal
 from sweeps.source import load
 from tests.sweeps.source.test_trackers import run_log
 
@@ -106,3 +107,19 @@ def test_different_runs_of_one_seed_are_kept_with_the_warning_of_tables(tmp_path
     assert curve.warnings == (
         "seed 0: several runs have this seed; do two runs share one name? give them seeds, or use --by",
     )
+
+
+def test_journals_of_one_recipe_and_seed_have_the_warning_of_tables(tmp_path: Path) -> None:
+    """A study may have a run twice, as after `scalerl adopt` of a corrected table."""
+    corrected = [*RISING[:-1], RISING[-1] + 0.01]
+    for run, rewards in (("one", RISING), ("two", corrected)):
+        journal = Journal(tmp_path / "runs" / run)
+        journal.header(recipe="a", seed=0, run=run, curve="c", device="cpu")
+        for step, reward in enumerate(rewards, start=1):
+            journal.record("eval", step, {"eval/heldout/pass_rate": reward, "compute/flops": 1000.0 * step})
+        journal.close()
+    curve = load([tmp_path], x="compute/flops").curves[0]
+    assert [note for note in curve.warnings if "seed" in note] == [
+        f"seed 0: 1 compute value has two different rewards (first at {1000 * len(RISING)}: {RISING[-1]:.4g} and "
+        f"{corrected[-1]:.4g}); do two runs share one name? give them seeds, or use --by"
+    ]
