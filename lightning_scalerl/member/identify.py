@@ -75,6 +75,8 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     Raises:
         ConfigurationError: the first problem, in one line.
     """
+    from lightning_scalerl.member.identity import check_class_names
+
     common = set.intersection(*(set(overrides) for overrides in override_lists))
     parents = [_parent_of(overrides) for overrides in override_lists]
     used_folders = use_folders(
@@ -96,6 +98,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
         replace(_identified(draft, used_folders, builder, identities, clean), overrides=_storable(draft.overrides))
         for draft in drafts
     ]
+    check_class_names([spec.config for spec in specs], used_folders)
     checked: set[str] = set()
     for spec in specs:
         if spec.curve not in checked:
