@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, check_public_name
 
 if TYPE_CHECKING:
     from lightning_scalerl.axes.adapter import Adapter
@@ -95,7 +95,8 @@ class Choices:
 
         Raises:
             ConfigurationError: an axis has neither a choice nor a neutral one, or has two choices; an axis is unknown;
-                a choice lacks a method of its axis; or two choices contradict each other.
+                a choice lacks a method of its axis, or has the name of a class of this package; or two choices
+                contradict each other.
         """
         chosen = by_axis(choices)
         for axis in AXES:
@@ -109,6 +110,7 @@ class Choices:
             )
         for choice in chosen.values():
             choice_class = type(choice)
+            check_public_name(f"{choice_class.__module__}.{choice_class.__name__}", choice_class)
             # Lightning's Callback is not an abstract base class, so Python does not refuse a choice with abstract
             # methods.
             if missing_methods := [

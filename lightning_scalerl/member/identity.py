@@ -19,9 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning_scalerl
-from lightning_scalerl import public_names
-from lightning_scalerl.checks import ADDRESSES, ConfigurationError
+from lightning_scalerl.checks import ADDRESSES, ConfigurationError, check_public_name
 from lightning_scalerl.compat.hydra import locate
 from lightning_scalerl.composition import axes_of, parts_in
 from lightning_scalerl.model.place import content as model_content
@@ -70,7 +68,7 @@ def check_class_names(configs: Sequence[Mapping[str, Any]], folders: Sequence[st
     """
     for group in sorted({key for config in configs for key in science(config)}):
         used = {target for config in configs for target in _targets(config.get(group))}
-        users = sorted(target for target in used if not target.startswith(f"{lightning_scalerl.__name__}."))
+        users = sorted(target for target in used if not target.startswith("lightning_scalerl."))
         first = {_class_name(target): target for target in reversed(users)}
         others = [target for part in parts_in(group, folders) for target in _targets(part)] if users else []
         for target in (*users, *others):
@@ -143,10 +141,7 @@ def _part(value: Any) -> Any:
         return {str(key): _part(item) for key, item in value.items()}
     name = _class_name(str(value["_target_"]))
     target = locate(str(value["_target_"]))
-    if name in public_names() and getattr(lightning_scalerl, name) is not target:
-        raise ConfigurationError(
-            f"{value['_target_']}: bears the name of lightning_scalerl.{name}, and names tell runs apart; rename it"
-        )
+    check_public_name(str(value["_target_"]), target)
     parameters = _parameters(value) | content_of(value)
     added = getattr(target, "added", {})
     for parameter in (*added, *getattr(target, "remarks", ())):

@@ -76,6 +76,16 @@ def test_a_choice_that_lacks_a_method_of_its_axis_is_refused_before_compute() ->
         Choices.of([*(choice for choice in row() if choice.axis != "loss"), NoClip()])
 
 
+def test_a_choice_with_the_name_of_one_of_ours_is_refused() -> None:
+    """A script's label contains the class's name, so its runs would be fitted together with those of our class."""
+
+    class NoFilter(lightning_scalerl.NoFilter):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"\.NoFilter: bears the name of lightning_scalerl\.NoFilter.*rename"):
+        Choices.of([*(choice for choice in row() if choice.axis != "filter"), NoFilter()])
+
+
 def test_a_user_axis_needs_a_neutral_choice() -> None:
     class Typo(DesignChoice):
         axis = "los"
