@@ -95,8 +95,8 @@ class Choices:
 
         Raises:
             ConfigurationError: an axis has neither a choice nor a neutral one, or has two choices; an axis is unknown;
-                a choice lacks a method of its axis, or has the name of a class of this package; or two choices
-                contradict each other.
+                a choice lacks a method of its axis, has the name of a class of this package, or does not store an
+                argument; or two choices contradict each other.
         """
         chosen = by_axis(choices)
         for axis in AXES:
@@ -122,6 +122,7 @@ class Choices:
                     f"{choice.axis}: {choice_class.__name__} lacks {', '.join(missing_methods)}, which every choice on "
                     "this axis defines"
                 )
+            choice.check_parameters()
             problem = choice.conflict(chosen)
             if problem:
                 raise ConfigurationError(problem)

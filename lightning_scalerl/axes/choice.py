@@ -109,6 +109,21 @@ class DesignChoice(Callback):
         choice_class: Any = type(self)  # mypy does not count a class as hashable
         return {name: getattr(self, name) for name in _parameter_names(choice_class) if hasattr(self, name)}
 
+    def check_parameters(self) -> None:
+        """Check that labels and identities can contain every constructor argument.
+
+        Raises:
+            ConfigurationError: an argument is not stored under its name.
+        """
+        shown = self.semantics()
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if not is_variadic and name not in shown and not hasattr(self, name):
+                raise ConfigurationError(
+                    f"{self.axis}.{name}: {type(self).__name__} does not store this argument under its name, so runs "
+                    f"with other values would have the same label; write self.{name} = {name}"
+                )
+
     def same_as(self, other: DesignChoice) -> bool:
         """Return whether both choices have the same semantics; their classes may differ."""
         return self.semantics() == other.semantics()

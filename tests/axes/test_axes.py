@@ -86,6 +86,23 @@ def test_a_choice_with_the_name_of_one_of_ours_is_refused() -> None:
         Choices.of([*(choice for choice in row() if choice.axis != "filter"), NoFilter()])
 
 
+def test_an_argument_that_is_not_stored_under_its_name_is_refused() -> None:
+    """It would be missing in a script's label, and runs with other values would be fitted together."""
+
+    class Hidden(lightning_scalerl.NoFilter):
+        def __init__(self, weight: float = 1.0, *more: float, **others: float) -> None:
+            self._weight = weight
+
+    class Described(Hidden):
+        def semantics(self) -> dict[str, Any]:
+            return {**super().semantics(), "weight": self._weight}
+
+    others = [choice for choice in row() if choice.axis != "filter"]
+    with pytest.raises(ConfigurationError, match=r"^filter\.weight: Hidden does not store .*self\.weight = weight$"):
+        Choices.of([*others, Hidden(2.0)])
+    assert Choices.of([*others, Described(2.0)]).filter.semantics()["weight"] == 2.0
+
+
 def test_a_user_axis_needs_a_neutral_choice() -> None:
     class Typo(DesignChoice):
         axis = "los"
