@@ -8,6 +8,7 @@ of their module. A run's choices are collected in `choices.Choices`.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, shown
 from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 
 # Bound on log-ratios before exp. exp(20) is far outside every clip interval, and much larger log-ratios would overflow
@@ -113,16 +114,25 @@ class DesignChoice(Callback):
         """Check that labels and identities can contain every constructor argument.
 
         Raises:
-            ConfigurationError: an argument is not stored under its name.
+            ConfigurationError: an argument is not stored under its name, or is no plain value.
         """
-        shown = self.semantics()
+        shown_parameters = self.semantics()
         for name, parameter in inspect.signature(type(self)).parameters.items():
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if not is_variadic and name not in shown and not hasattr(self, name):
+            if not is_variadic and name not in shown_parameters and not hasattr(self, name):
                 raise ConfigurationError(
                     f"{self.axis}.{name}: {type(self).__name__} does not store this argument under its name, so runs "
                     f"with other values would have the same label; write self.{name} = {name}"
                 )
+        for name, value in shown_parameters.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                text = " ".join(shown(value).split())[:80]
+                raise ConfigurationError(
+                    f"{self.axis}.{name}: {text} of {type(self).__name__} cannot be stored with the run; give finite "
+                    "numbers, texts, true or false, or lists or mappings of these"
+                ) from None
 
     def same_as(self, other: DesignChoice) -> bool:
         """Return whether both choices have the same semantics; their classes may differ."""

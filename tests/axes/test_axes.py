@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import lightning_scalerl
@@ -101,6 +102,21 @@ def test_an_argument_that_is_not_stored_under_its_name_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^filter\.weight: Hidden does not store .*self\.weight = weight$"):
         Choices.of([*others, Hidden(2.0)])
     assert Choices.of([*others, Described(2.0)]).filter.semantics()["weight"] == 2.0
+
+
+@pytest.mark.parametrize("value", [len, {"a": [torch.ones(2)]}, float("inf"), {1}, torch.ones(99)])
+def test_an_argument_that_cannot_be_stored_with_the_run_is_refused(value: Any) -> None:
+    class Weighted(lightning_scalerl.NoFilter):
+        def __init__(self, weight: Any) -> None:
+            self.weight = weight
+
+    others = [choice for choice in row() if choice.axis != "filter"]
+    with pytest.raises(
+        ConfigurationError, match=r"^filter\.weight: .* of Weighted cannot be stored with the run"
+    ) as refusal:
+        Choices.of([*others, Weighted(value)])
+    assert "\n" not in str(refusal.value)
+    assert Choices.of([*others, Weighted({"a": [1, None, "x", (True, 0.5)]})])
 
 
 def test_a_user_axis_needs_a_neutral_choice() -> None:
