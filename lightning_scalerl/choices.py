@@ -190,7 +190,7 @@ def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
     """Return the choices keyed by axis.
 
     Raises:
-        ConfigurationError: an axis is unknown, or has two choices (the message names both).
+        ConfigurationError: an axis is unknown, or has two choices (the message names both) or one of another class.
     """
     chosen: dict[str, DesignChoice] = {}
     for choice in choices:
@@ -199,6 +199,11 @@ def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
             raise ConfigurationError(
                 f"axis: {axis!r} of {type(choice).__name__} is unknown; valid: {', '.join(AXES)}; an axis of your own "
                 "declares its neutral choice (DesignChoice.neutral)"
+            )
+        if axis in AXES and not isinstance(choice, kind := axis_class(axis)):
+            raise ConfigurationError(
+                f"{axis}: {type(choice).__name__} is no choice on this axis; derive it from "
+                f"lightning_scalerl.{kind.__name__}, or name its own axis otherwise"
             )
         if axis in chosen:
             raise ConfigurationError(

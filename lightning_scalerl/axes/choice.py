@@ -99,7 +99,8 @@ class DesignChoice(Callback):
     @property
     def state_key(self) -> str:
         """Checkpoint key made of axis and class, so that one choice's state is never restored into another."""
-        return f"{self.axis}:{type(self).__name__}"
+        # Lightning reads it before our checks, which refuse a choice without an axis.
+        return f"{getattr(self, 'axis', None)}:{type(self).__name__}"
 
     def semantics(self) -> dict[str, Any]:
         """Return the choice's name and parameters, including defaults; they are stored with the run."""

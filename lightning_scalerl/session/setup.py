@@ -26,6 +26,7 @@ from lightning_scalerl.callbacks.trainer import (
 )
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices, by_axis
+from lightning_scalerl.composition import SETTINGS
 from lightning_scalerl.distributed.meeting import meet
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.compute_meter import ComputeMeter
@@ -45,7 +46,7 @@ from lightning_scalerl.session.placement import (
 from lightning_scalerl.session.sampling import Stage
 from lightning_scalerl.task.base import check_curriculum
 from lightning_scalerl.task.beside import TaskWithEvaluationSets
-from sweeps.run.spec import digest
+from sweeps.run.spec import OPERATIONAL_KEYS, digest
 
 
 def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
@@ -86,6 +87,11 @@ def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
     if stage in STAGES:
         raise ConfigurationError(STAGES[stage])
     choices = Choices.of(_choices_among(trainer))
+    for axis, choice in choices.user_axes.items():
+        if axis in SETTINGS or axis in OPERATIONAL_KEYS:
+            raise ConfigurationError(
+                f"axis: {axis!r} of {type(choice).__name__} is a group of settings; name the axis otherwise"
+            )
     recipe.check(choices)
     return choices
 

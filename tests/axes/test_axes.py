@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
 from lightning_scalerl.choices import AXES, NEUTRAL, axis_class
 from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
+from lightning_scalerl.session.setup import resolve_choices
 from tests.examples import every
 from tests.helpers import row
 
@@ -125,6 +127,29 @@ def test_a_user_axis_needs_a_neutral_choice() -> None:
 
     with pytest.raises(ConfigurationError, match=r"'los' of Typo is unknown; valid: resampling.*neutral choice"):
         Choices.of([*row(), Typo()])
+
+
+def test_an_axis_of_the_user_needs_a_name_that_is_not_taken() -> None:
+    class SecondLoss(DesignChoice):
+        axis = "loss"
+        neutral = {"choice": "SecondLoss"}  # noqa: RUF012
+
+    class Nameless(DesignChoice):
+        neutral = {"choice": "Nameless"}  # noqa: RUF012
+
+    class Batch(DesignChoice):
+        axis = "batch"
+        neutral = {"choice": "Batch"}  # noqa: RUF012
+
+    others = [choice for choice in row() if choice.axis != "loss"]
+    with pytest.raises(ConfigurationError, match=r"^loss: SecondLoss is no choice on this axis.*from.*\.Loss, or name"):
+        Choices.of([*others, SecondLoss()])
+    assert Nameless().state_key == "None:Nameless"  # Lightning's Trainer reads it before any of our checks
+    with pytest.raises(ConfigurationError, match="axis: None of Nameless is unknown"):
+        Choices.of([*row(), Nameless()])
+    trainer: Any = SimpleNamespace(callbacks=[*row(), Batch()])
+    with pytest.raises(ConfigurationError, match=r"^axis: 'batch' of Batch is a group of settings; name the axis"):
+        resolve_choices(trainer, SimpleNamespace(check=lambda choices: None), "fit")  # type: ignore[arg-type]
 
 
 class Shift(DesignChoice):
