@@ -123,6 +123,7 @@ class Choices:
                     "this axis defines"
                 )
             choice.check_parameters()
+            choice.check_neutral()
             problem = choice.conflict(chosen)
             if problem:
                 raise ConfigurationError(problem)

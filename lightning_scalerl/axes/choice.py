@@ -23,6 +23,9 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 # FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
+# The methods through which an axis of the user acts, besides Lightning's hooks.
+ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
+
 C = TypeVar("C", bound="DesignChoice")
 
 
@@ -163,7 +166,7 @@ class DesignChoice(Callback):
             return None
         name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
         # Search from the abstract class of the axis, of which all choices on the axis are subclasses.
-        root = next(base for base in reversed(cls.__mro__) if "axis" in vars(base))
+        root = _root(cls)
         classes = (root, *_descendants(root))
         neutral_class = next((candidate for candidate in classes if candidate.__name__ == name), None)
         if neutral_class is None:
@@ -172,6 +175,25 @@ class DesignChoice(Callback):
             )
         neutral: C = neutral_class(**parameters)
         return neutral
+
+    def check_neutral(self) -> None:
+        """Check that this choice changes nothing if it is the neutral choice of its axis.
+
+        Methods of a neutral choice with parameters, and of the axis's class, may change nothing at certain values.
+
+        Raises:
+            ConfigurationError: it changes rewards, advantages or losses, but is left out of labels and identities.
+        """
+        if self.neutral != {"choice": type(self).__name__}:
+            return
+        root = _root(type(self))
+        base = DesignChoice if root is type(self) else root
+        defined = [name for name in ADJUST_METHODS if getattr(type(self), name) is not getattr(base, name)]
+        if defined:
+            raise ConfigurationError(
+                f"{self.axis}: its neutral choice, {type(self).__name__}, defines {', '.join(defined)}; a neutral "
+                "choice changes nothing, so name another class in `neutral`"
+            )
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if this choice cannot be combined with the others (by axis), else None."""
@@ -230,6 +252,11 @@ def _text(value: Any) -> str:
     if isinstance(value, Sequence):
         return f"[{','.join(map(_text, value))}]"
     return str(getattr(value, "__name__", type(value).__name__))
+
+
+def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
+    """Return the abstract class of a choice's axis: the first in which the axis is named."""
+    return next(base for base in reversed(choice_class.__mro__) if "axis" in vars(base))
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:

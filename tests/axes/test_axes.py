@@ -201,6 +201,40 @@ def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
         Lost(1.0).neutral_choice()
 
 
+def test_a_neutral_choice_that_acts_is_refused() -> None:
+    """A neutral choice is left out of labels and identities, so its runs would count as runs without the axis."""
+
+    class Halved(DesignChoice):
+        axis = "halved"
+        neutral = {"choice": "Halved"}  # noqa: RUF012
+
+        def adjust_reward(self, reward: float, rollout: Any) -> float:
+            return reward / 2
+
+    with pytest.raises(ConfigurationError, match=r"^halved: its neutral choice, Halved, defines adjust_reward; .*"):
+        Choices.of([*row(), Halved()])
+
+    class Scaled(DesignChoice):
+        axis = "scaled"
+        neutral = {"choice": "Scaled", "factor": 1.0}  # noqa: RUF012
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def adjust_reward(self, reward: float, rollout: Any) -> float:
+            return self.factor * reward
+
+    class Templated(Halved):
+        axis = "templated"
+        neutral = {"choice": "Plain"}  # noqa: RUF012
+
+    class Plain(Templated):
+        pass
+
+    for right in (Scaled(1.0), Scaled(2.0), Plain(), By(1.0), NoShift()):
+        assert Choices.of([*row(), right])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero_variance", "dynamic_sampling"])
 def test_a_filter_that_would_drop_every_group_is_refused(name: str) -> None:
