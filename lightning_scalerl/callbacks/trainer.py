@@ -138,7 +138,9 @@ def _check_fit(trainer: Trainer) -> None:
     evaluates = evaluation_of(trainer) is not None
     for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
         value = getattr(trainer, field)
-        if value != default and value != (NEVER if evaluates else 0):
+        # As integers, 1 step and 1 batch are other settings than Lightning's 1.0, the whole epoch and set.
+        is_default = value == default and isinstance(value, int) == isinstance(default, int)
+        if not is_default and value != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint) and compat.saves_by_time(callback):

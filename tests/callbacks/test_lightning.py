@@ -540,6 +540,8 @@ def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_pa
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val: 1\.0 .*optimizer\.clip_norm"),
         ({"val_check_interval": 5}, r"val_check_interval: 5 decides nothing here.*Evaluate\(every_n_steps"),
         ({"limit_val_batches": 3}, "limit_val_batches: 3 decides nothing"),
+        ({"val_check_interval": 1}, "val_check_interval: 1 decides nothing"),
+        ({"limit_val_batches": 1}, "limit_val_batches: 1 decides nothing"),
         ({"overfit_batches": 1}, "overfit_batches: 1"),
         ({"limit_train_batches": 2}, "limit_train_batches: 2 has no meaning"),
         ({"limit_train_batches": 1}, "limit_train_batches: 1 has no meaning"),
