@@ -78,6 +78,21 @@ def check_datamodule(trainer: Trainer) -> None:
     )
 
 
+def check_instances(trainer: Trainer) -> None:
+    """Check that no callback is a class instead of an instance.
+
+    Raises:
+        ConfigurationError: one is a class.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    classes = [callback for callback in callbacks if isinstance(callback, type)]
+    if classes:
+        # Lightning reports this error to all callbacks, and would raise another one for a class.
+        trainer.callbacks = [callback for callback in callbacks if callback not in classes]  # type: ignore[attr-defined]
+        name = classes[0].__name__
+        raise ConfigurationError(f"callbacks: {name} is a class; give an instance, {name}(...)")
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Check the settings of Lightning's Trainer before anything is built.
 

@@ -20,6 +20,7 @@ from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.trainer import (
     STAGES,
     check_datamodule,
+    check_instances,
     check_trainer,
     prepare_trainer,
     without_anonymous,
@@ -59,6 +60,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
         recipe: the recipe.
         fitted: choices of the module's last fit, if there was one.
     """
+    check_instances(trainer)
     check_datamodule(trainer)
     evaluation = evaluation_of(trainer)
     if evaluation is not None:

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
 from lightning_scalerl import (
+    CISPO,
     ConfigurationError,
     DatasetTask,
     Evaluate,
@@ -551,6 +552,12 @@ def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: s
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_class_in_place_of_a_callback_is_refused(tiny_model_path: str) -> None:
+    callbacks: list[Any] = [CISPO, Evaluate(2, 1)]
+    with pytest.raises(ConfigurationError, match=r"^callbacks: CISPO is a class; give an instance, CISPO\(\.\.\.\)$"):
+        fit(tiny_model_path, callbacks=callbacks)
 
 
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
