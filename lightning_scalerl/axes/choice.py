@@ -25,6 +25,8 @@ MAX_LOG_RATIO = 20.0
 
 # The methods through which an axis of the user acts, besides Lightning's hooks.
 ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
+# Members of Lightning's Callback that restore a callback; all others are hooks.
+_MEMORY = ("state_key", "state_dict", "load_state_dict")
 
 C = TypeVar("C", bound="DesignChoice")
 
@@ -194,6 +196,18 @@ class DesignChoice(Callback):
                 f"{self.axis}: its neutral choice, {type(self).__name__}, defines {', '.join(defined)}; a neutral "
                 "choice changes nothing, so name another class in `neutral`"
             )
+
+    def without_effect(self) -> str | None:
+        """Return a one-line warning if nothing calls this choice, for a choice on an axis of the user; else None."""
+        if self.semantics() == self.neutral:
+            return None
+        hooks = (name for name in vars(Callback) if not name.startswith("_") and name not in _MEMORY)
+        if any(getattr(type(self), name) is not getattr(DesignChoice, name) for name in (*ADJUST_METHODS, *hooks)):
+            return None
+        return (
+            f"{self.axis}: {type(self).__name__} has no effect: it defines none of {', '.join(ADJUST_METHODS)}, and no "
+            "hook of Lightning"
+        )
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if this choice cannot be combined with the others (by axis), else None."""

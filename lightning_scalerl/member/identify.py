@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError, check_layout, check_scale, shown, whole_number
+from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import (
     Composer,
     Folders,
@@ -411,7 +412,9 @@ class _Builder:
 
 def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     """Return warnings about settings that are valid but probably have an unwanted effect."""
-    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder))
+    user_axes = [builder(spec.config, axis) for axis in axes_of(spec.config) if axis not in AXES]
+    idle = tuple(f"warning: {line}" for choice in user_axes if (line := choice.without_effect()) is not None)
+    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder), *idle)
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ before any compute.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ from lightning_scalerl.session.sampling import Stage
 from lightning_scalerl.task.base import check_curriculum
 from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from sweeps.run.spec import OPERATIONAL_KEYS, digest
+
+_log = logging.getLogger(__name__)
 
 
 def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
@@ -94,6 +97,8 @@ def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
             raise ConfigurationError(
                 f"axis: {axis!r} of {type(choice).__name__} is a group of settings; name the axis otherwise"
             )
+        if (warning := choice.without_effect()) is not None:
+            _log.warning(warning)
     recipe.check(choices)
     return choices
 

@@ -201,6 +201,23 @@ def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
         Lost(1.0).neutral_choice()
 
 
+def test_a_choice_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Typo(Shift):
+        def adjust_rewards(self, reward: float, rollout: Any) -> float:
+            return 0.0
+
+    class Hook(Shift):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Act."""
+
+    recipe: Any = SimpleNamespace(check=lambda choices: None)
+    for choice in (By(1.0), NoShift(), Hook(), Typo()):
+        assert not caplog.messages
+        resolve_choices(SimpleNamespace(callbacks=[*row(), choice]), recipe, "fit")  # type: ignore[arg-type]
+    (message,) = caplog.messages
+    assert message.startswith("shift: Typo has no effect: it defines none of adjust_reward, adjust_advantages, adjust_")
+
+
 def test_a_neutral_choice_that_acts_is_refused() -> None:
     """A neutral choice is left out of labels and identities, so its runs would count as runs without the axis."""
 
