@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,24 @@ class ConfigurationError(ValueError):
 
 class CannotGoOnError(RuntimeError):
     """Error that ends training and that the user can fix, in one line."""
+
+
+def check_public_name(shown_name: str, target: Any) -> None:
+    """Check that a user's class or function does not have the name of one of this package's.
+
+    Args:
+        shown_name: dotted name of the class or function.
+        target: the class or function.
+
+    Raises:
+        ConfigurationError: it does, so labels and identities, which contain names, would not tell the two apart.
+    """
+    name = shown_name.rpartition(".")[2]
+    package = import_module("lightning_scalerl")  # an import statement would be a cycle
+    if name in package.public_names() and getattr(package, name) is not target:
+        raise ConfigurationError(
+            f"{shown_name}: bears the name of lightning_scalerl.{name}, and names tell runs apart; rename it"
+        )
 
 
 def error_line(error: BaseException) -> str:

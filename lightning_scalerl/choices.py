@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, check_public_name
 
 if TYPE_CHECKING:
     from lightning_scalerl.axes.adapter import Adapter
@@ -95,7 +95,8 @@ class Choices:
 
         Raises:
             ConfigurationError: an axis has neither a choice nor a neutral one, or has two choices; an axis is unknown;
-                a choice lacks a method of its axis; or two choices contradict each other.
+                a choice lacks a method of its axis, has the name of a class of this package, or does not store an
+                argument; or two choices contradict each other.
         """
         chosen = by_axis(choices)
         for axis in AXES:
@@ -109,6 +110,7 @@ class Choices:
             )
         for choice in chosen.values():
             choice_class = type(choice)
+            check_public_name(f"{choice_class.__module__}.{choice_class.__name__}", choice_class)
             # Lightning's Callback is not an abstract base class, so Python does not refuse a choice with abstract
             # methods.
             if missing_methods := [
@@ -120,6 +122,8 @@ class Choices:
                     f"{choice.axis}: {choice_class.__name__} lacks {', '.join(missing_methods)}, which every choice on "
                     "this axis defines"
                 )
+            choice.check_parameters()
+            choice.check_neutral()
             problem = choice.conflict(chosen)
             if problem:
                 raise ConfigurationError(problem)
@@ -187,7 +191,7 @@ def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
     """Return the choices keyed by axis.
 
     Raises:
-        ConfigurationError: an axis is unknown, or has two choices (the message names both).
+        ConfigurationError: an axis is unknown, or has two choices (the message names both) or one of another class.
     """
     chosen: dict[str, DesignChoice] = {}
     for choice in choices:
@@ -196,6 +200,11 @@ def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
             raise ConfigurationError(
                 f"axis: {axis!r} of {type(choice).__name__} is unknown; valid: {', '.join(AXES)}; an axis of your own "
                 "declares its neutral choice (DesignChoice.neutral)"
+            )
+        if axis in AXES and not isinstance(choice, kind := axis_class(axis)):
+            raise ConfigurationError(
+                f"{axis}: {type(choice).__name__} is no choice on this axis; derive it from "
+                f"lightning_scalerl.{kind.__name__}, or name its own axis otherwise"
             )
         if axis in chosen:
             raise ConfigurationError(

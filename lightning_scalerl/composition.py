@@ -262,6 +262,19 @@ def names_in(group: str, folders: Folders = ()) -> list[str]:
     return sorted(names | plain_variants().keys() if group == "variant" else names)
 
 
+def parts_in(group: str, folders: Folders) -> list[Any]:
+    """Return the contents of a configuration group's files in the user's folders, without files that are no YAML."""
+    import yaml
+
+    contents = []
+    for path in sorted(path for folder in folders for path in (Path(folder) / group).glob("**/*.yaml")):
+        try:
+            contents.append(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, yaml.YAMLError):  # reported by Hydra if the file is chosen
+            continue
+    return contents
+
+
 def help_text(folders: Folders = ()) -> str:
     """Return the help of `scalerl train`: the template of `conf/train.yaml` with the groups filled in.
 

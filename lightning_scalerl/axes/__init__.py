@@ -5,5 +5,5 @@ one typed field per axis with the file of its neutral choice. `hydra_plugins/sca
 Hydra, so `conf/train.yaml` and recipes do not name axes that stay neutral. docs/guide/extend.md lists the
 steps for a new choice and a new axis.
 
-May import: `choice`, `checks`, `rollout`, never another axis.
+May import: `choice`, `results`, `checks`, `rollout`, never another axis.
 """

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import DesignChoice
+from lightning_scalerl.axes.results import shaped
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, zero_outside
 
@@ -72,7 +73,8 @@ class Aggregation(DesignChoice):
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Return the (micro-)batch's share of the global loss, a scalar; the shares add up to the loss."""
         # Clear masked losses before the product: 0 * NaN is NaN, so a weight of 0 would not stop a masked token's NaN.
-        return (zero_outside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
+        weights = shaped(self, "weights", self.weights(batch, denominators), batch.loss_mask.shape)
+        return (zero_outside(batch.loss_mask, per_token_loss) * weights).sum()
 
 
 class PromptAggregation(Aggregation):

@@ -8,6 +8,7 @@ of their module. A run's choices are collected in `choices.Choices`.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -15,12 +16,17 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, shown
 from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 
 # Bound on log-ratios before exp. exp(20) is far outside every clip interval, and much larger log-ratios would overflow
 # FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
+
+# The methods through which an axis of the user acts, besides Lightning's hooks.
+ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
+# Members of Lightning's Callback that restore a callback; all others are hooks.
+_MEMORY = ("state_key", "state_dict", "load_state_dict")
 
 C = TypeVar("C", bound="DesignChoice")
 
@@ -98,7 +104,8 @@ class DesignChoice(Callback):
     @property
     def state_key(self) -> str:
         """Checkpoint key made of axis and class, so that one choice's state is never restored into another."""
-        return f"{self.axis}:{type(self).__name__}"
+        # Lightning reads it before our checks, which refuse a choice without an axis.
+        return f"{getattr(self, 'axis', None)}:{type(self).__name__}"
 
     def semantics(self) -> dict[str, Any]:
         """Return the choice's name and parameters, including defaults; they are stored with the run."""
@@ -108,6 +115,30 @@ class DesignChoice(Callback):
         """Return the constructor arguments by name, as plain values."""
         choice_class: Any = type(self)  # mypy does not count a class as hashable
         return {name: getattr(self, name) for name in _parameter_names(choice_class) if hasattr(self, name)}
+
+    def check_parameters(self) -> None:
+        """Check that labels and identities can contain every constructor argument.
+
+        Raises:
+            ConfigurationError: an argument is not stored under its name, or is no plain value.
+        """
+        shown_parameters = self.semantics()
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if not is_variadic and name not in shown_parameters and not hasattr(self, name):
+                raise ConfigurationError(
+                    f"{self.axis}.{name}: {type(self).__name__} does not store this argument under its name, so runs "
+                    f"with other values would have the same label; write self.{name} = {name}"
+                )
+        for name, value in shown_parameters.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                text = " ".join(shown(value).split())[:80]
+                raise ConfigurationError(
+                    f"{self.axis}.{name}: {text} of {type(self).__name__} cannot be stored with the run; give finite "
+                    "numbers, texts, true or false, or lists or mappings of these"
+                ) from None
 
     def same_as(self, other: DesignChoice) -> bool:
         """Return whether both choices have the same semantics; their classes may differ."""
@@ -137,7 +168,7 @@ class DesignChoice(Callback):
             return None
         name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
         # Search from the abstract class of the axis, of which all choices on the axis are subclasses.
-        root = next(base for base in reversed(cls.__mro__) if "axis" in vars(base))
+        root = _root(cls)
         classes = (root, *_descendants(root))
         neutral_class = next((candidate for candidate in classes if candidate.__name__ == name), None)
         if neutral_class is None:
@@ -146,6 +177,37 @@ class DesignChoice(Callback):
             )
         neutral: C = neutral_class(**parameters)
         return neutral
+
+    def check_neutral(self) -> None:
+        """Check that this choice changes nothing if it is the neutral choice of its axis.
+
+        Methods of a neutral choice with parameters, and of the axis's class, may change nothing at certain values.
+
+        Raises:
+            ConfigurationError: it changes rewards, advantages or losses, but is left out of labels and identities.
+        """
+        if self.neutral != {"choice": type(self).__name__}:
+            return
+        root = _root(type(self))
+        base = DesignChoice if root is type(self) else root
+        defined = [name for name in ADJUST_METHODS if getattr(type(self), name) is not getattr(base, name)]
+        if defined:
+            raise ConfigurationError(
+                f"{self.axis}: its neutral choice, {type(self).__name__}, defines {', '.join(defined)}; a neutral "
+                "choice changes nothing, so name another class in `neutral`"
+            )
+
+    def without_effect(self) -> str | None:
+        """Return a one-line warning if nothing calls this choice, for a choice on an axis of the user; else None."""
+        if self.semantics() == self.neutral:
+            return None
+        hooks = (name for name in vars(Callback) if not name.startswith("_") and name not in _MEMORY)
+        if any(getattr(type(self), name) is not getattr(DesignChoice, name) for name in (*ADJUST_METHODS, *hooks)):
+            return None
+        return (
+            f"{self.axis}: {type(self).__name__} has no effect: it defines none of {', '.join(ADJUST_METHODS)}, and no "
+            "hook of Lightning"
+        )
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if this choice cannot be combined with the others (by axis), else None."""
@@ -204,6 +266,11 @@ def _text(value: Any) -> str:
     if isinstance(value, Sequence):
         return f"[{','.join(map(_text, value))}]"
     return str(getattr(value, "__name__", type(value).__name__))
+
+
+def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
+    """Return the abstract class of a choice's axis: the first in which the axis is named."""
+    return next(base for base in reversed(choice_class.__mro__) if "axis" in vars(base))
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:

@@ -78,6 +78,21 @@ def check_datamodule(trainer: Trainer) -> None:
     )
 
 
+def check_instances(trainer: Trainer) -> None:
+    """Check that no callback is a class instead of an instance.
+
+    Raises:
+        ConfigurationError: one is a class.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    classes = [callback for callback in callbacks if isinstance(callback, type)]
+    if classes:
+        # Lightning reports this error to all callbacks, and would raise another one for a class.
+        trainer.callbacks = [callback for callback in callbacks if callback not in classes]  # type: ignore[attr-defined]
+        name = classes[0].__name__
+        raise ConfigurationError(f"callbacks: {name} is a class; give an instance, {name}(...)")
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Check the settings of Lightning's Trainer before anything is built.
 
@@ -138,7 +153,9 @@ def _check_fit(trainer: Trainer) -> None:
     evaluates = evaluation_of(trainer) is not None
     for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
         value = getattr(trainer, field)
-        if value != default and value != (NEVER if evaluates else 0):
+        # As integers, 1 step and 1 batch are other settings than Lightning's 1.0, the whole epoch and set.
+        is_default = value == default and isinstance(value, int) == isinstance(default, int)
+        if not is_default and value != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint) and compat.saves_by_time(callback):

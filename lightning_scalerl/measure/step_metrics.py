@@ -14,9 +14,10 @@ from torch import Tensor
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
+from lightning_scalerl.axes.results import shaped
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, Source, TrainBatch
-from lightning_scalerl.update.terms import distances, loss_inputs
+from lightning_scalerl.update.terms import anchor_of, distances, loss_inputs
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,10 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
         for part in one_pass.parts:
             scored = Scored(*part).zero_outside_mask()
             mask = scored.batch.loss_mask
-            anchor = choices.correction.anchor(scored.batch)
+            anchor = anchor_of(scored.batch, choices)
             ratio = importance_ratio(scored.trainer_logprobs, anchor)
             clipped = choices.loss.clipped(*loss_inputs(scored, choices, scored.batch.advantages))
+            shaped(choices.loss, "clipped", clipped, mask.shape)
             tokens = float(mask.sum())
             clip.add(float((clipped * mask).sum()), tokens)
             mean.add(float((ratio * mask).sum()), tokens)

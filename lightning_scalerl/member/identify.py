@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError, check_layout, check_scale, shown, whole_number
+from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import (
     Composer,
     Folders,
@@ -75,6 +76,8 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     Raises:
         ConfigurationError: the first problem, in one line.
     """
+    from lightning_scalerl.member.identity import check_class_names
+
     common = set.intersection(*(set(overrides) for overrides in override_lists))
     parents = [_parent_of(overrides) for overrides in override_lists]
     used_folders = use_folders(
@@ -96,6 +99,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
         replace(_identified(draft, used_folders, builder, identities, clean), overrides=_storable(draft.overrides))
         for draft in drafts
     ]
+    check_class_names([spec.config for spec in specs], used_folders)
     checked: set[str] = set()
     for spec in specs:
         if spec.curve not in checked:
@@ -408,7 +412,9 @@ class _Builder:
 
 def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     """Return warnings about settings that are valid but probably have an unwanted effect."""
-    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder))
+    user_axes = [builder(spec.config, axis) for axis in axes_of(spec.config) if axis not in AXES]
+    idle = tuple(f"warning: {line}" for choice in user_axes if (line := choice.without_effect()) is not None)
+    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder), *idle)
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:

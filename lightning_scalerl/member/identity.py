@@ -15,15 +15,13 @@ The attributes belong to the class that `_target_` names. tests/member/identitie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning_scalerl
-from lightning_scalerl import public_names
-from lightning_scalerl.checks import ADDRESSES, ConfigurationError
+from lightning_scalerl.checks import ADDRESSES, ConfigurationError, check_public_name
 from lightning_scalerl.compat.hydra import locate
-from lightning_scalerl.composition import axes_of
+from lightning_scalerl.composition import axes_of, parts_in
 from lightning_scalerl.model.place import content as model_content
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
@@ -57,6 +55,30 @@ def part_of(group: str, value: Any) -> Any:
         raise ConfigurationError(f"{group}: {type(error).__name__}: {message}") from error
 
 
+def check_class_names(configs: Sequence[Mapping[str, Any]], folders: Sequence[str]) -> None:
+    """Check that no two classes of a group have the same name: identities would not tell their runs apart.
+
+    Args:
+        configs: resolved configurations whose classes can be imported.
+        folders: the user's folders; other choices in their files are compared with the classes of `configs`, because
+            another launch may use them.
+
+    Raises:
+        ConfigurationError: two classes have the same name.
+    """
+    for group in sorted({key for config in configs for key in science(config)}):
+        used = {target for config in configs for target in _targets(config.get(group))}
+        users = sorted(target for target in used if not target.startswith("lightning_scalerl."))
+        first = {_class_name(target): target for target in reversed(users)}
+        others = [target for part in parts_in(group, folders) for target in _targets(part)] if users else []
+        for target in (*users, *others):
+            other = first.get(_class_name(target), target)
+            if other != target and _is_another_class(target, other):
+                raise ConfigurationError(
+                    f"{group}: {other} and {target} have the same name, and names tell runs apart; rename one"
+                )
+
+
 def check_identity(spec: RunSpec, run_dir: Path) -> None:
     """Check that a specification has the identity that it names.
 
@@ -86,6 +108,29 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
         )
 
 
+def _targets(value: Any) -> Iterator[str]:
+    """Yield the dotted name of every class in a configuration."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _targets(item)
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield str(value["_target_"])
+        yield from _targets(list(value.values()))
+
+
+def _class_name(target: str) -> str:
+    return target.rpartition(".")[2]
+
+
+def _is_another_class(target: str, other: str) -> bool:
+    """Return whether `target` can be imported and is another object than `other`."""
+    try:
+        return locate(target) is not locate(other)
+    except Exception:  # the code of a file that was not chosen may be broken
+        return False
+
+
 def _part(value: Any) -> Any:
     """Return the identity form of one value; None for a group at its neutral choice."""
     if isinstance(value, list | tuple):
@@ -94,12 +139,9 @@ def _part(value: Any) -> Any:
         return value
     if "_target_" not in value:
         return {str(key): _part(item) for key, item in value.items()}
-    name = str(value["_target_"]).rpartition(".")[2]
+    name = _class_name(str(value["_target_"]))
     target = locate(str(value["_target_"]))
-    if name in public_names() and getattr(lightning_scalerl, name) is not target:
-        raise ConfigurationError(
-            f"{value['_target_']}: bears the name of lightning_scalerl.{name}, and names tell runs apart; rename it"
-        )
+    check_public_name(str(value["_target_"]), target)
     parameters = _parameters(value) | content_of(value)
     added = getattr(target, "added", {})
     for parameter in (*added, *getattr(target, "remarks", ())):

@@ -7,6 +7,7 @@ before any compute.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,12 +21,14 @@ from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.trainer import (
     STAGES,
     check_datamodule,
+    check_instances,
     check_trainer,
     prepare_trainer,
     without_anonymous,
 )
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices, by_axis
+from lightning_scalerl.composition import SETTINGS
 from lightning_scalerl.distributed.meeting import meet
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.compute_meter import ComputeMeter
@@ -45,7 +48,9 @@ from lightning_scalerl.session.placement import (
 from lightning_scalerl.session.sampling import Stage
 from lightning_scalerl.task.base import check_curriculum
 from lightning_scalerl.task.beside import TaskWithEvaluationSets
-from sweeps.run.spec import digest
+from sweeps.run.spec import OPERATIONAL_KEYS, digest
+
+_log = logging.getLogger(__name__)
 
 
 def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
@@ -58,6 +63,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
         recipe: the recipe.
         fitted: choices of the module's last fit, if there was one.
     """
+    check_instances(trainer)
     check_datamodule(trainer)
     evaluation = evaluation_of(trainer)
     if evaluation is not None:
@@ -86,6 +92,13 @@ def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
     if stage in STAGES:
         raise ConfigurationError(STAGES[stage])
     choices = Choices.of(_choices_among(trainer))
+    for axis, choice in choices.user_axes.items():
+        if axis in SETTINGS or axis in OPERATIONAL_KEYS:
+            raise ConfigurationError(
+                f"axis: {axis!r} of {type(choice).__name__} is a group of settings; name the axis otherwise"
+            )
+        if (warning := choice.without_effect()) is not None:
+            _log.warning(warning)
     recipe.check(choices)
     return choices
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_scalerl.axes.credit import turn_of_tokens
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.normalization import Moments
+from lightning_scalerl.axes.results import shaped, shaped_alike, true_or_false
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Denominators, Group, Rollout, Source, TrainBatch
 
@@ -43,10 +44,12 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         # Placeholders: `update.token_credit` fills them in after the forward pass.
         advantages = [torch.zeros_like(part) for part in values]
     else:
-        advantages = choices.normalization.scale([choices.advantage.estimate(part) for part in values], values)
+        scaled = choices.normalization.scale([_estimate(part, choices) for part in values], values)
+        advantages = shaped_alike(choices.normalization, "scale", scaled, values)
         # Axes defined by the user adjust the result last.
         for axis in choices.user_axes.values():
-            advantages = axis.adjust_advantages(advantages, [groups[group_index] for group_index, _ in comparisons])
+            adjusted = axis.adjust_advantages(advantages, [groups[group_index] for group_index, _ in comparisons])
+            advantages = shaped_alike(axis, "adjust_advantages", adjusted, values)
     # Advantages by group and rollout: one value, or one value per turn in the order of turns.
     advantages_of: dict[int, list[list[float]]] = {
         group_index: [[] for _ in groups[group_index].rollouts] for group_index in kept_indices
@@ -59,7 +62,11 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     prompts = 0
     for group_index in kept_indices:
         group = groups[group_index]
-        credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
+        credited = [
+            index
+            for index, rollout in enumerate(group.rollouts)
+            if true_or_false(choices.truncated, "credits", choices.truncated.credits(rollout))
+        ]
         # Inserted tokens were not sampled, so they do not count in any denominator.
         group_tokens = sum(group.rollouts[index].sources.count(Source.SAMPLED) for index in credited)
         # A group whose rollouts are all masked as truncated does not count as a prompt of the loss.
@@ -86,6 +93,11 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     return batch
 
 
+def _estimate(values: Tensor, choices: Choices) -> Tensor:
+    """Return the advantages (G,) of the values (G,) that are compared."""
+    return shaped(choices.advantage, "estimate", choices.advantage.estimate(values), values.shape)
+
+
 def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
     """Return the advantage of each token: its turn's advantage, or the rollout's if there is only one."""
     return (
@@ -103,7 +115,7 @@ def enters(group: Group, choices: Choices) -> bool:
     """
     if not group.comparable:
         return False
-    if choices.filter.keep(group):
+    if true_or_false(choices.filter, "keep", choices.filter.keep(group)):
         return True
     return choices.filter.by_variance and any(
         has_variance(comparison.values) for comparison in choices.credit.comparisons(group)
@@ -121,7 +133,7 @@ def remember(groups: list[Group], choices: Choices) -> None:
     # The moments are passed as a function, because a normalization without running moments never needs them.
     def moments() -> Moments:
         comparisons = [part for group in groups if enters(group, choices) for part in choices.credit.comparisons(group)]
-        estimates = [choices.advantage.estimate(part.values) for part in comparisons]
+        estimates = [_estimate(part.values, choices) for part in comparisons]
         return Moments.of(torch.cat(estimates)) if estimates else Moments()
 
     choices.normalization.remember(moments)

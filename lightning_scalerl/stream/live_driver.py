@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+from lightning_scalerl.axes.results import true_or_false
 from lightning_scalerl.generator.base import StepReport, Weights
 from lightning_scalerl.generator.fleet.fleet import Fleet, Work
 from lightning_scalerl.rollouts.grade import Sample
@@ -119,7 +120,7 @@ class LiveDriver:
 
     def _publish(self) -> None:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
-        if mode.publishes(version):
+        if true_or_false(mode, "publishes", mode.publishes(version)):
             self.generator.publish(self.weights(), version, mode.recompute_kv)
 
     def _run(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_scalerl.axes.curriculum import Curriculum, NoCurriculum
 from lightning_scalerl.axes.resampling import Resampling
+from lightning_scalerl.axes.results import true_or_false
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.rollouts.prompt import Prompt
 
@@ -133,7 +134,7 @@ class PromptSource:
         """Record the pass rate of a complete group, also if the filter drops it, and retire its prompt if due."""
         history = self._history.setdefault(prompt_id, [])
         history.append(pass_rate)
-        if self._resampling.retires(history):
+        if true_or_false(self._resampling, "retires", self._resampling.retires(history)):
             self._retired.add(prompt_id)
 
     def history(self, prompt_id: str) -> Sequence[float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_scalerl.axes.curriculum import weighted_sum
+from lightning_scalerl.axes.results import number, positive_count, true_or_false
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.rollouts.grade import Charge, Outcome, Sample, needs_group
@@ -113,9 +114,9 @@ class RolloutStream:
 
     def _mode_admits(self) -> bool:
         """Return whether the async mode's rule admits another group; dropped groups do not count as admitted."""
-        return self.choices.async_mode.may_admit(
-            self.admitted - self.dropped, self._finished_steps, self.groups_per_step
-        )
+        mode = self.choices.async_mode
+        admits = mode.may_admit(self.admitted - self.dropped, self._finished_steps, self.groups_per_step)
+        return true_or_false(mode, "may_admit", admits)
 
     def admit(self, version: int) -> GroupRequest:
         """Admit the next prompt's group and return the request for the generator.
@@ -130,11 +131,17 @@ class RolloutStream:
         tokens = self.encode(prompt)
         key = self.admitted
         history = tuple(self.prompts.history(prompt.prompt_id))
-        count = self.choices.allocation.completions(self.completions, history, self.surplus)
+        allocation = self.choices.allocation
+        count = positive_count(
+            allocation, "completions", allocation.completions(self.completions, history, self.surplus)
+        )
         self.surplus += count - self.completions
         self._open[key] = _OpenGroup(prompt, tokens, version, [None] * count, history, self.completed_steps)
         self.admitted += 1
-        limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
+        curriculum = self.choices.curriculum
+        limit = positive_count(
+            curriculum, "max_new_tokens", curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
+        )
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         if limit < self.max_new_tokens and points:
             # The curriculum's stage has a shorter limit: scale the points by the same factor. The phrase and one token
@@ -215,9 +222,10 @@ class RolloutStream:
             scaled = self.reward.scale(weighted)
             if (conversation := rollout.conversation) is not None:
                 rollout.conversation = replace(conversation, scale=conversation.scale * self.reward.slope)
-            rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, rollout.length)
+            control = self.choices.length_control
+            rollout.reward = number(control, "reward", control.reward(scaled, rollout.correct, rollout.length))
             for axis in self.choices.user_axes.values():
-                rollout.reward = axis.adjust_reward(rollout.reward, rollout)
+                rollout.reward = number(axis, "adjust_reward", axis.adjust_reward(rollout.reward, rollout))
         group.rollouts[index] = rollout
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
         if len(rollouts) == len(group.rollouts):

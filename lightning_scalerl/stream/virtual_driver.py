@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, cast
 
+from lightning_scalerl.axes.results import true_or_false
 from lightning_scalerl.generator.base import COUNTS, FinishedRollout, Generator, StepReport, TurnGenerator, Weights
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
@@ -205,7 +206,7 @@ class VirtualDriver:
     def _publish(self) -> None:
         """Publish the weights, if the async mode does so after this step. Virtual generators pause for `publish_s`."""
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
-        if not mode.publishes(version):
+        if not true_or_false(mode, "publishes", mode.publishes(version)):
             return
         # The tokens of the current step were sampled with the old weights: swap after they are done.
         arrival_s = self.clock.now_s if self._current_step is None else self.clock.generator_until_s

@@ -20,6 +20,7 @@ from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import Entropy
 from lightning_scalerl.axes.kl import KL, SAMPLED
+from lightning_scalerl.axes.results import shaped
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
@@ -46,8 +47,11 @@ def terms(choices: Choices) -> list[Term]:
     """
 
     def surrogate(scored: Scored, advantages: Tensor) -> Tensor:
-        per_token = choices.loss.per_token(*loss_inputs(scored, choices, advantages))
-        weights = choices.correction.weights(scored.batch)
+        loss, correction, shape = choices.loss, choices.correction, scored.trainer_logprobs.shape
+        per_token = shaped(loss, "per_token", loss.per_token(*loss_inputs(scored, choices, advantages)), shape)
+        weights = correction.weights(scored.batch)
+        if weights is not None:
+            shaped(correction, "weights", weights, shape)
         return per_token if weights is None else per_token * weights
 
     def policy(scored: Scored) -> Tensor:
@@ -55,21 +59,18 @@ def terms(choices: Choices) -> list[Term]:
         per_token = surrogate(scored, batch.advantages)
         # Axes that the user defines come last, so they see the corrected loss.
         for choice in choices.user_axes.values():
-            per_token = choice.adjust_loss(per_token, batch, logprobs)
+            per_token = shaped(choice, "adjust_loss", choice.adjust_loss(per_token, batch, logprobs), logprobs.shape)
         return per_token
 
     def kl(scored: Scored) -> Tensor:
-        coefficients, per_token = (
-            choices.kl.coefficients(scored.batch.pass_rates).unsqueeze(1),
-            distances(scored, choices),
-        )
+        coefficients, per_token = coefficients_of(choices.kl, scored.batch), distances(scored, choices)
         if choices.kl.estimate == "k1":
             # On samples of the policy the gradient of k1 itself is 0 on average (arXiv 2506.09477).
             per_token = surrogate(scored, -per_token.detach())
         return coefficients * per_token
 
     def entropy(scored: Scored) -> Tensor:
-        return -choices.entropy.coefficients(scored.batch.pass_rates).unsqueeze(1) * scored.entropies
+        return -coefficients_of(choices.entropy, scored.batch) * scored.entropies
 
     def aggregation_of(choice: KL | Entropy | ValueNetwork) -> Aggregation:
         return named_aggregation(f"{choice.axis}.aggregation", choice.aggregation) or choices.aggregation
@@ -91,18 +92,33 @@ def terms(choices: Choices) -> list[Term]:
     return active
 
 
+def coefficients_of(choice: KL | Entropy, batch: TrainBatch) -> Tensor:
+    """Return the coefficient of each rollout, (R, 1)."""
+    coefficients = choice.coefficients(batch.pass_rates)
+    return shaped(choice, "coefficients", coefficients, batch.pass_rates.shape).unsqueeze(1)
+
+
+def anchor_of(batch: TrainBatch, choices: Choices) -> Tensor:
+    """Return the log-probabilities (R, T) in the denominator of the ratio."""
+    anchor = choices.correction.anchor(batch)
+    return shaped(choices.correction, "anchor", anchor, batch.loss_mask.shape)
+
+
 def loss_inputs(scored: Scored, choices: Choices, advantages: Tensor) -> tuple[Tensor, ...]:
     """Return the arguments of `Loss.per_token` and `Loss.clipped` for these advantages; each is (R, T)."""
     batch = scored.batch
-    inputs = (scored.trainer_logprobs, choices.correction.anchor(batch), advantages, batch.loss_mask)
+    inputs = (scored.trainer_logprobs, anchor_of(batch, choices), advantages, batch.loss_mask)
     # Only losses that select tokens have a fifth parameter.
     return inputs if batch.selected is None else (*inputs, batch.selected)
 
 
 def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> TrainBatch:
     """Return the whole `batch` with `selected` set to the tokens that `Loss.select` selects."""
-    anchor = choices.correction.anchor(batch)
-    return replace(batch, selected=choices.loss.select(anchor, batch.advantages, batch.loss_mask, key))
+    mask = batch.loss_mask
+    selected = choices.loss.select(anchor_of(batch, choices), batch.advantages, mask, key)
+    if selected is not None:
+        shaped(choices.loss, "select", selected, mask.shape, torch.bool)
+    return replace(batch, selected=selected)
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:

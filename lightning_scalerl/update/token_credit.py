@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from lightning_scalerl.axes.advantage import terminal_rewards
 from lightning_scalerl.axes.normalization import Moments, Sums
+from lightning_scalerl.axes.results import shaped, shaped_alike
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
-from lightning_scalerl.update.terms import distances
+from lightning_scalerl.update.terms import coefficients_of, distances
 
 
 def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
@@ -31,15 +32,17 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
         rewards = terminal_rewards(rows.rewards, rows.loss_mask)
         if choices.kl.where == "reward":
             assert rows.anchor_logprobs is not None
-            coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
+            coefficients = coefficients_of(choices.kl, rows)
             # `distances` does not read entropies, so any tensor of the right shape can stand in for them.
             gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).zero_outside_mask(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
-        advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
+        estimates = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
+        advantages, returns = shaped_alike(choices.advantage, "estimate_tokens", estimates, [rewards, rewards])
         if remember:
             # The closure needs a name of its own, because `advantages` is rebound below.
             unscaled = advantages
             choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
-        advantages = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)
+        scaled = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)
+        advantages = shaped(choices.normalization, "scale_tokens", scaled, rows.loss_mask.shape)
     advantages = choices.precision.round_to_policy(advantages, choices.precision.fp32_advantage)
     return replace(rows, advantages=advantages, returns=returns)

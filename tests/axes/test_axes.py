@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
 from lightning_scalerl.choices import AXES, NEUTRAL, axis_class
 from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
+from lightning_scalerl.session.setup import resolve_choices
 from tests.examples import every
 from tests.helpers import row
 
@@ -76,12 +79,77 @@ def test_a_choice_that_lacks_a_method_of_its_axis_is_refused_before_compute() ->
         Choices.of([*(choice for choice in row() if choice.axis != "loss"), NoClip()])
 
 
+def test_a_choice_with_the_name_of_one_of_ours_is_refused() -> None:
+    """A script's label contains the class's name, so its runs would be fitted together with those of our class."""
+
+    class NoFilter(lightning_scalerl.NoFilter):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"\.NoFilter: bears the name of lightning_scalerl\.NoFilter.*rename"):
+        Choices.of([*(choice for choice in row() if choice.axis != "filter"), NoFilter()])
+
+
+def test_an_argument_that_is_not_stored_under_its_name_is_refused() -> None:
+    """It would be missing in a script's label, and runs with other values would be fitted together."""
+
+    class Hidden(lightning_scalerl.NoFilter):
+        def __init__(self, weight: float = 1.0, *more: float, **others: float) -> None:
+            self._weight = weight
+
+    class Described(Hidden):
+        def semantics(self) -> dict[str, Any]:
+            return {**super().semantics(), "weight": self._weight}
+
+    others = [choice for choice in row() if choice.axis != "filter"]
+    with pytest.raises(ConfigurationError, match=r"^filter\.weight: Hidden does not store .*self\.weight = weight$"):
+        Choices.of([*others, Hidden(2.0)])
+    assert Choices.of([*others, Described(2.0)]).filter.semantics()["weight"] == 2.0
+
+
+@pytest.mark.parametrize("value", [len, {"a": [torch.ones(2)]}, float("inf"), {1}, torch.ones(99)])
+def test_an_argument_that_cannot_be_stored_with_the_run_is_refused(value: Any) -> None:
+    class Weighted(lightning_scalerl.NoFilter):
+        def __init__(self, weight: Any) -> None:
+            self.weight = weight
+
+    others = [choice for choice in row() if choice.axis != "filter"]
+    with pytest.raises(
+        ConfigurationError, match=r"^filter\.weight: .* of Weighted cannot be stored with the run"
+    ) as refusal:
+        Choices.of([*others, Weighted(value)])
+    assert "\n" not in str(refusal.value)
+    assert Choices.of([*others, Weighted({"a": [1, None, "x", (True, 0.5)]})])
+
+
 def test_a_user_axis_needs_a_neutral_choice() -> None:
     class Typo(DesignChoice):
         axis = "los"
 
     with pytest.raises(ConfigurationError, match=r"'los' of Typo is unknown; valid: resampling.*neutral choice"):
         Choices.of([*row(), Typo()])
+
+
+def test_an_axis_of_the_user_needs_a_name_that_is_not_taken() -> None:
+    class SecondLoss(DesignChoice):
+        axis = "loss"
+        neutral = {"choice": "SecondLoss"}  # noqa: RUF012
+
+    class Nameless(DesignChoice):
+        neutral = {"choice": "Nameless"}  # noqa: RUF012
+
+    class Batch(DesignChoice):
+        axis = "batch"
+        neutral = {"choice": "Batch"}  # noqa: RUF012
+
+    others = [choice for choice in row() if choice.axis != "loss"]
+    with pytest.raises(ConfigurationError, match=r"^loss: SecondLoss is no choice on this axis.*from.*\.Loss, or name"):
+        Choices.of([*others, SecondLoss()])
+    assert Nameless().state_key == "None:Nameless"  # Lightning's Trainer reads it before any of our checks
+    with pytest.raises(ConfigurationError, match="axis: None of Nameless is unknown"):
+        Choices.of([*row(), Nameless()])
+    trainer: Any = SimpleNamespace(callbacks=[*row(), Batch()])
+    with pytest.raises(ConfigurationError, match=r"^axis: 'batch' of Batch is a group of settings; name the axis"):
+        resolve_choices(trainer, SimpleNamespace(check=lambda choices: None), "fit")  # type: ignore[arg-type]
 
 
 class Shift(DesignChoice):
@@ -131,6 +199,57 @@ def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
 
     with pytest.raises(ConfigurationError, match="lost: its neutral choice, Nowhere, is not to be found"):
         Lost(1.0).neutral_choice()
+
+
+def test_a_choice_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Typo(Shift):
+        def adjust_rewards(self, reward: float, rollout: Any) -> float:
+            return 0.0
+
+    class Hook(Shift):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Act."""
+
+    recipe: Any = SimpleNamespace(check=lambda choices: None)
+    for choice in (By(1.0), NoShift(), Hook(), Typo()):
+        assert not caplog.messages
+        resolve_choices(SimpleNamespace(callbacks=[*row(), choice]), recipe, "fit")  # type: ignore[arg-type]
+    (message,) = caplog.messages
+    assert message.startswith("shift: Typo has no effect: it defines none of adjust_reward, adjust_advantages, adjust_")
+
+
+def test_a_neutral_choice_that_acts_is_refused() -> None:
+    """A neutral choice is left out of labels and identities, so its runs would count as runs without the axis."""
+
+    class Halved(DesignChoice):
+        axis = "halved"
+        neutral = {"choice": "Halved"}  # noqa: RUF012
+
+        def adjust_reward(self, reward: float, rollout: Any) -> float:
+            return reward / 2
+
+    with pytest.raises(ConfigurationError, match=r"^halved: its neutral choice, Halved, defines adjust_reward; .*"):
+        Choices.of([*row(), Halved()])
+
+    class Scaled(DesignChoice):
+        axis = "scaled"
+        neutral = {"choice": "Scaled", "factor": 1.0}  # noqa: RUF012
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def adjust_reward(self, reward: float, rollout: Any) -> float:
+            return self.factor * reward
+
+    class Templated(Halved):
+        axis = "templated"
+        neutral = {"choice": "Plain"}  # noqa: RUF012
+
+    class Plain(Templated):
+        pass
+
+    for right in (Scaled(1.0), Scaled(2.0), Plain(), By(1.0), NoShift()):
+        assert Choices.of([*row(), right])
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
 from lightning_scalerl import (
+    CISPO,
     ConfigurationError,
     DatasetTask,
     Evaluate,
@@ -540,6 +541,8 @@ def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_pa
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val: 1\.0 .*optimizer\.clip_norm"),
         ({"val_check_interval": 5}, r"val_check_interval: 5 decides nothing here.*Evaluate\(every_n_steps"),
         ({"limit_val_batches": 3}, "limit_val_batches: 3 decides nothing"),
+        ({"val_check_interval": 1}, "val_check_interval: 1 decides nothing"),
+        ({"limit_val_batches": 1}, "limit_val_batches: 1 decides nothing"),
         ({"overfit_batches": 1}, "overfit_batches: 1"),
         ({"limit_train_batches": 2}, "limit_train_batches: 2 has no meaning"),
         ({"limit_train_batches": 1}, "limit_train_batches: 1 has no meaning"),
@@ -549,6 +552,12 @@ def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: s
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_class_in_place_of_a_callback_is_refused(tiny_model_path: str) -> None:
+    callbacks: list[Any] = [CISPO, Evaluate(2, 1)]
+    with pytest.raises(ConfigurationError, match=r"^callbacks: CISPO is a class; give an instance, CISPO\(\.\.\.\)$"):
+        fit(tiny_model_path, callbacks=callbacks)
 
 
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])

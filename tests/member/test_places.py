@@ -55,3 +55,25 @@ def test_an_output_folder_below_a_file_is_refused_in_one_line(tmp_path: Path) ->
     last = result.stderr.strip().splitlines()[-1]  # lines before it may report that the base model was made
     assert last.startswith("scalerl train: output_dir: file/x/runs/") and "in the way" in last
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_two_classes_of_one_name_are_refused_because_names_tell_runs_apart(tmp_path: Path) -> None:
+    """Without the refusal both are one member, and only one of them runs."""
+    (tmp_path / "conf" / "filter").mkdir(parents=True)
+    for number in (1, 2):
+        (tmp_path / "conf" / f"namesake{number}.py").write_text(
+            "from lightning_scalerl import NoFilter\nclass Mine(NoFilter):\n    pass\n"
+        )
+        (tmp_path / "conf" / "filter" / f"mine{number}.yaml").write_text(f"_target_: namesake{number}.Mine\n")
+    (tmp_path / "conf" / "namesake3.py").write_text("from namesake1 import Mine\n")
+    (tmp_path / "conf" / "filter" / "broken.yaml").write_text("_target_: nowhere.Mine\n")
+    (tmp_path / "conf" / "filter" / "text.yaml").write_text("a: b: c")
+    words = ["scale=tiny", "recipe=dr_grpo", "model.batches=2", f"output_dir={tmp_path}/study"]
+    message = r"^filter: namesake1\.Mine and namesake2\.Mine have the same name, .*; rename one$"
+    for members in ([1, 2], [1]):
+        with pytest.raises(ConfigurationError, match=message):
+            plan_members([[*words, f"filter=mine{number}"] for number in members], [str(tmp_path / "conf")])
+    # Two names of one class are one choice.
+    (tmp_path / "conf" / "filter" / "mine2.yaml").write_text("_target_: namesake3.Mine\n")
+    first, second = plan_members([[*words, f"filter=mine{number}"] for number in (1, 2)], [str(tmp_path / "conf")])
+    assert first.run == second.run
