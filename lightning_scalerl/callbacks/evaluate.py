@@ -267,7 +267,9 @@ class Evaluate(Callback):
         if not scored.any():
             why = "; ".join(watch.last_errors) or "its verifier abstains"
             raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
-        return self._rates(name, samples, prompts, passed, scored, wrong_answers)
+        metrics = self._rates(name, samples, prompts, passed, scored, wrong_answers)
+        # Greedy decoding repeats the same completion. A binomial error would claim noise that cannot occur.
+        return {key: value for key, value in metrics.items() if settings.temperature != 0 or not key.endswith("_se")}
 
     def _gold_logprob(self, name: str, sets: PromptSet, run: Run, generator: Generator) -> dict[str, float]:
         """Return the mean log-probability (nats) of a token of the known solutions, by one forward pass per prompt.

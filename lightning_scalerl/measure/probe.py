@@ -117,11 +117,9 @@ def start_probe(
                 ):
                     unresponsive.append(name)
         generator.publish(trained.weights(), version)
-        names_text = (
-            f"{', '.join(unresponsive[:5])}{' and others' if len(unresponsive) > 5 else ''}"
-            if unresponsive
-            else "all of them together"
-        )
+        if not unresponsive:
+            _check(probe_metrics(gaps), policy.precision, "under perturbed weights", slack)
+        names_text = f"{', '.join(unresponsive[:5])}{' and others' if len(unresponsive) > 5 else ''}"
         raise ConfigurationError(
             f"generator: it computes what the trainer does, but not with other weights: published, {names_text} did "
             "not change it as they change the trainer; adapters, frozen copies and tied weights are where to look"

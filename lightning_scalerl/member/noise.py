@@ -63,7 +63,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
             for name, passes in evaluation.passes.items():
                 counts = zip(passes.passed, passes.scored, strict=True)
                 rates = torch.tensor([passed / scored for passed, scored in counts if scored], dtype=torch.float64)
-                reported = float(trainer.callback_metrics[f"eval/{name}/pass_rate_se"])
+                reported = float(trainer.callback_metrics.get(f"eval/{name}/pass_rate_se", 0.0))  # absent: greedy
                 repeats_by_set.setdefault(name, []).append((rates, reported))
     except (ConfigurationError, CannotGoOnError) as error:
         raise UserError(str(error)) from error
@@ -89,9 +89,9 @@ def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any,
         return OmegaConf.create(dict(spec.config)), str(weights)
     if not any(entry.startswith("task=") for entry in overrides):
         raise UserError(
-            "task: say what is evaluated, such as: scalerl noise MODEL gsm8k task.train=... task.heldout=..."
+            "task: say what is evaluated, such as: scalerl noise MODEL gsm8k scale=0.6b task.train=... task.heldout=..."
         )
-    return compose(["model=path", f"model.path={model}", "scaled_for=null", *overrides]), None
+    return compose(["model=path", f"model.path={model}", *overrides]), None
 
 
 def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> dict[str, Any]:
@@ -104,10 +104,11 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
     spread = float(means.std())
     low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
     pass_rate = float(means.mean())
-    # For equal repeats chi-squared would give [0, 0]. Equal means may differ by rounding.
-    spread_high = (
-        spread * math.sqrt((count - 1) / high) if spread > 1e-12 else largest_error(pass_rate, prompts, samples, count)
-    )
+    spread_high = spread * math.sqrt((count - 1) / high)
+    # For equal repeats chi-squared gives [0, 0], which is right for greedy decoding only. Equal means may differ by
+    # rounding.
+    if spread <= 1e-12 and any(reported for _, reported in repeats):
+        spread_high = largest_error(pass_rate, prompts, samples, count)
     by_prompt = rates.mean(0)
     # The variance between prompts includes the sampling variance of each prompt's mean: subtract it.
     sampling_variance = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)

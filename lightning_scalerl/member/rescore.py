@@ -50,6 +50,12 @@ def rescore_run(
         raise UserError(f"--out {out}: is there already; give a new file")
     if not trust:
         check_run(run_dir, spec)
+    environment = spec.config.get("environment") or {}
+    if reward is None and environment.get("factory") and environment.get("reward") == "environment":
+        raise UserError(
+            f"{run_dir}: its rewards are those of its environment ({environment['factory']}), which is not run again; "
+            "give --reward to grade the conversations by a verifier"
+        )
     try:
         use_folders(spec.folders)
         config = OmegaConf.create(dict(spec.config))
@@ -63,7 +69,7 @@ def rescore_run(
         missing_prompts = [
             group["prompt_id"]
             for group in groups
-            if group["prompt_id"] not in prompts or prompts[group["prompt_id"]].text != group["prompt"]
+            if group["prompt_id"] not in prompts or not _is_of(group, prompts[group["prompt_id"]])
         ]
         if missing_prompts:
             raise UserError(
@@ -83,6 +89,13 @@ def rescore_run(
     sources = sorted({group["source"] for group in groups})
     pairs = list(zip(groups, outcomes, strict=True))
     return [_row(source, [pair for pair in pairs if pair[0]["source"] == source], task) for source in sources]
+
+
+def _is_of(group: Group, prompt: Prompt) -> bool:
+    """Return whether a stored group is of this prompt. An environment may have appended its first observation."""
+    if any("conversation" in rollout for rollout in group["rollouts"]):
+        return str(group["prompt"]).startswith(prompt.text)
+    return bool(group["prompt"] == prompt.text)
 
 
 def _set_reward(task: Any, reward: str) -> bool:

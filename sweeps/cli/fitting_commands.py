@@ -31,7 +31,7 @@ def fit_command(options: argparse.Namespace) -> None:
         return
     print(fits_table(fits))
     bounds = "the published procedure, no intervals" if options.method == METHOD else "95% intervals, within these runs"
-    print(f"\n{units_line(fits[0], bounds)}")
+    print(f"\n{units_line(fits, bounds)}")
     for fit in fits:
         print(verdict_line(fit))
     for comparison in comparisons:

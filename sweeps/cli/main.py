@@ -588,7 +588,7 @@ def _reading(command: Command) -> None:
         "noise",
         _lazy_handler("rollout_commands", "noise_command"),
         "repeat an evaluation with the same weights, to measure the error of one evaluation",
-        "scalerl noise my_model gsm8k task.train=train.jsonl 'task.heldout={test: test.jsonl}' --repeats 5",
+        "scalerl noise my_model gsm8k scale=0.6b task.train=train.jsonl 'task.heldout={test: test.jsonl}' --repeats 5",
     )
     noise.add_argument("model", metavar="MODEL", help="a run's folder, or a model's folder or hub id")
     noise.add_argument("overrides", nargs="*", metavar="TASK OVERRIDE", help="for a model: the task and its settings")

@@ -35,10 +35,11 @@ def fits_table(fits: Sequence[Fit]) -> str:
     return table(head, rows)
 
 
-def units_line(fit: Fit, bounds: str) -> str:
-    """Format the names of compute and reward; bounds: text on the meaning of the bounds."""
-    pooled = [f"the scale of the walks is pooled over {fit.pool.size} recipes"] if fit.pool is not None else []
-    return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
+def units_line(fits: Sequence[Fit], bounds: str) -> str:
+    """Format the names of compute and rewards; bounds: text on the meaning of the bounds."""
+    pool, metrics = fits[0].pool, dict.fromkeys(fit.curve.metric for fit in fits)
+    pooled = [f"the scale of the walks is pooled over {pool.size} recipes"] if pool is not None else []
+    return "; ".join([*units(fits[0].curve.unit, ", ".join(metrics)), bounds, *pooled])
 
 
 def verdict_line(fit: Fit) -> str:

@@ -76,6 +76,7 @@ def test_each_set_has_its_own_samples_and_steps_and_training_is_unchanged(tiny_m
         return [step for step, metrics in sorted(evaluated.items()) if f"eval/{name}/pass_rate" in metrics]
 
     assert steps_of("heldout") == steps_of("gsm8k") == steps_of("letters") == [0, 2, 4, 5]
+    assert "eval/heldout/pass_rate_se" in evaluated[0] and "eval/gsm8k/pass_rate_se" not in evaluated[0]  # greedy
     assert steps_of("aime") == [0, 3, 5]  # every 3 steps, and the first and last weights
     assert {f"eval/aime/pass@{k}" for k in (2, 4, 8)} <= evaluated[3].keys() and "eval/gsm8k/pass@4" not in evaluated[0]
     passes = read_passes(tmp_path / "sets", "aime", sorted(evaluated))

@@ -226,6 +226,24 @@ def test_a_run_without_stored_rollouts_is_refused_with_a_remedy(place: Path, tmp
 
 
 @pytest.mark.slow
+def test_conversations_with_an_environment_are_graded_again_by_a_verifier_only(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(
+        "class Echo:\n"
+        "    def reset(self, seed):\n        return '3'\n\n"
+        "    def step(self, text):\n        return '1', float('1' in text), False, False, {}\n"
+    )
+    agent = (f"environment.factory={tmp_path}/echo.py:Echo", "context.max_turns=2", "context.max_turn_tokens=4")
+    turns = "environment.at_max_turn_tokens=go_on"
+    run_dir = train(place, tmp_path, *agent, turns, "context.max_new_tokens=16", "budget.steps=1")
+    groups = read_groups(run_dir)
+    assert all(group["prompt"].endswith("=\n\n3") for group in groups), "reset's text is appended to the prompt"
+    with pytest.raises(UserError, match=r"its rewards are those of its environment .*echo.py:Echo.*give --reward"):
+        rescore_run(run_dir)
+    (row,) = rescore_run(run_dir, f"{place}/rewards.py:odd")
+    assert row["rollouts"] == sum(len(group["rollouts"]) for group in groups) and row["after"]["errors"] == 0
+
+
+@pytest.mark.slow
 def test_abstentions_and_errors_are_counted_and_leave_their_group(place: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     for number in (0, 3, 6, 9):
@@ -356,10 +374,17 @@ def test_equal_evaluations_leave_the_largest_error_that_their_pass_rate_permits(
     assert row["sampling_error_high"] == pytest.approx(largest, rel=1e-3)
 
 
+def test_equal_greedy_evaluations_have_no_error() -> None:
+    rates = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    row = _row("greedy", [(rates, 0.0)] * 4, 1)
+    assert (row["sampling_error_high"], row["foretold"]) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
         ("model", [], "task: say what is evaluated"),
+        ("model", ["task=gsm8k", "task.train=t.jsonl", "task.heldout={test: t.jsonl}"], "scale: .*were made for"),
         ("model", ["task=arithmetic"], None),
         ("nothing", ["task=x"], "task=x: no such choice; valid: aime"),
     ],
