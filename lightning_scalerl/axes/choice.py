@@ -113,8 +113,7 @@ class DesignChoice(Callback):
 
     def parameters(self) -> dict[str, Any]:
         """Return the constructor arguments by name, as plain values."""
-        choice_class: Any = type(self)  # mypy does not count a class as hashable
-        return {name: getattr(self, name) for name in _parameter_names(choice_class) if hasattr(self, name)}
+        return {name: getattr(self, name) for name in self._constructor() if hasattr(self, name)}
 
     def check_parameters(self) -> None:
         """Check that labels and identities can contain every constructor argument.
@@ -123,7 +122,7 @@ class DesignChoice(Callback):
             ConfigurationError: an argument is not stored under its name, or is no plain value.
         """
         shown_parameters = self.semantics()
-        for name, parameter in inspect.signature(type(self)).parameters.items():
+        for name, parameter in self._constructor().items():
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not is_variadic and name not in shown_parameters and not hasattr(self, name):
                 raise ConfigurationError(
@@ -140,6 +139,10 @@ class DesignChoice(Callback):
                     "numbers, texts, true or false, or lists or mappings of these"
                 ) from None
 
+    def _constructor(self) -> Mapping[str, inspect.Parameter]:
+        choice_class: Any = type(self)  # mypy does not count a class as hashable
+        return _parameters_of(choice_class)
+
     def same_as(self, other: DesignChoice) -> bool:
         """Return whether both choices have the same semantics; their classes may differ."""
         return self.semantics() == other.semantics()
@@ -151,8 +154,8 @@ class DesignChoice(Callback):
         Otherwise the parts are this choice's name and its parameters that differ from their defaults.
         """
         name, other_name = (str(choice.semantics()["choice"]) for choice in (self, other))
-        signature = inspect.signature(type(self)).parameters
-        reference = other.parameters() if name == other_name else {key: each.default for key, each in signature.items()}
+        defaults = {key: parameter.default for key, parameter in self._constructor().items()}
+        reference = other.parameters() if name == other_name else defaults
         texts = {key: (_text(value), _text(reference.get(key))) for key, value in self.parameters().items()}
         changed = [f"{key}={text}" for key, (text, reference_text) in texts.items() if text != reference_text]
         return changed if changed and name == other_name else [name, *changed]
@@ -249,8 +252,8 @@ class DesignChoice(Callback):
 
 
 @cache  # 0.2 ms for a class without a constructor of its own, and a step compares the choices on each axis
-def _parameter_names(choice_class: type[DesignChoice]) -> tuple[str, ...]:
-    return tuple(inspect.signature(choice_class).parameters)
+def _parameters_of(choice_class: type[DesignChoice]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(choice_class).parameters
 
 
 def _text(value: Any) -> str:
