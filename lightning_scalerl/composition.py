@@ -666,14 +666,15 @@ def check_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
             )
 
 
-def _check_recipe_overrides(overrides: Sequence[str]) -> None:
+def _check_recipe_overrides(overrides: Sequence[str], folders: Folders) -> None:
     """Refuse overrides that are no part of a recipe, because a script would silently ignore them."""
     for entry in overrides:
         key = group_of(entry)
         if key in OF_A_SCRIPT or (key in OPERATIONAL_KEYS and key != "scaled_for"):
+            recipes = f" ({', '.join(names_in('recipe', folders))})" if key == "recipe" else ""
             raise ConfigurationError(
                 f"{entry}: not a part of the recipe but a setting of `scalerl train`; in a script: "
-                f"{OF_A_SCRIPT.get(key, 'leave it out')}"
+                f"{OF_A_SCRIPT.get(key, 'leave it out')}{recipes}"
             )
 
 
@@ -694,8 +695,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     Raises:
         ConfigurationError: a recipe, key or value is unknown, or an override is no part of a recipe.
     """
-    _check_recipe_overrides(overrides)
     folders = use_folders(folders)
+    _check_recipe_overrides(overrides, folders)
     composer, recipe_override = composer_of(folders), f"recipe={name}"
     config = composer.config([recipe_override, *overrides])
     check_keys(config, overrides)

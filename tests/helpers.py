@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.verify.inline import InlineVerifiers
 from sweeps.run.journal import read_journal
+from tests.counting import CountingTask
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -108,30 +109,6 @@ def make_group(
         )
     prompt = Prompt(f"p{admission}", "1+1=", "2")
     return Group(admission, prompt, [source.randint(1, 15) for _ in range(prompt_length)], rollouts)
-
-
-class CountingTask(Task):
-    """A task whose reward is the share of the digit 1 in the completion. It varies even with random models."""
-
-    trusted = True
-
-    def __init__(self, prompts: int = 11) -> None:
-        self.pool = [Prompt(f"p{i}", f"{i}+{i}=", "1", str(i % 2)) for i in range(prompts)]
-
-    def train_prompts(self) -> Sequence[Prompt]:
-        return self.pool[:-3]
-
-    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        return {"heldout": self.pool[-3:]}
-
-    def stated(self, completion: str) -> str:
-        return completion
-
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        return completion.count("1") / max(1, len(completion))
-
-    def is_correct(self, reward: float) -> bool:
-        return reward >= 0.1
 
 
 def sampler(decode: Callable[[list[int]], str]) -> Callable[[Prompt, Rollout, int], Sample]:
