@@ -25,7 +25,7 @@ class CannotGoOnError(RuntimeError):
 
 
 def check_public_name(shown_name: str, target: Any) -> None:
-    """Check that a user's class or function does not have the name of one of this package's.
+    """Check that a user's class or function does not have the name of a class or function of this package.
 
     Args:
         shown_name: dotted name of the class or function.

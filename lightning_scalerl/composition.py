@@ -67,8 +67,12 @@ _UNHELPFUL_PREFIXES = ("full_key", "object_type", "reference_type", "Set the env
 _PROJECT_CONFIGS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, each with what to do instead.
 TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
-# Settings of `scalerl train` that are no part of a recipe, with what a script says in their place.
-OF_A_SCRIPT = {
+# Keys of `scalerl train` that do not belong to a recipe, so that a script would ignore them.
+_NOT_OF_A_RECIPE = (OPERATIONAL_KEYS - {"scaled_for"}) | {
+    "branch", "cluster", "experiment", "model", "recipe", "task", "trainer",
+}  # fmt: skip
+# What a script writes instead of some of these keys.
+_IN_A_SCRIPT = {
     "seed": "RolloutDataModule(task, seed=...)",
     "task": "RolloutDataModule(task)",
     "model": "ScaleRL(model)",
@@ -78,7 +82,6 @@ OF_A_SCRIPT = {
     "rollouts": "RolloutLog(...) among the Trainer's callbacks",
     "race": "Race(...) among the Trainer's callbacks",
     "strategy": "Trainer(strategy=..., devices=...)",
-    **dict.fromkeys(("branch", "cluster", "experiment", "trainer"), "leave it out"),
 }
 # Fields of TRL's GRPOConfig that a user may try here, with what is set instead; docs/guide/from_trl.md lists all.
 FROM_TRL = {
@@ -263,7 +266,7 @@ def names_in(group: str, folders: Folders = ()) -> list[str]:
 
 
 def parts_in(group: str, folders: Folders) -> list[Any]:
-    """Return the contents of a configuration group's files in the user's folders, without files that are no YAML."""
+    """Return the contents of a configuration group's files in the user's folders; broken files are skipped."""
     import yaml
 
     contents = []
@@ -667,14 +670,14 @@ def check_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _check_recipe_overrides(overrides: Sequence[str], folders: Folders) -> None:
-    """Refuse overrides that are no part of a recipe, because a script would silently ignore them."""
+    """Refuse overrides that do not belong to a recipe, because a script would silently ignore them."""
     for entry in overrides:
         key = group_of(entry)
-        if key in OF_A_SCRIPT or (key in OPERATIONAL_KEYS and key != "scaled_for"):
+        if key in _NOT_OF_A_RECIPE:
             recipes = f" ({', '.join(names_in('recipe', folders))})" if key == "recipe" else ""
             raise ConfigurationError(
                 f"{entry}: not a part of the recipe but a setting of `scalerl train`; in a script: "
-                f"{OF_A_SCRIPT.get(key, 'leave it out')}{recipes}"
+                f"{_IN_A_SCRIPT.get(key, 'leave it out')}{recipes}"
             )
 
 
@@ -693,7 +696,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
         folders: the user's folders, in addition to `conf/`.
 
     Raises:
-        ConfigurationError: a recipe, key or value is unknown, or an override is no part of a recipe.
+        ConfigurationError: a recipe, key or value is unknown, or an override does not belong to a recipe.
     """
     folders = use_folders(folders)
     _check_recipe_overrides(overrides, folders)

@@ -119,7 +119,7 @@ class DesignChoice(Callback):
         """Check that labels and identities can contain every constructor argument.
 
         Raises:
-            ConfigurationError: an argument is not stored under its name, or is no plain value.
+            ConfigurationError: an argument is not stored under its name, or is not a plain value.
         """
         shown_parameters = self.semantics()
         for name, parameter in self._constructor().items():

@@ -1,6 +1,6 @@
 """Checks of what a choice's methods return: a missing `return` or a wrong shape is an error that names the method.
 
-Without these checks, broadcasting or truth values would use such a result without a word.
+Without these checks, such a result would be broadcast, or count as false, without an error.
 """
 
 from __future__ import annotations

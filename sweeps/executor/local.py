@@ -58,7 +58,7 @@ class LocalExecutor:
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
         """Start a process for each member; there are no job ids, so every value is None."""
         for member in members:
-            # The kind of an error arrives through a pipe, because a full disk takes neither a journal nor a log.
+            # The error's kind is sent through a pipe, because neither journal nor log can be written to a full disk.
             receiver, sender = self._context.Pipe(duplex=False)
             arguments = (self._entry, str(member.run_dir), self._threads, sender)
             process = self._context.Process(target=_member, args=arguments, name=member.run)

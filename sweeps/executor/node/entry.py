@@ -179,7 +179,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
         return 0
     except BaseException as error:
         print(failure_text(error), file=sys.stderr, flush=True)
-        # If this rank failed only because rank 0 has failed or is gone, do not record it: the cause is that of rank 0.
+        # If this rank failed only because rank 0 has failed or is gone, do not record it: rank 0 records the cause.
         if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in PEER_FAILURES:
             with suppress(OSError):
                 log.record_follower_failure(rank, kind, f"rank {rank}: {first_line(error)}")
