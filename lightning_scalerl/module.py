@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -36,7 +36,6 @@ from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
 from lightning_scalerl.generator.base import Generator
-from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
@@ -82,6 +81,9 @@ from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.verify.verification import Verifiers
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import LABEL
+
+if TYPE_CHECKING:
+    from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
 
 
 class ScaleRL(LightningModule):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
-from lightning_scalerl.compat.torchao import has_torchao
+from lightning_scalerl.compat.imports import has_torchao
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,14 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from lightning_scalerl.compat.torchao import hide_torchao
-from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
+from lightning_scalerl.compat.imports import skip_unneeded_imports
 from tests import schemas
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
 pytest_plugins = ["tests.account"]
 
-# Called before any test imports Lightning, as in our commands: it saves two seconds at each process start.
-torchmetrics_on_demand()
-hide_torchao()
+# As in our commands: it saves three seconds at each process start.
+skip_unneeded_imports()
 
 # Hypothesis fails an example that takes 0.2 seconds, which any example can do on a busy machine.
 settings.register_profile("without a clock", deadline=None)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, Muon
-from lightning_scalerl.compat.torchao import show_torchao
+from lightning_scalerl.compat.imports import show_torchao
 from lightning_scalerl.composition import build, compose, names_in
 from lightning_scalerl.distributed.sharded import gathered, part_like, shard, whole_tensor
 from lightning_scalerl.measure.memory import MeasuredModel, predict_memory
@@ -419,7 +419,7 @@ def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, 
 
 
 def test_without_torchao_8_bit_states_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_scalerl.compat.torchao._PACKAGE", "a_package_that_is_not_there")
+    monkeypatch.setattr("lightning_scalerl.compat.imports._PACKAGE", "a_package_that_is_not_there")
     with pytest.raises(ConfigurationError, match=r"AdamW8bit needs torchao; install lightning-scalerl\[8bit\]"):
         AdamW8bit(**SETTINGS)
 

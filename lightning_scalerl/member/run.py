@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from lightning_scalerl.callbacks.checkpointing import UNRECORDED, ResumableCheckpoint, newest_checkpoint, set_aside
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.compat.imports import collect_garbage_as_usual
 from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.sharded import ShardedStrategy
@@ -147,6 +148,7 @@ def _fit(
             ),
         ],
     )
+    collect_garbage_as_usual()
     trainer.fit(
         module,
         datamodule=RolloutDataModule(task, seed=spec.seed),

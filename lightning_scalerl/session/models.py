@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import gathered, is_sharded
-from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.memory import from_config
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
@@ -47,6 +46,9 @@ from lightning_scalerl.session.trials import try_out
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 from lightning_scalerl.update.adamw_bf16 import round_weights
 from lightning_scalerl.update.trained import TrainedPolicy
+
+if TYPE_CHECKING:
+    from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
 
 
 class Models:
@@ -184,6 +186,8 @@ class Models:
                     )
                 with torch.device("meta"):
                     model = from_config(location)()
+                from lightning_scalerl.generator.vllm.teacher import VLLMTeacher  # slow, and rarely needed
+
                 self.reference = VLLMTeacher(str(kl.reference), capacity, kl.timeout_s)
                 self._fingerprint = digest_of(location)
             else:
@@ -206,7 +210,7 @@ class Models:
 
     def disconnect(self) -> None:
         """Close the connection to a teacher that is served; the next fit opens another one."""
-        if isinstance(self.reference, VLLMTeacher):
+        if self.reference is not None and not isinstance(self.reference, Policy):
             self.reference.close()
             self.reference = None
 

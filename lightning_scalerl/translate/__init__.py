@@ -8,10 +8,7 @@ trainer each. `command.py` is the entry of the command line. `trl_member.py` sta
 to train a whole run; `trl_run.py` imports nothing of this package.
 """
 
-from lightning_scalerl.compat.torchao import hide_torchao
-from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
+from lightning_scalerl.compat.imports import skip_unneeded_imports
 
-# Both calls must precede the import of Lightning. Only our own commands (`scalerl`, members of a study) import this
-# package, so scripts that import the library keep torchmetrics and torchao unchanged.
-torchmetrics_on_demand()
-hide_torchao()
+# Only our own commands (`scalerl`, members of a study) import this package.
+skip_unneeded_imports()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_scalerl.compat.torchao import show_torchao
+from lightning_scalerl.compat.imports import show_torchao
 
 show_torchao()
 from torchao.optim import AdamW8bit as TorchAOAdamW8bit  # noqa: E402

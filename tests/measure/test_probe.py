@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning_scalerl import ConfigurationError
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.measure.probe import MEAN, P99, check_probe, probe_metrics
+from lightning_scalerl.measure.probe import MEAN, P99, bound_rank, check_probe, probe_metrics
 from tests.examples import every
 from tests.helpers import CountingTask, fit
 from tests.test_module import Keep
@@ -163,6 +163,15 @@ def test_the_percentile_sees_what_the_mean_hides() -> None:
         check_probe(metrics, Precision("fp32"), 0)
     check_probe(metrics, Precision(), 0)
     assert probe_metrics(torch.zeros(0)) == {}
+
+
+@pytest.mark.parametrize("n", [1, 2, 60, 1_000, 100_000])
+def test_the_bound_of_the_percentile_has_the_least_rank_that_is_improbable(n: int) -> None:
+    from scipy.stats import binom
+
+    rank = bound_rank(n)
+    assert rank == n or binom.sf(rank - 1, n, 0.01) < 1e-4
+    assert rank == 1 or binom.sf(rank - 2, n, 0.01) >= 1e-4
     check_probe({}, Precision("fp32"), 0)
 
 

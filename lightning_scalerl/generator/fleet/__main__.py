@@ -6,16 +6,15 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lightning_scalerl.compat.torchao import hide_torchao
-from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
+from lightning_scalerl.compat.imports import collect_garbage_as_usual, skip_unneeded_imports
 
 
 def main() -> int:
     """Serve the parent process until it sends `stop` or ends."""
-    hide_torchao()
-    torchmetrics_on_demand()  # must precede the import of Lightning, which takes two seconds longer without it
+    skip_unneeded_imports()
     from lightning_scalerl.generator.fleet.server import serve_parent
 
+    collect_garbage_as_usual()
     return serve_parent(Connection(int(sys.argv[1])), Path(sys.argv[2]))
 
 
