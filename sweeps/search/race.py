@@ -313,22 +313,12 @@ class LiveRace:
         """Return the compute saved on members of stopped recipes; in a dry run, what would have been saved."""
         record, spared = self._record, 0.0
         assert record.rules is not None
-        started: dict[str, float] = {}
-        for entry in self._study.ledger.entries() if self._live and record.stopped else []:
-            if entry["event"] == "started":
-                started[entry["run"]] = float(entry.get("time", 0.0))
-        when = {name: taken for look, taken in zip(record.looks, record.taken, strict=True) for name in look.stopped}
         for run in [run for run in self._members if run in states and states[run].recipe in record.stopped]:
-            name = states[run].recipe
-            spent = record.stopped[name].compute
+            spent = record.stopped[states[run].recipe].compute
             if self._live:
-                at, mode = when[name]
-                if states[run].state == "finished":
-                    spent = record.rules.budget
-                elif mode != "live" or started.get(run, at) > at:
-                    # The run was not stopped (a dry run), or a later launch without a race has continued it.
-                    spent = max(spent, self._reached.get(run, 0.0))
-                # Otherwise count the look's compute, because how much further the run came depends on timing.
+                # A run goes on until it sees the request to stop, or until a later launch without a race ends it.
+                spent = max(spent, self._reached.get(run, 0.0))
+                spent = record.rules.budget if states[run].state == "finished" else spent
             spared += max(0.0, record.rules.budget - spent)
         return spared
 

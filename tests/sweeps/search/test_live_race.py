@@ -108,7 +108,7 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     assert set(named[:2]) == WINNERS and set(named[2:]) == LOSERS
     assert all("of being best" in line for line in end[1:3]) and "stopped at compute" in end[3]
     assert end[5].startswith(("race: winner: scalerl+a=0.7", "race: undecided between scalerl+a=0.7"))
-    spared = sum(2 * (1 - look["compute"]) * len(look["stopped"]) for look in looks(tmp_path))
+    spared = 8 - executor.steps / STEPS  # a stopped member runs on until it sees the request
     saved = f"race: saved {spared:.4g} of the 8 compute of running all recipes to the budget ({spared / 8:.0%})"
     assert end[6:] == [saved]
     view = next(member_view for member_view in overview(tmp_path) if member_view.recipe == "scalerl+a=0.35")

@@ -24,7 +24,7 @@ def test_the_report_shows_stopped_recipes_with_reasons(tmp_path: Path) -> None:
     raced(tmp_path / "study", four(), rules=LIVE)
     assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
     text = re.sub(r"\s+", " ", words((tmp_path / "report.html").read_text()))
-    assert "A race to 1 virtual device hours a run: 2 recipes stopped at" in text
+    assert "A race to 1 virtual device hours per run: 2 recipes stopped in 8 looks, the last at 0.86" in text
     table = text.partition("Stopped at P(ahead)")[2].partition("Forecasts at 1 as they stood")[0]
     assert all(f" {recipe.removeprefix('scalerl+')} a=0.7" in table for recipe in LOSERS), (
         "labels are short, as in every table"
