@@ -60,6 +60,8 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
     if advice.action == "seed":
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
     overrides = [entry for entry in specs[0].overrides if _key(entry) not in _DROPPED_KEYS]
+    if specs[0].config.get("race", {}).get("mode", "none") != "none":  # a race would stop the recipe again
+        overrides = [*(entry for entry in overrides if not _key(entry).startswith("race.")), "race.mode=none"]
     overrides = _into_folder(overrides, specs[0], recipe_runs[0].path.parent)
     words = [*overrides, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
     return shlex.join(["scalerl", "train", *folder_words(specs[0].folders), "--multirun", *words])

@@ -31,8 +31,9 @@ def write_launched_run(
     steps: int = 10,
     folders: tuple[str, ...] = (),
     output_dir: str | None = None,
+    **more: object,
 ) -> Path:
-    config = {"seed": seed, "budget": {"steps": steps}, "loss": {"_target_": "x"}, "output_dir": output_dir}
+    config = {"seed": seed, "budget": {"steps": steps}, "loss": {"_target_": "x"}, "output_dir": output_dir, **more}
     spec = make_spec(config, config, "scalerl+loss=dapo", "scalerl")
     run_dir = root / "runs" / spec.run
     spec.__class__(**{**spec.__dict__, "overrides": overrides, "folders": folders}).write(run_dir)
@@ -97,6 +98,13 @@ def test_the_command_names_the_users_configuration_folders(
     run = read_journal(write_launched_run(tmp_path, 0, OVERRIDES, folders=folders))
     line = command(Advice(), [run], AXIS)
     assert line is not None and line.startswith(f"scalerl train {options} --multirun experiment=demo")
+
+
+def test_a_raced_recipe_continues_without_the_race_that_stopped_it(tmp_path: Path) -> None:
+    race = ("race.mode=live", "race.p_ahead=0.45")
+    run = read_journal(write_launched_run(tmp_path, 0, (*OVERRIDES[:-1], *race), race={"mode": "live"}))
+    line = command(Advice(), [run], AXIS)
+    assert line is not None and line.endswith(" variant=loss_dapo race.mode=none seed=0 budget.steps=30")
 
 
 def test_advice_to_add_a_seed_gives_a_new_seed_and_the_same_budget(tmp_path: Path) -> None:
