@@ -29,7 +29,7 @@ from sweeps.run.journal import read_journal
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import changes_since, check_own, is_done, why_final
 from sweeps.run.provenance import changes_line
-from sweeps.run.spec import RunSpec
+from sweeps.run.spec import RunSpec, run_of_curve
 from sweeps.run.user_config_dirs import user_folders
 from sweeps.terminal import open_streams
 
@@ -211,7 +211,10 @@ def _run_with_our_trainer(run_dir: Path, progress: bool) -> None:
 
 def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     """Run a member in this process by `run_member`; if it is already done, only print how it could continue."""
-    run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
+    runs_dir = Path(spec.config["output_dir"]) / "runs"
+    if (other := run_of_curve(runs_dir, spec.curve)) is not None:
+        spec = spec.labelled_like(RunSpec.read(other))
+    run_dir = runs_dir / spec.run
     check_own(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):
         further = why_final(run_dir) or "a larger budget.steps continues it"

@@ -27,6 +27,7 @@ from sweeps.executor.clusters import cluster_class
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
+from sweeps.launch.labels import labelled_as_before
 from sweeps.launch.ledger import Ledger, MemberState, ended_well
 from sweeps.launch.planning import Planner, plan_apart
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
@@ -153,6 +154,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         specs = self.planned(lists)
         self._check_ranks(specs)
         config = specs[0].config
+        specs = labelled_as_before(Path(config["output_dir"]), specs)
         study = Study(Path(config["output_dir"]), specs)
         if self._check_cost(specs, study.directory, config["launch"]):
             return []

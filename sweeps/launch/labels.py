@@ -1,16 +1,44 @@
-"""Check, when a launch adds members to a study, that a recipe's label belongs to one curve only."""
+"""Labels of the curves to which a launch adds members: a curve keeps its label, and a label belongs to one curve only.
+
+A label names the settings that differ within a launch. A launch of fewer members would give other labels to the same
+curves, so members get the label that their curve has in the study.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.launch.ledger import MemberState
-from sweeps.run.spec import RunSpec, curve_of, leaves, science
+from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
+from sweeps.run.spec import SPEC_FILE, RunSpec, curve_of, leaves, science
 
 _SHOWN = 4  # number of differing keys to list
 _NO_KEY = object()
+
+
+def labelled_as_before(directory: Path, specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Return the specs, with the labels that their curves have in the study.
+
+    Args:
+        directory: the study's folder, which may not exist yet.
+        specs: members to launch.
+    """
+    labels: dict[str, str] = {}
+    named: dict[str, str] = {}  # by curve, a run with the curve's label
+    for state in Ledger(directory).fold().values():
+        if state.recipe and (curve := state.curve or curve_of(directory / RUNS_DIR / state.run)):
+            labels.setdefault(curve, state.recipe)
+            named.setdefault(curve, state.run)
+    others: dict[str, RunSpec] = {}
+    for spec in specs:
+        # A single run is in no ledger.
+        run_dir = directory / RUNS_DIR / named.get(spec.curve, spec.run)
+        if labels.get(spec.curve) != spec.recipe and spec.curve not in others and (run_dir / SPEC_FILE).exists():
+            with suppress(UserError):  # unreadable, which is reported where it is needed
+                others[spec.curve] = RunSpec.read(run_dir)
+    return [spec.labelled_like(others.get(spec.curve, spec)) for spec in specs]
 
 
 def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, MemberState]) -> None:

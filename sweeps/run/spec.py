@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,18 @@ class RunSpec:
             "settings": dict(self.settings),
             **branch_of(self.config),
         }
+
+    def labelled_like(self, other: RunSpec) -> RunSpec:
+        """Return this specification with the label of another run of its curve, and with what belongs to the label."""
+        operational = {key: value for key, value in self.reference.items() if key in OPERATIONAL_KEYS}
+        return replace(
+            self,
+            recipe=other.recipe,
+            baseline=other.baseline,
+            departures=other.departures,
+            settings=other.settings,
+            reference={**other.reference, **operational},
+        )
 
     def checksum(self) -> str:
         """Return a checksum of 16 hexadecimal digits, to detect changes after the specification was frozen.
@@ -295,6 +307,11 @@ def curve_of(run_dir: Path) -> str | None:
         return match[1] if match else str(parse_json(text)["curve"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def run_of_curve(runs_dir: Path, curve: str) -> Path | None:
+    """Return the folder of a run of this curve in a study's folder `runs`; None if there is none."""
+    return next((run_dir for run_dir in sorted(runs_dir.glob("*")) if curve_of(run_dir) == curve), None)
 
 
 def layout_of(config: Mapping[str, Any]) -> tuple[int, int] | None:

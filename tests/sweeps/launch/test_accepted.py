@@ -20,6 +20,7 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.executor.slurm.scheduler import RefusedError
 from sweeps.executor.slurm.settings import JobSettings
+from sweeps.launch.labels import labelled_as_before
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
@@ -27,7 +28,7 @@ from sweeps.launch.status import overview
 from sweeps.launch.study import Study
 from sweeps.run.interruption import ask_to_stop, requested_stop
 from sweeps.run.lease import Lease
-from sweeps.run.spec import RunSpec, make_spec
+from sweeps.run.spec import RunSpec, make_spec, run_of_curve
 from tests.sweeps.executor.fake_cluster import (
     FINISHES,
     IS_CANCELLED,
@@ -349,6 +350,29 @@ def test_new_seeds_budgets_and_labels_are_accepted(tmp_path: Path) -> None:
         executor = ScriptedExecutor()
         Study(tmp_path, more).run(executor)
         assert executor.submitted == [more[0].run]
+
+
+def test_a_launch_of_fewer_members_gives_known_curves_their_labels(tmp_path: Path) -> None:
+    """Such a launch would give a label without the settings that differ between the other members."""
+    known = [replace(recipe(lr, f"scalerl+optimizer.lr={lr}"), settings={"lr": str(lr)}) for lr in (0.001, 0.003)]
+    Study(tmp_path, known).run(ScriptedExecutor())
+    larger, seed, new = labelled_as_before(
+        tmp_path, [replace(recipe(0.003), steps=9), recipe(0.003, seed=1), recipe(0.01)]
+    )
+    assert (larger.recipe, larger.settings, larger.steps) == ("scalerl+optimizer.lr=0.003", {"lr": "0.003"}, 9)
+    assert (seed.recipe, seed.settings, seed.seed) == ("scalerl+optimizer.lr=0.003", {"lr": "0.003"}, 1)
+    assert seed.reference["seed"] == 1 and seed.run == recipe(0.003, seed=1).run
+    assert new == recipe(0.01)
+    Study(tmp_path, [larger, seed]).run(ScriptedExecutor())
+    assert {state.recipe for state in Ledger(tmp_path).fold().values()} == {spec.recipe for spec in known}
+
+
+def test_a_single_run_keeps_its_label(tmp_path: Path) -> None:
+    single = recipe(0.001, "scalerl+optimizer.lr=0.001")
+    single.write(tmp_path / "runs" / single.run)
+    assert labelled_as_before(tmp_path, [recipe(0.001, seed=1), recipe(0.001)])[1] == single
+    assert run_of_curve(tmp_path / "runs", recipe(0.001, seed=1).curve) == tmp_path / "runs" / single.run
+    assert run_of_curve(tmp_path / "runs", recipe(0.003).curve) is None
 
 
 def remove_curves(directory: Path) -> None:
