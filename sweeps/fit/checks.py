@@ -6,7 +6,7 @@ refits hundreds of recipes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,7 @@ R0_STEP = 0.05
 
 @dataclass(frozen=True)
 class R0Effect(AsJson):
-    """A and B, refitted with R0 fixed `step` lower and `step` higher; None where that R0 is impossible."""
+    """A and B, refitted with R0 fixed `step` lower and `step` higher; None where there is no such R0, or no A."""
 
     step: float
     A: tuple[float | None, float | None]
@@ -36,16 +36,11 @@ class Checks:
     Attributes:
         points: the fitted points.
         inputs: inputs of the fit's posterior.
-        R0, A: fitted values, in reward.
-        bounds: lowest and highest possible reward.
         parameters: number of parameters of the fit.
     """
 
     points: Points
     inputs: OutlookInputs
-    R0: float
-    A: float
-    bounds: tuple[float, float]
     parameters: int
 
     @cached_property
@@ -66,19 +61,3 @@ class Checks:
             return None
         predicted = np.median(early_inputs.outlook.at(points.compute[last]), axis=0)
         return abs(float(predicted.mean() - points.reward[last].mean()))
-
-    @cached_property
-    def R0_effect(self) -> R0Effect | None:
-        """A and B refitted with R0 fixed one step lower and higher; None unless a sigmoid was fitted with A free."""
-        options = self.inputs.options
-        if not options.is_free_sigmoid:
-            return None
-        step = R0_STEP * self.inputs.width
-        estimates: list[tuple[float | None, float | None]] = []
-        for r0 in (self.R0 - step, self.R0 + step):
-            if not self.bounds[0] <= r0 < self.A:
-                estimates.append((None, None))
-                continue
-            draws = replace(self.inputs, options=replace(options, r0=r0)).outlook.draws
-            estimates.append((float(np.median(draws.A)), float(np.median(draws.B))))
-        return R0Effect(step, (estimates[0][0], estimates[1][0]), (estimates[0][1], estimates[1][1]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit import verdict
 from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
-from sweeps.fit.checks import Checks, R0Effect
+from sweeps.fit.checks import R0_STEP, Checks, R0Effect
 from sweeps.fit.collapse import collapse_probability
 from sweeps.fit.constants import HUBER, PLATEAU
 from sweeps.fit.forecast import Draws, Outlook, OutlookInputs, outlook_inputs
@@ -113,10 +113,20 @@ class Fit(AsJson):
         """See `Checks.extrapolation_error`; also None without a fit."""
         return None if self.checks is None else self.checks.extrapolation_error
 
-    @property
+    @cached_property
     def R0_effect(self) -> R0Effect | None:
-        """See `Checks.R0_effect`; also None where the verdict does not allow an A."""
-        return None if self.checks is None or self.A.value is None else self.checks.R0_effect
+        """A and B refitted with R0 fixed one step lower and higher, as in `sensitivity`; None if A is given."""
+        if self.checks is None or self.A.value is None or self.R0 is None or not self.options.is_free_sigmoid:
+            return None
+        step = R0_STEP * self.curve.scale
+        refits = [
+            fit_curve(self.curve, replace(self.options, r0=r0), pool=self.pool)
+            if self.bounds[0] <= r0 < self.A.value
+            else None
+            for r0 in (self.R0 - step, self.R0 + step)
+        ]
+        A, B = zip(*((None, None) if fit is None else (fit.A.value, fit.B.value) for fit in refits), strict=True)
+        return R0Effect(step, A, B)
 
     @property
     def recipe(self) -> str:
@@ -296,7 +306,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
         inputs: inputs of the posterior, with its draws.
         parameters: number of fitted parameters.
     """
-    options, bounds, outlook = empty.options, empty.bounds, inputs.outlook
+    options, outlook = empty.options, inputs.outlook
     draws, line = outlook.draws, outlook.line_at(points.compute)
     excluded = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in excluded]
@@ -345,7 +355,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
         R0=None if options.family == "constant" else r0,
         rmse=float(np.sqrt(np.mean(residual**2))),
         r2=None if variance <= 0 else 1 - float(np.mean(residual**2)) / variance,
-        checks=Checks(points, inputs, r0, float(np.median(draws.A)), bounds, parameters),
+        checks=Checks(points, inputs, parameters),
         draws=draws,
         informative_seeds=int(informing.sum()),
         # The asymptotes of seeds can only be compared if the verdict says that A is known.

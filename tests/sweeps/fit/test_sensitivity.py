@@ -52,6 +52,9 @@ def test_refits_differ_from_a_pooled_fit_by_the_setting_only() -> None:
     assert fit.pool is not None and fit_curve(fit.curve).A != fit.A
     assert fit_curve(fit.curve, pool=fit.pool).A == fit.A
     rows = {row.short: row for row in sensitivity(fit)}
+    low, high = rows["R0 -0.05"], rows["R0 +0.05"]
+    assert fit.R0_effect is not None
+    assert (low.A.value, high.A.value) == fit.R0_effect.A and (low.B.value, high.B.value) == fit.R0_effect.B
     assert rows["end 75%"].A == fit_curve(fit.curve, FitOptions(max_compute=12000), pool=fit.pool).A
     assert history(fit.curve, every=8, pool=fit.pool)[-1].A == fit.A
 
