@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 CURSOR_FILE = "mlflow_shipped.json"
 MAX_METRICS = 1000  # metrics per request: MLflow's limit; with names of 250 characters they also stay below 1 MB
+# Metrics of evaluations that no training step has.
+_OF_EVALUATIONS = ("eval/", "eval_cost/", "time/evaluate_s")
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 6000
 MAX_REQUEST_BYTES = 900_000
@@ -45,8 +47,8 @@ MAX_REQUEST_BYTES = 900_000
 def points(record: Record, axis: str) -> dict[str, float]:
     """Return the metrics of one journal record by MLflow key.
 
-    Of a train record, metrics outside `eval/` are sent, and of an eval record those in `eval/`, so no key comes from
-    both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At C = 0 it becomes
+    Of a train record, metrics outside `eval/` are sent, and of an eval record those in `eval/` and what evaluation
+    cost, so no key comes from both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At C = 0 it becomes
     `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no logarithm. Every pass
     rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
 
@@ -61,7 +63,7 @@ def points(record: Record, axis: str) -> dict[str, float]:
     for key, value in finite.items():
         match = PASS_RATE.fullmatch(key)
         if match is None:
-            if key.startswith("eval/") and not key.endswith("/log10_compute"):
+            if key.startswith(_OF_EVALUATIONS) and not key.endswith("/log10_compute"):
                 out[entity_key(key)] = value
             continue
         if axis not in finite:

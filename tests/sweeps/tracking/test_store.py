@@ -318,10 +318,13 @@ def test_flatten_and_points() -> None:
     }
     from sweeps.run.journal import Record
 
-    record = Record("eval", 3, 0.0, {"eval/a/pass_rate": 0.5, "eval/b/pass_rate": 0.4, "compute/flops": 100.0})
+    cost = {"eval_cost/flops": 7.0, "time/evaluate_s": 1.0}  # no training step records these
+    rates = {"eval/a/pass_rate": 0.5, "eval/b/pass_rate": 0.4}
+    record = Record("eval", 3, 0.0, {**rates, "compute/flops": 100.0, **cost})
     assert set(points(record, "compute/flops")) == {
         *(f"eval/{s}/{k}" for s in "ab" for k in ("pass_rate", "log10_compute")),
         *("Pass rate/a", "Pass rate/b"),
+        *cost,
     }
 
 
