@@ -48,9 +48,9 @@ def points(record: Record, axis: str) -> dict[str, float]:
     """Return the metrics of one journal record by MLflow key.
 
     Of a train record, metrics outside `eval/` are sent, and of an eval record those in `eval/` and what evaluation
-    cost, so no key comes from both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At C = 0 it becomes
-    `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no logarithm. Every pass
-    rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
+    cost, so no key comes from both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At C = 0
+    it becomes `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no logarithm.
+    Every pass rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
 
     Raises:
         UserError: an evaluation lacks the compute axis.
