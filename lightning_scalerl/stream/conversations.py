@@ -73,11 +73,17 @@ class Dialogue:
                 )
         name = convention_of(rendering.template) if settings.convention == "auto" else settings.convention
         self.convention = CONVENTIONS[name]
-        self._turns = {name: self._turns_of(declared) for name, declared in self.declared.items()}
+        self._turns: dict[str, Turns] = {}
         rendering.tools_of = self._tools_of
-        self.prompts: dict[str, Sequence[Prompt]] = {
-            name: self._with_first_observations(prompts, pool) for name, prompts in sets.items()
-        }
+        try:
+            for name, declared in self.declared.items():
+                self._turns[name] = self._turns_of(declared)
+            self.prompts: dict[str, Sequence[Prompt]] = {
+                name: self._with_first_observations(prompts, pool) for name, prompts in sets.items()
+            }
+        except BaseException:
+            self.close()
+            raise
 
     def _turns_of(self, declared: Declared) -> Turns:
         """Check the chat template over several turns with an environment's tools."""
