@@ -224,9 +224,21 @@ def _reward(method: str, value: Any) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+    number = _number(value)
+    if number is None:
         raise AnswerError(f"{method} returned the reward {_excerpt(value)}; it must be a finite number, or None")
-    return float(value)
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, or an array with one element, as a float; None for anything else."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # an array of several elements, or an integer that is too large
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _filter_info(info: Any) -> dict[str, float | str]:
@@ -237,8 +249,8 @@ def _filter_info(info: Any) -> dict[str, float | str]:
     for name, value in list(info.items())[:_MAX_INFO]:
         if isinstance(value, str):
             entries[str(name)[:_INFO_CHARACTERS]] = value[:_INFO_CHARACTERS]
-        elif hasattr(value, "__float__") and math.isfinite(float(value)):
-            entries[str(name)[:_INFO_CHARACTERS]] = float(value)
+        elif (number := _number(value)) is not None:
+            entries[str(name)[:_INFO_CHARACTERS]] = number
     return entries
 
 
