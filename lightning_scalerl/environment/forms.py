@@ -184,9 +184,22 @@ def properties_of(user: Any) -> Declared:
 
 
 def _schema(name: str, method: Callable[..., Any]) -> Schema:
-    """Return a tool's schema. Its method needs type hints and a docstring in Google's form."""
+    """Return a tool's schema. Its method needs type hints and a docstring in Google's form.
+
+    Raises:
+        ConfigurationError: it has no schema, or has arguments that a call by name cannot give.
+    """
     from transformers.utils import get_json_schema
 
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            argument = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+            by_position = " by position only" if parameter.kind is parameter.POSITIONAL_ONLY else ""
+            raise ConfigurationError(
+                f"environment: tool {name!r} takes {argument}{by_position}, and a "
+                "call gives each argument by its name; give it arguments with names, or put _ before the name of a "
+                "method that is not a tool"
+            )
     try:
         schema: Schema = get_json_schema(method)
     except Exception as error:

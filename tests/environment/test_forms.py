@@ -119,6 +119,56 @@ def test_private_and_protocol_methods_are_not_tools() -> None:
     )
 
 
+class Words:
+    def reset(self, **row: Any) -> None: ...
+
+    def say(self, *words: str) -> None:
+        """Say.
+
+        Args:
+            words: what.
+        """
+
+
+class Options(Words):
+    def say(self, first: str, **options: str) -> None:  # type: ignore[override]
+        """Say.
+
+        Args:
+            first: what.
+            options: how.
+        """
+
+
+class Position(Words):
+    def say(self, word: str, /) -> None:  # type: ignore[override]
+        """Say.
+
+        Args:
+            word: what.
+        """
+
+
+class Keyword(Words):
+    def say(self, *, word: str) -> None:  # type: ignore[override]
+        """Say.
+
+        Args:
+            word: what.
+        """
+
+
+@pytest.mark.parametrize(
+    ("factory", "argument"),
+    [(Words, r"\*words"), (Options, r"\*\*options"), (Position, "word by position only")],
+)
+def test_a_tool_whose_arguments_have_no_names_is_refused(factory: type, argument: str) -> None:
+    """Each call of such a tool would fail, because calls give arguments by name."""
+    with pytest.raises(ConfigurationError, match=f"^environment: tool 'say' takes {argument}, and a call gives"):
+        properties_of(factory())
+    assert len(properties_of(Keyword()).tools) == 1
+
+
 def test_the_character_limit_covers_all_texts_of_a_turn() -> None:
     worker = Worker({"": Calculator}, most_characters=5)
     worker.open("", {"answer": 1}, 0, None)
