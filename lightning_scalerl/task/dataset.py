@@ -178,9 +178,11 @@ class DatasetTask(PoolTask):
         without_prompt: list[int] = []
         unanswered: list[int] = []
         ungradable: list[str] = []
+        # A key that only some rows lack is an empty cell: writers of JSON lines leave such keys out.
+        empty = dict.fromkeys(name for row in rows for name in row)
         for number, row in enumerate(rows):
             try:
-                problem = self._read(row)
+                problem = self._read(row if len(row) == len(empty) else {**empty, **row})
             except NoPromptError:
                 without_prompt.append(number)
                 continue
