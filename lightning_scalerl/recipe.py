@@ -180,6 +180,16 @@ class Recipe:
             return "reward: none leaves nothing to learn from; choose kl=distil kl.reference=PATH, or another reward"
         return None
 
+    def _no_rewards_to_weigh(self, choices: Choices) -> str | None:
+        """Return a one-line error if a curriculum weighs the task's rewards and the environment replaces them."""
+        if not (choices.curriculum.weighs_rewards and self.environment.gives_reward):
+            return None
+        name = type(choices.curriculum).__name__
+        return (
+            f"curriculum: {name} weighs the task's rewards, and with environment.reward=environment only the "
+            "environment gives rewards; set environment.reward=task, or choose curriculum=none"
+        )
+
     def check(self, choices: Choices) -> None:
         """Refuse choices that cannot run with these settings.
 
@@ -195,6 +205,7 @@ class Recipe:
             choices.allocation.check_average(self.batch.completions),
             self.cost_model.conflict(choices.async_mode.drains),
             control.check_limit(self.context.max_new_tokens),
+            self._no_rewards_to_weigh(choices),
         ]
         for problem in filter(None, problems):
             raise ConfigurationError(problem)

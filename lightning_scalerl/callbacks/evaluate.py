@@ -342,7 +342,7 @@ class Evaluate(Callback):
 
 def _labels(prompt: Prompt) -> set[str]:
     """Return the labels by which a set's pass rate is divided: difficulty, and the environment if there are several."""
-    environment = "" if prompt.opening is None else str(prompt.columns.get("environment", ""))
+    environment = "" if prompt.opening is None else str(prompt.opening[0].get("environment", ""))
     return {prompt.difficulty, environment} - {""}
 
 

@@ -75,6 +75,8 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
         "source": prompt.source,
         "difficulty": prompt.difficulty,
         "prompt": prompt.text,
+        # With an environment these may not be the row's: `reset` may add to them.
+        **({"messages": list(prompt.messages)} if prompt.opening is not None and prompt.messages else {}),
         "answer": prompt.answer if isinstance(prompt.answer, str) else repr(prompt.answer)[:2000],
         "rollouts": [_rollout(run.sample(prompt, rollout), rollout) for rollout in rollouts],
     }
@@ -96,6 +98,7 @@ def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
         "ids": rollout.tokens,
         "forced": sum(rollout.forced),
         **_conversation(sample, rollout),
+        **({} if rollout.completed_steps is None else {"completed_steps": rollout.completed_steps}),
         "versions": [[version, len(list(same))] for version, same in groupby(rollout.weight_versions)],
     }
 

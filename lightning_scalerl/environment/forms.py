@@ -184,9 +184,22 @@ def properties_of(user: Any) -> Declared:
 
 
 def _schema(name: str, method: Callable[..., Any]) -> Schema:
-    """Return a tool's schema. Its method needs type hints and a docstring in Google's form."""
+    """Return a tool's schema. Its method needs type hints and a docstring in Google's form.
+
+    Raises:
+        ConfigurationError: it has no schema, or has arguments that a call by name cannot give.
+    """
     from transformers.utils import get_json_schema
 
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            argument = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+            by_position = " by position only" if parameter.kind is parameter.POSITIONAL_ONLY else ""
+            raise ConfigurationError(
+                f"environment: tool {name!r} takes {argument}{by_position}, and a "
+                "call gives each argument by its name; give it arguments with names, or put _ before the name of a "
+                "method that is not a tool"
+            )
     try:
         schema: Schema = get_json_schema(method)
     except Exception as error:
@@ -224,9 +237,21 @@ def _reward(method: str, value: Any) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+    number = _number(value)
+    if number is None:
         raise AnswerError(f"{method} returned the reward {_excerpt(value)}; it must be a finite number, or None")
-    return float(value)
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, or an array with one element, as a float; None for anything else."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # an array of several elements, or an integer that is too large
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _filter_info(info: Any) -> dict[str, float | str]:
@@ -237,8 +262,8 @@ def _filter_info(info: Any) -> dict[str, float | str]:
     for name, value in list(info.items())[:_MAX_INFO]:
         if isinstance(value, str):
             entries[str(name)[:_INFO_CHARACTERS]] = value[:_INFO_CHARACTERS]
-        elif hasattr(value, "__float__") and math.isfinite(float(value)):
-            entries[str(name)[:_INFO_CHARACTERS]] = float(value)
+        elif (number := _number(value)) is not None:
+            entries[str(name)[:_INFO_CHARACTERS]] = number
     return entries
 
 

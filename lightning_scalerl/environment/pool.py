@@ -147,15 +147,19 @@ class EnvironmentPool:
                 differently.
 
         Raises:
-            ConfigurationError: the row names an unknown environment.
+            ConfigurationError: the row names no environment, or an unknown one.
         """
         name, row = "", dict(row)
         if self._by_column:
-            name = row.pop("environment", "")
-            if name not in self._names:
+            known = ", ".join(sorted(self._names))
+            if "environment" not in row:
                 raise ConfigurationError(
-                    f"environment: a row's column environment is {name!r}; known are {', '.join(sorted(self._names))}"
+                    "environment: a row has no column environment, which selects one of several environments; give "
+                    f"each row one of {known}"
                 )
+            name = str(row.pop("environment"))
+            if name not in self._names:
+                raise ConfigurationError(f"environment: a row's column environment is {name!r}; known are {known}")
         exchanges = () if history is None else history.exchanges
         calls = 1 + sum(_calls(turn) for turn, _ in exchanges)
         with self._changed:

@@ -93,6 +93,11 @@ class EnvironmentSettings:
         """True if rollouts have conversations with an environment."""
         return self.factory is not None
 
+    @property
+    def gives_reward(self) -> bool:
+        """True if a rollout's reward comes from the environment, so that the task's verifier grades nothing."""
+        return self.acts and self.reward == "environment"
+
     def pool(self) -> EnvironmentPool:
         """Return a pool of processes for these environments; processes start when they are needed.
 

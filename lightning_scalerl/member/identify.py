@@ -414,7 +414,7 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     """Return warnings about settings that are valid but probably have an unwanted effect."""
     user_axes = [builder(spec.config, axis) for axis in axes_of(spec.config) if axis not in AXES]
     idle = tuple(f"warning: {line}" for choice in user_axes if (line := choice.without_effect()) is not None)
-    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder), *idle)
+    return (*_exhausted_pool(spec, builder), *_idle_penalty(spec, builder), *_idle_rewards(spec, builder), *idle)
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
@@ -429,6 +429,19 @@ def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
         f"warning: curriculum: completions of the first stage have at most {first} tokens, and length_control=penalty "
         f"acts from {control.limit - control.buffer} tokens on: nothing is penalised before a later stage. A larger "
         "thinking.penalty_buffer, or larger curriculum.shares",
+    )
+
+
+def _idle_rewards(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
+    """Return a warning if the task has several weighted rewards, none of which is used."""
+    if "environment" not in spec.config or not builder(spec.config, "environment").gives_reward:
+        return ()
+    names = [name for names in builder(spec.config, "task").reward_sums() for name in names]
+    if not names:
+        return ()
+    return (
+        f"warning: environment.reward: environment, so none of the task's rewards ({', '.join(names)}) is used. To use "
+        "them and their weights, set environment.reward=task",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_scalerl.rollouts.grade import Grader, Outcome, Sample, needs_grou
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
 from lightning_scalerl.verify.registry import reward_sum
+from lightning_scalerl.verify.settled import SettledFirst
 from lightning_scalerl.verify.verification import Verification, submit_bundle
 from sweeps.errors import UserError
 from sweeps.run.files import append_lines
@@ -93,9 +95,24 @@ def rescore_run(
 
 def _is_of(group: Group, prompt: Prompt) -> bool:
     """Return whether a stored group is of this prompt. An environment may have appended its first observation."""
-    if any("conversation" in rollout for rollout in group["rollouts"]):
-        return str(group["prompt"]).startswith(prompt.text)
+    if _has_conversations(group):
+        texts = [str(message["content"]) for message in group.get("messages", ())] or [str(group["prompt"])]
+        return any(text.startswith(prompt.text) for text in texts)
     return bool(group["prompt"] == prompt.text)
+
+
+def _has_conversations(group: Group) -> bool:
+    return any("conversation" in rollout for rollout in group["rollouts"])
+
+
+def prompt_of(group: Group, prompt: Prompt) -> Prompt:
+    """Return the row's prompt as training's verifier got it: with its environment's first observation and tools."""
+    if not _has_conversations(group):
+        return prompt
+    messages = tuple(group.get("messages", ()))
+    if not messages and prompt.messages:  # runs of older versions stored only the text of the last message
+        messages = (*prompt.messages[:-1], {**prompt.messages[-1], "content": group["prompt"]})
+    return replace(prompt, text=group["prompt"], messages=messages)
 
 
 def _set_reward(task: Any, reward: str) -> bool:
@@ -121,11 +138,11 @@ def _grade(
     groups: Sequence[Group], prompts: dict[str, Prompt], grader: Grader, settings: Verification, trusted: bool
 ) -> list[list[Outcome]]:
     """Grade all rollouts, and return the outcomes of each group."""
-    verifiers = settings.verifiers(grader, trusted)
+    verifiers = SettledFirst(settings.verifiers(grader, trusted))
     try:
         tickets = []
         for group in groups:
-            prompt = prompts[group["prompt_id"]]
+            prompt = prompt_of(group, prompts[group["prompt_id"]])
             samples = [sample_of(prompt, rollout, group["step"]) for rollout in group["rollouts"]]
             bundles = [samples] if needs_group(grader, prompt) else [[sample] for sample in samples]
             tickets.append([ticket for bundle in bundles if bundle for ticket in submit_bundle(verifiers, bundle)])
@@ -135,13 +152,39 @@ def _grade(
 
 
 def sample_of(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
-    """Return a stored rollout as the argument of a grader, as in training (`Conversations.sample`)."""
+    """Return a stored rollout as the argument of a grader, as in training (`Dialogue.sample`).
+
+    Args:
+        prompt: prompt of the rollout; see `prompt_of`.
+        stored: the rollout's record.
+        step: optimizer step that was trained on the rollout.
+    """
     truncated = stored["finish_reason"] == "length"
     answer = stored.get("answer", stored["completion"])
     turns = tuple((source, text) for source, text in stored.get("turns", ()))
     # As in training, the tokens of a conversation are those of its last turn.
-    last_turn = stored["conversation"]["starts"][-1] if "conversation" in stored else 0
-    return Sample(prompt, stored["completion"], answer, tuple(stored["ids"][last_turn:]), truncated, step, turns)
+    conversation = stored.get("conversation", {})
+    last_turn = conversation["starts"][-1] if conversation else 0
+    failed = conversation.get("failed", "")
+    return Sample(
+        prompt,
+        stored["completion"],
+        answer,
+        tuple(stored["ids"][last_turn:]),
+        truncated,
+        _completed_steps(stored, step),
+        turns,
+        Outcome("error", why=f"environment: {failed}") if failed else None,
+    )
+
+
+def _completed_steps(stored: dict[str, Any], step: int) -> int:
+    """Return the number of optimizer steps that were completed when a rollout finished.
+
+    Runs of older versions did not store it. Their weights' version is the same number without asynchronous training.
+    """
+    versions = stored.get("versions") or [[step - 1, 0]]
+    return int(stored.get("completed_steps", versions[-1][0]))
 
 
 def _with_outcomes(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:

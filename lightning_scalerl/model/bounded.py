@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -84,7 +86,7 @@ class BoundedWorker(Generic[T]):
 
     def __init__(self, work: Callable[[T], str]) -> None:
         self._work = work
-        self._child: Any = None
+        self._end: Callable[[], Any] | None = None  # ends the child
         self._connection: Connection[Any, Any] | None = None
 
     def __call__(self, items: Sequence[T]) -> list[str]:
@@ -114,19 +116,26 @@ class BoundedWorker(Generic[T]):
 
     def close(self) -> None:
         """End the child; the next call starts another one."""
-        if self._connection is not None:
-            end(self._child, (0.0, signal.SIGKILL))
-            self._connection.close()
-        self._child = self._connection = None
+        if self._end is not None:
+            self._end()
+        self._end = self._connection = None
 
     def _start(self) -> Connection[Any, Any]:
         context = multiprocessing.get_context("fork")
         self._connection, child_end = context.Pipe()
-        self._child = context.Process(target=_serve, args=(os.getpid(), child_end, self._work), daemon=True)
+        child = context.Process(target=_serve, args=(os.getpid(), child_end, self._work), daemon=True)
         with _quiet_fork():
-            self._child.start()
+            child.start()
         child_end.close()
+        # If nobody calls `close`, the exit of this process ends the child. `multiprocessing` would send SIGTERM and
+        # wait for ever, because the child inherits the handler of `scalerl train`, which does not end it.
+        self._end = Finalize(self, _end_child, (child, self._connection), exitpriority=0)
         return self._connection
+
+
+def _end_child(child: BaseProcess, connection: Connection[Any, Any]) -> None:
+    end(child, (0.0, signal.SIGKILL))
+    connection.close()
 
 
 def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], str]) -> NoReturn:

@@ -41,9 +41,22 @@ class Turns:
     ) -> None:
         self._rendering, self._tools, self._role = rendering, tools, role
         self._worker = BoundedWorker[Sequence[Message]](lambda messages: rendering.conversation(messages, tools))
-        template = rendering.template
-        if template is None:
+        self._answer = ""
+        if rendering.template is None:
             return
+        try:
+            self._try_template(rendering.template, example)
+        except BaseException:
+            self.close()
+            raise
+
+    def _try_template(self, template: str, example: str) -> None:
+        """Check the template on an example conversation, and keep the model's first turn of it.
+
+        Raises:
+            ConfigurationError: see the class.
+        """
+        rendering, tools = self._rendering, self._tools
         opening = rendering.marker.replace("</", "<", 1)
         # If the template has no `<think>`, assume that its model does not think: a thought would be ordinary text.
         thinks = rendering.marker in template and rendering.chat.thinking is not False

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Columns that open a prompt's environment: the first selects it, the second is its seed. They are always kept.
+OPENING_COLUMNS = ("environment", "seed")
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -17,7 +20,8 @@ class Prompt:
         answer: the reference answer, in the form that the task's verifier needs.
         difficulty: a label such as a number of digits, for metrics by difficulty.
         messages: the conversation as {"role", "content"} mappings; empty if the prompt is plain text.
-        columns: all columns of the prompt's data row, by name.
+        columns: all columns of the prompt's data row, by name; or only those of `OPENING_COLUMNS`, if neither verifier
+            nor environment was said to read the row.
         source: in a mixture of several tasks, the name of the prompt's task.
         question: the text without the instructions that the task adds before and after it; "" if the task adds none.
         family: label of prompts with a common origin (one template, one text), for clustered standard errors; "" if the

@@ -101,6 +101,8 @@ class Rollout:
         terms: the weighted terms, if the grade is a sum of several rewards.
         staged: whether a curriculum has weighted these terms differently from the task.
         conversation: record of the conversation with an environment; None without an environment.
+        completed_steps: number of completed optimizer steps when the rollout finished, as its grader got it; None
+            before that.
     """
 
     tokens: list[int]
@@ -117,6 +119,7 @@ class Rollout:
     terms: dict[str, float] = field(default_factory=dict)
     staged: bool = False
     conversation: Conversation | None = None
+    completed_steps: int | None = None
 
     @property
     def truncated(self) -> bool:
@@ -172,7 +175,8 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
     Per-token fields are concatenated over all rollouts: tokens, weight_versions, generator_logprobs, forced, and
     environment if any token is an environment's. Fields with one entry per rollout: lengths, reward, correct,
-    finish_reason, outcome, grade, parts, extra, terms, staged, and conversation if any rollout has one.
+    finish_reason, outcome, grade, parts, extra, terms, staged, completed_steps, and conversation if any rollout
+    has one.
     """
     # Use flat tensors: saving nested lists of millions of numbers takes half a minute.
     per_token = {
@@ -198,6 +202,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "extra": [dict(rollout.extra) for rollout in rollouts],
         "terms": [dict(rollout.terms) for rollout in rollouts],
         "staged": [rollout.staged for rollout in rollouts],
+        "completed_steps": [rollout.completed_steps for rollout in rollouts],
     }
 
 
@@ -215,6 +220,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
     parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
     terms_of, staged = state.get("terms", [{}] * count), state.get("staged", [False] * count)
     conversations = state.get("conversation", [None] * count)
+    completed_steps = state.get("completed_steps", [None] * count)
     return [
         Rollout(
             **{name: values[number] for name, values in per_token.items()},
@@ -228,6 +234,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
             terms=dict(terms_of[number]),
             staged=staged[number],
             conversation=conversations[number] and Conversation(**conversations[number]),
+            completed_steps=completed_steps[number],
         )
         for number, reason in enumerate(state["finish_reason"])
     ]

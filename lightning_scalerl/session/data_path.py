@@ -10,7 +10,7 @@ A `DataPath` is built for each fit, from its `Stage` and its compute meter.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,16 @@ class DataPath:
     """
 
     def __init__(self, stage: Stage, meter: ComputeMeter) -> None:
-        recipe, choices, models = stage.recipe, stage.choices, stage.models
         self.stage, self.meter = stage, meter
         self.sampling = Sampling(stage, training=True)
+        with ExitStack() as started:
+            started.callback(self.sampling.close)
+            self._build(stage, started)
+            started.pop_all()
+
+    def _build(self, stage: Stage, started: ExitStack) -> None:
+        """Build all parts on top of `sampling`; `started` closes those that have started processes."""
+        recipe, choices, models, meter = stage.recipe, stage.choices, stage.models, self.meter
         pool = self.sampling.sets[TRAINING]
         self.prompts = PromptSource(pool.prompts, (stage.seed, PROMPT_STREAM), choices.resampling, choices.curriculum)
         self.stream = RolloutStream(
@@ -61,12 +68,9 @@ class DataPath:
         )
         # Start verifiers and generator after all other checks, because they may start processes.
         verifiers, self._trial_lines = self.sampling.new_verifiers()
-        try:
-            self.generator = self.sampling.new_generator()
-        except BaseException:
-            verifiers.close()
-            self.sampling.close()
-            raise
+        started.callback(verifiers.close)
+        self.generator = self.sampling.new_generator()
+        started.callback(self.generator.close)
         self.driver = recipe.driver.driver(
             self.stream,
             self.generator,

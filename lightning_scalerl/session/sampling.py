@@ -77,17 +77,17 @@ class Sampling:
         settings = stage.recipe.environment
         self._pool: EnvironmentPool | None = None  # used by evaluations
         self.dialogue: Dialogue | None = None
-        if settings.acts:
-            self._pool = settings.pool()
-            try:
+        try:
+            if settings.acts:
+                self._pool = settings.pool()
                 self.dialogue = Dialogue(settings, self.rendering, self._pool, sets)
-            except BaseException:
-                self.close()
-                raise
-            sets = self.dialogue.prompts
-        tokens = self.rendering.encode_all(sets)
-        _check_rows(stage, tokens)
-        self.sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
+                sets = self.dialogue.prompts
+            tokens = self.rendering.encode_all(sets)
+            _check_rows(stage, tokens)
+            self.sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:

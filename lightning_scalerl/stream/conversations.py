@@ -12,9 +12,12 @@ they are the same for every generator. The order of calls for a waiting rollout:
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from lightning_scalerl.checks import ConfigurationError
@@ -26,7 +29,7 @@ from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, Turn
 from lightning_scalerl.model.chat import Rendering
 from lightning_scalerl.model.turns import Turns
 from lightning_scalerl.rollouts.grade import Outcome, Sample
-from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import OPENING_COLUMNS, Prompt
 from lightning_scalerl.rollouts.rollout import Conversation, Rollout, Source
 
 RolloutKey = tuple[int, int]
@@ -73,11 +76,17 @@ class Dialogue:
                 )
         name = convention_of(rendering.template) if settings.convention == "auto" else settings.convention
         self.convention = CONVENTIONS[name]
-        self._turns = {name: self._turns_of(declared) for name, declared in self.declared.items()}
+        self._turns: dict[str, Turns] = {}
         rendering.tools_of = self._tools_of
-        self.prompts: dict[str, Sequence[Prompt]] = {
-            name: self._with_first_observations(prompts, pool) for name, prompts in sets.items()
-        }
+        try:
+            for name, declared in self.declared.items():
+                self._turns[name] = self._turns_of(declared)
+            self.prompts: dict[str, Sequence[Prompt]] = {
+                name: self._with_first_observations(prompts, pool) for name, prompts in sets.items()
+            }
+        except BaseException:
+            self.close()
+            raise
 
     def _turns_of(self, declared: Declared) -> Turns:
         """Check the chat template over several turns with an environment's tools."""
@@ -103,7 +112,7 @@ class Dialogue:
 
     def _with_first_observations(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
         """Reset each prompt's environment once, and return the prompts with its first observation."""
-        openings = [_opening(prompt) for prompt in prompts]
+        openings = [self._opening(prompt) for prompt in prompts]
         numbers = [pool.open(row, seed) for row, seed in openings]
         prompts_with_start = []
         for prompt, (row, seed), number in zip(prompts, openings, numbers, strict=True):
@@ -141,6 +150,31 @@ class Dialogue:
     def declared_of(self, prompt: Prompt) -> Declared:
         """Return the properties of a prompt's environment."""
         return self.declared[self.name_of(prompt)]
+
+    def _opening(self, prompt: Prompt) -> tuple[dict[str, Any], int]:
+        """Return the row and the seed for resetting a prompt's environment; neither depends on the run's seed.
+
+        Raises:
+            ConfigurationError: the environment is in text form, and the row's column `seed` is not a whole number.
+        """
+        row = dict(prompt.columns)
+        if set(row) <= set(OPENING_COLUMNS):  # the other columns were not kept
+            selects = isinstance(self.settings.factory, Mapping) and "environment" in row
+            selected = {"environment": row["environment"]} if selects else {}
+            row = {"prompt": prompt.text, "answer": prompt.answer, **selected}
+        value = prompt.columns.get("seed")
+        seed = _whole_number(value)
+        if seed is not None:
+            return row, seed
+        declared = self.declared.get(self.name_of(prompt))
+        missing = value is None or (isinstance(value, float) and math.isnan(value)) or value == ""
+        # Only the text form gets the seed; another form may use the name for something else.
+        if declared is not None and declared.form == "text" and not missing:
+            raise ConfigurationError(
+                f"environment: prompt {prompt.prompt_id!r} has {value!r} in its column seed, which reset(seed) gets; "
+                "give a whole number, or leave it empty for a seed made from the prompt's id"
+            )
+        return row, int.from_bytes(hashlib.sha256(prompt.prompt_id.encode()).digest()[:4])
 
     def turn(self, prompt: Prompt, sampled: Sequence[int]) -> Turn:
         """Return the model's turn: its text after the thinking, and the tool calls in it."""
@@ -616,13 +650,16 @@ class Conversations:
             self._conversations[key, index] = conversation
 
 
-def _opening(prompt: Prompt) -> tuple[dict[str, Any], int]:
-    """Return the row and the seed for resetting a prompt's environment; neither depends on the run's seed."""
-    row = dict(prompt.columns) or {"prompt": prompt.text, "answer": prompt.answer}
-    seed = row.get("seed")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        seed = int.from_bytes(hashlib.sha256(prompt.prompt_id.encode()).digest()[:4])
-    return row, seed
+def _whole_number(value: Any) -> int | None:
+    """Return a whole number in any form that data files have (7, 7.0, "7" or "7.0"), else None."""
+    if isinstance(value, str):
+        written = re.fullmatch(r"\s*([+-]?[0-9]{1,100})(?:\.0*)?\s*", value)
+        return None if written is None else int(written[1])
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return int(float(value)) if float(value).is_integer() else None
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:

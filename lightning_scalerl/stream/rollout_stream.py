@@ -168,6 +168,7 @@ class RolloutStream:
         rollout has finished; before that, nothing is returned.
         """
         rollout_key = finished.key, finished.index
+        finished.rollout.completed_steps = self.completed_steps
         self._ungraded[rollout_key] = finished.rollout, self.completed_steps
         return self._bundle(rollout_key)
 

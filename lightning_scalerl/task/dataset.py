@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.rollouts.grade import Grader, Known, Sample
-from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import OPENING_COLUMNS, Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.task.formats import FAMILY, FORMATS, Columns, NoPromptError, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, split, without_overlap
@@ -178,9 +178,11 @@ class DatasetTask(PoolTask):
         without_prompt: list[int] = []
         unanswered: list[int] = []
         ungradable: list[str] = []
+        # A key that only some rows lack is an empty cell: writers of JSON lines leave such keys out.
+        empty = dict.fromkeys(name for row in rows for name in row)
         for number, row in enumerate(rows):
             try:
-                problem = self._read(row)
+                problem = self._read(row if len(row) == len(empty) else {**empty, **row})
             except NoPromptError:
                 without_prompt.append(number)
                 continue
@@ -218,7 +220,12 @@ class DatasetTask(PoolTask):
         _make_ids_unique(prompts)
         if remember:
             self._collect_known(prompts)
-        return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
+        if self._keeps_columns:
+            return prompts
+        return [
+            replace(prompt, columns={name: prompt.columns[name] for name in OPENING_COLUMNS if name in prompt.columns})
+            for prompt in prompts
+        ]
 
     def _check_arguments(self, row: Row, columns: str) -> None:
         """Check that a row has all columns that the reward functions take; `columns` begins the list in the error."""

@@ -18,10 +18,11 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 
 # A group has the fields
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
-# "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
-# tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number of `ids`. With an
-# environment a rollout has "turns": [[source, text], ...] and "conversation": {"turns", "calls", ...}; "completion" is
-# the last turn.
+# "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "completed_steps",
+# "versions": [[version, tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number
+# of `ids`, `completed_steps` the step that the verifier was given. With an environment a rollout has "turns": [[source,
+# text], ...] and "conversation": {"turns", "calls", ...}; "completion" is the last turn. A group then has "messages" if
+# its prompt is a conversation; "prompt" is the last of them.
 Group = dict[str, Any]
 
 

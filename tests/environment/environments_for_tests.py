@@ -164,3 +164,26 @@ class Formless:
 
 def broken() -> Any:
     raise OSError("the service is away")
+
+
+class Seeded:
+    def reset(self, seed: int) -> str:
+        return f"seed {seed!r}"
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, float]]:
+        return "", 0.0, True, False, {}
+
+
+class Rows:
+    """TRL's form, which has no seed; its data may have any column of that name."""
+
+    def reset(self, prompt: str, answer: str) -> str:
+        return f"row {prompt} {answer}"
+
+    def add(self, a: int) -> int:
+        """Add.
+
+        Args:
+            a: a number.
+        """
+        return a

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.environment.calls import CONVENTIONS, convention_of
 from lightning_scalerl.environment.pool import EnvironmentPool
 from lightning_scalerl.environment.protocol import Observation, Turn
+from lightning_scalerl.environment.settings import EnvironmentSettings
 from lightning_scalerl.model.chat import Chat, Rendering
 from lightning_scalerl.model.turns import Turns
-from tests.environment.environments_for_tests import Calculator
-from tests.families import QWEN2, tokenizer_of
+from lightning_scalerl.stream.conversations import Dialogue
+from lightning_scalerl.task.dataset import DatasetTask
+from tests.environment.environments_for_tests import Calculator, Rows, Seeded
+from tests.families import FAMILIES, QWEN2, tokenizer_of
 
 # A short form of Qwen2.5's template.
 TEMPLATE = (
@@ -70,3 +80,42 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
     )
     model_tokens = [token for token, is_sampled in zip(tokens, mask, strict=True) if is_sampled]
     assert tokenizer.decode(model_tokens) == "".join(f"{text}<|im_end|>" for text in SAMPLED)
+
+
+def texts(factory: Any, *rows: dict[str, Any]) -> list[str]:
+    """Return the first observations of these rows, read as a data set without `keep_columns`."""
+    named = [{"prompt": "How?", "answer": "So.", **row} for row in rows]
+    prompts = DatasetTask(train=named, rewards="exact_match", duplicates="keep").train_prompts()
+    settings = EnvironmentSettings(factory, convention="plain", describe_tools=False, reward="task", processes=1)
+    pool = settings.pool()
+    try:
+        dialogue = Dialogue(
+            settings, Rendering(tokenizer_of(FAMILIES["GPT2"].style), Chat()), pool, {"training": prompts}
+        )
+        dialogue.close()
+    finally:
+        pool.shutdown()
+    return [prompt.text.removeprefix("How?\n\n") for prompt in dialogue.prompts["training"]]
+
+
+def test_reset_gets_the_rows_seed_in_any_form_of_a_whole_number() -> None:
+    seeds = (1003, "1003", " 1003 ", 1003.0, "1003.0", np.int64(1003), np.float32(1003), -7, 2**70)
+    assert texts(Seeded, *({"seed": seed} for seed in seeds)) == [*["seed 1003"] * 7, "seed -7", f"seed {2**70}"]
+    missing = texts(Seeded, *({"seed": seed} for seed in (None, math.nan, "")), {})
+    assert len(set(missing)) == 4 and "seed 1003" not in missing, "made from the prompt's id"
+
+
+@pytest.mark.parametrize("seed", ["abc", 1003.5, "1003.5", math.inf, True, [1]])
+def test_another_seed_is_refused_by_name(seed: Any) -> None:
+    message = f"environment: prompt '1' has {re.escape(repr(seed))} in its column seed, .* give a whole number"
+    with pytest.raises(ConfigurationError, match=message):
+        texts(Seeded, {"seed": 1}, {"seed": seed})
+    assert texts(Rows, {"seed": seed, "environment": "x"}) == ["row How? So."]
+
+
+def test_several_environments_need_no_kept_columns() -> None:
+    both = {"a": Seeded, "1": Rows}
+    rows = [{"environment": "a", "seed": 5}, {"environment": 1, "seed": "none"}]
+    assert texts(both, *rows) == ["seed 5", "row How? So."]
+    with pytest.raises(ConfigurationError, match=r"a row has no column environment.* one of 1, a"):
+        texts(both, {})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.environment.forms import AnswerError, form_of, properties_of, wrap
@@ -59,7 +62,17 @@ def test_what_reset_may_return(monkeypatch: pytest.MonkeyPatch, start: Any, expe
 
 
 @pytest.mark.parametrize(
-    ("reward", "fine"), [(None, True), (1, True), (True, True), (float("inf"), False), ("1", False)]
+    ("reward", "fine"),
+    [
+        (None, True),
+        (1, True),
+        (True, True),
+        (float("inf"), False),
+        ("1", False),
+        (np.ones(2), False),
+        (torch.ones(2), False),
+        pytest.param(10**400, False, id="huge"),
+    ],
 )
 def test_which_rewards_are_valid(monkeypatch: pytest.MonkeyPatch, reward: Any, fine: bool) -> None:
     monkeypatch.setattr(Walk, "reward", reward)
@@ -68,6 +81,28 @@ def test_which_rewards_are_valid(monkeypatch: pytest.MonkeyPatch, reward: Any, f
         return
     with pytest.raises(AnswerError, match="must be a finite number, or None"):
         wrap(Walk()).finish()
+
+
+def test_info_keeps_numbers_and_texts() -> None:
+    """Arrays with several elements, as observations of Gymnasium, are left out."""
+
+    class Text:
+        def reset(self, seed: int) -> None: ...
+
+        def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            info = {
+                "n": 1,
+                "flag": True,
+                "why": "x",
+                "np": np.float32(3),
+                "zero_d": np.array(4.0),
+                "one": torch.ones(1),
+            }
+            left_out = {"obs": np.ones(2), "mask": np.ones((2, 2)), "tensor": torch.ones(2), "empty": np.ones(0)}
+            return "on", 0.0, False, False, {**left_out, "nan": math.nan, "none": None, "huge": 10**400, **info}
+
+    info = wrap(Text()).step(Turn("")).info
+    assert info == {"n": 1.0, "flag": 1.0, "why": "x", "np": 3.0, "zero_d": 4.0, "one": 1.0}
 
 
 def test_a_tool_that_runs_out_of_memory_raises() -> None:
@@ -82,6 +117,56 @@ def test_private_and_protocol_methods_are_not_tools() -> None:
         and observation.raised == 0
         and observation.texts[0] == "error: there is no tool '_not_a_tool'"
     )
+
+
+class Words:
+    def reset(self, **row: Any) -> None: ...
+
+    def say(self, *words: str) -> None:
+        """Say.
+
+        Args:
+            words: what.
+        """
+
+
+class Options(Words):
+    def say(self, first: str, **options: str) -> None:  # type: ignore[override]
+        """Say.
+
+        Args:
+            first: what.
+            options: how.
+        """
+
+
+class Position(Words):
+    def say(self, word: str, /) -> None:  # type: ignore[override]
+        """Say.
+
+        Args:
+            word: what.
+        """
+
+
+class Keyword(Words):
+    def say(self, *, word: str) -> None:  # type: ignore[override]
+        """Say.
+
+        Args:
+            word: what.
+        """
+
+
+@pytest.mark.parametrize(
+    ("factory", "argument"),
+    [(Words, r"\*words"), (Options, r"\*\*options"), (Position, "word by position only")],
+)
+def test_a_tool_whose_arguments_have_no_names_is_refused(factory: type, argument: str) -> None:
+    """Each call of such a tool would fail, because calls give arguments by name."""
+    with pytest.raises(ConfigurationError, match=f"^environment: tool 'say' takes {argument}, and a call gives"):
+        properties_of(factory())
+    assert len(properties_of(Keyword()).tools) == 1
 
 
 def test_the_character_limit_covers_all_texts_of_a_turn() -> None:

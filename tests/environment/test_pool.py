@@ -202,6 +202,8 @@ def test_a_row_names_its_environment(tools: EnvironmentPool) -> None:
     tools.close(number)
     with pytest.raises(ConfigurationError, match="column environment is 'chess'; known are levels, sums"):
         tools.open({"environment": "chess"}, 0)
+    with pytest.raises(ConfigurationError, match=r"no column environment, .* give each row one of levels, sums"):
+        tools.open({}, 0)
 
 
 def test_what_an_environment_declares() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from lightning_scalerl import CalculatorTask, ConfigurationError, RolloutLog, ScaleRL, calculator_base_model
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.rollouts.rollout import Group, Source
+from lightning_scalerl.session.sampling import Sampling
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 from sweeps.cli.main import main as scalerl
 from sweeps.run.journal import read_journal
@@ -176,6 +178,18 @@ def test_a_failing_environment_removes_only_its_own_rollouts(model: str, tmp_pat
 def test_bad_settings_are_refused_before_any_compute(model: str, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         fit(model, overrides=[*ENVIRONMENT, *overrides])
+
+
+def test_a_fit_that_cannot_start_leaves_no_process(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environments' processes start at the first observations, before verifiers and generator are built."""
+
+    def refuse(self: Sampling) -> None:
+        raise ConfigurationError("no verifier")
+
+    monkeypatch.setattr(Sampling, "new_verifiers", refuse)
+    with pytest.raises(ConfigurationError, match="no verifier"):
+        fit(model, overrides=ENVIRONMENT)
+    assert "environment" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_an_answer_takes_the_virtual_time_that_the_environment_declares(model: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +226,31 @@ def test_a_length_penalty_inactive_in_the_first_stage_causes_a_warning() -> None
         "warning: curriculum: completions of the first stage have at most 10 tokens, and length_control"
     )
     assert "acts from 16 tokens on" in line and active.cautions == other.cautions == ()
+
+
+def test_rewards_that_an_environment_replaces_cause_a_warning_or_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n' * 9)
+    rewards = "task.rewards=[{use: exact_match}, {use: math, weight: 0.2}]"
+    task = [
+        "task=dataset",
+        f"task.train={tmp_path}/rows.jsonl",
+        "task.heldout=0.5",
+        rewards,
+        "resampling=uniform",
+        *QUICK,
+    ]
+    game = "environment.factory=tests.environment.games:Adding"
+    verified = "environment.reward=task"
+    replaced, used, plain = plan_members([[*task, game], [*task, game, verified], task])
+    (line,) = replaced.cautions
+    assert line.startswith(
+        "warning: environment.reward: environment, so none of the task's rewards (exact_match, math)"
+    )
+    assert line.endswith("set environment.reward=task") and used.cautions == plain.cautions == ()
+    staged = [*task, game, "curriculum=staged_rewards"]
+    with pytest.raises(ConfigurationError, match=r"^curriculum: StagedRewards .* set environment\.reward=task, or"):
+        plan_members([staged])
+    assert len(plan_members([[*staged, verified]])) == 1
 
 
 def test_infinity_is_composed_unchanged() -> None:

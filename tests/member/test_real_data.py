@@ -17,10 +17,10 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.noise import _row, measure_noise
-from lightning_scalerl.member.rescore import rescore_run, sample_of
+from lightning_scalerl.member.rescore import prompt_of, rescore_run, sample_of
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
-from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.grade import Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from lightning_scalerl.task.dataset import DatasetTask
@@ -532,3 +532,67 @@ def test_a_stored_conversation_is_graded_as_in_training() -> None:
     assert sample.turns == (("sampled", "2+2?"), ("environment", "try"), ("sampled", "4")) and sample.tokens == (8,)
     plain = sample_of(Prompt("p", "What?", "4"), {"completion": "4", "finish_reason": "stop", "ids": [5, 6]}, 2)
     assert plain.turns == () and plain.tokens == (5, 6)
+    assert plain.step == 1 and sample_of(plain.prompt, {**stored, "versions": [[0, 2], [7, 2]]}, 9).step == 7
+    assert sample_of(plain.prompt, {**stored, "versions": [[7, 4]], "completed_steps": 8}, 9).step == 8
+    failed = {**stored, "conversation": {"starts": [0, 3], "failed": "timeout: slow"}}
+    assert sample_of(plain.prompt, failed, 2).settled == Outcome("error", why="environment: timeout: slow")
+
+
+def test_a_prompt_of_an_older_version_is_restored_from_its_last_text() -> None:
+    messages = ({"role": "system", "content": "Think."}, {"role": "user", "content": "What?"})
+    group = {"prompt": "What?\n\nbegin", "rollouts": [{"conversation": {"starts": [0]}}]}
+    restored = prompt_of(group, Prompt("p", "What?", messages=messages))
+    assert restored.text == "What?\n\nbegin"
+    assert restored.messages == (messages[0], {"role": "user", "content": "What?\n\nbegin"})
+    assert prompt_of(group, Prompt("p", "What?")).messages == ()
+
+
+SEEN = """
+def text(sample):
+    return float(sum(map(ord, str((sample.prompt.text, sample.prompt.messages, sample.completion)))) % 97)
+
+def step(sample):
+    return float(sample.step)
+"""
+BEGINS = """
+class Texts:
+    def reset(self, seed):
+        return f"begin {seed}"
+
+    def step(self, text):
+        return "on", None, True, False, {}
+
+class Tools:
+    def reset(self, **row):
+        return [{"role": "user", "content": "begin"}]
+
+    def add(self, a: int) -> int:
+        \"\"\"Add.
+
+        Args:
+            a: a number.
+        \"\"\"
+        return a
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", ["", "Texts", "Tools"])
+@pytest.mark.parametrize("function", ["text", "step"])
+def test_a_runs_own_verifier_gets_the_prompt_and_the_step_of_training(
+    place: Path, tmp_path: Path, environment: str, function: str
+) -> None:
+    """The prompt has the environment's first observation and tools; the step counts from 0."""
+    (tmp_path / "seen.py").write_text(SEEN)
+    (tmp_path / "begins.py").write_text(BEGINS)
+    more = ["environment.reward=task", f"environment.factory={tmp_path}/begins.py:{environment}"] if environment else []
+    if environment == "Tools":  # messages need a template
+        (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+        more += [f"chat.template={tmp_path}/chat.jinja", "environment.convention=plain"]
+    more += [f"task.rewards={tmp_path}/seen.py:{function}", "context.max_prompt_tokens=200", "filter=none"]
+    run_dir = train(place, tmp_path, *more)
+    groups = read_groups(run_dir)
+    assert len({rollout["grade"] for group in groups for rollout in group["rollouts"]}) > 1
+    rescore_run(run_dir, out=tmp_path / "again.jsonl", trust=True)
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    assert again == groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,8 +13,13 @@ import pytest
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.environment.calls import convention_of
+from lightning_scalerl.environment.pool import EnvironmentPool
+from lightning_scalerl.environment.settings import EnvironmentSettings
 from lightning_scalerl.model.chat import Chat, Rendering
 from lightning_scalerl.model.turns import Turns
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.stream.conversations import Dialogue
+from tests.environment.environments_for_tests import Calculator, Obedient
 from tests.environment.test_calls import TOOLS
 from tests.families import FAMILIES, QWEN2, QWEN3, tokenizer_of
 
@@ -125,6 +131,42 @@ def test_a_text_that_depends_on_earlier_turns_is_refused() -> None:
     grows = CHATML.replace("<|im_end|>", "<|im_end|>{{ '!' * loop.index if m.role == 'tool' }}")
     with pytest.raises(ConfigurationError, match="does not write the same after turn 2"):
         Turns(rendering(grows + BEGIN), role="tool")
+
+
+EXITS = """
+import signal
+from lightning_scalerl.model.bounded import BoundedWorker
+signal.signal(signal.SIGTERM, lambda number, frame: None)  # as `scalerl train` does, which ends at a step's end
+worker = BoundedWorker(str)
+print(worker([7]))
+"""
+
+
+def test_a_process_exits_although_nobody_has_closed_its_template() -> None:
+    """At exit `multiprocessing` sends its children SIGTERM, which they ignore if their parent handles it."""
+    result = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, check=False, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "['7']\n"), result.stderr
+
+
+def test_a_refused_template_leaves_no_process() -> None:
+    before = multiprocessing.active_children()
+    with pytest.raises(ConfigurationError, match="rewrites earlier turns"):
+        Turns(rendering(STRIPS))
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_a_row_that_is_refused_leaves_no_process_of_a_template() -> None:
+    """Two environments are two templates, whose processes start before the rows are read."""
+    pool = EnvironmentPool({"a": Obedient, "b": Calculator}, most=1, timeout_s=20.0)
+    prompts = [Prompt("0", "How many?", columns={"environment": "zzz"})]
+    settings = EnvironmentSettings({"a": Obedient, "b": Calculator}, convention="plain")
+    before = multiprocessing.active_children()
+    try:
+        with pytest.raises(ConfigurationError, match="'zzz'"):
+            Dialogue(settings, rendering(CHATML + BEGIN), pool, {"training": prompts})
+    finally:
+        pool.shutdown()
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 # --- real templates ------------------------------------------------------------------------------------------------

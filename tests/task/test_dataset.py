@@ -311,6 +311,23 @@ def test_invalid_settings_are_refused_in_one_line(more: dict[str, Any], message:
     assert "\n" not in str(error.value)
 
 
+def test_a_key_that_only_some_rows_lack_is_null(tmp_path: Path) -> None:
+    lacking: list[dict[str, Any]] = [{"prompt": "b"}, {"answer": "1"}, {"prompt": "d", "answer": None}]
+    task = task_of(tmp_path, [*rows("a"), *lacking], rows("x"))
+    assert texts(task) == ["a"] and [prompt.columns for prompt in task.train_prompts()] == [{}]
+    assert list(task.notes()) == [
+        "task.train: 1 of 4 rows have no prompt (first row 2); left out",
+        "task.train: 2 of 4 rows have no answer (first row 1); left out",
+    ]
+    first = task_of(tmp_path, [lacking[0], *rows("a")], rows("x"))
+    assert texts(first) == ["a"]
+    named = {"prompt": "prompt", "answer": "answer", "difficulty": "level"}
+    levels = task_of(tmp_path, [{**rows("a")[0], "level": 3}, *rows("b")], [{**rows("x")[0], "level": 1}], fields=named)
+    assert [prompt.difficulty for prompt in levels.train_prompts()] == ["3", ""]
+    with pytest.raises(ConfigurationError, match=r"row 0: no column answer; its columns are prompt"):
+        task_of(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], rows("x"))
+
+
 @pytest.mark.parametrize("heldout", [{}, "test.jsonl", ["test.jsonl"]])
 def test_a_task_names_its_heldout_sets(heldout: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.heldout: .* must name at least one set"):

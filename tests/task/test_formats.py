@@ -330,6 +330,9 @@ def test_math_without_an_answer_is_refused(tmp_path: Path) -> None:
 def test_prompts_keep_columns_only_for_reward_functions(tmp_path: Path) -> None:
     task = load_task("verl", "verl", tmp_path)
     assert all(prompt.columns == {} for prompt in all_of(task))
+    rows = [{"prompt": "a", "answer": "b", "seed": "7", "environment": "x", "more": 1}]
+    (opens,) = DatasetTask("columns", rows, None, "exact_match").train_prompts()
+    assert opens.columns == {"seed": "7", "environment": "x"}, "these open an environment and are always kept"
     place = f"{ROOT}/tests/verify/reward_files/verl_float.py:compute_score"
     *train, last = rows_of("verl")
     files = [str(write_rows(rows, tmp_path / f"{i}.parquet")) for i, rows in enumerate((train, [last]))]
