@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
+from lightning_scalerl.checks import ConfigurationError, not_negative, positive, shown, whole_number
 from lightning_scalerl.compat.imports import has_torchao
 
 
@@ -55,8 +55,8 @@ class AdamW:
 
     def __post_init__(self) -> None:
         # A learning rate of 0 is a control experiment: everything runs, nothing is learned.
-        if not 0 <= self.lr < float("inf"):
-            raise ConfigurationError(f"optimizer.lr: {self.lr!r} must be 0 or more")
+        not_negative("optimizer.lr", self.lr)
+        not_negative("optimizer.weight_decay", self.weight_decay)
         if not isinstance(self.dropout, bool):
             raise ConfigurationError(f"optimizer.dropout: {self.dropout!r} must be true or false")
         positive("optimizer.eps", self.eps)

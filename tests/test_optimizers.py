@@ -377,6 +377,11 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
         (["optimizer=muon", "optimizer.adjust_lr_fn=rms"], "adjust_lr_fn: 'rms' is unknown; valid: match_rms_adamw"),
         (["optimizer=muon", "optimizer.adamw_ratio=0"], "optimizer.adamw_ratio: 0"),
         (["optimizer=adamw_bf16", "optimizer.kahan=1"], "optimizer.kahan: 1"),
+        *(
+            ([f"optimizer={name}", f"optimizer.weight_decay={value}"], "optimizer.weight_decay: .* must be a number")
+            for name in ("adamw_bf16", "muon")
+            for value in ("-0.1", "nan", "inf")
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:
