@@ -85,11 +85,16 @@ class AdamW:
         return torch.optim.AdamW(parameters, **self._common)
 
     @property
+    def _betas(self) -> tuple[float, float]:
+        """Both decays as floats: torch refuses a pair of an int and a float, such as (0, 0.95)."""
+        return float(self.beta1), float(self.beta2)
+
+    @property
     def _common(self) -> dict[str, Any]:
         """Arguments that all implementations of AdamW take."""
         return {
             "lr": self.lr,
-            "betas": (self.beta1, self.beta2),
+            "betas": self._betas,
             "eps": self.eps,
             "weight_decay": self.weight_decay,
         }
@@ -232,7 +237,7 @@ class Muon(AdamW):
             self.ns_steps,
             self.adjust_lr_fn,
             self.weight_decay,
-            (self.beta1, self.beta2),
+            self._betas,
             self.eps,
         )
 

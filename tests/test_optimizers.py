@@ -109,6 +109,17 @@ def test_a_small_update_is_lost_in_bf16_and_kept_by_kahan_summation() -> None:
     assert float((quantized - exact).abs().max()) < 1 / 256
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("betas", [(0, 0.95), (0.9, 0), (0, 0)], ids=str)
+def test_a_whole_number_is_a_valid_beta(name: str, betas: tuple[float, float]) -> None:
+    weight = torch.linspace(-2, 2, 4096).reshape(64, 64)
+    ints, floats = (
+        build({"optimizer": {**compose([f"optimizer={name}"]).optimizer, "beta1": beta1, "beta2": beta2}}, "optimizer")
+        for beta1, beta2 in (betas, map(float, betas))
+    )
+    assert torch.equal(trained(ints, weight, gradients_like(weight)), trained(floats, weight, gradients_like(weight)))
+
+
 def test_bf16_states_stay_bf16_after_a_checkpoint() -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
