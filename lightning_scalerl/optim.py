@@ -249,8 +249,7 @@ class ConstantSchedule:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
+        whole_number("schedule.warmup_steps", self.warmup_steps, least=0)
 
     def factor(self, completed_steps: int) -> float:
         """Return the factor on the learning rate for the next step."""
@@ -271,7 +270,7 @@ class CosineSchedule(ConstantSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.total_steps > self.warmup_steps:
+        if whole_number("schedule.total_steps", self.total_steps) <= self.warmup_steps:
             raise ConfigurationError(
                 f"schedule.total_steps: {self.total_steps!r} must be more than schedule.warmup_steps, "
                 f"{self.warmup_steps}"

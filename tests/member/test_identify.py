@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+import re
+from dataclasses import asdict, fields
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,10 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import Composer, compose, names_in
 from lightning_scalerl.member.identify import plan_members
+from sweeps.errors import UserError
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.run.spec import Texts
+from sweeps.search.settings import RaceSettings, SearchSettings
 from tests.examples import every, examples
 
 # A base model that is made quickly, for tests in which only the configuration matters.
@@ -229,3 +233,37 @@ def test_a_length_penalty_inactive_in_the_first_stage_causes_a_warning() -> None
 
 def test_infinity_is_composed_unchanged() -> None:
     assert math.isinf(Composer().resolved(["optimizer.clip_norm=inf"])["optimizer"]["clip_norm"])
+
+
+NUMBERS_OF_A_STUDY = (
+    *("seed=?", "budget.steps=?", "checkpoint.every_n_steps=?", "checkpoint.keep_steps=[?]", "rollouts.groups=?"),
+    *("rollouts.every_n_steps=?", "launch.max_parallel=?", "launch.threads=?", "launch.hang_factor=?"),
+    *("launch.hang_min_s=?", "strategy.nodes=?", "strategy.devices=?", "strategy.tensor_parallel=?"),
+    *("thinking.penalty_buffer=?", "loss=clip_cov loss.high=?", "generator.cache_gib=?", "race.budget=?"),
+)
+
+
+@pytest.mark.parametrize("override", NUMBERS_OF_A_STUDY)
+def test_a_number_of_a_study_is_finite(override: str) -> None:
+    field = re.findall(r"[a-z_.]+(?==\[?\?)", override)[0]
+    more = ["strategy=fsdp2"] if "tensor" in override else []
+    for value in ("nan", "inf"):
+        with pytest.raises((UserError, ConfigurationError), match=f"^{re.escape(field)}: ") as error:
+            plan_members([[*more, *override.replace("?", value).split()]])
+        assert "\n" not in str(error.value)
+
+
+RESOURCES = ("timeout_min", "mem_gb", "cpus_per_task", "cpus_per_gpu", "nodes", "array_parallelism", "signal_delay_s")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, each.name) for kind in (RaceSettings, SearchSettings) for each in fields(kind)),
+        *((JobSettings, name) for name in (*RESOURCES, "max_num_timeout", "array_size", "poll_s", "lost_after_s")),
+    ],
+)
+def test_a_number_of_a_launch_is_finite(kind: Any, name: str) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(UserError, match=name.replace("_", "[_-]")):
+            kind.of({name: value})
