@@ -231,6 +231,21 @@ def test_a_length_penalty_inactive_in_the_first_stage_causes_a_warning() -> None
     assert "acts from 16 tokens on" in line and active.cautions == other.cautions == ()
 
 
+@pytest.mark.parametrize(("limit", "warned"), [(50, True), (24, True), (23, False)])
+def test_a_length_penalty_beyond_the_longest_completion_causes_a_warning(limit: int, warned: bool) -> None:
+    penalty = ["length_control=penalty", f"length_control.limit={limit}", "length_control.buffer=4"]
+    (spec,) = plan_members([[*QUICK, "scale=tiny", "context.max_new_tokens=20", "budget.steps=1", *penalty]])
+    assert spec.cautions == (
+        (
+            "warning: length_control: completions have at most 20 tokens, and length_control=penalty acts from "
+            f"{limit - 4} tokens on: nothing is penalised. A larger length_control.buffer, or a smaller "
+            "length_control.limit",
+        )
+        if warned
+        else ()
+    )
+
+
 def test_infinity_is_composed_unchanged() -> None:
     assert math.isinf(Composer().resolved(["optimizer.clip_norm=inf"])["optimizer"]["clip_norm"])
 
