@@ -132,6 +132,18 @@ def test_bf16_states_stay_bf16_after_a_checkpoint() -> None:
     )
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_8_bit_states_keep_the_exact_learning_rate(grouped: bool) -> None:
+    """torchao's step needs an FP32 tensor, in which 1e-4 is 1.00000000475e-4; the recorded rate must not be that."""
+    parameter = nn.Parameter(torch.ones(4))
+    parameters: Any = [{"params": [parameter], "lr": 1e-4}] if grouped else [parameter]
+    optimizer = AdamW8bit(**{**SETTINGS, "lr": 0.5 if grouped else 1e-4}).build(parameters)
+    assert optimizer.param_groups[0]["lr"] == 1e-4
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-4 and type(optimizer.param_groups[0]["lr"]) is float
+
+
 def test_a_checkpoint_of_8_bit_states_holds_plain_tensors() -> None:
     """Then a process without torchao can read the checkpoint. Loading it restores the same states."""
     parameters = [nn.Parameter(torch.linspace(-1, 1, size)) for size in (4096, 10)]
