@@ -409,20 +409,20 @@ def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
         for number, (path, frame) in enumerate(frames.items(), start=1):
             if str(path) not in text:
                 continue
-            labels = _labels_by_line(path, frame)
             text = text.replace(str(path), "DataFrame" if len(frames) == 1 else f"DataFrame {number}")
-            text = re.sub(r"\bline (\d+)", lambda found, labels=labels: labels.get(int(found[1]), found[0]), text)
+            labels = _labels_by_line(path, frame)
+            text = "".join(labels.get(part, part) for part in re.split(r"(\bline \d+)", text))
         raise UserError(text) from error
 
 
-def _labels_by_line(path: Path, frame: pd.DataFrame) -> dict[int, str]:
-    """Return `row LABEL` of each row of a DataFrame by the first line of the row in its CSV file."""
+def _labels_by_line(path: Path, frame: pd.DataFrame) -> dict[str, str]:
+    """Return `row LABEL` for each row of a DataFrame by `line N`, the first line of the row in its CSV file."""
     labels, line = {}, 1
     with path.open(newline="") as file:
         reader = csv.reader(file)
         for number, _ in enumerate(reader):
             if number:
-                labels[line] = f"row {frame.index[number - 1]}"
+                labels[f"line {line}"] = f"row {frame.index[number - 1]}"
             line = reader.line_num + 1
     return labels
 

@@ -55,11 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(_unknown_command(arguments[0], names))
         options, left = parser.parse_known_args(_join_seed_pattern(arguments) or ["--help"])
         # argparse takes all sources from one place. Those behind options, such as `--bounds 0 3 RECIPE`, are left over.
-        sources = getattr(options, "sources", None)
-        if left and (not isinstance(sources, list) or any(word.startswith("-") for word in left)):
+        if left and (
+            not isinstance(getattr(options, "sources", None), list) or any(word.startswith("-") for word in left)
+        ):
             parser.error(f"unrecognized arguments: {' '.join(left)}")
         if left:
-            options.sources = [*sources, *left]
+            options.sources += left
     handler: Handler = options.handler
     try:
         code = handler(options)
