@@ -6,6 +6,7 @@ This module does not import Lightning, so that the command line answers quickly.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -110,7 +111,8 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
     """Check settings against the annotations of the class or function that will be called with them.
 
     Only numbers and booleans are checked, alone or as elements of a list or mapping. `target` itself must check
-    parameters with other annotations. A boolean does not count as a number, although `True == 1` in Python.
+    parameters with other annotations. A boolean does not count as a number, although `True == 1` in Python. NaN does
+    not count as a number, and infinity not as a whole number.
 
     Args:
         field: name of the configuration group, such as `optimizer`.
@@ -157,7 +159,13 @@ def _mismatches(field: str, annotation: Any, value: Any) -> Iterator[tuple[str, 
     if expected == {"bool"}:
         mismatched = not isinstance(value, bool)
     elif expected and expected <= {"int", "float"}:
-        mismatched = isinstance(value, bool) or not isinstance(value, int | float)
+        # NaN passes comparisons such as `value < 0`, so constructors often accept it.
+        mismatched = (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or math.isnan(value)
+            or (expected == {"int"} and math.isinf(value))
+        )
     else:
         return
     if mismatched:

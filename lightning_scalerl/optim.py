@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
+from lightning_scalerl.checks import ConfigurationError, not_negative, positive, shown, whole_number
 from lightning_scalerl.compat.imports import has_torchao
 
 
@@ -55,8 +55,8 @@ class AdamW:
 
     def __post_init__(self) -> None:
         # A learning rate of 0 is a control experiment: everything runs, nothing is learned.
-        if not 0 <= self.lr < float("inf"):
-            raise ConfigurationError(f"optimizer.lr: {self.lr!r} must be 0 or more")
+        not_negative("optimizer.lr", self.lr)
+        not_negative("optimizer.weight_decay", self.weight_decay)
         if not isinstance(self.dropout, bool):
             raise ConfigurationError(f"optimizer.dropout: {self.dropout!r} must be true or false")
         positive("optimizer.eps", self.eps)
@@ -85,11 +85,16 @@ class AdamW:
         return torch.optim.AdamW(parameters, **self._common)
 
     @property
+    def _betas(self) -> tuple[float, float]:
+        """Both decays as floats: torch refuses a pair of an int and a float, such as (0, 0.95)."""
+        return float(self.beta1), float(self.beta2)
+
+    @property
     def _common(self) -> dict[str, Any]:
         """Arguments that all implementations of AdamW take."""
         return {
             "lr": self.lr,
-            "betas": (self.beta1, self.beta2),
+            "betas": self._betas,
             "eps": self.eps,
             "weight_decay": self.weight_decay,
         }
@@ -232,7 +237,7 @@ class Muon(AdamW):
             self.ns_steps,
             self.adjust_lr_fn,
             self.weight_decay,
-            (self.beta1, self.beta2),
+            self._betas,
             self.eps,
         )
 
@@ -244,8 +249,7 @@ class ConstantSchedule:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
+        whole_number("schedule.warmup_steps", self.warmup_steps, least=0)
 
     def factor(self, completed_steps: int) -> float:
         """Return the factor on the learning rate for the next step."""
@@ -266,7 +270,7 @@ class CosineSchedule(ConstantSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.total_steps > self.warmup_steps:
+        if whole_number("schedule.total_steps", self.total_steps) <= self.warmup_steps:
             raise ConfigurationError(
                 f"schedule.total_steps: {self.total_steps!r} must be more than schedule.warmup_steps, "
                 f"{self.warmup_steps}"

@@ -9,10 +9,13 @@ notebook shows it as a short table. `decide` is for tables of final values; its 
 from __future__ import annotations
 
 import argparse
+import csv
 import html
+import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -341,12 +344,15 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
     """
     known = ("by", "y", "status", "failed", "lower_is_better", "margin")
     with tempfile.TemporaryDirectory(prefix="scalerl-") as kept:
+        frames: dict[Path, pd.DataFrame] = {}
         if isinstance(source, pd.DataFrame):
             path = Path(kept) / "table.csv"
             source.to_csv(path, index=False)
+            frames[path] = source
             source = path
         words = [baseline, candidate, "--from", str(source)]
-        return Chosen(deciding.decided(_given("decide", words, options, known)))
+        with _naming_frames(frames):
+            return Chosen(deciding.decided(_given("decide", words, options, known)))
 
 
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
@@ -377,15 +383,48 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
     if not sources:
         raise UserError("give a source: a path, mlflow:URI#experiment, or a DataFrame")
     kept = None
+    frames: dict[Path, pd.DataFrame] = {}
     options.sources = []
     for number, source in enumerate(sources):
         if isinstance(source, pd.DataFrame):
             kept = kept or tempfile.TemporaryDirectory(prefix="scalerl-")
             path = Path(kept.name) / f"table{number or ''}.csv"
             source.to_csv(path, index=False)
+            frames[path] = source
             source = path
         options.sources.append(str(source))
-    return Study(reading.load_sources(options), options, kept)
+    with _naming_frames(frames):
+        return Study(reading.load_sources(options), options, kept)
+
+
+@contextmanager
+def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
+    """Let errors name the DataFrame and the row's label, not the temporary file that it was written to and a line."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        if not any(str(path) in text for path in frames):
+            raise
+        for number, (path, frame) in enumerate(frames.items(), start=1):
+            if str(path) not in text:
+                continue
+            text = text.replace(str(path), "DataFrame" if len(frames) == 1 else f"DataFrame {number}")
+            labels = _labels_by_line(path, frame)
+            text = "".join(labels.get(part, part) for part in re.split(r"(\bline \d+)", text))
+        raise UserError(text) from error
+
+
+def _labels_by_line(path: Path, frame: pd.DataFrame) -> dict[str, str]:
+    """Return `row LABEL` for each row of a DataFrame by `line N`, the first line of the row in its CSV file."""
+    labels, line = {}, 1
+    with path.open(newline="") as file:
+        reader = csv.reader(file)
+        for number, _ in enumerate(reader):
+            if number:
+                labels[f"line {line}"] = f"row {frame.index[number - 1]}"
+            line = reader.line_num + 1
+    return labels
 
 
 def _fits(

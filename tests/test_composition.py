@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -442,6 +443,8 @@ def test_settings_are_compared_with_annotations() -> None:
         ({"share": False}, "own.share: false must be a number, or null"),
         ({"weights": {"a": 1, "b": True}}, "own.weights.b: true must be a number"),
         ({"steps": "2"}, "own.steps: '2' must be a whole number"),
+        ({"steps": math.inf}, "own.steps: inf must be a whole number"),
+        ({"weights": {"a": 1, "b": math.nan}}, "own.weights.b: nan must be a number"),
         ({"stepps": 2}, "own.stepps: no such setting; did you mean own.steps?; valid: share, weights, steps, free"),
     ):
         with pytest.raises(ConfigurationError) as error:

@@ -109,6 +109,17 @@ def test_a_small_update_is_lost_in_bf16_and_kept_by_kahan_summation() -> None:
     assert float((quantized - exact).abs().max()) < 1 / 256
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("betas", [(0, 0.95), (0.9, 0), (0, 0)], ids=str)
+def test_a_whole_number_is_a_valid_beta(name: str, betas: tuple[float, float]) -> None:
+    weight = torch.linspace(-2, 2, 4096).reshape(64, 64)
+    ints, floats = (
+        build({"optimizer": {**compose([f"optimizer={name}"]).optimizer, "beta1": beta1, "beta2": beta2}}, "optimizer")
+        for beta1, beta2 in (betas, map(float, betas))
+    )
+    assert torch.equal(trained(ints, weight, gradients_like(weight)), trained(floats, weight, gradients_like(weight)))
+
+
 def test_bf16_states_stay_bf16_after_a_checkpoint() -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
@@ -119,6 +130,18 @@ def test_bf16_states_stay_bf16_after_a_checkpoint() -> None:
     assert {name: value.dtype for name, value in state.items() if name != "step"} == dict.fromkeys(
         ("exp_avg", "exp_avg_sq", "compensation"), torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_8_bit_states_keep_the_exact_learning_rate(grouped: bool) -> None:
+    """torchao's step needs an FP32 tensor, in which 1e-4 is 1.00000000475e-4; the recorded rate must not be that."""
+    parameter = nn.Parameter(torch.ones(4))
+    parameters: Any = [{"params": [parameter], "lr": 1e-4}] if grouped else [parameter]
+    optimizer = AdamW8bit(**{**SETTINGS, "lr": 0.5 if grouped else 1e-4}).build(parameters)
+    assert optimizer.param_groups[0]["lr"] == 1e-4
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-4 and type(optimizer.param_groups[0]["lr"]) is float
 
 
 def test_a_checkpoint_of_8_bit_states_holds_plain_tensors() -> None:
@@ -377,6 +400,11 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
         (["optimizer=muon", "optimizer.adjust_lr_fn=rms"], "adjust_lr_fn: 'rms' is unknown; valid: match_rms_adamw"),
         (["optimizer=muon", "optimizer.adamw_ratio=0"], "optimizer.adamw_ratio: 0"),
         (["optimizer=adamw_bf16", "optimizer.kahan=1"], "optimizer.kahan: 1"),
+        *(
+            ([f"optimizer={name}", f"optimizer.weight_decay={value}"], "optimizer.weight_decay: .* must be a number")
+            for name in ("adamw_bf16", "muon")
+            for value in ("-0.1", "nan", "inf")
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:
@@ -419,7 +447,7 @@ def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, 
 
 
 def test_without_torchao_8_bit_states_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_scalerl.compat.imports._PACKAGE", "a_package_that_is_not_there")
+    monkeypatch.setattr("lightning_scalerl.compat.imports._TORCHAO", "a_package_that_is_not_there")
     with pytest.raises(ConfigurationError, match=r"AdamW8bit needs torchao; install lightning-scalerl\[8bit\]"):
         AdamW8bit(**SETTINGS)
 

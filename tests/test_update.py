@@ -1076,6 +1076,26 @@ def test_a_filter_by_variance_needs_groups_of_two(tiny_model_path: str, chosen: 
 # --- schedules -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [2.5, math.nan, math.inf, -1])
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (ConstantSchedule, "warmup_steps"),
+        (CosineSchedule, "warmup_steps"),
+        (CosineSchedule, "total_steps"),
+        (SqrtBatchSchedule, "warmup_steps"),
+    ],
+)
+def test_steps_of_a_schedule_are_whole_numbers(kind: Any, field: str, value: float) -> None:
+    settings = {
+        ConstantSchedule: {"warmup_steps": 2},
+        CosineSchedule: {"warmup_steps": 2, "total_steps": 9},
+        SqrtBatchSchedule: {"warmup_steps": 2, "prompts": 2, "completions": 2, "reference": 8},
+    }[kind]
+    with pytest.raises(ConfigurationError, match=rf"^schedule\.{field}: {value!r} must be a whole number"):
+        kind(**{**settings, field: value})
+
+
 def test_the_cosine_schedule() -> None:
     schedule = CosineSchedule(warmup_steps=2, total_steps=10, final=0.1)
     factors = [schedule.factor(step) for step in range(12)]

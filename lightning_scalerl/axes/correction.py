@@ -82,7 +82,7 @@ class Proximal(Correction):
     Args:
         level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.
         mode: "truncate" clamps the weight to [min_weight, max_weight], "mask" sets it to 0 outside these bounds, and
-            "none" uses no weight.
+            "none" uses no weight, and refuses other values than the defaults of the other settings.
         min_weight, max_weight: bounds of the weight pi_anchor / pi_generator.
 
     Source: decoupled PPO, arXiv 2505.24298 (AReaL), section 5.2; the weight as in TRL and verl.
@@ -103,6 +103,13 @@ class Proximal(Correction):
         if min_weight > max_weight:
             raise ConfigurationError(
                 f"correction.min_weight: {min_weight!r} exceeds correction.max_weight, {max_weight!r}"
+            )
+        defaults = {"level": "token", "min_weight": 0.0, "max_weight": 2.0}
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if mode == "none" and changed:
+            raise ConfigurationError(
+                f"correction.{changed[0]}: {getattr(self, changed[0])!r} has no effect with correction.mode 'none', "
+                "which uses no weight; leave it out, or choose mode truncate or mask"
             )
 
     def anchor(self, batch: TrainBatch) -> Tensor:

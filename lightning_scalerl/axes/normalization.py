@@ -7,6 +7,7 @@ are taken over the groups that the filter keeps; the paper does not say whether 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -169,11 +170,8 @@ class _DeviationNormalization(Normalization):
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
         if ddof not in (0, 1):
             raise ConfigurationError(f"normalization.ddof: {ddof!r} is not valid; 0 (population) or 1 (unbiased)")
-        # "not >=" also refuses NaN.
-        if not eps >= 0:
-            raise ConfigurationError(f"normalization.eps: {eps!r} must be 0 or more")
         self.ddof = ddof
-        self.eps = eps
+        self.eps = not_negative("normalization.eps", eps)
 
 
 class BatchNormalization(_DeviationNormalization):
@@ -237,6 +235,8 @@ class MaxRLNormalization(Normalization):
 
     def __init__(self, eps: float = 1e-6, incorrect: float = -1.0) -> None:
         self.eps = not_negative("normalization.eps", eps)
+        if not math.isfinite(incorrect):
+            raise ConfigurationError(f"normalization.incorrect: {incorrect!r} must be a finite number")
         self.incorrect = incorrect
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:

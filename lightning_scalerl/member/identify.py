@@ -418,16 +418,22 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if the first stage of a curriculum is too short for the length penalty to act."""
+    """Return a warning if completions, or those of a curriculum's first stage, are too short for the length penalty."""
     from lightning_scalerl.axes.length_control import Penalty
 
     control, limit = builder(spec.config, "length_control"), spec.config["context"]["max_new_tokens"]
     first = builder(spec.config, "curriculum").max_new_tokens(limit, 0)
-    if not isinstance(control, Penalty) or first == limit or first > control.limit - control.buffer:
+    if not isinstance(control, Penalty) or first > (unpenalised := control.limit - control.buffer):
         return ()
+    if limit <= unpenalised:
+        return (
+            f"warning: length_control: completions have at most {limit} tokens, and length_control=penalty acts from "
+            f"{unpenalised} tokens on: nothing is penalised. A larger length_control.buffer, or a smaller "
+            "length_control.limit",
+        )
     return (
         f"warning: curriculum: completions of the first stage have at most {first} tokens, and length_control=penalty "
-        f"acts from {control.limit - control.buffer} tokens on: nothing is penalised before a later stage. A larger "
+        f"acts from {unpenalised} tokens on: nothing is penalised before a later stage. A larger "
         "thinking.penalty_buffer, or larger curriculum.shares",
     )
 

@@ -49,6 +49,9 @@ def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Pa
         if adapter:
             (config,) = dict(getattr(policy.model, "peft_config")).values()  # noqa: B009  # getattr, as nn.Module does not declare the field
             saved = modules_saved(policy.model)
+            dtype_name = str(policy.precision.policy_dtype).removeprefix("torch.")
+            if dtype_name != "float32":
+                card["frozen linear layers"] = f"rounded to {dtype_name} in training; round those of the base model too"
             return str(save_adapter(config, trained.adapter_weights(), directory, dtype, card, saved))
         tokenizer = rendering.to_save()
         if is_sharded(policy) and policy.adapter is None:

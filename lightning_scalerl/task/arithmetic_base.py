@@ -9,6 +9,7 @@ training first. `python -m lightning_scalerl.task.arithmetic_base` creates that 
 
 from __future__ import annotations
 
+import math
 import random
 from inspect import signature
 from pathlib import Path
@@ -101,7 +102,7 @@ def _check(
     check_width(width)
     if not isinstance(corruption, int | float) or not 0 <= corruption <= 1:
         raise ConfigurationError(f"model.corruption: {corruption!r} must be a probability, from 0 to 1")
-    if not isinstance(learning_rate, int | float) or not learning_rate > 0:
+    if not isinstance(learning_rate, int | float) or not 0 < learning_rate < math.inf:
         raise ConfigurationError(f"model.learning_rate: {learning_rate!r} must be above 0, such as 3e-3")
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.task.base_training import (
     FOLDER,
     PAD,
@@ -69,6 +69,7 @@ def calculator_base_model(
         whole_number(f"model.{name}", settings[name])
     whole_number("model.batches", batches, least=0)
     check_width(width)
+    positive("model.learning_rate", learning_rate)
     for name in ("calls", "corruption"):
         if not 0 <= settings[name] <= 1:
             raise ConfigurationError(f"model.{name}: {settings[name]!r} must be a probability, from 0 to 1")

@@ -24,22 +24,25 @@ class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no 
     """
 
     def __init__(self, parameters: Any, **settings: Any) -> None:
-        super().__init__(parameters, **settings)
-        self._plain_rates()
-
-    def _plain_rates(self) -> None:
-        for group in self.param_groups:
-            group["lr"] = float(group["lr"])
+        groups = list(parameters)
+        # torchao makes FP32 tensors of the rates. Plain parameters are one group, at the optimizer's rate.
+        rates = [group.get("lr", settings["lr"]) for group in groups if isinstance(group, dict)] or [settings["lr"]]
+        super().__init__(groups, **settings)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Make one step; parameters without a gradient keep weights and moments."""
-        for group in self.param_groups:
-            group["lr"] = torch.tensor(group["lr"])
-        with torch.compiler.set_stance("force_eager"):
-            loss = super().step(closure)
-        self._plain_rates()
-        return loss
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(rate)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return super().step(closure)
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; two plain tensors, `NAME.codes` and `NAME.scale`, replace an 8-bit state."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, whole_number
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, not_negative, whole_number
 
 
 def at_the_limit(metrics: Mapping[str, float]) -> float:
@@ -49,8 +49,7 @@ class Health:
         if not isinstance(self.stop, bool):
             raise ConfigurationError(f"health.stop: {self.stop!r} must be true or false")
         whole_number("health.window_steps", self.window_steps)
-        if not self.entropy >= 0:
-            raise ConfigurationError(f"health.entropy: {self.entropy!r} must be 0 or more")
+        not_negative("health.entropy", self.entropy)
         for field in ("reward_share", "truncated"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ConfigurationError(f"health.{field}: {getattr(self, field)!r} must be in [0, 1]")

@@ -53,7 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, names = _make_parser()
         if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
             parser.error(_unknown_command(arguments[0], names))
-        options = parser.parse_args(_join_seed_pattern(arguments) or ["--help"])
+        options, left = parser.parse_known_args(_join_seed_pattern(arguments) or ["--help"])
+        # argparse takes all sources from one place. Those behind options, such as `--bounds 0 3 RECIPE`, are left over.
+        if left and (
+            not isinstance(getattr(options, "sources", None), list) or any(word.startswith("-") for word in left)
+        ):
+            parser.error(f"unrecognized arguments: {' '.join(left)}")
+        if left:
+            options.sources += left
     handler: Handler = options.handler
     try:
         code = handler(options)
@@ -243,7 +250,7 @@ def _deciding(command: Command) -> None:
         "compare two recipes, or all with one: reward at the same compute, compute to the same reward, asymptote",
         "scalerl compare examples/curves.csv scalerl scalerl+loss=dapo",
     )
-    _add_source(compare)
+    _add_source(compare, more="; one recipe or two may follow the sources")
     compare.add_argument("--budget", type=_number, metavar="C", help="also print the difference at this compute")
     compare.add_argument(
         "--margin",
@@ -617,14 +624,14 @@ def _steps(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give one, as 64, or a range, as 8:64") from error
 
 
-def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
-    """Add the arguments for sources and fits; `many` is argparse's `nargs` of the sources."""
+def _add_source(parser: argparse.ArgumentParser, many: str = "+", more: str = "") -> None:
+    """Add the arguments for sources and fits; `many` is argparse's `nargs` of the sources, `more` ends their help."""
     parser.add_argument(
         "sources",
         nargs=many,
         metavar="SOURCE",
         help="a run or sweep directory, mlflow:URI#experiment, wandb:entity/project, a CSV, JSONL or Parquet table, "
-        "TensorBoard event files, or a log of TRL, verl, W&B, Trackio or CSVLogger (docs/reference/sources.md)",
+        "TensorBoard event files, or a log of TRL, verl, W&B, Trackio or CSVLogger (docs/reference/sources.md)" + more,
     )
     parser.add_argument(
         "--r0",

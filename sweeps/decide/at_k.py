@@ -18,6 +18,7 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.source import LoadedStudy
 from sweeps.source.held_out import metric_at_k
 from sweeps.source.journals import curves_of
+from sweeps.terminal import chance
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ def _sentence(k: int, leaders: tuple[RewardRow, RewardRow], differs: bool) -> st
     one, many = leaders
     if one.recipe != many.recipe:
         return (
-            f"the two rankings differ: {one.recipe} is ahead by pass@1 (P = {one.p_best:.2f}), and {many.recipe} by "
-            f"pass@{k} (P = {many.p_best:.2f}); a gain in pass@1 alone means that right answers become "
+            f"the two rankings differ: {one.recipe} is ahead by pass@1 ({chance(one.p_best)}), and {many.recipe} by "
+            f"pass@{k} ({chance(many.p_best)}); a gain in pass@1 alone means that right answers become "
             "more frequent, not that more problems are solved"
         )
     if differs:

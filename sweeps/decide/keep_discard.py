@@ -260,8 +260,8 @@ def _doubt(
 ) -> str:
     """Return why failed runs cast doubt on a decided difference; empty if they do not.
 
-    Runs often fail because they go badly. So at least half of the better recipe's runs must have finished, and the
-    difference must remain if its failed runs are counted with the other recipe's mean.
+    Runs often fail because they go badly. So more than half of the better recipe's runs must have finished, and
+    the difference must remain if its failed runs are counted with the other recipe's mean.
     """
     base_values, candidate_values = list(values[base_runs.recipe]), list(values[candidate_runs.recipe])
     candidate_leads = sign * (fmean(candidate_values) - fmean(base_values)) > 0
@@ -276,7 +276,7 @@ def _doubt(
     assert estimate is not None
     total = leader.failed + len(leader.values)
     text = f"{leader.recipe} is ahead in the runs that finished, but {leader.failed} of its {total} runs failed"
-    if leader.failed > len(leader.values):
+    if leader.failed >= len(leader.values):
         return text
     if estimate.verdict == UNDECIDED:
         return f"{text}, and the difference would not hold if these had ended like {other.recipe}"

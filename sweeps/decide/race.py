@@ -27,10 +27,10 @@ from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
-from sweeps.fit.predict import chance, is_supported, quantiles
+from sweeps.fit.predict import is_supported, quantiles
 from sweeps.run import fields
 from sweeps.run.journal import JournalView
-from sweeps.terminal import counted
+from sweeps.terminal import chance, counted
 
 # Factor on levels of compute: sums of the steps' compute may fall short of a level by rounding.
 _ROUNDING = 1 - 1e-9

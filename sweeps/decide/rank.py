@@ -119,7 +119,8 @@ class Ranking(AsJson):
         sentence: the outcome in words.
         shared_a: mean A of the tied recipes; None without a tie.
         ranking: all recipes, unidentifiable ones last. leave_one_out: variants compared with the baseline.
-        pairing: seeds by which recipes were compared in pairs; None unless all recipes have the same seeds.
+        pairing: seeds by which recipes were compared in pairs; None unless all identifiable recipes have the same
+            seeds, with enough of them (`paired_seed_spread`).
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
         horizon, horizon_sentence: the choice by the reward at the budget, or without one at twice the largest compute
             of any recipe; the sentence states it in words.

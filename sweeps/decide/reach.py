@@ -20,7 +20,8 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import chance, offset_growth, paths, quantiles, seed_offsets, support
+from sweeps.fit.predict import offset_growth, paths, quantiles, seed_offsets, support
+from sweeps.terminal import chance
 
 # A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3 the missing 0.015 is as large
 # as the spread between seeds.

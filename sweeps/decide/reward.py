@@ -20,6 +20,7 @@ from sweeps.decide.standing import chances_of_being_best
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import is_supported, paths_over_seeds, quantiles, readable
+from sweeps.terminal import chance
 
 _GRID_SIZE = 201
 
@@ -142,7 +143,7 @@ def _sentence(
         named = ", ".join(left_out) if len(left_out) < 4 else f"{len(left_out)} recipes"
         reached = f"all recipes with a forecast reached (left out: {named})"
     text = f"at compute {compute:.4g}, which {reached}, {best.recipe} is ahead with reward {best.R.value:.3f}"
-    text += f" (highest with P = {best.p_best:.2f})" if len(rows) > 1 else ""
+    text += f" (highest with {chance(best.p_best)})" if len(rows) > 1 else ""
     slower = [(row.ratio, row.recipe) for row in rows if row.ratio is not None and (row.ratio.low or 0.0) > 1]
     if fastest is not None and slower:
         ratio, slowest = max(slower, key=lambda each: each[0].value or np.inf)

@@ -17,7 +17,8 @@ from sweeps.decide.reach import check_budget
 from sweeps.decide.standing import CONFIDENCE, chances_of_being_best
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
+from sweeps.fit.predict import paths_over_seeds, quantiles, support
+from sweeps.terminal import chance
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from sweeps.decide.reach import check_budget, check_target, first_above, if_reac
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
-from sweeps.fit.predict import FAR, chance, quantiles
-from sweeps.terminal import counted
+from sweeps.fit.predict import FAR, quantiles
+from sweeps.terminal import chance, counted
 
 _HELD_OUT = 0.25
 _GRID = 400

@@ -184,11 +184,6 @@ def quantiles(values: Array, tail: float = 0.025) -> Interval:
     return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
 
 
-def chance(p: float) -> str:
-    """Format a probability; `P > 0.99` and `P < 0.01` at the ends, because 2000 draws cannot resolve more."""
-    return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
-
-
 # Number of values at which a confidence curve is computed.
 _CONFIDENCE_POINTS = 125
 

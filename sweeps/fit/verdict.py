@@ -25,6 +25,7 @@ from sweeps.fit.constants import (
     P_FLAT,
     PLATEAU,
 )
+from sweeps.terminal import chance
 
 # The best value so far is the highest mean of this many consecutive evaluations.
 _SMOOTHED = 5
@@ -182,7 +183,7 @@ def after_fit(e: Evidence) -> Verdict:
     if e.doubt.p_none > 0.5 and e.doubt.p_rise < P_FLAT:
         return Verdict(
             "flat",
-            f"the reward does not rise: P = {e.doubt.p_rise:.2f} of a rise by more than "
+            f"the reward does not rise: {chance(e.doubt.p_rise)} of a rise by more than "
             f"{PLATEAU * e.reward_range:.2g} within twice the compute; run longer, or evaluate on more prompts",
         )
     end = float(e.compute.max())
@@ -196,7 +197,7 @@ def after_fit(e: Evidence) -> Verdict:
             return Verdict(
                 "pre_inflection",
                 f"the window ends at compute {end:.4g} and may not have reached the bend ({e.half_name} about {c:.4g}, "
-                f"beyond the window with P = {p_beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x the compute",
+                f"beyond the window with {chance(p_beyond)}); needs about {2 * max(c, end) / end:.2g}x the compute",
             )
         if c > 0:
             seen_range = f" in a window up to {end / c:.2g} x {e.half_name}"

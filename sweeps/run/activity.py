@@ -56,7 +56,7 @@ class Patience:
         for name, value, lower_bound in (("hang_factor", factor, 1), ("hang_min_s", at_least_s, 0)):
             if name == "hang_factor" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > lower_bound:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not lower_bound < value < math.inf:
                 also = ", or null to wait forever" if name == "hang_factor" else ""
                 raise UserError(f"launch.{name}: {value!r} must be a number above {lower_bound}{also}")
         return cls(factor, at_least_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -351,6 +352,18 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _check_finite(key: str, value: Any) -> None:
+    """Check that a value of the configuration, at the dotted key `key`, has no NaN or infinity: JSON has neither."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _check_finite(f"{key}.{name}", part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_finite(key, part)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}: {value!r} must be a finite number")
+
+
 def digest(value: Any) -> str:
     """Return 12 hexadecimal digits of the SHA-256 of a value's canonical JSON, where 5 and 5.0 are equal."""
     text = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -401,7 +414,7 @@ def make_spec(
             once.
 
     Raises:
-        UserError: the configuration contains a secret.
+        UserError: the configuration contains a secret, NaN or infinity.
     """
     learned_config = science(config)
     identity_values = learned_config if identity is None else identity
@@ -420,6 +433,10 @@ def make_spec(
             f"{secret}: holds what looks like a secret, and the configuration is written down in many places; pass it "
             "in an environment variable"
         )
+    for key, part in config.items():
+        if (f"{key}: finite", id(part)) not in clean:
+            _check_finite(key, part)
+            clean[f"{key}: finite", id(part)] = part
     config, reference = _without_secrets(config), _without_secrets(reference)
     run, curve = identities(identity_values, seed)
     return RunSpec(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,8 @@ from omegaconf import OmegaConf
 import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
 from lightning_scalerl.choices import AXES, NEUTRAL, axis_class
-from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
+from lightning_scalerl.compat.hydra import locate
+from lightning_scalerl.composition import SETTINGS, build, build_recipe, compose, conf_dir
 from lightning_scalerl.session.setup import resolve_choices
 from tests.examples import every
 from tests.helpers import row
@@ -261,3 +265,44 @@ def test_a_filter_that_would_drop_every_group_is_refused(name: str) -> None:
     valid.check(valid.choices)
     with pytest.raises(ConfigurationError, match=f"batch.completions: 1 .*filter={name} drops every one"):
         dropped.check(dropped.choices)
+
+
+WITH_CLASS = [
+    (path.parent.name, path.stem)
+    for path in sorted(conf_dir().glob("*/*.yaml"))
+    if path.parent.name in {*AXES, *SETTINGS} and "_target_" in OmegaConf.load(path)
+]
+# Valid in a script. In a study they are refused by `make_spec`, because JSON has no infinity.
+VALID_INFINITIES = {
+    # An open interval without an end.
+    ("loss.low", -math.inf),
+    ("loss.high", math.inf),
+    # No limit of memory. The generator itself refuses -inf; it is built when the model is known.
+    ("generator.cache_gib", math.inf),
+    ("generator.cache_gib", -math.inf),
+}
+
+
+@pytest.mark.parametrize(("group", "name"), every(7, WITH_CLASS, pytest.mark.full))
+def test_a_setting_that_is_not_finite_is_refused_by_name(group: str, name: str) -> None:
+    config = compose([f"{group}={name}", "scale=paper", *PARTNER.get(name, [])])
+    for key in OmegaConf.missing_keys(config[group]):
+        OmegaConf.update(config, key, "x")
+    parameters = inspect.signature(locate(config[group]._target_)).parameters.values()
+    for parameter in parameters:
+        if not re.search(r"\b(int|float)\b", str(parameter.annotation)):
+            continue
+        field = f"{group}.{parameter.name}"
+        container = re.match("(Mapping|Sequence|list|tuple|dict)", str(parameter.annotation))
+        for value in (math.nan, math.inf, -math.inf):
+            if (field, value) in VALID_INFINITIES:
+                continue
+            settings = OmegaConf.to_container(config[group], resolve=True)
+            given: Any = value
+            if container is not None:
+                count = len(settings.get(parameter.name) or "1")
+                given = {"a": value} if container[1] in ("Mapping", "dict") else [value] * count
+            node = {**settings, parameter.name: given}
+            with pytest.raises(ConfigurationError, match=re.escape(field)) as error:
+                build({group: node}, group)
+            assert "\n" not in str(error.value)

@@ -227,7 +227,8 @@ def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, aggregation: Any) -> 
 def test_in_the_first_pass_a_proximal_anchor_gives_weighted_reinforce(loss: Any, mode: str) -> None:
     batch = batch_of()
     assert batch.anchor_logprobs is not None
-    choices = choices_of(loss, TokenAggregation(), (), None, Proximal("token", mode, 0.8, 1.25))
+    bounds = () if mode == "none" else (0.8, 1.25)
+    choices = choices_of(loss, TokenAggregation(), (), None, Proximal("token", mode, *bounds))
     logprobs = batch.anchor_logprobs.clone().requires_grad_(True)
     _, (gradient, *_) = loss_and_gradients(replace(scored_of(batch), trainer_logprobs=logprobs), choices)
     raw = torch.exp(batch.anchor_logprobs - batch.generator_logprobs)
@@ -342,6 +343,9 @@ def test_importance_weights_by_hand() -> None:
         (lambda: Proximal(mode="clip"), r"correction\.mode: 'clip' is unknown; valid: truncate, mask, none"),
         (lambda: Proximal(max_weight=0), r"correction\.max_weight: 0"),
         (lambda: Proximal(min_weight=-1), r"correction\.min_weight: -1"),
+        (lambda: Proximal("sequence", "none"), r"correction\.level: 'sequence' has no effect .*mode truncate or mask"),
+        (lambda: Proximal(mode="none", min_weight=0.5), r"correction\.min_weight: 0\.5 has no effect"),
+        (lambda: Proximal(mode="none", max_weight=4.0), r"correction\.max_weight: 4\.0 has no effect"),
         (lambda: Proximal(min_weight=3.0), r"correction\.min_weight: 3\.0 exceeds correction\.max_weight, 2\.0"),
         (lambda: ValueNetwork(coefficient=0), r"critic\.coefficient: 0"),
         (lambda: ValueNetwork(clip=-0.2), r"critic\.clip: -0\.2"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+import re
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import Composer, compose, names_in
 from lightning_scalerl.member.identify import plan_members
+from sweeps.errors import UserError
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.run.spec import Texts
+from sweeps.search.settings import RaceSettings, SearchSettings
 from tests.examples import every, examples
 
 # A base model that is made quickly, for tests in which only the configuration matters.
@@ -253,5 +257,54 @@ def test_rewards_that_an_environment_replaces_cause_a_warning_or_an_error(tmp_pa
     assert len(plan_members([[*staged, verified]])) == 1
 
 
+@pytest.mark.parametrize(("limit", "warned"), [(50, True), (24, True), (23, False)])
+def test_a_length_penalty_beyond_the_longest_completion_causes_a_warning(limit: int, warned: bool) -> None:
+    penalty = ["length_control=penalty", f"length_control.limit={limit}", "length_control.buffer=4"]
+    (spec,) = plan_members([[*QUICK, "scale=tiny", "context.max_new_tokens=20", "budget.steps=1", *penalty]])
+    assert spec.cautions == (
+        (
+            "warning: length_control: completions have at most 20 tokens, and length_control=penalty acts from "
+            f"{limit - 4} tokens on: nothing is penalised. A larger length_control.buffer, or a smaller "
+            "length_control.limit",
+        )
+        if warned
+        else ()
+    )
+
+
 def test_infinity_is_composed_unchanged() -> None:
     assert math.isinf(Composer().resolved(["optimizer.clip_norm=inf"])["optimizer"]["clip_norm"])
+
+
+NUMBERS_OF_A_STUDY = (
+    *("seed=?", "budget.steps=?", "checkpoint.every_n_steps=?", "checkpoint.keep_steps=[?]", "rollouts.groups=?"),
+    *("rollouts.every_n_steps=?", "launch.max_parallel=?", "launch.threads=?", "launch.hang_factor=?"),
+    *("launch.hang_min_s=?", "strategy.nodes=?", "strategy.devices=?", "strategy.tensor_parallel=?"),
+    *("thinking.penalty_buffer=?", "loss=clip_cov loss.high=?", "generator.cache_gib=?", "race.budget=?"),
+)
+
+
+@pytest.mark.parametrize("override", NUMBERS_OF_A_STUDY)
+def test_a_number_of_a_study_is_finite(override: str) -> None:
+    field = re.findall(r"[a-z_.]+(?==\[?\?)", override)[0]
+    more = ["strategy=fsdp2"] if "tensor" in override else []
+    for value in ("nan", "inf"):
+        with pytest.raises((UserError, ConfigurationError), match=f"^{re.escape(field)}: ") as error:
+            plan_members([[*more, *override.replace("?", value).split()]])
+        assert "\n" not in str(error.value)
+
+
+RESOURCES = ("timeout_min", "mem_gb", "cpus_per_task", "cpus_per_gpu", "nodes", "array_parallelism", "signal_delay_s")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, each.name) for kind in (RaceSettings, SearchSettings) for each in fields(kind)),
+        *((JobSettings, name) for name in (*RESOURCES, "max_num_timeout", "array_size", "poll_s", "lost_after_s")),
+    ],
+)
+def test_a_number_of_a_launch_is_finite(kind: Any, name: str) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(UserError, match=name.replace("_", "[_-]")):
+            kind.of({name: value})

@@ -233,10 +233,12 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
     )
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert "library_name: peft" in card and "| optimizer steps | 3 |" in card
+    assert ("| frozen linear layers | rounded to bfloat16 in training" in card) == (precision == "bf16")
     base = load_model(tiny_model_path)
-    if precision == "bf16":  # the run trained the adapter on top of rounded weights
-        for name, parameter in base.named_parameters():
-            parameter.data = parameter.data.bfloat16().float() if "_proj" in name else parameter.data
+    if precision == "bf16":  # as docs/guide/adapters.md shows
+        for module_of_base in base.modules():
+            if isinstance(module_of_base, torch.nn.Linear) and module_of_base is not base.get_output_embeddings():
+                module_of_base.weight.data = module_of_base.weight.data.bfloat16().float()
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert torch.allclose(logits(loaded), trained, atol=1e-5)
     with pytest.raises(ConfigurationError, match="dtype: 'int8' is unknown"):

@@ -141,3 +141,17 @@ def test_options_of_fit_cannot_be_changed_in_rank(fits: api.Fits) -> None:
 def test_sources_can_be_paths(tmp_path: Path) -> None:
     FRAME.to_csv(tmp_path / "a.csv", index=False)
     assert api.load(tmp_path / "a.csv").to_json() == api.load(CURVES).to_json()
+
+
+def test_errors_about_a_data_frame_name_it_and_its_row() -> None:
+    """Not the temporary file that it is read from, nor a line of it; a cell of two lines moves the lines below it."""
+    frame = pd.DataFrame({"note": ["a\nb", "c", "d"], "compute": [1, 2, -3], "reward": [0.1, 0.2, 0.3]})
+    frame.index = pd.Index(["x", "y", "z"])
+    with pytest.raises(UserError) as error:
+        api.load(frame)
+    assert str(error.value) == "DataFrame: column compute is negative in 1 row, first at row z (-3); it starts at 0"
+    with pytest.raises(UserError, match=r"^DataFrame 2: no column reward"):
+        api.load(frame.assign(compute=[1, 2, 3]), frame.drop(columns="reward"))
+    runs = pd.DataFrame({"recipe": ["a", "b"], "value": [0.5, "x"]})
+    with pytest.raises(UserError, match=r"^DataFrame: column value is not a number at row 1 "):
+        api.decide("a", "b", runs)

@@ -214,6 +214,8 @@ def test_failures_exit_1_with_one_line(
         ["rollouts", "x", "--step", "-1"],
         ["rollouts", "x", "--step=-3:-1"],
         ["export", "x", "y", "--step", "-1"],
+        ["compare", "x.csv", "--bounds", "0", "3", "--bugdet", "5"],
+        ["completion", "bash", "more"],
     ],
 )
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -532,6 +534,13 @@ def test_compare_leaves_out_a_recipe_without_a_forecast(tmp_path: Path, capsys: 
         assert "warning: young: nothing can be read off it" in printed.err and "; left out\n" in printed.err
     assert cli.main(["compare", str(path), "young"]) == 1
     assert "young: nothing can be read off it" in capsys.readouterr().err
+
+
+def test_recipes_and_sources_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["compare", "a.csv", "--lower-is-better", "--bounds", "0", "3", "base", "--budget", "9", "other"]
+    seen: list[object] = []
+    monkeypatch.setattr("sweeps.cli.deciding_commands.compare_command", lambda options: seen.append(options.sources))
+    assert cli.main(words) == 0 and seen == [["a.csv", "base", "other"]]
 
 
 def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

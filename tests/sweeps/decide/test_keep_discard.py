@@ -143,6 +143,8 @@ def test_failed_runs_are_counted_and_may_prevent_a_verdict() -> None:
     most_failed = choice(a=base, b=[*ahead, *[None] * 6])
     assert most_failed.verdict == UNDECIDED and most_failed.sentence.endswith("but 6 of its 11 runs failed")
     assert most_failed.remedy is not None and most_failed.remedy.startswith("repeat the failed runs")
+    half_failed = choice(a=base, b=[*ahead, *[None] * 5])
+    assert half_failed.verdict == UNDECIDED and half_failed.sentence.endswith("but 5 of its 10 runs failed")
     near = [1.2, 1.4, 1.25, 1.35, 1.3]
     assert choice(a=base, b=near).verdict == KEEP
     assert "would not hold if these had ended like a" in choice(a=base, b=[*near, *[None] * 3]).sentence

@@ -230,6 +230,7 @@ def test_no_recipe_is_fastest_if_no_draw_reaches_the_reward(monkeypatch: pytest.
     """Regression: the first recipe must not be called the fastest."""
     monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
     reward_table = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
+    assert reward_table is not None and "(highest with P > 0.99)" in reward_table.sentence
     assert reward_table is not None and reward_table.reward is not None and reward_table.fastest is None
     head, rows = reward_rows(reward_table)
     assert [cells[head.index("times the least")] for cells in rows] == [

@@ -70,6 +70,8 @@ def test_activity_before_a_run_begins_does_not_count() -> None:
         ({"hang_min_s": 0}, "launch.hang_min_s: 0 must be a number above 0"),
         ({"hang_min_s": None}, "launch.hang_min_s: None"),
         ({"hang_min_s": float("nan")}, "launch.hang_min_s: nan"),
+        ({"hang_min_s": float("inf")}, "launch.hang_min_s: inf"),
+        ({"hang_factor": float("inf")}, "launch.hang_factor: inf"),
     ],
 )
 def test_invalid_values_are_refused(launch: dict[str, object], message: str) -> None:

@@ -133,7 +133,7 @@ def test_identity_is_the_same_in_every_process_and_version() -> None:
 
 
 def test_nan_has_no_identity() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(UserError, match=r"^optimizer\.lr: nan must be a finite number$"):
         spec(changed_config(("optimizer", "lr"), float("nan")))
 
 
