@@ -168,11 +168,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def chance(p: float) -> str:
-    """Format a probability; `P > 0.99` and `P < 0.01` at the ends, because 2000 draws cannot resolve more."""
-    return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
-
-
 def duration(seconds: float) -> str:
     """Format seconds for people: `35 s`, `4 min`, `2 h 05 min`, `3 d 4 h`."""
     whole = round(seconds)

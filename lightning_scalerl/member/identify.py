@@ -38,7 +38,7 @@ from lightning_scalerl.member.branch import (
 from lightning_scalerl.member.branch import GROUP as BRANCH
 from sweeps.run.activity import Patience
 from sweeps.run.journal import JOURNAL_FILE
-from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
+from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, check_finite, make_spec, science
 
 _LONGEST_NAME = 255  # limit of file systems on a folder's name, in bytes
 # Operational settings that are whole numbers, with their minima.
@@ -91,6 +91,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     ]
     builder = _Builder()
     for draft in drafts:
+        check_finite(draft.values)
         _check_settings(draft.values)
         _check_light_parts(draft.values, builder)
     identities: dict[bytes, dict[str, Any]] = {}

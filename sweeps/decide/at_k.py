@@ -15,10 +15,10 @@ from sweeps.curve import Curve
 from sweeps.decide.rank import Ranking, rank
 from sweeps.decide.reward import RewardRow
 from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.verdict import chance
 from sweeps.source import LoadedStudy
 from sweeps.source.held_out import metric_at_k
 from sweeps.source.journals import curves_of
-from sweeps.terminal import chance
 
 
 @dataclass(frozen=True)

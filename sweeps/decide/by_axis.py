@@ -14,7 +14,7 @@ from sweeps.curve import DEVICE_HOURS, JUDGE_HOURS, UNITS
 from sweeps.decide.reward import RewardRow, rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.terminal import chance
+from sweeps.fit.verdict import chance
 
 _AXIS_NAMES = {**UNITS, "step": "steps"}
 

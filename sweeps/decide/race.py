@@ -28,9 +28,10 @@ from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.fit.predict import is_supported, quantiles
+from sweeps.fit.verdict import chance
 from sweeps.run import fields
 from sweeps.run.journal import JournalView
-from sweeps.terminal import chance, counted
+from sweeps.terminal import counted
 
 # Factor on levels of compute: sums of the steps' compute may fall short of a level by rounding.
 _ROUNDING = 1 - 1e-9

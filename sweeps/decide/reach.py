@@ -21,7 +21,7 @@ from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import offset_growth, paths, quantiles, seed_offsets, support
-from sweeps.terminal import chance
+from sweeps.fit.verdict import chance
 
 # A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3 the missing 0.015 is as large
 # as the spread between seeds.

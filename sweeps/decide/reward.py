@@ -20,7 +20,7 @@ from sweeps.decide.standing import chances_of_being_best
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import is_supported, paths_over_seeds, quantiles, readable
-from sweeps.terminal import chance
+from sweeps.fit.verdict import chance
 
 _GRID_SIZE = 201
 

@@ -18,7 +18,7 @@ from sweeps.decide.standing import CONFIDENCE, chances_of_being_best
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import paths_over_seeds, quantiles, support
-from sweeps.terminal import chance
+from sweeps.fit.verdict import chance
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
 from sweeps.fit.predict import FAR, quantiles
-from sweeps.terminal import chance, counted
+from sweeps.fit.verdict import chance
+from sweeps.terminal import counted
 
 _HELD_OUT = 0.25
 _GRID = 400

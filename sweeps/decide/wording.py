@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from sweeps.decide.standing import Outcome, Standing
 from sweeps.fit.fit import Fit, Interval, format_interval
-from sweeps.terminal import chance
+from sweeps.fit.verdict import chance
 
 
 def outcome_sentence(standing: Standing) -> str:

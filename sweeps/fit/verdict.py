@@ -25,10 +25,14 @@ from sweeps.fit.constants import (
     P_FLAT,
     PLATEAU,
 )
-from sweeps.terminal import chance
 
 # The best value so far is the highest mean of this many consecutive evaluations.
 _SMOOTHED = 5
+
+
+def chance(p: float) -> str:
+    """Format a probability; `P > 0.99` and `P < 0.01` at the ends, because 2000 draws cannot resolve more."""
+    return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
 
 
 @dataclass(frozen=True)

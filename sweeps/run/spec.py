@@ -352,16 +352,18 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_finite(key: str, value: Any) -> None:
-    """Check that a value of the configuration, at the dotted key `key`, has no NaN or infinity: JSON has neither."""
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            _check_finite(f"{key}.{name}", part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _check_finite(key, part)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{key}: {value!r} must be a finite number")
+def check_finite(config: Mapping[str, Any], prefix: str = "") -> None:
+    """Check that no value of a configuration is NaN or infinity, which JSON does not have.
+
+    Raises:
+        UserError: the dotted key and the value.
+    """
+    for name, value in config.items():
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(part, Mapping):
+                check_finite(part, f"{prefix}{name}.")
+            elif isinstance(part, float) and not math.isfinite(part):
+                raise UserError(f"{prefix}{name}: {part!r} must be a finite number")
 
 
 def digest(value: Any) -> str:
@@ -433,10 +435,7 @@ def make_spec(
             f"{secret}: holds what looks like a secret, and the configuration is written down in many places; pass it "
             "in an environment variable"
         )
-    for key, part in config.items():
-        if (f"{key}: finite", id(part)) not in clean:
-            _check_finite(key, part)
-            clean[f"{key}: finite", id(part)] = part
+    check_finite(identity_values)
     config, reference = _without_secrets(config), _without_secrets(reference)
     run, curve = identities(identity_values, seed)
     return RunSpec(
