@@ -316,7 +316,7 @@ class LiveRace:
         for run in [run for run in self._members if run in states and states[run].recipe in record.stopped]:
             spent = record.stopped[states[run].recipe].compute
             if self._live:
-                # A run goes on until it sees the request to stop, or until a later launch without a race ends it.
+                # A run continues until it sees the request to stop, or until a later launch without a race ends it.
                 spent = max(spent, self._reached.get(run, 0.0))
                 spent = record.rules.budget if states[run].state == "finished" else spent
             spared += max(0.0, record.rules.budget - spent)
