@@ -5,7 +5,6 @@ Nothing here imports torch until a test requests a model: tests of `sweeps` run 
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -60,19 +59,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouped | No
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Record for tests/sweeps/test_workers.py whether collecting only tests/sweeps has imported torch.
-
-    Collections of garbage look no longer at what exists by now. Lightning's Trainer makes a complete one per fit.
-    """
-    gc.collect()
-    gc.freeze()
+    """Record for tests/sweeps/test_workers.py whether collecting only tests/sweeps has imported torch."""
     only_sweeps = all(item.nodeid.startswith("tests/sweeps/") for item in session.items)
     session.config.stash[TORCH_IMPORTED] = only_sweeps and "torch" in sys.modules
-
-
-def pytest_unconfigure() -> None:
-    """Let Python free everything at its end; otherwise extension modules report leaks."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
