@@ -23,7 +23,7 @@ from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_on
 
 pytest_plugins = ["tests.account"]
 
-# As in our commands: it saves three seconds at each process start.
+# As in our commands: it saves four seconds at each process start.
 skip_unneeded_imports()
 
 # Hypothesis fails an example that takes 0.2 seconds, which any example can do on a busy machine.
