@@ -104,7 +104,7 @@ class Proximal(Correction):
             raise ConfigurationError(
                 f"correction.min_weight: {min_weight!r} exceeds correction.max_weight, {max_weight!r}"
             )
-        defaults = {"level": "token", "min_weight": 0.0, "max_weight": 2.0}
+        defaults = {name: parameter.default for name, parameter in self._constructor().items() if name != "mode"}
         changed = [name for name, default in defaults.items() if getattr(self, name) != default]
         if mode == "none" and changed:
             raise ConfigurationError(

@@ -37,7 +37,7 @@ _OWN_DISTRIBUTION = {"accelerate", "mistral_common", "torch"}
 
 
 def skip_unneeded_imports() -> None:
-    """Skip them from now on, and collect garbage rarely until `collect_garbage_as_usual`.
+    """Skip the imports that this module lists, and collect garbage rarely until `collect_garbage_as_usual`.
 
     Call this before the import of Lightning or transformers; a second call does nothing.
     """
@@ -97,7 +97,7 @@ def _without_matplotlib(module: ModuleType, loader: Loader) -> None:
     vars(module)["_MATPLOTLIB_AVAILABLE"] = False
 
 
-def _believing_that_not(check: str) -> Callable[[ModuleType, Loader], None]:
+def _taken_for_false(check: str) -> Callable[[ModuleType, Loader], None]:
     """Return a hook that lets a module of transformers, and what it imports, take `check` for false."""
 
     def hook(module: ModuleType, loader: Loader) -> None:
@@ -136,8 +136,8 @@ class _Distributions(dict[str, list[str]]):
 _HOOKS: dict[str, Callable[[ModuleType, Loader], None]] = {
     "torchmetrics": _metrics_on_demand,
     "torchmetrics.utilities.imports": _without_matplotlib,
-    "transformers.generation.candidate_generator": _believing_that_not("is_sklearn_available"),
-    "transformers.loss.loss_utils": _believing_that_not("is_scipy_available"),
+    "transformers.generation.candidate_generator": _taken_for_false("is_sklearn_available"),
+    "transformers.loss.loss_utils": _taken_for_false("is_scipy_available"),
     "transformers.utils.import_utils": _distributions_on_demand,
 }
 

@@ -38,7 +38,7 @@ def labelled_as_before(directory: Path, specs: Sequence[RunSpec]) -> list[RunSpe
         if labels.get(spec.curve) != spec.recipe and spec.curve not in others and (run_dir / SPEC_FILE).exists():
             with suppress(UserError):  # unreadable, which is reported where it is needed
                 others[spec.curve] = RunSpec.read(run_dir)
-    return [spec.labelled_like(others.get(spec.curve, spec)) for spec in specs]
+    return [spec.labelled_like(others[spec.curve]) if spec.curve in others else spec for spec in specs]
 
 
 def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, MemberState]) -> None:

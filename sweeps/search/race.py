@@ -242,9 +242,8 @@ class LiveRace:
             (state.recipe, state.state, self._reached.get(run, 0.0)) for run, state in states.items()
         )
         while isinstance(found := next_look(curves, rules, reached, self._record.looks, failed=failed), Look):
-            at = self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
-            taken = (*self._record.taken, (at, self._settings.mode))
-            self._record = replace(self._record, looks=(*self._record.looks, found), taken=taken)
+            self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
+            self._record = replace(self._record, looks=(*self._record.looks, found))
             if not self._live:
                 messages += [f"would be {found.why(name, rules)} ({name})" for name in found.stopped]
         self._no_more_looks = found == ()
@@ -276,11 +275,10 @@ class LiveRace:
         self._record = replace(self._record, rules=rules, axis=first.axis, metric=first.metric)
         return [f"to {budget:.4g} {first.unit} per run ({source}); the first look is at {rules.first * budget:.4g}"]
 
-    def _write(self, line: Mapping[str, Any]) -> float:
-        """Append a line to the race record; return its time in seconds, by the ledger's clock."""
-        now = self._study.ledger.now()
-        append_lines(self._study.directory / RACE_FILE, [{"time": now, **line}], durable=True, checksum=True)
-        return now
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Append a line to the race record, with its time in seconds by the ledger's clock."""
+        line = {"time": self._study.ledger.now(), **line}
+        append_lines(self._study.directory / RACE_FILE, [line], durable=True, checksum=True)
 
     def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
         """Return lines on the result when no member races any more: ranking, winner, compute saved; else none."""

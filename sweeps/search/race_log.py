@@ -27,7 +27,6 @@ class RaceRecord:
         looks: the looks taken, in order.
         mode: `live` or `dry_run`, at the last look.
         pruned: reason for pruning of each pruned trial of a search, by run.
-        taken: time in seconds and mode of each look.
         members: identities of the racing members, in order; None if an earlier version began the race.
         damaged: numbers, from 1, of the lines that are torn or damaged.
     """
@@ -38,7 +37,6 @@ class RaceRecord:
     looks: tuple[Look, ...] = ()
     mode: str = "live"
     pruned: Mapping[str, str] = field(default_factory=dict)
-    taken: tuple[tuple[float, str], ...] = ()
     members: tuple[str, ...] | None = None
     damaged: tuple[int, ...] = ()
 
@@ -149,9 +147,7 @@ class _Line:
         if self.rules is not None:
             return replace(record, rules=self.rules, axis=entry["axis"], metric=entry["metric"])
         if self.look is not None:
-            mode = entry.get("mode", record.mode)
-            taken = (*record.taken, (entry.get("time", 0.0), mode))
-            return replace(record, looks=(*record.looks, self.look), mode=mode, taken=taken)
+            return replace(record, looks=(*record.looks, self.look), mode=entry.get("mode", record.mode))
         if self.kind == "pruned":
             return replace(record, pruned={**record.pruned, entry["run"]: entry["why"]})
         return record

@@ -142,12 +142,12 @@ class JobSettings:
             value = self.resources.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
                 raise UserError(f"cluster: {name} is {value!r}; it must be {what}")
-        for name in ("array_parallelism", "mem_gb", "cpus_per_task"):
-            if self.resources.get(name) is not None and not 0 < self.resources[name] < math.inf:
-                raise UserError(f"cluster: {name} is {self.resources[name]!r}; it must be above 0 and finite")
         for name, value in self.resources.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"cluster: {name} is {value!r}; it must be a finite number")
+        for name in ("array_parallelism", "mem_gb", "cpus_per_task"):
+            if self.resources.get(name) is not None and self.resources[name] <= 0:
+                raise UserError(f"cluster: {name} is {self.resources[name]!r}; it must be above 0")
         if not 0 < self.poll_s < math.inf or not 0 <= self.lost_after_s < math.inf:
             raise UserError(
                 f"cluster: poll_s is {self.poll_s:g}, lost_after_s {self.lost_after_s:g}; both are seconds, poll_s > 0"
