@@ -41,7 +41,7 @@ class Resolution(AsJson):
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
         smallest: difference that half of the comparisons detect at 5% with 80% power, in reward.
-        seeds: number of seeds that ran far enough to inform on their asymptote, of the recipe with the fewest.
+        seeds: smallest number, over recipes, of seeds that ran far enough to inform on the asymptote.
         seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None if too many.
         detections: number of comparisons whose 95% interval excludes 0.
         comparisons: number of all comparisons.

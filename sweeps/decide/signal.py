@@ -39,8 +39,8 @@ class SetSignal(AsJson):
     Attributes:
         set, metric: name of the set, and of its metric.
         mean: mean score over recipes.
-        signal, noise: relative dispersion between recipes, relative standard deviation within runs; None where the mean
-            is 0 or a run has fewer than three evaluations.
+        signal: relative dispersion between recipes; None where the mean is 0.
+        noise: relative standard deviation within runs; None where the mean is 0 or no run has three evaluations.
         ratio: signal to noise; None where either is unknown or the noise is 0.
         ratio_without_rise: signal to noise with the noise about a straight line; None where unknown.
     """
@@ -63,7 +63,7 @@ class Signal(AsJson):
         last: number of last evaluations of a run that count.
         best: the set to use; None if no ratio is known or none reaches 1.
         rows: one per set.
-        notes: runs that were left out or end early.
+        notes: remarks on runs that were left out, or that end early.
         sentence: the outcome in words.
     """
 
