@@ -7,9 +7,9 @@
     fit        estimates from the draws, with seeds (spread between seeds) and verdict
 
 `predict` forecasts from a fit, and `history` repeats fits at growing compute. `compare`, `sensitivity` and `published`
-fit under other assumptions. A new family is an entry in `family.FAMILIES` and its name in `names`. Every claim about
-intervals is measured in `benchmarks/coverage.py`; docs/reference/methods.md lists the places in the code that set their
-level of 95%.
+fit under other assumptions. To add a family, add an entry to `family.FAMILIES` and its name to `names`. Every claim
+about intervals is measured in `benchmarks/coverage.py`; docs/reference/methods.md lists the places in the code that set
+the intervals' level of 95%.
 
 May import: `curve`.
 """

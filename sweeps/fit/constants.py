@@ -18,12 +18,12 @@ P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
 # Priors of the other families' shape parameters: log k and c of a logistic, log B of a power law.
 RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
-# Mean and standard deviation of R0 and A of a law that rises, and of the level if there is no law.
+# Prior mean and standard deviation of R0 and A under a law that rises, and of the constant level under no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
-# The random walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window
-# (about 0.06), and the scale, in windows beyond the end, on which it levels off.
+# WALK_PRIOR: prior mean and standard deviation of log tau, where tau is the standard deviation of the random walk about
+# a law over one window (about 0.06). LEVELLING: scale, in windows beyond the end, on which the walk levels off.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
-# The asymptote is the law's plus the walk's level, its mean from the window's end to this many windows later.
+# A is the law's asymptote plus the mean of the walk from the window's end to this many windows later.
 STANDING = 0.25
 # Prior standard deviation of a fixed R0 or A: practically 0.
 FIXED = 1e-5
@@ -67,7 +67,7 @@ HUBER = 1.5
 # curve's shape.
 MIN_COMPUTES, MIN_SPAN = 6, 1.5
 # An interval of A wider than this, in units of the reward's range, cannot separate any two of the published recipes,
-# whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2). The gain is a second upper limit.
+# whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2). The interval must not be wider than A - R0 either.
 MAX_WIDTH = 0.2
 # A plateau at a bound is observed if the mean of the last quarter is this close to the bound: the margin of a tie.
 PLATEAU = 0.02

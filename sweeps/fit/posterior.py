@@ -187,7 +187,10 @@ class Futures:
         return self._clip((self.a + self.current_offset)[:, None], end)[:, 0]
 
     def line(self, x: Array) -> Array:
-        """Return the median of law plus walk at computes x (m,), with the walk constant beyond the window; (m,)."""
+        """Return the median of law plus walk at computes x (m,); (m,).
+
+        From `STANDING` windows after the window's end on, the walk is replaced by its current offset.
+        """
         if len(self.law) >= _MANY_DRAWS:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))
