@@ -110,7 +110,7 @@ class Place:
 
     @cached_property
     def collected(self) -> list[Path]:
-        """Files in a directory that are skipped if unusable: the last state of each TRL run, else console logs."""
+        """Files found in a directory: the last state of each TRL run, else console logs. Unusable ones are skipped."""
         if self.kind is not Kind.FOLDER:
             return []
         return trl.last_states(self.path) or [

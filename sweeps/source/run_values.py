@@ -94,7 +94,8 @@ def read_run_values(
     states = [word.casefold() for word in table.label(status_column)] if status_column else [""] * len(recipes)
     for row, (cell, value, state) in enumerate(zip(cells, values, states, strict=True)):
         text = str(cell).strip()
-        # A failure may be written in place of the value. Any other text would hide a value that could not be read.
+        # A status of failure may be written in place of the value. Refuse any other text: it may be a value that cannot
+        # be read, and must not count as a failed run.
         if math.isnan(value) and not is_blank(cell) and not {state, text.casefold()} & words:
             raise UserError(
                 f"{path}: column {short(value_column)} is not a number at {table.place(row)} ({short(text)!r}); "

@@ -71,7 +71,7 @@ class File:
         kept: data that `matches` of a reader parsed, for its `read`.
         nuls: number of NUL bytes that were dropped from the text.
         holed: lines that had NUL bytes, counted from 1.
-        cut: those of these lines from which text was lost.
+        cut: numbers of the lines from which text was lost.
     """
 
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:

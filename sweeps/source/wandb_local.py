@@ -21,7 +21,8 @@ from sweeps.terminal import counted
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
-# First bytes of the file and size of its header; size of a block, and header of a fragment: checksum, length, kind.
+# _IDENT: first bytes of the file. _HEADER: size of the file's header. _BLOCK: size of a block. _FRAGMENT: header of a
+# fragment (checksum, length, kind).
 _IDENT, _HEADER = b":W&B", 7
 _BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -98,7 +99,7 @@ def _log(path: Path) -> Log | None:
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
-    key, state = f"wandb:{name}", RUNNING  # a killed process also stays "running", because it wrote no exit
+    key, state = f"wandb:{name}", RUNNING  # a killed process also stays "running", because it wrote no exit record
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
