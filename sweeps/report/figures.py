@@ -143,7 +143,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
 
 
 def _legend_names(ranking: Ranking) -> dict[str, str]:
-    """Return names for a legend, with a zero-width space before a `_`, because Matplotlib omits names that begin so."""
+    """Return names for a legend; a name that begins with `_`, which Matplotlib would omit, gets a zero-width space."""
     short = shortened([entry.recipe for entry in ranking.ranking])
     cut_names = cut(list(short.values()), 40)
     return {recipe: "\u200b" * cut_names[name].startswith("_") + cut_names[name] for recipe, name in short.items()}
@@ -225,7 +225,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
 def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
     """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A or the verdict.
 
-    `ghost` draws only a thin line, of the baseline in another recipe's panel.
+    With `ghost`, only a thin line is drawn: the baseline's curve in another recipe's panel.
     """
     if fit.draws is None or fit.window is None:
         return

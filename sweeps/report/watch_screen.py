@@ -24,7 +24,7 @@ STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiti
 _CURVE = 16  # characters of a sparkline
 SURE, OUT = 0.95, 0.05  # P(best) at or above which a recipe is highlighted, and below which it is greyed out
 _TALL = 20  # minimum height of a terminal, in lines, for several sentences and warnings
-ROWS = 40  # members that are printed when the screen is closed
+ROWS = 40  # largest number of members that are printed when the screen is closed
 
 _RANKING = (
     Column("rank", 40, right=True), Column("recipe", soft=True), Column("P(best)", right=True), Column("A", right=True),
