@@ -167,7 +167,7 @@ def _inert_json(content: Any) -> str:
 
 
 def _as_sentence(text: str, names: Sequence[str]) -> str:
-    """Return a text as a sentence. A recipe's name at the start keeps its case: another name may differ only in case."""
+    """Return a text as a sentence. A recipe's name at the start keeps its case, by which another name may differ."""
     starts_with_name = any(re.match(rf"{re.escape(name)}(?![\w+=.-])", text) for name in names)
     return f"{text if starts_with_name else text[:1].upper() + text[1:]}."
 

@@ -44,8 +44,8 @@ class Trials:
         space: axes of the search space.
         settings: settings of the search.
         base: command-line overrides that all trials share.
-        planned: makes members' specifications from lists of overrides.
-        sampler: makes Optuna's sampler from a seed.
+        planned: function that makes members' specifications from lists of overrides.
+        sampler: function that makes Optuna's sampler from a seed.
     """
 
     def __init__(

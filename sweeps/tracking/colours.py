@@ -1,4 +1,4 @@
-"""Set the colours of recipes in MLflow's interface: of runs by a tag, of groups of runs by the group's name.
+"""Set the colours of recipes in MLflow's interface: a tag colours a run, and a group's name colours a group of runs.
 
 The interface of MLflow 3.17 derives a group's colour from a hash of `tag.<key>.<value>`. To give a recipe's seeds, fit
 and band the same colour, blanks are appended to the value of the tag by which lines are grouped, such that the hash

@@ -97,8 +97,9 @@ def _chart(uuid: str, **more: Any) -> dict[str, Any]:
 def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
     """Return a chart of fits and bands, and of the evaluations `y_key`, over one metric.
 
-    MLflow draws a run's first metric solid and its second one dashed, with markers below 60 points: the fits come
-    first, and the evaluations are points. MLflow cannot draw points without lines.
+    MLflow draws a run's first metric solid and its second one dashed, with markers if there are fewer than 60 points.
+    So the fits are the first metric and the evaluations the second: dashed lines with markers, because MLflow cannot
+    draw points without lines.
     """
     return _chart(
         uuid,
