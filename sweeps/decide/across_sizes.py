@@ -173,7 +173,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
         expected = lines[:, 0] + u[:, None] * lines[:, 1]
         log_weight = -0.5 * (((draws - expected[:, None]) / scatter) ** 2).sum(2)
         weight = np.cumsum(np.exp(log_weight - log_weight.max(1, keepdims=True)), axis=1)
-        # One draw per size, with probability proportional to its weight (inverse of the cumulative weights).
+        # Choose one draw per size, with probability proportional to its weight, by inverting the cumulative weights.
         at = (weight < rng.random(len(u))[:, None] * weight[:, -1:]).sum(1)
         current = draws[np.arange(len(u)), at]
         if sweep >= _BURN_IN:

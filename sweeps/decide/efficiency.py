@@ -98,8 +98,9 @@ def efficiencies(
     """Draw the efficiency of recipes that share an asymptote; returns it by recipe.
 
     A recipe's draws are weighted by how close their A is to the shared one. The width of the weights combines the
-    spread between seeds (the runs at hand may differ from their recipe) and the error of the shared A. With A fixed
-    instead, both errors would be missing, and two recipes that differ only in their seeds would look surely different.
+    spread between seeds (the runs at hand may differ from their recipe) and the error of the shared A. If A were fixed
+    at the shared value instead, both errors would be missing, and two recipes that differ only in their seeds would
+    look surely different.
 
     Args:
         tied: identifiable recipes.

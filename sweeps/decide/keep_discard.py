@@ -25,8 +25,8 @@ KEEP, DISCARD, UNDECIDED = "keep", "discard", "undecided"
 # If both recipes have this many runs, each recipe's own spread is used. With fewer runs, all recipes are assumed to
 # have the same spread.
 _MIN_RUNS_OWN_SPREAD = 3
-# Runs of the baseline to recommend if nothing was repeated: the 95% interval of the noise floor is then 0.6 to 2.9
-# times its value.
+# Number of runs of the baseline that is recommended if nothing was repeated. With so many runs, the 95% interval of the
+# noise floor is 0.6 to 2.9 times its value.
 _REPEATS = 5
 _TAIL = 0.025
 _POWER = 0.8
@@ -37,10 +37,10 @@ class Side(AsJson):
     """One of the two recipes that are compared.
 
     Attributes:
-        recipe: its name in the table.
+        recipe: name of the recipe in the table.
         runs: number of runs that finished.
         failed: number of runs that failed.
-        mean: mean of the finished runs, in the unit of the table; None without one.
+        mean: mean of the finished runs, in the unit of the table; None if no run finished.
         spread: standard deviation of the finished runs; None with fewer than two.
     """
 

@@ -9,7 +9,7 @@ The gain of a step is the expected reduction of the loss (the value of sample in
 Approximations:
 - New evaluations are spaced like the old ones. Their noise is independent, with a variance that makes their mean as
   uncertain as under the correlated noise of the old ones.
-- An extension informs on A through the curve alone.
+- An extension gives information on A only through the recipe's curve.
 - A new seed is one observation of the recipe's A. Its variance is the variance between seeds plus that of the fit of
   one run.
 - Ties in A are not broken by efficiency.
@@ -199,7 +199,7 @@ class _Simulation:
         if key not in self._posterior_indices:
             fit, theta = self.fits[i], self.theta[i]
             rng = np.random.default_rng(zlib.crc32(repr((fit.recipe, *key[1:])).encode()))
-            # Take the true values at even quantiles of A, which is less noisy than drawing them.
+            # Take the true values at evenly spaced quantiles of A, which is less noisy than drawing them.
             order = np.argsort(theta, kind="stable")
             truth = order[((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES * len(theta)).astype(np.intp)]
             if step.action == "seed":
@@ -216,7 +216,7 @@ class _Simulation:
 
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
-    """Return what one more seed would measure under each draw of A (K,), in units of its error; (K, 1)."""
+    """Return what one more seed would measure under each draw of A (K,), in units of the measuring error; (K, 1)."""
     # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. This
     # difference has `seeds` times the variance of `theta`, because `theta` is drawn for the mean over seeds.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
@@ -357,7 +357,7 @@ def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
     """Return the possible steps of a recipe within the cost limit, without their gains and reasons."""
     assert fit.window is not None
     end = fit.window[1]
-    # At 4 x C_mid a curve usually bounds its asymptote.
+    # A curve that is observed up to 4 x C_mid usually bounds its asymptote.
     targets = {factor * end for factor in _EXTENSION_FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _EXTENSION_FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)

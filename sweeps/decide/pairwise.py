@@ -29,8 +29,8 @@ from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 from sweeps.terminal import counted
 
-# When pairing seeds, the reward of a run at the common compute is the mean of its last evaluations up to there, this
-# many.
+# When seeds are paired, the reward of a run is the mean of this many evaluations: its last ones up to the common
+# compute.
 _LAST_EVALUATIONS = 3
 _GRID_SIZE = 201
 # Degrees of freedom of the prior in `pairing_of_two`, as many as a study of three recipes and three seeds has. They are
@@ -59,11 +59,12 @@ class Difference(AsJson):
             added; None where passes by prompt are unknown for one recipe, or the prompts differ.
         R_at_budget: forecast difference at the budget; None without a budget, or if it is too far beyond the data.
         A: difference of the asymptotes; None where one of the curves does not rise.
-        ratio: compute of `recipe` to a reward that both reach, over that of `other`; None where unknown.
-        p_neither: fraction of the draws in which neither reaches that reward, which `ratio` leaves out; None without a
-            ratio.
+        ratio: compute that `recipe` needs for a reward that both reach, divided by the compute of `other`; None where
+            unknown.
+        p_neither: fraction of the draws in which neither reaches that reward; `ratio` leaves these draws out. None
+            without a ratio.
         p_higher: probability that `recipe` has the higher reward at `compute`.
-        seeds: number of seeds, of the recipe with fewer.
+        seeds: number of seeds of the recipe that has fewer.
         paired: what the recipes are paired by: "seed", "prompt", both or neither.
         seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `MOST_SEEDS`.
         verdict: `higher`, `lower`, `same` (within the margin) or `not told apart`.
@@ -128,7 +129,7 @@ def compare(
         pairs: labels of the two recipes of each comparison; bounds hold for all pairs at once.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
         margin: difference in reward below which two recipes count as equal; None for 0.02 of the reward's scale.
-        passes: function that returns which prompts the runs of a recipe passed; None where that was not recorded.
+        passes: function that returns the results per prompt, see `PromptPasses`; None where they were not recorded.
 
     Raises:
         UserError: a recipe is unknown, compared with itself or without a forecast, or the margin is invalid.
@@ -313,10 +314,11 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
 def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
     """Return the standard error of a difference of pass rates on the same prompts that is due to the choice of prompts.
 
-    Its square is the variance of the difference between prompts, minus the part due to sampling of completions, over
-    the number of prompts. Where the data set names families of prompts, prompts of one family are not independent, so
-    the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if
-    the recipes share no seed that was evaluated on the same prompts, or if all these prompts are of one family.
+    Its square is a variance divided by the number of prompts: the variance over prompts of the recipes' difference,
+    minus the part due to sampling of completions. Where the data set names families of prompts, prompts of one family
+    are not independent, so the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered
+    standard errors). None if the recipes share no seed that was evaluated on the same prompts, or if all these prompts
+    are of one family.
 
     Args:
         one: passes of one recipe's runs, by seed.

@@ -52,7 +52,7 @@ class Ranked(AsJson):
         rank: place, from 1; None where A is not identifiable.
         p_best: probability that its asymptote is the highest of all recipes, ranked or not; None without a comparison.
         p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without one.
-        expected_loss: expected difference of the highest asymptote and this recipe's, in reward.
+        expected_loss: expected distance of this recipe's asymptote below the highest asymptote, in reward.
         tied_with_best: whether its A is within the margin of the best.
         A, A_total: asymptote for the given runs, and its bounds including the spread between seeds.
         efficiency, efficiency_half: compute to gain 90%, and half, of the way from R0 to the tied recipes' mean A; None
@@ -166,11 +166,12 @@ def rank(
     brief: bool = False,
     baseline: str | None = None,
 ) -> Ranking:
-    """Rank recipes by asymptote; ties by efficiency; unidentifiable recipes last.
+    """Rank recipes by asymptote. Tied recipes are ordered by efficiency; unidentifiable recipes come last.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them (with the spread between seeds pooled).
-        margin: recipes whose A is within this of the best are tied, in reward; None for 0.02 of the reward's scale.
+        margin: distance to the best A, in reward, up to which a recipe is tied with the best; None for 0.02 of the
+            reward's scale.
         budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
         workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
         brief: leave out the comparison of families, on which the ranking does not depend.

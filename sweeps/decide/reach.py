@@ -43,7 +43,8 @@ class Reach(AsJson):
 
     Attributes:
         compute: compute at which the given runs, if continued, pass the target; None if they do not.
-        new_run: compute for a run with a new seed, which differs by the spread between seeds; None if not reached.
+        new_run: compute at which a run with a new seed passes the target; such a run differs by the spread between
+            seeds. None if it does not pass the target.
         p_never: probability that the runs do not reach the target in the range in which the fit may be used; None
             without a fit.
         reached: whether the curve passed the target within the window, with probability 97.5% or more.

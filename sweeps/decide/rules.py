@@ -29,7 +29,7 @@ class Rules(AsJson):
         growth: factor by which compute grows from one look to the next.
         loss: largest expected cost of all stops together, as a fraction of the reward's scale: the expected excess of
             the best stopped recipe over the best remaining one, summed over the looks. It is limited because small
-            chances add up: that one of many stopped recipes would have won is more likely than for any single one. 1
+            chances add up: the chance that one of many stopped recipes would have won exceeds the chance of each. 1
             sets no limit.
 
     Raises:

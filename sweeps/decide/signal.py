@@ -42,7 +42,8 @@ class SetSignal(AsJson):
         signal: relative dispersion between recipes; None where the mean is 0.
         noise: relative standard deviation within runs; None where the mean is 0 or no run has three evaluations.
         ratio: signal to noise; None where either is unknown or the noise is 0.
-        ratio_without_rise: signal to noise with the noise about a straight line; None where unknown.
+        ratio_without_rise: signal to noise, with the noise of a run measured about a straight line through its scores;
+            None where unknown.
     """
 
     set: str
@@ -59,7 +60,7 @@ class Signal(AsJson):
     """Signal to noise of all evaluation sets, the set with the highest ratio first.
 
     Attributes:
-        axis, compute: compute axis, and the largest compute that all runs have spent, up to which evaluations count.
+        axis, compute: compute axis, and the largest compute that all runs have spent; later evaluations do not count.
         last: number of last evaluations of a run that count.
         best: the set to use; None if no ratio is known or none reaches 1.
         rows: one per set.

@@ -112,7 +112,7 @@ class Standing:
         margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error.
         leader: recipe to choose: the recipe with the smallest expected loss, identifiable or not, or the most efficient
             of the recipes tied with it; None if no recipe has a forecast.
-        losses: expected difference of the highest asymptote and this recipe's, in reward.
+        losses: expected distance of each recipe's asymptote below the highest asymptote, in reward.
         p_best: probability of the highest asymptote among ranked and unranked recipes, including the spread between
             seeds.
         p_wrong: probability that another recipe's asymptote exceeds the leader's by more than the margin; None without
@@ -243,7 +243,7 @@ def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
 
 
 def _laws(fits: Sequence[Fit]) -> list[str]:
-    """Sample the law of each of K joint draws, by the laws' mean weight over the recipes; returns their names."""
+    """Sample the name of the law of each of K joint draws, with the laws' mean weights over the recipes."""
     outlooks = [fit.outlook for fit in fits if fit.outlook is not None]
     names = sorted({name for outlook in outlooks for name in outlook.weights})
     if not names:

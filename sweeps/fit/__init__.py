@@ -4,7 +4,7 @@
     seen       the points, rescaled to be without units
     posterior  the model and its joint draws
     forecast   the draws in the curve's units
-    fit        estimates from the draws, with seeds (spread between seeds) and verdict
+    fit        estimates from the draws, with the help of seeds (spread between seeds) and verdict
 
 `predict` forecasts from a fit, and `history` repeats fits at growing compute. `compare`, `sensitivity` and `published`
 fit under other assumptions. To add a family, add an entry to `family.FAMILIES` and its name to `names`. Every claim

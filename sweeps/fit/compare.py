@@ -61,7 +61,8 @@ class Comparison(AsJson):
 
     Attributes:
         rows: one per family; empty with too few points.
-        last_value: mean absolute error of each seed's last value, in reward; None where too little is held out.
+        last_value: mean absolute error, in reward, if each seed's last value predicts its later rewards; None where too
+            little is held out.
         beats_last: whether some family (other than the constant) has a smaller error than the last value; None where
             too little is held out.
         sentence: the outcome in words.
@@ -304,10 +305,11 @@ class _HeldOut:
 
 
 def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
-    """Return the evaluations held out after each origin, and the mean absolute error of predicting the last value.
+    """Return the evaluations held out after each origin, and the mean absolute error of the last value on these.
 
-    The result is an empty list and None if too few evaluations can be held out. The evaluations of a seed are predicted
-    by its own last value, so that seeds that ended earlier do not distort the error.
+    The last value is each seed's last reward before the origin, taken as the prediction of its later rewards. Each seed
+    has its own, so that seeds that ended earlier do not distort the error. The result is an empty list and None if too
+    few evaluations can be held out.
     """
     end = float(points.compute.max())
     parts: list[_HeldOut] = []

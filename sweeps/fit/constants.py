@@ -1,9 +1,9 @@
 """Hand-set constants of `sweeps.fit` that affect the conclusions from a curve, each with the data it was set on.
 
 Numerical resolution (grids, rounds, draws) is set next to each computation instead, because it affects no conclusion:
-`tests/sweeps/fit/test_law.py` compares with a sampler without grids. Rewards are on a scale of width 1. Compute is
-in windows: units of the largest compute evaluated. docs/reference/methods.md has the equations. "The zoo" is
-benchmarks/forecast_zoo.py, "real curves" are benchmarks/real_curves.py.
+`tests/sweeps/fit/test_posterior.py` compares the evidence with that of many samples of the prior. Rewards are on a
+scale of width 1. Compute is in windows: units of the largest compute evaluated. docs/reference/methods.md has the
+equations. "The zoo" is benchmarks/forecast_zoo.py, "real curves" are benchmarks/real_curves.py.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ FIXED = 1e-5
 EXACT = 1e-3
 # Grid of scales, equally likely, for the walks of seeds about their mean, in units of the recipe's walk.
 SEED_WALKS = (0.3, 1.0, 3.0)
-# Prior of the noise. Without known errors: median at the points' roughness, at least QUIET; NOISE_SD is the standard
-# deviation of its logarithm. With errors given by the source: median at KNOWN times these errors, because evaluations
-# on the same prompts agree better than independent evaluations; KNOWN_SD is the standard deviation of its logarithm.
+# Prior of the noise, log-normal. If the source gives no errors, its median is the points' roughness, at least QUIET,
+# and NOISE_SD is the standard deviation of its logarithm. If the source gives errors, its median is KNOWN times these
+# errors, because evaluations on the same prompts agree better than independent evaluations, and KNOWN_SD is the
+# standard deviation of its logarithm.
 NOISE_SD, QUIET = 0.5, 0.004
 KNOWN, KNOWN_SD = 0.85, 0.2
 # Where A is not identifiable, forecasts and ceilings are limited to this many windows: no study could use more.

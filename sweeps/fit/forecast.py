@@ -104,7 +104,7 @@ class OutlookInputs:
         recipe: label of the recipe, which seeds the draws.
         points: evaluations of the recipe, without units.
         end, bottom, width, schedule: see `Outlook`.
-        evaluations_per_point: average number of evaluations that were averaged to one of the points.
+        evaluations_per_point: mean number of evaluations that were averaged into one point; 1 without averaging.
         options: the family, and R0 and A where they are fixed.
     """
 

@@ -1,4 +1,4 @@
-"""Draw a report's figures: compute curves, asymptotes, residuals, confidence curves of A, A as compute grew."""
+"""Draw a report's figures: compute curves, asymptotes, residuals, confidence curves of A, and A over compute."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     """Draw the confidence curves of A: identifiable recipes on the left, open recipes on the right; None without any.
 
-    The curve crosses 0.05 at the ends of the 95% interval; an open end is marked at the bound of A.
+    The curve crosses 0.05 at the ends of the 95% interval. An end at which A is not bounded is marked as open.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.draws is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]

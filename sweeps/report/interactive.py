@@ -38,7 +38,7 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
-# A recipe's name is cut to so many characters where its asymptote is drawn: on a screen, and on a phone.
+# Number of characters to which a recipe's name is cut where its asymptote is drawn: on a screen, and on a phone.
 _NAME_LIMITS = (28, 18)
 _UNKNOWN = float("nan")
 

@@ -33,7 +33,7 @@ from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
 from sweeps.terminal import counted
 
-_LOW = 0.025  # probability below the lower bound; this bound is a trial's value
+_LOW = 0.025  # probability of a result below the lower bound, which is a trial's value
 # Number of refused configurations in a row after which the search fails.
 _MAX_REFUSED = 10
 

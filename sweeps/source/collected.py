@@ -31,7 +31,7 @@ _MAX_LISTED = 3
 
 
 def show_one_run(rewards: Collection[float]) -> bool:
-    """Return whether two runs that both have these rewards must be one run, because chance is very unlikely."""
+    """Return whether two runs that both have these rewards must be one run, as chance hardly makes so many equal."""
     return len(rewards) >= _COMMON_POINTS and len(set(rewards)) >= _DISTINCT_REWARDS
 
 
@@ -274,7 +274,7 @@ class Collected:
     def points(
         self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
     ) -> CurvePoints:
-        """Return the points of a recipe and its factors, to add points to; they are created if needed.
+        """Return the `CurvePoints` of a recipe with these factors, to which points can be added; created if needed.
 
         Args:
             recipe, factors: recipe, and values of the factors.

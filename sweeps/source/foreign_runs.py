@@ -156,7 +156,10 @@ def read_runs(
 
 
 def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
-    """Return a warning for each source with duplicated rows, which `points_of` drops, and its number of points."""
+    """Return a warning for each source with duplicated rows, which `points_of` drops.
+
+    The warning states how many rows are dropped and how many points remain.
+    """
     duplicated, remaining = Counter[str](), Counter[str]()
     for run in runs:
         points = len(_distinct_rows(run)[0])

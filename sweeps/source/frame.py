@@ -160,7 +160,7 @@ def read_table(file: File, request: Request) -> Table | None:
 
 
 def with_order(table: Table, request: Request, labels: Sequence[str]) -> Table:
-    """For `--x order`, add a column that numbers the rows from 1, per combination of these labels.
+    """For `--x order`, add a column that numbers the rows from 1, separately for each combination of these labels.
 
     Otherwise, or if the table has a column of that name, it is returned unchanged.
     """

@@ -19,7 +19,7 @@ class Vocabulary:
     Attributes:
         project: name of the framework.
         signature: names that only this framework uses.
-        evaluations, training: held-out and training rewards; a group in the pattern is the evaluation set.
+        evaluations, training: held-out and training rewards; a group in a pattern matches the evaluation set.
         compute: cumulative counters.
         per_step: amounts per step, to be summed.
         step: columns of steps, by which separately logged rows are joined; tried before `STEP_NAMES`.

@@ -205,7 +205,7 @@ class _Lines:
         return line_value(f"{self.labels.get(recipe, recipe)} {what}", self.colours[recipe])
 
     def tags(self, member: Run) -> dict[str, str]:
-        """Return the tag `line` of a member and, if the member has no colour yet, its colour's tag."""
+        """Return the tag `line` of a member and, if the member has no colour yet, the tag of its colour."""
         own_tags = member.data.tags
         what = own_tags.get("series", "").removeprefix(f"{own_tags['recipe']} ") or member.info.run_id
         tags = {LINE_TAG: self.value(own_tags["recipe"], what)}
