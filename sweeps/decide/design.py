@@ -48,11 +48,11 @@ class Foresight(AsJson):
 def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
     """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
-    A difference of two means of n seeds has a standard error s / sqrt(n), where s is estimated from all pairs of
-    recipes of the earlier study (paired by seed where two recipes share seeds). True differences between recipes are
-    assumed to be normal. Their variance is the earlier study's mean squared difference minus its mean squared standard
-    error. Studies are then simulated: a comparison with the best observed recipe is undecided if the difference is
-    below 1.96 s / sqrt(n).
+    A difference of two means of n seeds has a standard error s / sqrt(n). All pairs of recipes of the earlier study
+    give an estimate of s, paired by seed where two recipes share seeds. True differences between recipes are assumed to
+    be normal. Their variance is the earlier study's mean squared difference minus its mean squared standard error.
+    Studies are then simulated: a comparison with the best observed recipe is undecided if the difference is below
+    1.96 s / sqrt(n).
 
     Args:
         recipes: number of recipes of the planned study.

@@ -52,7 +52,7 @@ class LiveRanking(Thread):
         self.trouble = ""
 
     def give(self, curves: Sequence[Curve]) -> None:
-        """Set the newest curves to rank next; the same list again changes nothing."""
+        """Set the newest curves to rank next; giving the same list again changes nothing."""
         if curves and curves is not self._curves:
             self._curves = curves
             self._new.set()

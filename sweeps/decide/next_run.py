@@ -43,7 +43,7 @@ _CONTENDER_VERDICTS = ("identifiable", "open", "at_bound", "pre_inflection", "mi
 _EXTENSION_FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
 _SAMPLES = 256
-# Effective number of draws that must explain an outcome, on average.
+# Smallest allowed effective number of draws that explain an outcome, as a mean over outcomes.
 _MIN_EFFECTIVE_DRAWS = 20.0
 # Smallest gain, as a fraction of the reward's scale, that exceeds the error of the simulation.
 _MIN_GAIN = 0.0005

@@ -359,7 +359,7 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
 
 
 def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
-    """Draw the ratio of computes, `one` over `two`, to a reward that both reach by `compute`.
+    """Draw the ratio of the computes, `one` over `two`, that the recipes need for a reward both reach by `compute`.
 
     Returns:
         The ratio; None where one recipe gains nothing, or no draw of either reaches that reward.
@@ -377,7 +377,7 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
 def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
     """Return the seeds per recipe to detect the margin at 5% with 80% power; None if over `MOST_SEEDS`.
 
-    The uncertainty at a compute already spent (seeds, sampling, noise) falls with the root of the number of seeds.
+    The uncertainty at a compute already spent (seeds, sampling, noise) is proportional to 1 / sqrt(number of seeds).
 
     Args:
         difference: posterior draws of the difference at the present number of seeds, (K,).

@@ -7,9 +7,9 @@ In the notation L(N, X) = K(N) X^(-E(N)), which others use, the prefactor K(N) i
 which is the term that saturates, is k here.
 
 E is estimated separately for each size that was run. For other sizes a straight line in log N is fitted to log L at a
-reference compute in the middle of the data (at X = 1 the line would depend on the unit of compute), and results are
-marked as extrapolation. Given N_0 the model is linear, so only N_0 is searched. A power law in 1 - R has no ceiling
-below R = 1, unlike the sigmoid: `sweeps.decide.sizes` fits both and reports which to trust.
+reference compute in the middle of the data; at X = 1 the line would depend on the unit of compute. Results for such
+sizes are marked as extrapolation. Given N_0 the model is linear, so only N_0 is searched. A power law in 1 - R has no
+ceiling below R = 1, unlike the sigmoid: `sweeps.decide.sizes` fits both and reports which to trust.
 """
 
 from __future__ import annotations
@@ -384,8 +384,8 @@ def _add_seed_spread(
 ) -> _Lines:
     """Reduce the information on each slope by the spread between seeds.
 
-    A seed whose R is off by a constant has a log L that is off by this constant / L, which grows along the curve and
-    tilts the line. The information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
+    If R of a seed is off by a constant, its log L is off by this constant divided by L. This error grows along the
+    curve and tilts the line. The information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
     """
     count = len(fits)
     x = points.log_x - (np.bincount(points.size, weight * points.log_x, count) / lines.weight)[points.size]

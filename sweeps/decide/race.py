@@ -397,7 +397,7 @@ def make_look(
 
 
 def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
-    """Return how many recipes, taken from the front of `due`, may be stopped together, and the expected loss of it.
+    """Return how many recipes from the front of `due` may be stopped together, and the expected loss of these stops.
 
     The loss is the excess of the best stopped recipe's reward over that of the best remaining recipe, as a fraction of
     the scale.

@@ -28,8 +28,8 @@ from sweeps.fit.verdict import chance
 NEAR = 0.95
 # A target counts as out of reach if the probability of never reaching it is at least this.
 _NEVER = 0.9
-# The common reward is at this fraction of the slower recipe's gain, and not at all of it, because near a plateau the
-# compute to reach a reward is uncertain.
+# The common reward is at this fraction of the slower recipe's gain. The full gain is not used, because near a plateau
+# the compute to reach a reward is uncertain.
 _COMMON_SHARE = 0.8
 _UNKNOWN = Interval(None, None, None)
 # Number of computes at which a curve is evaluated, within its window and beyond.

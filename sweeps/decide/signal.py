@@ -6,10 +6,10 @@ The definitions follow "Signal and Noise" (Heineman et al. 2025, arXiv 2508.1314
     noise  = sqrt(mean over runs of s_r^2) / m               relative standard deviation
     ratio  = signal / noise
 
-m_j is the mean score of recipe j over the last n evaluations of its runs, m the mean of all m_j, and s_r the standard
+m_j is the mean score of recipe j over the last n evaluations of its runs. m is the mean of all m_j. s_r is the standard
 deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in the authors' comparison of small models.
-The authors take the noise of one model, or of all models' scores together; here it is pooled within runs, so that
-differences between recipes do not count as noise.
+The authors take the noise of one model, or of all models' scores together. Here the noise is pooled within runs, so
+that differences between recipes do not count as noise.
 
 By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also computed with
 s_r about a straight line through the run's last n evaluations (divisor n - 2).

@@ -30,8 +30,9 @@ CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
 # An unranked recipe is named as a rival if its probability of being best is above this.
 COULD_WIN = 0.05
-# Scatter of asymptotes between recipes: fewest recipes to estimate it from, its lower limit (as a fraction of the
-# reward's scale), and the degrees of freedom of the Student t prior that shrinks asymptotes.
+# _MIN_RECIPES: fewest recipes from which the scatter of asymptotes between recipes is estimated. _MIN_SCATTER: lower
+# limit of this scatter, as a fraction of the reward's scale. _PRIOR_DOF: degrees of freedom of the Student t prior that
+# shrinks asymptotes.
 _MIN_RECIPES, _MIN_SCATTER, _PRIOR_DOF = 3, 0.03, 4.0
 # If a recipe has fewer draws of a law than this, its draws of all laws are used instead.
 _MIN_DRAWS = 8

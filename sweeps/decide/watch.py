@@ -2,10 +2,9 @@
 
 A snapshot is the fit to evaluations up to some compute C, with a check: the mean of the evaluations in the last tenth
 (C / 1.1 to C) is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C
-only, not on when it was computed. A run has departed from its forecast if the checks of two snapshots whose C differ by
-a factor of 1.15, and of all snapshots between them, are outside the 95% interval, all on the same side.
-docs/measured/watch.md has the rate of alarms for runs that follow the law and for runs that fall
-(`benchmarks/watch.py`).
+only, not on when it was computed. A run has departed from its forecast if all checks over a factor of 1.15 in C are
+outside the 95% interval, on the same side. docs/measured/watch.md has the rate of alarms for runs that follow the law
+and for runs that fall (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations

@@ -454,7 +454,7 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, worke
 def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
     """Share information between a study's recipes, each fitted alone by `fit_curve`; `fit_curves` includes this.
 
-    What is pooled is the scale of the walks (`sweeps.fit.pooling`) and the spread between seeds.
+    The scale of the walks (`sweeps.fit.pooling`) and the spread between seeds are pooled.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
     fits = _pool_walks(fits)

@@ -17,7 +17,7 @@ from sweeps.fit.schedule import Schedule
 from sweeps.fit.seen import ScaledPoints
 
 DRAWS = 2000
-# Above this number of points, neighbouring points, or those of several seeds, are averaged, because more points only
+# Above this number of points, neighbouring points, or points of several seeds, are averaged, because more points only
 # take time.
 _MAX_POINTS = 160
 # With fewer points there is no forecast.

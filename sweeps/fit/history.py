@@ -127,7 +127,7 @@ def history(
         every: smallest factor by which compute grows between snapshots, except for the last; 1 for a snapshot after
             every evaluation. By default 40 evenly spaced evaluations give a dozen snapshots, each doubling 5 more.
         earlier: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last
-            snapshot, as those of a seed that lags behind, a snapshot at the last compute is taken again.
+            snapshot, because their seed lags behind, a snapshot at the last compute is taken again.
         pool: `Fit.pool` of the recipe's fit, so that the last snapshot equals this fit; None for no pooling.
 
     Raises:

@@ -125,8 +125,8 @@ def select(curve: Curve, options: FitOptions) -> Points:
 def average_neighbours(points: Points, limit: int) -> Points:
     """Average neighbouring points until about `limit` points remain.
 
-    Neighbours of one seed are averaged if each seed then keeps `_MIN_POINTS_OF_RUN` points. With too many seeds for
-    that, the seeds are divided into groups, and each group is merged into one run, so that the common curve keeps its
+    Neighbours of one seed are averaged if each seed then keeps `_MIN_POINTS_OF_RUN` points. Otherwise there are too
+    many seeds: they are divided into groups, and each group is merged into one run, so that the common curve keeps its
     resolution. Evaluations at compute 0 are not averaged with later evaluations.
     """
     seeds, block = points.seeds, -(-len(points.reward) // limit)

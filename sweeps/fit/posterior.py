@@ -60,8 +60,8 @@ _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
 _MANY_DRAWS = 1000
 # Variance added to every point, so that the precision stays finite.
 _ROUNDING = 1e-8
-# A later proposal is wider than the samples so far: by the factor `_WIDER` in variance, plus the fraction
-# `_PRIOR_SHARE` of the prior's standard deviation. `_TAIL` is the degrees of freedom of proposals.
+# A later proposal is wider than the samples so far. Its covariance is `_WIDER` times theirs, plus the square of
+# `_PRIOR_SHARE` prior standard deviations. `_TAIL`: degrees of freedom of the proposals, which are Student t.
 _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 

@@ -1,8 +1,8 @@
 """The published fit procedure, followed literally (arXiv 2510.13786, A.5): a grid over A and C_mid, B fitted by SciPy.
 
 Use it to compare with published numbers. It gives no interval, so no fit is `identifiable`; rank on `sweeps.fit.fit`
-instead. Two traps of the printed grids are reported: a ceiling outside [0.45, 0.80] comes out on the grid's edge (a
-GSM8K curve at 0.93 as 0.80), and C_mid's grid is in GPU-hours, in steps of 403.
+instead. Warnings point out two traps of the printed grids. A ceiling outside [0.45, 0.80] comes out on the grid's edge:
+a GSM8K curve at 0.93 as 0.80. And the grid of C_mid is in GPU-hours, in steps of 403.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
 Figures are drawn without pyplot, so they need no global state and no display. In the SVG, text is stored as text, not
-as outlines. Text (`INK`) and lines (`RULE`) have placeholder colours. `inline_svg` replaces these by those of the page,
-so one drawing fits a light and a dark page.
+as outlines. Text (`INK`) and lines (`RULE`) have placeholder colours, for which `inline_svg` substitutes the page's
+colours, so one drawing fits a light and a dark page.
 """
 
 from __future__ import annotations

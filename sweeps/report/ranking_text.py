@@ -78,7 +78,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
     for entry in rewards.rows:
         row = [entry.recipe, format_interval(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            # Compute as a multiple of that of the fastest recipe, whose own multiple is 1.
+            # Compute as a multiple of the fastest recipe's compute. For the fastest recipe itself it is 1.
             row += [
                 format_interval(entry.C, ".4g"),
                 "1" if entry.recipe == rewards.fastest else format_interval(entry.ratio, ".2f"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sweeps.curve import Curve
     from sweeps.decide.rank import Ranking
 
-# Order of the members' states: those that need attention first, finished members and unknown states last.
+# Order of the members' states: states that need attention first, finished members and unknown states last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
 _CURVE = 16  # characters of a sparkline
 SURE, OUT = 0.95, 0.05  # P(best) at or above which a recipe is highlighted, and below which it is greyed out

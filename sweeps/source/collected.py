@@ -31,7 +31,7 @@ _MAX_LISTED = 3
 
 
 def show_one_run(rewards: Collection[float]) -> bool:
-    """Return whether two runs that both have these rewards must be one run, as chance hardly makes so many equal."""
+    """Return whether two runs that share these rewards must be one run: by chance this is very unlikely."""
     return len(rewards) >= _COMMON_POINTS and len(set(rewards)) >= _DISTINCT_REWARDS
 
 

@@ -40,7 +40,7 @@ _ROW_KEYS = frozenset({"loss", "reward", "eval_loss", "eval_reward", _STEP_OF_TO
 
 
 def matches(file: File, into: Collected | None = None) -> bool:
-    """Return whether a line of the file contains an object with metrics, and the ending is not that of a table.
+    """Return whether a line of the file contains an object with metrics, unless the file has the ending of a table.
 
     ms-swift's `logging.jsonl` also counts, because it has the rows of the console, without a column of steps.
     """

@@ -133,7 +133,7 @@ class Place:
 
     @property
     def title(self) -> str:
-        """Name for the study: that of the experiment, project, file or folder."""
+        """Name for the study: the name of the experiment, project, file or folder."""
         if self.kind is Kind.PROJECT:
             return self.text.rpartition("/")[2]
         return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem

@@ -77,8 +77,8 @@ def read_run_values(
         lower_is_better: whether the value is a loss; only checked against the column's name.
 
     Raises:
-        UserError: the file or a column cannot be read, or the value's name is that of a loss and `lower_is_better` is
-            False, or a value is text and its run did not fail.
+        UserError: the file or a column cannot be read; or the value's column has the name of a loss and
+            `lower_is_better` is False; or a value is text although its run did not fail.
     """
     file = File(path, "a table with a header line and one row per run")
     table = _table(file, tuple(name for name in (by, status) if name))

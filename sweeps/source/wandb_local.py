@@ -1,7 +1,7 @@
 """Read W&B's local folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
 
-The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages, which are
-defined in the package `wandb` (an extra, imported only here). A truncated log is read up to the break.
+The log has LevelDB's format: blocks of 32 KiB, and records in fragments with a checksum each. The records are protobuf
+messages, which the package `wandb` defines (an extra, imported only here). A truncated log is read up to the break.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class FitSummary:
         band_low, band_high: ends of the band at `curve_x`.
         label: the recipe's short name in the chart.
         efficiency: compute to 90% of the way to the common asymptote of tied recipes.
-        ratio: `efficiency` divided by that of the first recipe.
+        ratio: `efficiency` divided by the efficiency of the first recipe.
         place_at_k: place in the ranking by pass@k at common compute.
     """
 
@@ -140,7 +140,7 @@ def publish(
     artifacts: Iterable[str | Path] = (),
     at_k: str = "",
 ) -> Published:
-    """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing those of earlier calls.
+    """Publish fits, bands, ranking and saved views of one sweep to MLflow, and remove earlier publications.
 
     The new runs are complete before the earlier ones are deleted, so a failure midway keeps the old chart. Each member
     gets the `fit/*` metrics and tags of its recipe, so that members can be sorted by them. The step of these metrics is
@@ -313,8 +313,8 @@ def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     wanted = [(keys.log10, point, x) for point, x in positive]
     wanted += [(keys.compute, point, compute) for point, compute in all_points]
     wanted += [(keys.whole, point, point.value) for point, _ in all_points]
-    # Give the member an empty value of the chart's first metric, that of the fits. The evaluations are then the run's
-    # second metric in the chart, and MLflow draws only a second metric dashed.
+    # Give the member an empty value of the chart's first metric, by which fits are drawn. The evaluations are then the
+    # run's second metric in the chart, and MLflow draws only a second metric dashed.
     wanted += [(BAND_KEY, point, math.nan) for point, _ in positive[:1]]
     stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole, BAND_KEY) for point in history(key)}
     missing = [

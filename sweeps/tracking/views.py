@@ -130,7 +130,7 @@ def scaling_state(
     runs are sorted by rank.
     """
     return _state(
-        # Runs without the metric (the parent, recipes with a refused fit) would only crowd the legend.
+        # Runs without the metric (the parent, and recipes whose fit was refused) would only crowd the legend.
         searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{keys.log10}` > -1000",
         orderByKey=f"metrics.`{RANK_KEY}`",
         orderByAsc=True,
