@@ -15,7 +15,7 @@ Approximations:
 - Ties in A are not broken by efficiency.
 - Only the next step is simulated, not sequences of steps.
 - Where few draws explain the new data, the noise is raised until enough do, which understates the gain.
-- Where A is not identifiable, its draws are the final rewards under all laws, which differ widely.
+- Where A is not identifiable, its draws are the final rewards under all laws. These draws are widely spread.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def run_race(
 ) -> Race:
     """Run the race over all evaluations so far, from its first look.
 
-    A look is taken as soon as every recipe in the race has been evaluated up to its compute, has ended, or has failed.
+    A look is taken as soon as every recipe in the race has been evaluated up to the look's compute, has ended or has
+    failed.
 
     Args:
         curves: one curve per recipe.
