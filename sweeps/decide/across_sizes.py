@@ -2,10 +2,11 @@
 
     log(1 - A) = a0 - a1 log N     log C_mid = c0 + c1 log N     log B = b0     log(1 - R0) = r0 - r1 log N
 
-Each size deviates from each line by N(0, tau^2). A Gibbs sampler (Gelman and Hill 2007, chapter 12) alternates two
-steps. It draws the four numbers of each size from the posterior of that size's own runs (`sweeps.fit.posterior`),
-weighted by how well they agree with the lines. It then draws the lines given those numbers. So a size whose curve has
-not bent yet is estimated with the help of the other sizes, and a size that was not run gets a curve too.
+N is the model size in parameters. The four logarithms of one size deviate from the four lines by N(0, tau^2), with a
+tau for each line. A Gibbs sampler (Gelman and Hill 2007, chapter 12) alternates two steps. It draws each size's four
+logarithms from the posterior of that size's own runs (`sweeps.fit.posterior`), weighted by how well they agree with the
+lines. It then draws the lines given these logarithms. So a size whose curve has not bent yet is estimated with the help
+of the other sizes, and a size that was not run gets a curve too.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from sweeps.fit.predict import FAR, quantiles, seed_offsets
 from sweeps.fit.schedule import Schedule
 
 # Priors for the logarithms of (1 - A, C_mid, B, 1 - R0). _SLOPED: whether the value changes with size. _SLOPE_SD:
-# standard deviation of the slope. _SCATTER: standard deviation of sizes from the line; this prior counts as much as
-# `_SCATTER_WORTH` observed sizes. Published values are well within these priors (compute to reach a loss grows at most
-# like N^2; 1 - A shrinks with a power below 1).
+# standard deviation of the slope. _SCATTER: prior standard deviation of sizes about the line, which counts as much as
+# `_SCATTER_WORTH` observed sizes. Published values are well within these priors: the compute to reach a loss grows at
+# most like N^2, and 1 - A shrinks with a power of N below 1.
 _SLOPED = (True, True, False, True)
 _SLOPE_SD = (0.5, 1.0, 1.0, 0.5)
 _SCATTER, _SCATTER_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
-# Lower limit of 1 - A: a ceiling at the bound would have no logarithm.
+# Lower limit of 1 - A, because the logarithm of 0 does not exist.
 _MIN_FAILURE = 1e-3
 _BURN_IN, _DRAWS = 200, 1000
 _GRID, _BUDGETS = 61, 40
@@ -38,7 +39,7 @@ _GRID, _BUDGETS = 61, 40
 
 @dataclass(frozen=True)
 class Frontier(AsJson):
-    """The best size at one compute, and its reward there. extrapolation: whether `compute` is beyond every run's."""
+    """The best size at one compute, and its reward there. extrapolation: whether no run has spent that much compute."""
 
     compute: float
     size: Interval
@@ -53,7 +54,7 @@ class AcrossSizes(AsJson):
     Attributes:
         sizes: model sizes that were run, ascending, in parameters, (S,).
         log_parameters: D draws of each size's log(1 - A), log C_mid, log B and log(1 - R0), (D, S, 4).
-        lines: for each of the four, the value at the mean of log N over the sizes, and the slope in log N, (D, 4, 2).
+        lines: draws of the four lines, each as its value at the mean of log N over the sizes and its slope, (D, 4, 2).
         scatter: tau, the standard deviation of sizes about the line, (D, 4).
         schedules: learning rate schedule of each size, which converts compute to effective compute; None if constant.
     """
@@ -73,7 +74,10 @@ class AcrossSizes(AsJson):
         )
 
     def _log_parameters(self, size: float) -> Array:
-        """Return draws of a size's four logarithms, (D, 4); a size that was not run deviates from the line by tau."""
+        """Return draws of a size's four logarithms, (D, 4).
+
+        A size that was not run is drawn about the lines, with the standard deviation tau.
+        """
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         if len(at):
             draws: Array = self.log_parameters[:, int(at[0])]
@@ -146,7 +150,7 @@ def _rewards(numbers: Array, compute: Array) -> Array:
 
 
 def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | None:
-    """Fit the joint posterior of a recipe's sizes; None if a size has no sigmoid, or there is only one size.
+    """Fit the joint posterior of a recipe's sizes; None if some size's fit is not a sigmoid, or there is only one size.
 
     Args:
         by_size: fits of pass rates, under any verdict, by model size in parameters, ascending.
@@ -169,7 +173,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
         expected = lines[:, 0] + u[:, None] * lines[:, 1]
         log_weight = -0.5 * (((draws - expected[:, None]) / scatter) ** 2).sum(2)
         weight = np.cumsum(np.exp(log_weight - log_weight.max(1, keepdims=True)), axis=1)
-        # One draw per size, with probability proportional to its weight (inverse of the cumulative weights).
+        # Choose one draw per size, with probability proportional to its weight, by inverting the cumulative weights.
         at = (weight < rng.random(len(u))[:, None] * weight[:, -1:]).sum(1)
         current = draws[np.arange(len(u)), at]
         if sweep >= _BURN_IN:

@@ -2,9 +2,9 @@
 
 The scores of a recipe are a matrix x of shape (runs, sets).
 
-    interquartile mean           mean of all runs * sets scores without the lowest and the highest quarter
+    interquartile mean           mean of the scores of all runs and sets without the lowest and the highest quarter
     probability of improvement   mean over sets of P(x > y) + P(x = y) / 2, over all pairs of a run of x and one of y
-    performance profile          fraction of the runs * sets scores above tau, for each tau
+    performance profile          fraction of the scores of all runs and sets above a threshold tau, for each tau
     interval                     percentiles 2.5 and 97.5 of the statistic over a stratified bootstrap: runs are drawn
                                  with replacement, separately for each set
 
@@ -42,7 +42,8 @@ class AggregateRow(AsJson):
         runs: number of runs with a score on every set.
         by_set: mean score over runs, by set.
         iqm: interquartile mean over runs and sets.
-        p_first_improves: probability that a run of the first recipe scores higher than one of this; None for the first.
+        p_first_improves: probability that a run of the first recipe scores higher than a run of this recipe; None for
+            the first.
         profile, profile_low, profile_high: fraction of scores above each threshold, with 95% bounds.
     """
 
@@ -65,7 +66,7 @@ class Aggregate(AsJson):
         sets: names of the sets.
         thresholds: thresholds of the performance profiles.
         rows: one per recipe.
-        notes: runs that were left out or end early.
+        notes: remarks on runs that were left out, or that end early.
         sentence: the outcome in words.
     """
 
@@ -102,7 +103,7 @@ def resample(scores: Array, rng: np.random.Generator, reps: int = REPS) -> Array
 
 
 def take(scores: Array, runs: NDArray[np.int64]) -> Array:
-    """Select scores (reps, runs, sets): for each set, the given run indices (reps, runs, sets) of its column."""
+    """Return resampled scores (reps, runs, sets): `runs`, of this shape, has the row to take from each set's column."""
     return np.asarray(scores[runs, np.arange(scores.shape[1])])
 
 
@@ -135,7 +136,7 @@ def aggregate(curves: Sequence[Curve], sets: Sequence[str]) -> Aggregate:
 
 
 def _score_matrices(evaluations: SetScores, sets: Sequence[str]) -> tuple[dict[str, Array], list[str]]:
-    """Return each recipe's newest scores (runs, sets) and notes on runs left out, which lack a score on some set."""
+    """Return each recipe's newest scores (runs, sets), and notes on runs left out because they lack a set's score."""
     matrices, notes = {}, list(evaluations.notes)
     for recipe in dict.fromkeys(recipe for by_recipe in evaluations.scores.values() for recipe in by_recipe):
         by_set = [evaluations.scores[name].get(recipe, {}) for name in sets]

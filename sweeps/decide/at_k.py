@@ -68,12 +68,15 @@ class AtK(AsJson):
 
 
 def at_k(by_one: Ranking, by_k: Ranking, metric: str) -> AtK | None:
-    """Compare the rankings of the same recipes by pass@1 and by pass@k; None if no reward can be read.
+    """Compare the rankings of the same recipes by pass@1 and by pass@k.
 
     Args:
         by_one: ranking by the pass rate.
         by_k: ranking of the same runs by `metric`.
         metric: name of the metric, which ends with `pass@k`.
+
+    Returns:
+        The comparison; None with fewer than two recipes, or if a ranking has no rewards at common compute.
     """
     if by_one.rewards is None or by_k.rewards is None or len(by_one.ranking) < 2:
         return None
@@ -95,7 +98,7 @@ def study_at_k(study: LoadedStudy, ranking: Ranking, fit: Callable[[Sequence[Cur
     Args:
         study: the study as it was read for `ranking`.
         ranking: ranking of the study by the pass rate.
-        fit: fits curves with the options of the ranking's fits.
+        fit: function that fits curves, with the options that `ranking` was computed with.
     """
     if not study.curves or len(ranking.ranking) < 2:
         return None

@@ -80,7 +80,7 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
         hour_columns = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
         device_columns = [
             column for column in hour_columns if column.axis != JUDGE_HOURS
-        ]  # the hours of a judge have another price
+        ]  # leave out the hours of a judge service, whose price is not that of a device
         # Prefer device hours over other axes in hours.
         hours = min(device_columns, key=lambda column: column.axis != DEVICE_HOURS, default=None)
         if hours is None:

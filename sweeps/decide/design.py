@@ -48,16 +48,17 @@ class Foresight(AsJson):
 def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
     """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
-    A difference of two means of n seeds has a standard error s / sqrt(n), where s is estimated from all pairs of
-    recipes of the earlier study (paired by seed where two recipes share seeds). True rewards of recipes are assumed to
-    be normal; their variance is the earlier study's variance of differences minus the errors. Studies are then
-    simulated: a comparison with the best observed recipe is undecided if the difference is below 1.96 s / sqrt(n).
+    A difference of two means of n seeds has a standard error s / sqrt(n). All pairs of recipes of the earlier study
+    give an estimate of s, paired by seed where two recipes share seeds. True differences between recipes are assumed to
+    be normal. Their variance is the earlier study's mean squared difference minus its mean squared standard error.
+    Studies are then simulated: a comparison with the best observed recipe is undecided if the difference is below
+    1.96 s / sqrt(n).
 
     Args:
         recipes: number of recipes of the planned study.
         seeds: number of seeds of each recipe.
         fits: fits of an earlier study; if empty, only the published spread between seeds is used.
-        margin: recipes within this of each other count as equal, in reward; None for 0.02 of the reward's scale.
+        margin: difference in reward below which two recipes count as equal; None for 0.02 of the reward's scale.
         by: name of the earlier study, for `Foresight.sentence`.
 
     Raises:
@@ -115,7 +116,7 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
 
 
 def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
-    """Return standard error, difference in reward and seeds of each pair, at the compute that all recipes reached."""
+    """Return each pair's standard error, difference and number of seeds, at the compute that all recipes reached."""
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)

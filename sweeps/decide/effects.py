@@ -7,9 +7,9 @@ errors comes from the joint draws that `scalerl rank` uses:
 
     y = mu + Z1 b1 + Z2 b2 + e + v,   b1 ~ N(0, s1^2), b2 ~ N(0, s2^2), e ~ N(0, s0^2), v ~ N(0, V)
 
-Given s0, s1 and s2 everything is normal; these three are integrated over a grid, under half-normal priors. An effect is
-therefore shrunk towards zero as far as the study's other effects are small, and sixteen cells suffice for eight
-effects.
+Given the standard deviations s0, s1 and s2, everything else is normal. These three are integrated over a grid, under
+half-normal priors. So an effect is shrunk towards zero, the more so the smaller the study's other effects are. This is
+why sixteen cells suffice for eight effects.
 
 Where every recipe differs from one central recipe in a single axis, each effect is a difference of two recipes, and
 nothing can be averaged. Then no effect is reported here, so that this module and `sweeps.decide.pairwise`, which
@@ -35,7 +35,8 @@ from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval, interval_of
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
-# OWN: level of an axis that a recipe does not change from its base. BASE: name of the axis whose levels are the bases.
+# OWN: level given to an axis that a recipe does not change. BASE: name of an additional axis, whose level is the
+# recipe's base: the part of its label before the first `+`.
 OWN = "(its own)"
 BASE = "recipe"
 # Grid of standard deviations, in units of the reward's scale, or of `_LOG_SCALE` for the logarithm of compute.
@@ -47,7 +48,7 @@ _LOG_SCALE = 10.0
 # Prior standard deviation of the mean: practically flat.
 _MEAN_SD = 10.0
 _DRAWS = 4000
-# In larger grids this many cells, drawn at random, are candidates for the next run.
+# Largest number of cells that are considered for the next run. From a larger grid they are drawn at random.
 _MAX_CELLS = 4096
 # Number of grid points at which a curve is evaluated to find half of its gain.
 _GRID_SIZE = 241
@@ -63,7 +64,8 @@ class Effect(AsJson):
         axis, level: names; for an interaction both axes, and both levels, joined by `:`.
         against: reference level.
         A: effect on the asymptote, in reward.
-        compute: factor on the compute to half of the gain; None where it is known for fewer than three cells.
+        compute: factor by which the level multiplies the compute to half of the gain; None where this compute is known
+            for fewer than three cells.
         p_positive: posterior probability that the effect on A is above 0.
         cells: number of cells that have the level.
     """
@@ -234,7 +236,7 @@ def _central_cell(cells: Sequence[Mapping[str, str]]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Design:
-    """Design matrix of a grid of n cells, and the contrasts that are its effects.
+    """Design matrix of a grid of n cells, and the contrasts that define its effects.
 
     Attributes:
         main: indicators of the levels of all axes, (n, p1).
@@ -321,7 +323,8 @@ def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Posterior:
     z = np.concatenate([design.main, design.pairs], axis=1)
     mains, pairs = design.main.shape[1], design.pairs.shape[1]
     values = _GRID * scale
-    # Log density of half-normal priors on the grid of standard deviations, which is even in the logarithm.
+    # Log prior weight of each grid value: the half-normal density times the distance to the next value, which is
+    # proportional to the value itself because the grid is evenly spaced in the logarithm.
     prior, residual_prior = (np.log(values) - 0.5 * (values / (sd * scale)) ** 2 for sd in (_PRIOR_SD, _RESIDUAL_SD))
     # The mean mu is integrated out, under a prior that is practically flat.
     mean_variance = np.full((len(y), len(y)), (_MEAN_SD * scale) ** 2)

@@ -3,7 +3,7 @@
     C(q) = compute at which a recipe has gained the fraction q of the way from R0 to the tied recipes' common asymptote
 
 B alone does not measure efficiency: it is an exponent, and two recipes with equal A and B may differ in C_mid. Tied
-recipes are ordered by C(0.9). Every multiple of compute that is shown anywhere is a `Ratio`.
+recipes are ordered by C(0.9). Wherever one compute is shown as a multiple of another, the multiple is a `Ratio`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TAIL = 0.025
 
 @dataclass(frozen=True, eq=False)
 class Ratio:
-    """Posterior draws of the ratio of two computes to the same reward.
+    """Posterior draws of the ratio of the computes that two recipes need for the same reward.
 
     Attributes:
         draws: the ratio in each joint draw in which at least one recipe reaches the reward; 0 or infinite where only
@@ -70,7 +70,7 @@ class Ratio:
 
 
 def tail_of_all_pairs(count: int) -> float:
-    """Return the tail probability with which the ratio intervals of all pairs of `count` recipes hold together.
+    """Return the tail probability at which the ratio intervals of all pairs of `count` recipes hold at once.
 
     This is Bonferroni's correction. All ratios divide by the fastest recipe, which is selected by the same draws. With
     the bounds of a single pair, one of several equal recipes would be called slower far too often.
@@ -98,8 +98,9 @@ def efficiencies(
     """Draw the efficiency of recipes that share an asymptote; returns it by recipe.
 
     A recipe's draws are weighted by how close their A is to the shared one. The width of the weights combines the
-    spread between seeds (the runs at hand may differ from their recipe) and the error of the shared A. With A fixed
-    instead, both errors would be missing, and two recipes that differ only in their seeds would look surely different.
+    spread between seeds (the runs at hand may differ from their recipe) and the error of the shared A. If A were fixed
+    at the shared value instead, both errors would be missing, and two recipes that differ only in their seeds would
+    look surely different.
 
     Args:
         tied: identifiable recipes.

@@ -25,8 +25,8 @@ KEEP, DISCARD, UNDECIDED = "keep", "discard", "undecided"
 # If both recipes have this many runs, each recipe's own spread is used. With fewer runs, all recipes are assumed to
 # have the same spread.
 _MIN_RUNS_OWN_SPREAD = 3
-# Runs of the baseline to recommend if nothing was repeated: the 95% interval of the noise floor is then 0.6 to 2.9
-# times its value.
+# Number of runs of the baseline that is recommended if nothing was repeated. With so many runs, the 95% interval of the
+# noise floor is 0.6 to 2.9 times its value.
 _REPEATS = 5
 _TAIL = 0.025
 _POWER = 0.8
@@ -37,10 +37,10 @@ class Side(AsJson):
     """One of the two recipes that are compared.
 
     Attributes:
-        recipe: its name in the table.
+        recipe: name of the recipe in the table.
         runs: number of runs that finished.
         failed: number of runs that failed.
-        mean: mean of the finished runs, in the unit of the table; None without one.
+        mean: mean of the finished runs, in the unit of the table; None if no run finished.
         spread: standard deviation of the finished runs; None with fewer than two.
     """
 
@@ -58,10 +58,10 @@ class Choice(AsJson):
     Attributes:
         verdict: `keep` or `discard` if the 95% interval of the difference excludes 0, else `undecided`.
         sentence: the verdict with its reason.
-        remedy: runs to make for a decision; None if it is decided.
-        baseline: recipe to keep so far.
-        candidate: recipe that may take its place.
-        value: name of the value.
+        remedy: what to run to reach a decision; None unless the verdict is `undecided`.
+        baseline: the current recipe.
+        candidate: the changed recipe, which may replace the baseline.
+        value: name of the value that is compared.
         lower_is_better: whether the value is a loss.
         sides: baseline and candidate.
         difference: gain of the candidate over the baseline, positive where it is better; None without a spread.
@@ -69,7 +69,7 @@ class Choice(AsJson):
             interval.
         noise_floor: pooled standard deviation between repeated runs of one recipe; None without repeated runs.
         degrees: degrees of freedom of the noise floor.
-        margin: smallest difference that matters; the noise floor if no margin was given, None if that is unknown.
+        margin: smallest difference that matters. Without a given margin it is the noise floor; None if that is unknown.
         runs_needed: runs of each recipe to detect the margin at 5% with 80% power; None if unknown or over 10,000.
         statuses: number of rows of the table by status.
         failed: number of failed runs in the table.
@@ -128,15 +128,16 @@ class _Estimate:
 def keep_or_discard(
     table: RunTable, baseline: str, candidate: str, margin: float | None = None, lower_is_better: bool = False
 ) -> Choice:
-    """Decide whether the candidate is kept in place of the baseline.
+    """Decide whether the candidate replaces the baseline.
 
-    With three finished runs of each, the interval is Welch's, from the spread of each. With fewer it is Student's, from
-    the noise floor: the pooled spread of all repeated runs in the table, which assumes that all recipes spread equally.
+    With three or more finished runs of each recipe, the interval is Welch's, from the two recipes' own spreads. With
+    fewer it is Student's, from the noise floor. The noise floor is the pooled spread of all repeated runs in the table,
+    on the assumption that the spread is the same for all recipes.
 
     Args:
         table: runs of all recipes; runs of other recipes help to estimate the noise floor.
-        baseline: recipe to keep so far.
-        candidate: recipe that may take its place.
+        baseline: the current recipe.
+        candidate: the changed recipe, which may replace the baseline.
         margin: smallest difference that matters, for the number of runs needed; None for the noise floor.
         lower_is_better: whether the value is a loss.
 

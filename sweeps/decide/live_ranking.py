@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
 
-# To limit the CPU time used: minimum seconds between two rankings, and pause as a multiple of a ranking's duration.
+# Both limit the CPU time of rankings: fewest seconds from the start of one to the next, and the pause after a ranking
+# as a multiple of its duration.
 MIN_PAUSE_S, PAUSE_FACTOR = 5.0, 2.0
-_NICE = 10  # members may train on this machine
+_NICE = 10  # a low priority, because members of the study may be training on this machine
 
 
 class LiveRanking(Thread):
@@ -27,7 +28,7 @@ class LiveRanking(Thread):
 
     Args:
         options: options of every fit.
-        path: file for snapshots, see `sweeps.decide.watch`; None for none.
+        path: file for snapshots, see `sweeps.decide.watch`; None for no file.
         margin: recipes whose A differ by less are tied; None for the default.
 
     Attributes:
@@ -51,13 +52,13 @@ class LiveRanking(Thread):
         self.trouble = ""
 
     def give(self, curves: Sequence[Curve]) -> None:
-        """Set the newest curves to rank next; the same list again changes nothing."""
+        """Set the newest curves to rank next; giving the same list again changes nothing."""
         if curves and curves is not self._curves:
             self._curves = curves
             self._new.set()
 
     def run(self) -> None:
-        """Rank the newest curves, then follow them until new ones arrive; runs forever."""
+        """Rank the newest curves, then check their forecasts until new curves arrive; never returns."""
         # Imported here, so that the screen appears before the slow imports.
         from sweeps.decide.watch import Watch
         from sweeps.source import LoadedStudy

@@ -1,20 +1,21 @@
 """Choice of the next run by expected value of information, and the split of a budget over recipes.
 
 Recipes are chosen by asymptote. The loss of a choice is how far the chosen recipe's A is below the best A, as in
-`sweeps.decide.standing`. The smallest expected loss without further runs comes from the fits' joint draws. For each
-possible step, outcomes are simulated (a preposterior analysis): a true A and new evaluations are drawn, all draws are
-weighted by how well they explain these evaluations, and a recipe is chosen again. The gain of a step is the expected
-reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
+`sweeps.decide.standing`. The expected loss of choosing now comes from the fits' joint draws. A step extends the runs of
+one recipe or adds a seed. For each possible step, outcomes are simulated (a preposterior analysis): a true A and new
+evaluations are drawn, all draws are weighted by how well they explain these evaluations, and a recipe is chosen again.
+The gain of a step is the expected reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
 
 Approximations:
 - New evaluations are spaced like the old ones. Their noise is independent, with a variance that makes their mean as
   uncertain as under the correlated noise of the old ones.
-- An extension informs on A through the curve alone.
-- A new seed is one observation of the recipe's A. Its variance is that between seeds plus that of one run's fit.
+- An extension gives information on A only through the recipe's curve.
+- A new seed is one observation of the recipe's A. Its variance is the variance between seeds plus that of the fit of
+  one run.
 - Ties in A are not broken by efficiency.
 - Only the next step is simulated, not sequences of steps.
 - Where few draws explain the new data, the noise is raised until enough do, which understates the gain.
-- Where A is not identifiable, its draws are the final rewards under all laws, which are wide.
+- Where A is not identifiable, its draws are the final rewards under all laws. These draws are widely spread.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _CONTENDER_VERDICTS = ("identifiable", "open", "at_bound", "pre_inflection", "mi
 _EXTENSION_FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
 _SAMPLES = 256
-# Effective number of draws that must explain an outcome, on average.
+# Smallest allowed effective number of draws that explain an outcome, as a mean over outcomes.
 _MIN_EFFECTIVE_DRAWS = 20.0
 # Smallest gain, as a fraction of the reward's scale, that exceeds the error of the simulation.
 _MIN_GAIN = 0.0005
@@ -62,7 +63,7 @@ class Step(AsJson):
 
     Attributes:
         recipe: label of the recipe.
-        action: `extend` (each of its runs, to `compute`) or `seed` (one more run, of `compute`).
+        action: `extend` (continue each of its runs to `compute`) or `seed` (start one more run, up to `compute`).
         compute: total compute of each run after the step, in the curves' unit.
         expected_gain: expected reduction of the loss, in reward; None where it cannot be computed.
         cost: compute that the step adds, over all runs, in the curves' unit.
@@ -103,7 +104,7 @@ class Share:
     Attributes:
         compute: compute added, over all its runs, in the curves' unit.
         to: compute that a run of the recipe then reaches; None if nothing is added.
-        R: reward there, or at the present end if nothing is added; None where the fit may not be used there.
+        R: reward at `to`, or at the present end of its runs if nothing is added; None where the fit may not be used.
     """
 
     recipe: str
@@ -121,8 +122,8 @@ class Split:
         budget: compute to be split, in the curves' unit.
         shares: part of each recipe.
         steps: steps that may decide the choice, which are paid for first.
-        winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`; None if its
-            expected loss exceeds the margin.
+        winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`. None if no
+            leader has a rising curve, its expected loss exceeds the margin, or its runs cannot be extended.
         commit: start and end compute of the winner's continued run; None if nothing is committed.
         sentence: the split in words.
     """
@@ -198,7 +199,7 @@ class _Simulation:
         if key not in self._posterior_indices:
             fit, theta = self.fits[i], self.theta[i]
             rng = np.random.default_rng(zlib.crc32(repr((fit.recipe, *key[1:])).encode()))
-            # Take the true values at even quantiles of A, which is less noisy than drawing them.
+            # Take the true values at evenly spaced quantiles of A, which is less noisy than drawing them.
             order = np.argsort(theta, kind="stable")
             truth = order[((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES * len(theta)).astype(np.intp)]
             if step.action == "seed":
@@ -215,7 +216,7 @@ class _Simulation:
 
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
-    """Return what one more seed would measure under each draw of A (K,), in units of its error; (K, 1)."""
+    """Return what one more seed would measure under each draw of A (K,), in units of the measuring error; (K, 1)."""
     # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. This
     # difference has `seeds` times the variance of `theta`, because `theta` is drawn for the mean over seeds.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
@@ -308,7 +309,9 @@ class Choice:
 
 
 def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
-    """Return the present choice between recipes; its future is simulated at first use.
+    """Return the `Choice` between these recipes: its standing now.
+
+    The outcomes of possible next steps (`Choice.future`) are simulated only when they are first read.
 
     Raises:
         UserError: margin is negative or not a number.
@@ -354,7 +357,7 @@ def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
     """Return the possible steps of a recipe within the cost limit, without their gains and reasons."""
     assert fit.window is not None
     end = fit.window[1]
-    # At 4 x C_mid a curve usually bounds its asymptote.
+    # A curve that is observed up to 4 x C_mid usually bounds its asymptote.
     targets = {factor * end for factor in _EXTENSION_FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _EXTENSION_FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
@@ -416,9 +419,9 @@ def _remedy_step(fit: Fit) -> Step:
 
 
 def _factor_to_enough_evaluations(curve: Curve) -> float:
-    """Return how many times as long a run must be, evaluated as often as before, to have enough points for a fit.
+    """Return the factor by which a run must grow to have enough points for a fit, if it is evaluated as often as now.
 
-    One more than `MIN_COMPUTES` is needed if there is no evaluation at compute 0, because the fit then estimates R0.
+    Without an evaluation at compute 0, one point more than `MIN_COMPUTES` is needed, because the fit then estimates R0.
     """
     above = [len(np.unique(curve.compute[(curve.compute > 0) & (curve.seed == s)])) for s in np.unique(curve.seed)]
     return (MIN_COMPUTES + 1) / max([*above, 1])
@@ -427,10 +430,10 @@ def _factor_to_enough_evaluations(curve: Curve) -> float:
 def split_budget(choice: Choice, budget: float) -> Split:
     """Split a budget of further compute over recipes: first for deciding the choice, the remainder for the winner.
 
-    If the choice is not decided yet, steps are chosen one by one, by expected gain per compute on top of the steps
-    before, at most one per recipe, until no step has a gain or the budget is spent. The remainder continues one run of
-    the recipe with the smallest expected loss, if that loss (before the steps) is within the margin; otherwise it is
-    kept. Plan again when the results are known.
+    If the choice is not decided yet, steps are chosen one by one, at most one per recipe. Each time the step with the
+    most expected gain per compute is taken, given the steps already chosen. This ends when no step has a gain or the
+    budget is spent. The remainder continues one run of the leader, if the leader's expected loss (before the steps) is
+    within the margin; otherwise it is not spent. Plan again when the results are known.
 
     Args:
         choice: the choice between recipes, see `choice_of`.

@@ -29,11 +29,12 @@ from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 from sweeps.terminal import counted
 
-# When pairing seeds, the reward of a run at the common compute is the mean of this many evaluations up to it.
+# When seeds are paired, the reward of a run is the mean of this many evaluations: its last ones up to the common
+# compute.
 _LAST_EVALUATIONS = 3
 _GRID_SIZE = 201
-# Degrees of freedom of the prior in `pairing_of_two`, as in a study of three recipes and three seeds: few enough that
-# the data of an unusual pair outweigh the prior.
+# Degrees of freedom of the prior in `pairing_of_two`, as many as a study of three recipes and three seeds has. They are
+# few enough that the data of an unusual pair outweigh the prior.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal: a two-sided test at 5%.
 SURE = 1.959964
@@ -41,7 +42,8 @@ SURE = 1.959964
 POWER = SURE + 0.841621
 MOST_SEEDS = 10_000
 
-# Function (recipe, compute) -> by seed, the newest passes of each prompt at or before that compute.
+# Function of a recipe and a compute that returns, by seed, the results per prompt of the newest evaluation at or before
+# that compute.
 PromptPasses = Callable[[str, float], Mapping[str, Passes]]
 
 
@@ -53,15 +55,16 @@ class Difference(AsJson):
         recipe, other: labels.
         compute: largest compute that both have spent, in the curves' unit.
         R: difference of rewards at `compute`.
-        R_on_prompts: R with the sampling error of the held-out prompts added, which are treated as a sample of all
-            prompts; None where passes by prompt are unknown for one recipe, or the prompts differ.
-        R_at_budget: forecast difference at the budget; None without a budget, or too far beyond the data.
+        R_on_prompts: R with the held-out prompts treated as a sample of all prompts, so that their sampling error is
+            added; None where passes by prompt are unknown for one recipe, or the prompts differ.
+        R_at_budget: forecast difference at the budget; None without a budget, or if it is too far beyond the data.
         A: difference of the asymptotes; None where one of the curves does not rise.
-        ratio: compute of `recipe` to a reward that both reach, over that of `other`; None where unknown.
-        p_neither: fraction of the draws in which neither reaches that reward, which `ratio` leaves out; None without a
-            ratio.
+        ratio: compute that `recipe` needs for a reward that both reach, divided by the compute of `other`; None where
+            unknown.
+        p_neither: fraction of the draws in which neither reaches that reward; `ratio` leaves these draws out. None
+            without a ratio.
         p_higher: probability that `recipe` has the higher reward at `compute`.
-        seeds: number of seeds, of the recipe with fewer.
+        seeds: number of seeds of the recipe that has fewer.
         paired: what the recipes are paired by: "seed", "prompt", both or neither.
         seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `MOST_SEEDS`.
         verdict: `higher`, `lower`, `same` (within the margin) or `not told apart`.
@@ -125,8 +128,8 @@ def compare(
         fits: fits of the whole study; the common effect of a seed is estimated from all of them.
         pairs: labels of the two recipes of each comparison; bounds hold for all pairs at once.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
-        margin: recipes within this of each other count as equal, in reward; None for 0.02 of the reward's scale.
-        passes: function that returns which prompts the runs of a recipe passed; None where that was not recorded.
+        margin: difference in reward below which two recipes count as equal; None for 0.02 of the reward's scale.
+        passes: function that returns the results per prompt, see `PromptPasses`; None where they were not recorded.
 
     Raises:
         UserError: a recipe is unknown, compared with itself or without a forecast, or the margin is invalid.
@@ -238,7 +241,8 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
     Args:
         one, two: fits with forecasts, see `sweeps.fit.predict.readable`.
         compute: where to compare, in the curves' unit.
-        pairing: spread that remains within shared seeds; None where the recipes are not paired.
+        pairing: the recipes' shared seeds, and the spread between seeds that remains after common effects cancel; None
+            where the recipes are not paired.
     """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
@@ -254,10 +258,11 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
 def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
     """Return the seed pairing of two recipes; None unless both have the same seeds, two or more.
 
-    The spread of the pairing is the variance of the two recipes' differences by seed, shrunk towards a usual value: the
-    median residual variance of all recipes with these seeds that reached this compute (the median, because some recipes
-    are far noisier), or the published spread if there are only these two. This is a moderated t statistic (Smyth 2004),
-    whose prior counts as `_PRIOR_DOF` degrees of freedom.
+    The spread of the pairing comes from the variance of the two recipes' differences by seed, shrunk towards a prior
+    variance. The prior variance is the median residual variance of all recipes with these seeds that reached this
+    compute; the median, because some recipes are far noisier. If there are only these two recipes, it comes from the
+    published spread. This is a moderated t statistic (Smyth 2004), whose prior counts as `_PRIOR_DOF` degrees of
+    freedom.
 
     Args:
         one, two: labels of the recipes.
@@ -278,7 +283,7 @@ def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale:
         degrees = (len(seeds) - 1) * (1 - 1 / len(excesses))
         prior_variance = float(
             np.median((residual**2).sum(1)) / chdtri(degrees, 0.5)
-        )  # chi squared's median is below its mean
+        )  # a median sum of squares is the variance times the median of chi squared, not times its degrees of freedom
     dof = len(seeds) - 1
     variance = (_PRIOR_DOF * prior_variance + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
     # Keep at least the part of the published spread that sampling noise could hide.
@@ -309,10 +314,11 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
 def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
     """Return the standard error of a difference of pass rates on the same prompts that is due to the choice of prompts.
 
-    Its square is the variance of the difference between prompts, minus the part due to sampling of completions, over
-    the number of prompts. Where the data set names families of prompts, prompts of one family are not independent, so
-    the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if
-    no seed of both was evaluated on the same prompts, or if all of these are of one family.
+    Its square is a variance divided by the number of prompts: the variance over prompts of the recipes' difference,
+    minus the part due to sampling of completions. Where the data set names families of prompts, prompts of one family
+    are not independent, so the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered
+    standard errors). None if the recipes share no seed that was evaluated on the same prompts, or if all these prompts
+    are of one family.
 
     Args:
         one: passes of one recipe's runs, by seed.
@@ -353,7 +359,7 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
 
 
 def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
-    """Draw the ratio of computes, `one` over `two`, to a reward that both reach by `compute`.
+    """Draw the ratio of the computes, `one` over `two`, that the recipes need for a reward both reach by `compute`.
 
     Returns:
         The ratio; None where one recipe gains nothing, or no draw of either reaches that reward.
@@ -371,7 +377,7 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
 def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
     """Return the seeds per recipe to detect the margin at 5% with 80% power; None if over `MOST_SEEDS`.
 
-    The uncertainty at a compute already spent (seeds, sampling, noise) falls with the root of the number of seeds.
+    The uncertainty at a compute already spent (seeds, sampling, noise) is proportional to 1 / sqrt(number of seeds).
 
     Args:
         difference: posterior draws of the difference at the present number of seeds, (K,).
@@ -406,7 +412,7 @@ def _tail(draws: Sequence[Array]) -> float:
     """Return the tail probability of each set of draws at which their 95% bounds hold simultaneously.
 
     The bounds are quantiles of each set at one common level, chosen so that all hold at once (Besag et al. 1995,
-    section 6.3). Where a set has fewer draws than the others (a ratio), Bonferroni's level is used instead.
+    section 6.3). Where a set has fewer draws than the others, as a `Ratio` may, Bonferroni's level is used instead.
     """
     if len(draws) < 2:
         return TAIL

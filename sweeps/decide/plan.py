@@ -1,4 +1,4 @@
-"""The plan for a target or a budget: compute, next runs, model sizes and rollouts compared, in one object."""
+"""The plan for a target or a budget as one object: compute, next runs, comparisons of model sizes and of rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Factors:
         size: factor of the model size.
         rollouts: factor of the number of rollouts per prompt.
         difficulty: factor of the prompts' difficulty.
-        more_sizes: model sizes to predict for that were not run, such as `7B`.
+        more_sizes: model sizes that were not run but are predicted as well, such as `7B`.
     """
 
     size: str | None = None
@@ -117,7 +117,8 @@ def make_plan(
         target: reward to reach; None without a target.
         budget: compute in the curves' unit: without factors, the compute still to spend over all recipes; with factors,
             the compute of one run. None without a budget.
-        margin: choosing a recipe whose A is within this of the best is not an error, in reward; None for the default.
+        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error; None for the
+            default.
         factors: factors that the study varied besides the recipe; None for none.
 
     Raises:

@@ -6,10 +6,10 @@ N is the model's size in parameters and X the compute axis. k is the exponent an
 In the notation L(N, X) = K(N) X^(-E(N)), which others use, the prefactor K(N) is exp(E) here, and the exponent E(N),
 which is the term that saturates, is k here.
 
-E is free for each size that was run. For other sizes, log L at a reference compute in the middle of the data (at X = 1
-it would depend on the unit) follows a straight line in log N, and results are marked as extrapolation. Given N_0 the
-model is linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, unlike the sigmoid:
-`sweeps.decide.sizes` fits both and reports which to trust.
+E is estimated separately for each size that was run. For other sizes a straight line in log N is fitted to log L at a
+reference compute in the middle of the data; at X = 1 the line would depend on the unit of compute. Results for such
+sizes are marked as extrapolation. Given N_0 the model is linear, so only N_0 is searched. A power law in 1 - R has no
+ceiling below R = 1, unlike the sigmoid: `sweeps.decide.sizes` fits both and reports which to trust.
 """
 
 from __future__ import annotations
@@ -225,7 +225,11 @@ def _sum_lines(points: _Points, weight: Array, count: int, reference: float) -> 
 
 
 def _fit_given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
-    """Fit k_max given h = k / k_max (G, S) for G values of N_0. Returns k_max, its information and the SSE, (G,)."""
+    """Fit k_max given h = k / k_max (G, S) for G values of N_0.
+
+    Returns:
+        k_max, its information and the sum of squared errors (SSE), (G,) each.
+    """
     information = h**2 @ lines.xx
     # Least squares of slope = -k_max h over all sizes; if the loss grows with compute, k_max is 0.
     k_max = np.maximum(-(h @ lines.xy) / information, 0.0)
@@ -273,9 +277,9 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
         by_size: fits by model size in parameters, ascending; only their evaluations are used, not their fitted curves.
         recipe: name of the recipe, for messages and to seed the draws.
 
-    The noise of R is constant (or each point's known error), so weights in log L are proportional to L^2, with L taken
-    from the fit and not from the noisy points. Draws follow the profile likelihood of N_0, with the tails of a Student
-    t at the effective number of points. Slopes and levels also vary by the spread between seeds.
+    The noise of R is assumed constant, or is each point's known error. So weights in log L are proportional to L^2,
+    with L taken from the fit and not from the noisy points. Draws follow the profile likelihood of N_0, with the tails
+    of Student's t for the effective number of points. Slopes and levels also vary by the spread between seeds.
 
     Raises:
         UserError: fewer than two sizes, a size with fewer than three usable points, or rewards that are not pass rates.
@@ -380,8 +384,8 @@ def _add_seed_spread(
 ) -> _Lines:
     """Reduce the information on each slope by the spread between seeds.
 
-    A seed whose R is off by a constant has a log L that is off by this constant / L, which grows along the curve and
-    tilts the line. The information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
+    If R of a seed is off by a constant, its log L is off by this constant divided by L. This error grows along the
+    curve and tilts the line. The information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
     """
     count = len(fits)
     x = points.log_x - (np.bincount(points.size, weight * points.log_x, count) / lines.weight)[points.size]

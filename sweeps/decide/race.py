@@ -1,15 +1,15 @@
-"""Racing: early stopping of recipes that will not be best at the budget.
+"""Racing: early stopping of recipes that will probably not be best at the budget.
 
 Recipes are judged at growing levels of compute, the same for all recipes. At each of these *looks*, every recipe that
 is still in the race is fitted to its evaluations up to that level only. So a decision depends on the evaluations alone,
 not on the time of the look: a race that is repeated, or continued by another process, decides the same.
 
-A recipe is stopped on two conditions. Its chance of ending ahead of the favourite was small at several looks in a row.
-And the expected cost of all stops together is within a limit, because many small chances add up, and the forecasts of
-recipes may err together. Both numbers come from joint draws of the reward at the budget
-(`sweeps.decide.standing.draw_rewards`). A recipe whose asymptote cannot be named keeps its full uncertainty in them.
-So nothing is stopped because of a forecast that the data do not support. `benchmarks/racing` compares this with halving
-and others.
+A recipe is stopped if two conditions hold (`Rules`). Its chance of ending ahead of the favourite was small at a number
+of looks in a row. And the expected cost of all stops together is within a limit, because many small chances add up, and
+the forecasts of several recipes may err in the same way. The chance and the cost come from joint draws of the
+reward at the budget (`sweeps.decide.standing.draw_rewards`). A recipe whose asymptote is not identifiable keeps its
+full uncertainty in these draws. So no recipe is stopped because of a forecast that the data do not support.
+`benchmarks/racing` compares these rules with successive halving and others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from sweeps.run import fields
 from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
 
-# Factor on levels of compute: sums of the steps' compute may fall short of a level by rounding.
+# Levels of compute are multiplied by this before a run's compute is compared with them: the run's compute is a sum over
+# steps, which may fall short of the level by rounding.
 _ROUNDING = 1 - 1e-9
 
 
@@ -79,8 +80,8 @@ class Look(AsJson):
         favourite: recipe with the highest expected reward at the budget, which has the least expected loss.
         chances: chances of every recipe still in the race.
         stopped: recipes that this look stops.
-        loss: expected excess of the best recipe stopped here over the best remaining one at the budget (0 in draws
-            without an excess), as a fraction of the reward's scale.
+        loss: expected excess, at the budget, of the best recipe stopped here over the best remaining one, as a fraction
+            of the reward's scale; a draw in which it is not ahead counts as 0.
     """
 
     compute: float
@@ -180,7 +181,8 @@ def run_race(
 ) -> Race:
     """Run the race over all evaluations so far, from its first look.
 
-    A look is taken once every recipe in the race has been evaluated up to the look's compute, has ended, or has failed.
+    A look is taken as soon as every recipe in the race has been evaluated up to the look's compute, has ended or has
+    failed.
 
     Args:
         curves: one curve per recipe.
@@ -214,7 +216,7 @@ class RunStates:
     """States of the runs behind the curves, as far as a race needs to know them.
 
     Attributes:
-        ended: recipes without a running run.
+        ended: recipes none of whose runs is still running.
         failed: recipes whose runs have all failed.
         lost: seeds whose runs have failed, by recipe.
     """
@@ -257,7 +259,7 @@ def next_look(
         curves: curves of the recipes that have evaluations; stopped recipes are ignored.
         rules: when looks are taken and recipes stopped.
         reached: for every recipe of the race, the compute up to which all its runs have been evaluated; infinite if
-            none will continue.
+            none of its runs will continue.
         looks: the looks taken so far.
         options: options of every fit; `max_compute` also ends the race there.
         workers: number of processes that share the fits.
@@ -346,8 +348,8 @@ def look_at(
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
-    # Cut the data instead of fitting in a window, because a fit takes the reward's scale and the spread of seeds from
-    # all points of a curve.
+    # Cut the data instead of fitting in a window, because a fit takes the reward's scale and the spread between seeds
+    # from all points of a curve, also from those beyond its window.
     curves_with_data = [curve for curve in curves if _has_evaluation(curve, options.min_compute or 0.0, level)]
     cut_curves = with_shared_scale([curve.take(curve.compute <= level) for curve in curves_with_data])
     fits = fit_curves(cut_curves, options, workers)
@@ -396,13 +398,14 @@ def make_look(
 
 
 def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
-    """Return how many of the recipes `due`, in that order, may be stopped together, and the expected loss.
+    """Return how many recipes from the front of `due` may be stopped together, and the expected loss of these stops.
 
-    The loss is the excess of the best stopped recipe's reward over the best remaining one, as a fraction of the scale.
+    The loss is the excess of the best stopped recipe's reward over that of the best remaining recipe, as a fraction of
+    the scale.
 
     Args:
         draws: joint draws of the reward at the budget, one array (K,) per recipe; at least one recipe is not due.
-        due: indices of the recipes that might be stopped.
+        due: indices of the recipes that might be stopped, those with the smallest chance first.
         scale: width of the reward's scale.
         limit: upper limit of the loss.
     """

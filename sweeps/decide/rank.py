@@ -4,7 +4,7 @@
 - Recipes within the margin of the best A are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to
   0.015 in A, hence the margin 0.02).
 - Ties are broken by the compute to gain 90% of the way from R0 to the tied recipes' mean A
-  (`sweeps.decide.efficiency`). B for an A near that mean is shown alongside.
+  (`sweeps.decide.efficiency`). B is shown alongside, from the draws whose A is near that mean.
 - A recipe whose asymptote is not identifiable is listed last, unranked, with the reason. It still counts in P(best),
   with all its uncertainty (`sweeps.decide.standing`).
 - Recipes that share seeds are compared in pairs, so that a seed's common effect cancels.
@@ -52,14 +52,15 @@ class Ranked(AsJson):
         rank: place, from 1; None where A is not identifiable.
         p_best: probability that its asymptote is the highest of all recipes, ranked or not; None without a comparison.
         p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without one.
-        expected_loss: expected difference of the highest asymptote and this recipe's, in reward.
+        expected_loss: expected distance of this recipe's asymptote below the highest asymptote, in reward.
         tied_with_best: whether its A is within the margin of the best.
         A, A_total: asymptote for the given runs, and its bounds including the spread between seeds.
         efficiency, efficiency_half: compute to gain 90%, and half, of the way from R0 to the tied recipes' mean A; None
             if not tied.
         ratio: `efficiency` over that of the first tied recipe, with bounds that hold for all pairs at once; None for
             the first, and if not tied.
-        p_neither: fraction of the draws in which neither of the two gains 90%, which `ratio` leaves out.
+        p_neither: fraction of the draws in which neither this recipe nor the first tied one gains 90%; `ratio` leaves
+            these draws out. None without a ratio.
         B_at_shared_A, C_mid_at_shared_A: from the draws whose A is near the tied recipes' mean; None if not tied.
         R_at_budget: forecast reward; None without a budget, or where the fit may not be used there.
     """
@@ -122,8 +123,8 @@ class Ranking(AsJson):
         pairing: seeds by which recipes were compared in pairs; None unless all identifiable recipes have the same
             seeds, with enough of them (`paired_seed_spread`).
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
-        horizon, horizon_sentence: the choice by the reward at the budget, or without one at twice the largest compute
-            of any recipe; the sentence states it in words.
+        horizon, horizon_sentence: the choice by the reward at the budget (without a budget, at twice the largest
+            compute of any recipe), and the same in words.
         rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
         standing: the posterior that the ranking is computed from, for further computations; not printed.
     """
@@ -147,7 +148,7 @@ class Ranking(AsJson):
 
     @property
     def outcome(self) -> tuple[str, ...]:
-        """Sentences on A, on the horizon and, while undecided, on the resolution (first if no recipe rises)."""
+        """Sentences on A, on the horizon and, if undecided, on the resolution, which comes first if no recipe rises."""
         sentences = [self.sentence] if not self.horizon_sentence else [self.sentence, self.horizon_sentence]
         if self.undecided and self.resolution is not None:
             flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
@@ -165,15 +166,16 @@ def rank(
     brief: bool = False,
     baseline: str | None = None,
 ) -> Ranking:
-    """Rank recipes by asymptote; ties by efficiency; unidentifiable recipes last.
+    """Rank recipes by asymptote. Tied recipes are ordered by efficiency; unidentifiable recipes come last.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them (with the spread between seeds pooled).
-        margin: recipes whose A is within this of the best are tied, in reward; None for 0.02 of the reward's scale.
+        margin: distance to the best A, in reward, up to which a recipe is tied with the best; None for 0.02 of the
+            reward's scale.
         budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
         workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
         brief: leave out the comparison of families, on which the ranking does not depend.
-        baseline: recipe that the others are compared with; None for the recipe that most others name.
+        baseline: recipe that the others are compared with; None for the recipe that most others name as their baseline.
 
     Raises:
         UserError: margin or budget is not positive, there are no fits, the baseline does not exist, or there are

@@ -3,8 +3,8 @@
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
     C(R) = C_mid ((R - R0) / (A - R))^(1/B)               its inverse, for R0 < R < A; never for R >= A
 
-Both are computed from a fit's joint draws, so the bounds include all uncertainty that the data leave. Where A is not
-identifiable, the curve may still be used within the observed compute and somewhat beyond
+Both answers are computed from a fit's joint draws, so their bounds include all uncertainty that the data leave. Where A
+is not identifiable, the curve may still be used within the observed compute and somewhat beyond
 (`sweeps.fit.predict.support`): a target that was observed needs no asymptote.
 """
 
@@ -28,8 +28,8 @@ from sweeps.fit.verdict import chance
 NEAR = 0.95
 # A target counts as out of reach if the probability of never reaching it is at least this.
 _NEVER = 0.9
-# The common reward is at this fraction of the slower recipe's gain: near a plateau, the compute to reach a reward is
-# uncertain.
+# The common reward is at this fraction of the slower recipe's gain. The full gain is not used, because near a plateau
+# the compute to reach a reward is uncertain.
 _COMMON_SHARE = 0.8
 _UNKNOWN = Interval(None, None, None)
 # Number of computes at which a curve is evaluated, within its window and beyond.
@@ -43,7 +43,8 @@ class Reach(AsJson):
 
     Attributes:
         compute: compute at which the given runs, if continued, pass the target; None if they do not.
-        new_run: compute for a run with a new seed, which differs by the spread between seeds; None if not reached.
+        new_run: compute at which a run with a new seed passes the target; such a run differs by the spread between
+            seeds. None if it does not pass the target.
         p_never: probability that the runs do not reach the target in the range in which the fit may be used; None
             without a fit.
         reached: whether the curve passed the target within the window, with probability 97.5% or more.
@@ -87,9 +88,9 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
         fit: fit of one recipe, under any verdict: no identifiable asymptote is needed.
         target: reward to reach, within the reward's bounds.
 
-    The value is the median over draws and the bounds are their quantiles. A bound is open (None) where more than 2.5%
-    of the draws do not reach the target within `support`. The value is None where more than half do not: the reason
-    then says "never" if 90% do not, else "unlikely".
+    The value is the median over draws, and the bounds are quantiles of the draws. A bound is open (None) where more
+    than 2.5% of the draws do not reach the target within `support`. The value is None where more than half of the draws
+    do not reach it. The reason then says "never" if at least 90% do not, else "unlikely".
 
     Raises:
         UserError: the target is not a number, or outside the reward's bounds.
@@ -152,7 +153,7 @@ def _check_target(target: float, bounds: tuple[float, float]) -> None:
 
 
 def if_reached(interval: Interval | None) -> Interval | None:
-    """Return an interval of computes, or None if its median is None: most draws do not reach the target."""
+    """Return an interval of computes, or None if its median is None because most draws do not reach the target."""
     return None if interval is None or interval.value is None else interval
 
 

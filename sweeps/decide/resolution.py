@@ -41,12 +41,13 @@ class Resolution(AsJson):
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
         smallest: difference that half of the comparisons detect at 5% with 80% power, in reward.
-        seeds: number of seeds that ran far enough to inform on their asymptote, of the recipe with the fewest.
-        seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None if too many.
+        seeds: smallest number, over recipes, of seeds that ran far enough to inform on the asymptote.
+        seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None above `MOST_SEEDS`.
         detections: number of comparisons whose 95% interval excludes 0.
         comparisons: number of all comparisons.
         source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.
-        noise: standard deviation of one evaluation of the null recipe about its mean; None without such a recipe.
+        noise: standard deviation of one evaluation of the null recipe about its seed's mean; None without such a
+            recipe.
     """
 
     compute: float

@@ -32,12 +32,12 @@ class RewardRow(AsJson):
     Attributes:
         R, p_best: reward at the common compute, and probability that it is the highest there.
         C: compute to the common reward; None where there is no such reward.
-        ratio: C over that of the fastest recipe, with bounds that hold for all pairs of recipes at once; None for the
-            fastest itself, and where the fastest is not known.
+        ratio: C divided by the C of the fastest recipe, with bounds that hold for all pairs of recipes at once; None
+            for the fastest itself, and where the fastest is not known.
         p_neither: fraction of the draws in which neither this recipe nor the fastest reaches the common reward, which
             `ratio` leaves out.
-        R_at_budget, p_best_at_budget: like R and p_best, forecast at the budget; None without a budget, or if it is too
-            far beyond the data.
+        R_at_budget, p_best_at_budget: like R and p_best, forecast at the budget; None without a budget, or if the
+            budget is too far beyond the data.
     """
 
     recipe: str

@@ -1,4 +1,4 @@
-"""The best number of rollouts per prompt for a budget, by difficulty, where the study varied it.
+"""The best number of rollouts per prompt for a budget, from a study that varied it; optionally by difficulty.
 
 The reward at the budget comes from a fitted curve for each number of rollouts. Nothing is interpolated between numbers,
 and only numbers that were run are proposed. (In arXiv 2603.12151 the best number grows with the budget and saturates;
@@ -74,8 +74,8 @@ def best_rollouts(
         column: name of the factor with the number of rollouts per prompt.
         difficulty: name of the factor with the prompts' difficulty (any text); None if prompts are not divided.
 
-    Rewards at the budget include the spread between seeds. The result is undecided if the most likely number is best
-    with a probability below 95%, or if the fit of some number may not be used at the budget.
+    Rewards at the budget include the spread between seeds. The result is undecided if no number is best with a
+    probability of at least 95%, or if the reward of some number cannot be forecast at the budget.
 
     Raises:
         UserError: a factor is missing, rollouts are not whole numbers, or only one value was run.

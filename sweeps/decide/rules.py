@@ -28,8 +28,9 @@ class Rules(AsJson):
         first: fraction of the budget at which the first look is taken; no recipe is stopped before.
         growth: factor by which compute grows from one look to the next.
         loss: largest expected cost of all stops together, as a fraction of the reward's scale: the expected excess of
-            the best stopped recipe over the best remaining one, summed over the looks. It is limited because, if many
-            recipes are stopped, one of them would have won more often than the chance of each shows. 1 sets no limit.
+            the best stopped recipe over the best remaining one, summed over the looks. It is limited because small
+            chances add up: the chance that one of many stopped recipes would have won exceeds the chance of each. 1
+            sets no limit.
 
     Raises:
         UserError: a rule is out of range.
@@ -70,7 +71,10 @@ class Rules(AsJson):
         return cls(**values)
 
     def resumed_from(self, earlier: Rules) -> Rules:
-        """Return these rules for continuing a race of `earlier` rules; the loss stays unlimited if it was unlimited."""
+        """Return these rules for continuing a race that began under `earlier` rules.
+
+        If the earlier `loss` set no limit, a `loss` that is left at its default sets none either.
+        """
         return replace(self, loss=NO_LIMIT) if earlier.loss == NO_LIMIT and self.loss == Rules.loss else self
 
     def levels(self) -> Iterator[float]:

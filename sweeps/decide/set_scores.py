@@ -24,7 +24,7 @@ class SetScores:
         compute: largest compute that all runs have spent; evaluations beyond it are left out.
         metrics: name of each set's metric, by set.
         scores: by set, recipe and seed, the scores after the start of training, in the order of compute, (n,), n >= 1.
-        notes: runs that were left out or end early.
+        notes: remarks on runs that were left out, or that end early.
     """
 
     axis: str
@@ -39,11 +39,11 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
 
     Args:
         curves: one per recipe and evaluation set.
-        together: whether to keep only evaluations at a compute at which the run was evaluated on all of its sets, so
-            that sets are compared over the same compute.
+        together: whether to keep only the computes at which a run was evaluated on all of its sets. The sets are then
+            compared over the same compute.
 
-    The first evaluation of a run, at compute 0, is of the model before training and is left out. A run counts as having
-    spent the compute of its last evaluation on any set: sets may be evaluated at different steps.
+    The first evaluation of a run, at compute 0, is of the model before training and is left out. Sets may be evaluated
+    at different steps, so a run counts as having spent the compute of its last evaluation on any set.
     """
     spent: dict[tuple[str, str], float] = {}
     for curve in curves:

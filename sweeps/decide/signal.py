@@ -6,10 +6,10 @@ The definitions follow "Signal and Noise" (Heineman et al. 2025, arXiv 2508.1314
     noise  = sqrt(mean over runs of s_r^2) / m               relative standard deviation
     ratio  = signal / noise
 
-m_j is the mean score of recipe j over the last n evaluations of its runs, m the mean of all m_j, and s_r the standard
+m_j is the mean score of recipe j over the last n evaluations of its runs. m is the mean of all m_j. s_r is the standard
 deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in the authors' comparison of small models.
-The authors take the noise of one model, or of all models' scores together; here it is pooled within runs, so that
-differences between recipes do not count as noise.
+The authors take the noise of one model, or of all models' scores together. Here the noise is pooled within runs, so
+that differences between recipes do not count as noise.
 
 By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also computed with
 s_r about a straight line through the run's last n evaluations (divisor n - 2).
@@ -39,10 +39,11 @@ class SetSignal(AsJson):
     Attributes:
         set, metric: name of the set, and of its metric.
         mean: mean score over recipes.
-        signal, noise: relative dispersion between recipes, relative standard deviation within runs; None where the mean
-            is 0 or a run has fewer than three evaluations.
+        signal: relative dispersion between recipes; None where the mean is 0.
+        noise: relative standard deviation within runs; None where the mean is 0 or no run has three evaluations.
         ratio: signal to noise; None where either is unknown or the noise is 0.
-        ratio_without_rise: signal to noise with the noise about a straight line; None where unknown.
+        ratio_without_rise: signal to noise, with the noise of a run measured about a straight line through its scores;
+            None where unknown.
     """
 
     set: str
@@ -59,11 +60,11 @@ class Signal(AsJson):
     """Signal to noise of all evaluation sets, the set with the highest ratio first.
 
     Attributes:
-        axis, compute: compute axis, and the largest compute that all runs have spent, up to which evaluations count.
+        axis, compute: compute axis, and the largest compute that all runs have spent; later evaluations do not count.
         last: number of last evaluations of a run that count.
         best: the set to use; None if no ratio is known or none reaches 1.
         rows: one per set.
-        notes: runs that were left out or end early.
+        notes: remarks on runs that were left out, or that end early.
         sentence: the outcome in words.
     """
 

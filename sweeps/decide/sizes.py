@@ -109,9 +109,9 @@ class Sizes(AsJson):
     Attributes:
         law: the power law across sizes.
         joint: the joint sigmoids; None if they could not be fitted.
-        frontier: the best size by compute; empty if joint is None.
-        choices: all sizes at the budget; empty without a budget.
-        reach: compute of all sizes to the target; empty without a target.
+        frontier: the best size at each of a range of computes; empty if `joint` is None.
+        choices: forecasts of all sizes at the budget; empty without a budget.
+        reach: compute of each size to the target; empty without a target.
     """
 
     recipe: str
@@ -281,8 +281,8 @@ def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> st
 def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
     """Compare both laws, fitted to the first three quarters of every size's compute, on the last quarter.
 
-    Each run counts by the mean of its held-out rewards. If the sigmoid of some size cannot be fitted to the first part,
-    the result is `unknown`.
+    Each run contributes one error, that of the mean of its held-out rewards. If a law cannot be fitted to the first
+    three quarters of some size, the result is `unknown`.
     """
     early_fits: dict[float, Fit] = {}
     for size, fit in by_size.items():
@@ -330,7 +330,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
 def best_size(
     law: PowerLaw, joint: AcrossSizes | None, run_sizes: Sequence[float], budget: float, new_sizes: Sequence[float] = ()
 ) -> tuple[SizeChoice, ...]:
-    """Return every size's reward at a budget and its probability of being best, by each law; sizes in order.
+    """Return every size's reward at a budget and its probability of being best, by each law; sizes are ascending.
 
     p_best compares a size with the sizes that were run.
     """

@@ -56,12 +56,15 @@ class AsymptoteDraws:
     spread: float
 
     def asymptote(self, margin: float | None = None) -> Array:
-        """Return A over all seeds, (K,); without the offsets if `spread` is within the margin, which covers them."""
+        """Return A over all seeds, (K,).
+
+        If `spread` is within the margin, the offsets are left out, because the margin already covers them.
+        """
         return self.values if margin is not None and self.spread <= margin else self.values + self.offsets
 
 
 class Outcome(Enum):
-    """Possible outcomes of a choice between recipes; `sweeps.decide.wording` words them."""
+    """Possible outcomes of a choice between recipes; `sweeps.decide.wording` writes a sentence for each."""
 
     UNKNOWN = "no recipe has a forecast, or the only recipe is not identifiable"
     ALONE = "there is only one recipe"
@@ -106,21 +109,22 @@ class Standing:
     """The state of the choice between recipes; mappings are by recipe.
 
     Attributes:
-        margin: choosing a recipe whose A is within this of the best is not an error, in reward.
+        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error.
         leader: recipe to choose: the recipe with the smallest expected loss, identifiable or not, or the most efficient
             of the recipes tied with it; None if no recipe has a forecast.
-        losses: expected difference of the highest asymptote and this recipe's, in reward.
+        losses: expected distance of each recipe's asymptote below the highest asymptote, in reward.
         p_best: probability of the highest asymptote among ranked and unranked recipes, including the spread between
             seeds.
         p_wrong: probability that another recipe's asymptote exceeds the leader's by more than the margin; None without
             a leader or with one recipe.
-        p_wrong_by_recipe: the same probability for every recipe.
+        p_wrong_by_recipe: for each recipe, the probability that another one's asymptote exceeds its own by more than
+            the margin.
         ranked: identifiable recipes, the best first.
         tied: recipes whose A and expected loss are within the margin of the best, the most efficient first.
         shared_a: mean A of the tied recipes; None without a tie.
         efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty without a
             tie.
-        ratios: compute of each tied recipe to 90% of the way there, over that of the first tied recipe.
+        ratios: compute of each tied recipe to 90% of the way to the shared A, over that of the first tied recipe.
         slower, faster: tied recipes that surely need more, or less, compute than the first tied recipe. A faster recipe
             is not the leader because its A is not surely within the margin of the best.
         choices: tied recipes that are not slower, any of which may be chosen; empty if the leader is not tied.
@@ -185,9 +189,10 @@ def pairing_of(fits: Sequence[Fit]) -> Pairing | None:
 def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
     """Draw every recipe's asymptote jointly.
 
-    In each draw all recipes follow the same law, drawn by how well the laws predict the study's curves: if one law
-    puts every ceiling higher than another law does, that is not a difference between recipes. Recipes that rise are
-    shrunk towards each other (see `_shrinkage`).
+    In each draw all recipes follow the same law: if one law puts every ceiling higher than another law does, that is
+    not a difference between recipes. The law is drawn by how well the laws predict the study's curves.
+
+    Recipes that rise are shrunk towards each other, see `_shrinkage`.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
@@ -233,7 +238,7 @@ def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
 
 
 def _laws(fits: Sequence[Fit]) -> list[str]:
-    """Sample the law of each of K joint draws, by the laws' mean weight over the recipes; returns their names."""
+    """Sample the name of the law of each of K joint draws, with the laws' mean weights over the recipes."""
     outlooks = [fit.outlook for fit in fits if fit.outlook is not None]
     names = sorted({name for outlook in outlooks for name in outlook.weights})
     if not names:
@@ -300,7 +305,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
-        margin: choosing a recipe whose reward is within this of the highest is not an error, in reward.
+        margin: shortfall from the highest reward up to which choosing a recipe is not an error.
         compute: where to compare; None for `WINDOWS` times the largest compute of any recipe.
     """
     end = max((fit.window[1] for fit in fits if fit.window is not None), default=None)
@@ -328,7 +333,8 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
-        margin: choosing a recipe whose A is within this of the best is not an error, in reward; None for the default.
+        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error; None for the
+            default.
         budget: compute of the horizon; None for `WINDOWS` times the largest compute of any recipe.
 
     Raises:
@@ -429,7 +435,8 @@ def _outcome(
         return Outcome.ALONE
     sure = p_wrong <= _UNSURE
     if not choices:
-        # Recipes that have not moved are within the margin of each other, which does not make one of them the winner.
+        # Recipes whose rewards have not risen are within the margin of each other, but this makes none of them the
+        # winner.
         if all(fit.verdict == "flat" for fit in fits) and not (sure and p_best[leader.recipe] >= 1 - _UNSURE):
             return Outcome.FLAT
         return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
@@ -447,7 +454,7 @@ def asymptote_of(fit: Fit) -> float:
 
 
 def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
-    """Return the recipe with the smallest expected loss, or the first of the safe recipes if that recipe is safe.
+    """Return the recipe with the smallest expected loss; if it is one of the safe recipes, the first of these instead.
 
     Recipes that are not identifiable take part with all their uncertainty. Recipes without a forecast are left out.
 
@@ -477,7 +484,7 @@ def chances_of_being_best(draws: Sequence[Array]) -> list[float]:
 
 
 def spreads_of(fits: Sequence[Fit], pairing: Pairing | None) -> dict[str, SeedSpread]:
-    """Return the spread of A between seeds by recipe: the pairing's, if any, because common effects cancel."""
+    """Return the spread of A between seeds by recipe: that of the pairing, if any, in which common effects cancel."""
     return {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in fits}
 
 

@@ -2,9 +2,9 @@
 
 A snapshot is the fit to evaluations up to some compute C, with a check: the mean of the evaluations in the last tenth
 (C / 1.1 to C) is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C
-only, not on when it was computed. A run has departed from its forecast if the checks of two snapshots whose C differ by
-a factor of 1.15, and of all snapshots between them, are on the same side of the 95% interval. docs/measured/watch.md
-has the rate of alarms for runs that follow the law and for runs that fall (`benchmarks/watch.py`).
+only, not on when it was computed. A run has departed from its forecast if all checks over a factor of 1.15 in C are
+outside the 95% interval, on the same side. docs/measured/watch.md has the rate of alarms for runs that follow the law
+and for runs that fall (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Watch:
             "compute_axis": curve.axis,
             "metric": curve.metric,
             "options": asdict(self._options),
-            # For rewards in [0, 1] None is written, because lines of older versions have no `bounds`.
+            # For rewards in [0, 1] None is written, so that lines of older versions, without `bounds`, still match.
             "bounds": None if curve.limits in (None, (0.0, 1.0)) else list(curve.limits),
         }
 

@@ -110,7 +110,7 @@ _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eigh
 
 
 def _describe_slower(standing: Standing) -> str:
-    """Describe how many times the compute the slower tied recipes need, to 90% of the gain to their ceiling."""
+    """Describe how many times as much compute the slower tied recipes need to 90% of the gain to the shared ceiling."""
     slower, count = standing.slower, len(standing.slower)
     ratios = [ratio for recipe in slower if (ratio := standing.ratio(recipe)) is not None]
     subject = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"

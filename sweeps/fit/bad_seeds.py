@@ -1,8 +1,8 @@
 """Detection of outlier seeds, which are reported and left out of the curve.
 
 A seed is compared with the median of the other seeds, over the later half of their common range of compute. Healthy
-seeds differ through the noise of their means, the drift of a policy and the published spread of asymptotes. A seed
-whose gap exceeds `BAD_SEED` standard deviations of these differences is left out of the curve, the worst first,
+seeds also differ: by the noise of their means, the drift of a policy and the published spread of asymptotes. Seeds
+whose gap exceeds `BAD_SEED` standard deviations of such healthy differences are left out of the curve, the worst first,
 provided that most seeds agree.
 """
 
@@ -54,7 +54,7 @@ def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, 
 
 
 def find_disagreement(curve: Curve) -> BadSeed | None:
-    """Return the lower of exactly two seeds if they differ more than healthy seeds do; else None."""
+    """Return the lower of a curve's two seeds if they differ more than healthy seeds do; None unless it has two."""
     if len(np.unique(curve.seed)) != 2:
         return None
     return min(_outlying_seeds(curve), key=lambda pair: pair[0].by, default=(None, 0.0))[0]
@@ -88,7 +88,7 @@ def _gap_and_limit(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
         other_seed = curve.seed == other
         order = np.argsort(curve.compute[other_seed], kind="stable")
         x, y = curve.compute[other_seed][order], curve.reward[other_seed][order]
-        # Do not extend a run that ended earlier: it has no value to compare with.
+        # Beyond the end of the other run there is no value to compare with: use NaN instead of its last value.
         paths.append(np.where(computes <= x[-1], np.interp(computes, x, y), np.nan))
     stacked = np.array(paths)
     covered = ~np.isnan(stacked).all(axis=0)

@@ -22,7 +22,7 @@ R0_STEP = 0.05
 
 @dataclass(frozen=True)
 class R0Effect(AsJson):
-    """A and B, refitted with R0 fixed `step` lower and `step` higher; None where there is no such R0, or no A."""
+    """A and B, refitted with R0 fixed `step` lower and `step` higher; None where this R0 or the refit is impossible."""
 
     step: float
     A: tuple[float | None, float | None]
@@ -45,7 +45,7 @@ class Checks:
 
     @cached_property
     def extrapolation_error(self) -> float | None:
-        """Error of a forecast of the last quarter of the window from a fit to the first half, as an absolute reward.
+        """Absolute error, in reward, of a fit to the window's first half that forecasts the mean of its last quarter.
 
         None if the first half has too few points for a fit.
         """

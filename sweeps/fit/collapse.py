@@ -13,10 +13,10 @@ def collapse_probability(seen: ScaledPoints) -> tuple[float, float]:
     """Estimate the probability that a run whose reward fell to 0 stays there, and since when it is 0.
 
     Where no completion earns a reward, every advantage is 0 and training cannot recover. But a few samples may also all
-    fail by chance. Let the last k evaluations be 0. In a dead run this is certain. In a run that fails by chance, a 0
-    is followed by another 0 with probability q, estimated from s repeats and r recoveries before (Laplace's rule). The
-    prior probability d of death assumes one death in r + 2 falls to 0. With several seeds, k is the smallest of all
-    seeds:
+    fail by chance. Let the last k evaluations be 0. In a dead run they are 0 for certain. In a run that fails by
+    chance, a 0 is followed by another 0 with probability q. Laplace's rule estimates q from earlier zeros, of which s
+    were followed by another 0 (repeats) and r were not (recoveries). By the same rule, the prior probability d that a
+    fall to 0 is a death is 1 / (r + 2). With several seeds, k is the smallest of all seeds:
 
         P = d / (d + (1 - d) q^(k - 1)),   d = 1 / (r + 2),   q = (s + 1) / (s + r + 2)
 

@@ -1,10 +1,10 @@
 """Comparison of curve families on one recipe's evaluations, by fit and by forecast error.
 
-Families are compared by AICc on the points that all of them can use (positive compute), and by their error on later
-compute that the fit has not seen (rolling origin): from origins at 50% to 90% of the window, each family is fitted to
-the earlier points and predicts the later ones, up to twice the origin's compute. The baseline is the last value, which
-is each seed's last evaluation before the origin. Where no family beats this baseline, the curve
-supports no forecast, and the sentence says so.
+Families are compared in two ways: by AICc on the points that all of them can use (positive compute), and by their error
+on later points that the fit has not seen (rolling origin). For origins at 50% to 90% of the window, each family is
+fitted to the points up to the origin, and predicts the points from there to twice the origin's compute. The baseline is
+the last value: each seed's last evaluation before the origin. Where no family beats this baseline, the curve supports
+no forecast, and the sentence says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Comparison(AsJson):
 
     Attributes:
         rows: one per family; empty with too few points.
-        last_value: mean absolute error of each seed's last value, in reward; None where too little is held out.
+        last_value: mean absolute error, in reward, if each seed's last value predicts its later rewards; None where too
+            little is held out.
         beats_last: whether some family (other than the constant) has a smaller error than the last value; None where
             too little is held out.
         sentence: the outcome in words.
@@ -207,7 +208,7 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
         levels = np.arange(1 if fixed is not None else 2)
         out_of_bounds = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
         if len(out_of_bounds):
-            # Put a level (R0 or A) that is outside its bounds on the bound, and solve again for the others.
+            # Move a level (R0 or A) that is outside the bounds to the nearest bound, and solve again for the rest.
             theta[out_of_bounds] = np.clip(theta[out_of_bounds], *bounds)
             free = np.setdiff1d(np.arange(len(theta)), out_of_bounds)
             theta[free] = np.linalg.lstsq(stacked[:, free], targets - stacked[:, out_of_bounds] @ theta[out_of_bounds])[
@@ -250,7 +251,7 @@ def _row(
     solution = _solve(points, options, bounds)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
-    # Parameters besides the curve's: the seeds' offsets and the variance of the noise.
+    # For S seeds, k counts S parameters besides those of the curve: S - 1 free offsets, and the variance of the noise.
     k = parameters + points.seeds
     # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1). It is undefined for n <= k + 1, where a large constant
     # replaces it. The floor avoids ln 0 on noise-free data.
@@ -304,10 +305,11 @@ class _HeldOut:
 
 
 def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
-    """Return the evaluations held out after each origin, and the mean absolute error of the last value on them.
+    """Return the evaluations held out after each origin, and the mean absolute error of the last value on these.
 
-    Empty and None if too few can be held out. Each seed is compared with its own last value, so that seeds that ended
-    earlier do not distort the error.
+    The last value is each seed's last reward before the origin, taken as the prediction of its later rewards. Each seed
+    has its own, so that seeds that ended earlier do not distort the error. The result is an empty list and None if too
+    few evaluations can be held out.
     """
     end = float(points.compute.max())
     parts: list[_HeldOut] = []

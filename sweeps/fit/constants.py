@@ -1,9 +1,9 @@
 """Hand-set constants of `sweeps.fit` that affect the conclusions from a curve, each with the data it was set on.
 
 Numerical resolution (grids, rounds, draws) is set next to each computation instead, because it affects no conclusion:
-`tests/sweeps/fit/test_law.py` compares with a sampler without grids. Rewards are on a scale of width 1. Compute is
-in windows: units of the largest compute evaluated. docs/reference/methods.md has the equations. "The zoo" is
-benchmarks/forecast_zoo.py, "real curves" are benchmarks/real_curves.py.
+`tests/sweeps/fit/test_posterior.py` compares the evidence with that of many samples of the prior. Rewards are on a
+scale of width 1. Compute is in windows: units of the largest compute evaluated. docs/reference/methods.md has the
+equations. "The zoo" is benchmarks/forecast_zoo.py, "real curves" are benchmarks/real_curves.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
 # Priors of the other families' shape parameters: log k and c of a logistic, log B of a power law.
 RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
-# Mean and standard deviation of R0 and A of a law that rises, and of the level if there is no law.
+# Prior mean and standard deviation of R0 and A under a law that rises, and of the constant level under no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
-# The random walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window
-# (about 0.06), and the scale, in windows beyond the end, on which it levels off.
+# WALK_PRIOR: prior mean and standard deviation of log tau, where tau is the standard deviation of the random walk about
+# a law over one window (about 0.06). LEVELLING: scale, in windows beyond the end, on which the walk levels off.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
-# The asymptote is the law's plus the walk's level, its mean from the window's end to this many windows later.
+# A is the law's asymptote plus the mean of the walk from the window's end to this many windows later.
 STANDING = 0.25
 # Prior standard deviation of a fixed R0 or A: practically 0.
 FIXED = 1e-5
@@ -31,9 +31,10 @@ FIXED = 1e-5
 EXACT = 1e-3
 # Grid of scales, equally likely, for the walks of seeds about their mean, in units of the recipe's walk.
 SEED_WALKS = (0.3, 1.0, 3.0)
-# Prior of the noise. Without known errors: median at the points' roughness, at least QUIET; NOISE_SD is the standard
-# deviation of its logarithm. With errors given by the source: median at KNOWN times these errors, because evaluations
-# on the same prompts agree better than independent evaluations; KNOWN_SD is the standard deviation of its logarithm.
+# Prior of the noise, log-normal. If the source gives no errors, its median is the points' roughness, at least QUIET,
+# and NOISE_SD is the standard deviation of its logarithm. If the source gives errors, its median is KNOWN times these
+# errors, because evaluations on the same prompts agree better than independent evaluations, and KNOWN_SD is the
+# standard deviation of its logarithm.
 NOISE_SD, QUIET = 0.5, 0.004
 KNOWN, KNOWN_SD = 0.85, 0.2
 # Where A is not identifiable, forecasts and ceilings are limited to this many windows: no study could use more.
@@ -67,7 +68,7 @@ HUBER = 1.5
 # curve's shape.
 MIN_COMPUTES, MIN_SPAN = 6, 1.5
 # An interval of A wider than this, in units of the reward's range, cannot separate any two of the published recipes,
-# whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2). The gain is a second upper limit.
+# whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2). The interval must not be wider than A - R0 either.
 MAX_WIDTH = 0.2
 # A plateau at a bound is observed if the mean of the last quarter is this close to the bound: the margin of a tie.
 PLATEAU = 0.02

@@ -115,7 +115,10 @@ class Fit(AsJson):
 
     @cached_property
     def R0_effect(self) -> R0Effect | None:
-        """A and B refitted with R0 fixed one step lower and higher, as in `sensitivity`; None if A is given."""
+        """A and B refitted with R0 fixed one step lower and higher, as in `sensitivity`.
+
+        None if the fit has no A, or is not a sigmoid with A free.
+        """
         if self.checks is None or self.A.value is None or self.R0 is None or not self.options.is_free_sigmoid:
             return None
         step = R0_STEP * self.curve.scale
@@ -187,7 +190,8 @@ def fit_curve(
         curve: evaluations of all seeds; the result does not depend on their order or on the unit of compute.
         options: R0 rule, compute window and fixed asymptote; the defaults if None.
         seed_spread: spread of A between seeds, for `A_total`; None for the published spread (arXiv 2510.13786, A.7).
-        pool: for a refit of a recipe that `fit_curves` has pooled: `Fit.pool` of its fit. None does not pool.
+        pool: `Fit.pool` of the recipe's earlier fit, to refit a recipe that `fit_curves` has pooled; None for no
+            pooling.
 
     Raises:
         UserError: r0 is outside the rewards' bounds, or the window is empty.
@@ -448,9 +452,9 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, worke
 
 
 def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
-    """Pool over a study's recipes what single fits (from `fit_curve`) do not share; `fit_curves` does this too.
+    """Share information between a study's recipes, each fitted alone by `fit_curve`; `fit_curves` includes this.
 
-    Pooled are the scale of the walks (`sweeps.fit.pooling`) and the spread between seeds.
+    The scale of the walks (`sweeps.fit.pooling`) and the spread between seeds are pooled.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
     fits = _pool_walks(fits)
@@ -464,7 +468,7 @@ def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]
 
 
 def warnings_of(fits: Sequence[Fit]) -> list[str]:
-    """Return all warnings of fits, each with its recipe, after a warning if the spread between seeds is assumed.
+    """Return all warnings of fits, each with its recipe, preceded by a warning if a spread between seeds is assumed.
 
     Fits without draws, such as fits by the published procedure, use no spread between seeds.
     """

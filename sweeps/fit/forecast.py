@@ -17,7 +17,8 @@ from sweeps.fit.schedule import Schedule
 from sweeps.fit.seen import ScaledPoints
 
 DRAWS = 2000
-# Above this number of points, neighbouring points, or those of several seeds, are averaged: more only take time.
+# Above this number of points, neighbouring points, or points of several seeds, are averaged, because more points only
+# take time.
 _MAX_POINTS = 160
 # With fewer points there is no forecast.
 _MIN_POINTS = 4
@@ -103,7 +104,7 @@ class OutlookInputs:
         recipe: label of the recipe, which seeds the draws.
         points: evaluations of the recipe, without units.
         end, bottom, width, schedule: see `Outlook`.
-        evaluations_per_point: average number of evaluations that were averaged to one of the points.
+        evaluations_per_point: mean number of evaluations that were averaged into one point; 1 without averaging.
         options: the family, and R0 and A where they are fixed.
     """
 
@@ -128,7 +129,7 @@ class OutlookInputs:
         """Return a copy whose draws are resampled, those under all laws and those under the fitted family only.
 
         Args:
-            weights: returns the weights (K,) of draws, given their log tau (K,).
+            weights: function that returns the weights (K,) of draws, given their `Futures.log_walk` (K,).
         """
         assert self.outlook.family_futures is not None
         rng = generator(self.recipe, "pooled")

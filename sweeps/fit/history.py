@@ -61,7 +61,7 @@ class Snapshot(AsJson):
     """Results of one recipe's fit to its evaluations up to a compute.
 
     Attributes:
-        compute_end: the compute. n: number of evaluations up to it, over all seeds.
+        compute_end: compute up to which evaluations were fitted. n: number of these evaluations, over all seeds.
         verdict, A: results of the fit.
         forecast: a later compute, and the predicted reward of one evaluation there, with a 95% interval; None where the
             fit cannot be used for forecasts.
@@ -124,11 +124,11 @@ def history(
     Args:
         curve: evaluations of one recipe so far.
         options: options of every fit; no snapshot is taken beyond `max_compute`.
-        every: smallest factor by which compute grows between snapshots, except for the last (a dozen snapshots for 40
-            evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
+        every: smallest factor by which compute grows between snapshots, except for the last; 1 for a snapshot after
+            every evaluation. By default 40 evenly spaced evaluations give a dozen snapshots, each doubling 5 more.
         earlier: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last
-            snapshot (of a seed that lags behind), a snapshot at the last compute is taken again.
-        pool: `Fit.pool` of the recipe's fit, so that the last snapshot equals it; None does not pool.
+            snapshot, because their seed lags behind, a snapshot at the last compute is taken again.
+        pool: `Fit.pool` of the recipe's fit, so that the last snapshot equals this fit; None for no pooling.
 
     Raises:
         UserError: `every` is below 1; also as for `fit_curve`.
@@ -225,15 +225,15 @@ class _Fits:
 
 
 def _can_forecast(fit: Fit) -> bool:
-    """Return whether a fit's forecasts can be checked: not without draws, flat, falling or of too few points."""
+    """Return whether a fit's forecasts can be checked, which needs enough points and a reward that rises."""
     return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
     """Return a warning if the latest evaluations are outside the intervals that earlier fits predicted, else None.
 
-    The checks of all snapshots over a factor `GROWTH` of compute must be outside their intervals, on the same side;
-    docs/measured/watch.md has the rates of false alarms and misses.
+    The checks of all snapshots within the last factor `GROWTH` of compute must be outside their intervals, all on the
+    same side. docs/measured/watch.md has the rates of false alarms and misses.
 
     Args:
         snapshots: all snapshots of one recipe, the oldest first.

@@ -96,9 +96,10 @@ class Points:
 
 
 def select(curve: Curve, options: FitOptions) -> Points:
-    """Select the points within the window, and for the mode `first` the first evaluation of every seed.
+    """Select the points within the window, with compute at the peak learning rate (`sweeps.fit.schedule`).
 
-    Compute is converted to compute at the peak learning rate (`sweeps.fit.schedule`).
+    If `options.r0` is `first`, the first evaluation of every seed is added, even if it is below `min_compute`. If R0 is
+    fixed, or the family is not defined at compute 0, evaluations at compute 0 are left out.
     """
     keep = options.inside(curve.compute)
     if not options.curve_family.from_zero or not isinstance(options.r0, str) or options.family == "sigmoid_zero":
@@ -124,9 +125,9 @@ def select(curve: Curve, options: FitOptions) -> Points:
 def average_neighbours(points: Points, limit: int) -> Points:
     """Average neighbouring points until about `limit` points remain.
 
-    Neighbours of one seed are averaged if each seed then keeps `_MIN_POINTS_OF_RUN` points. With more seeds, each of
-    several groups of seeds is merged into one run instead, so that the common curve keeps its resolution. Evaluations
-    at compute 0 are not averaged with later evaluations.
+    Neighbours of one seed are averaged if each seed then keeps `_MIN_POINTS_OF_RUN` points. Otherwise there are too
+    many seeds: they are divided into groups, and each group is merged into one run, so that the common curve keeps its
+    resolution. Evaluations at compute 0 are not averaged with later evaluations.
     """
     seeds, block = points.seeds, -(-len(points.reward) // limit)
     if block == 1 or limit >= _MIN_POINTS_OF_RUN * seeds:

@@ -1,9 +1,9 @@
 """Partial pooling of the scales of random walks over a study's recipes.
 
 One recipe gives little information about tau, the scale of its random walk about the law. Recipes of one study have
-similar scales: log tau of each follows a Student t distribution about a common centre, whose prior resembles that of a
-single recipe. Each recipe's draws are reweighted by the posterior of the centre given the other recipes, so nothing is
-refitted.
+similar scales. So log tau of each recipe is assumed to follow a Student t distribution about a common centre. The prior
+of the centre is such that a single recipe's log tau is distributed about as without pooling. Each recipe's draws are
+reweighted by the posterior of the centre given the other recipes, so nothing is refitted.
 """
 
 from __future__ import annotations

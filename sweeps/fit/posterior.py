@@ -60,8 +60,8 @@ _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
 _MANY_DRAWS = 1000
 # Variance added to every point, so that the precision stays finite.
 _ROUNDING = 1e-8
-# A later proposal is wider than the samples so far: by the factor `_WIDER` in variance, plus the fraction
-# `_PRIOR_SHARE` of the prior's standard deviation. `_TAIL` is the degrees of freedom of proposals.
+# A later proposal is wider than the samples so far. Its covariance is `_WIDER` times theirs, plus the square of
+# `_PRIOR_SHARE` prior standard deviations. `_TAIL`: degrees of freedom of the proposals, which are Student t.
 _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 
@@ -187,7 +187,10 @@ class Futures:
         return self._clip((self.a + self.current_offset)[:, None], end)[:, 0]
 
     def line(self, x: Array) -> Array:
-        """Return the median of law plus walk at computes x (m,), with the walk constant beyond the window; (m,)."""
+        """Return the median of law plus walk at computes x (m,); (m,).
+
+        From `STANDING` windows after the window's end on, the walk is replaced by its current offset.
+        """
         if len(self.law) >= _MANY_DRAWS:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))

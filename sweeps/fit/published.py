@@ -1,8 +1,8 @@
 """The published fit procedure, followed literally (arXiv 2510.13786, A.5): a grid over A and C_mid, B fitted by SciPy.
 
 Use it to compare with published numbers. It gives no interval, so no fit is `identifiable`; rank on `sweeps.fit.fit`
-instead. Two traps of the printed grids are reported: a ceiling outside [0.45, 0.80] comes out on the grid's edge (a
-GSM8K curve at 0.93 as 0.80), and C_mid's grid is in GPU-hours, in steps of 403.
+instead. Warnings point out two traps of the printed grids. A ceiling outside [0.45, 0.80] comes out on the grid's edge:
+a GSM8K curve at 0.93 as 0.80. And the grid of C_mid is in GPU-hours, in steps of 403.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
 C_MID_GRID = np.linspace(100.0, 40000.0, 100)  # GPU-hours
 # The paper drops compute below this ("about one epoch"), in GPU-hours.
 MIN_COMPUTE = 1500.0
-# Three computes for A, B and C_mid, and one more that can contradict the fit.
+# Fewest distinct computes: three determine A, B and C_mid, and one more can contradict the fit.
 _MIN_COMPUTES = 4
 
 
@@ -139,7 +139,8 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
     sse = np.full((len(a_grid), len(c_mid_grid)), np.inf)
     exponent = np.zeros_like(sse)
     failed = 0
-    # A cell may overflow on the way to a finite B, or determine B but not its covariance, which is not used.
+    # Suppress warnings: the fit in a cell may overflow on the way to a finite B, or determine B but not the covariance
+    # of B, which is not used.
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", OptimizeWarning)
         for i, a in enumerate(a_grid):
@@ -149,7 +150,7 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
                     return r0 + (a - r0) / (1 + (c_mid / c) ** b)
 
                 try:
-                    # Pass SciPy's default start explicitly: otherwise SciPy would count law's defaults as parameters.
+                    # Pass SciPy's default start explicitly: without p0, SciPy would fit the arguments a and c_mid too.
                     (b,), _ = curve_fit(law, compute, reward, p0=[1.0])
                 except RuntimeError:
                     failed += 1

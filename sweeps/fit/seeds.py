@@ -17,7 +17,7 @@ from sweeps.fit.forecast import Outlook
 from sweeps.fit.points import Points
 
 BORROWED_SEED_SD = SEED_SD
-# Degrees of freedom (seeds minus one, summed over recipes) from which the spread is measured.
+# Fewest degrees of freedom (seeds minus one, summed over recipes) with which the spread is measured.
 SPREAD_DOF = 2
 # Name of the source of a spread that is taken from the paper.
 _BORROWED = "borrowed"
@@ -115,10 +115,11 @@ class Pairing(AsJson):
 
 
 def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:
-    """Estimate the spread that remains between recipes with common seeds: analysis of variance, recipe x seed.
+    """Estimate the spread between seeds that remains in comparisons of recipes that share their seeds.
 
-    Returns None unless all recipes have exactly the same seeds, two or more, and two degrees of freedom remain. The
-    effect of a seed that one recipe lacks would not cancel.
+    The estimate is the residual variance of an analysis of variance with the factors recipe and seed. None unless all
+    recipes have exactly the same seeds, two or more, and two degrees of freedom remain: the effect of a seed that one
+    recipe lacks would not cancel.
     """
     shared = sorted(excesses[0].offset) if excesses else []
     if any(sorted(excess.offset) != shared for excess in excesses):

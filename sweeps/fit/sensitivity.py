@@ -1,6 +1,6 @@
 """Sensitivity of A to the settings of the fit: the same points refitted under changed settings.
 
-    early cut       leave out the points below 5, 10, 20 and 30% of the window's end, and none. The percentages are
+    early cut       leave out the points below 5, 10, 20 or 30% of the window's end, or no points. The percentages are
                     of compute, not of its logarithm: for evenly spaced evaluations they are fractions of the points
     R0              as the first evaluation, free, and fixed one step below and above the fitted one
     robust          give points far from the curve less weight
@@ -80,7 +80,7 @@ def sensitivity(main: Fit) -> tuple[Row, ...]:
 def _points_key(curve: Curve, options: FitOptions) -> tuple[tuple[float, ...], FitOptions]:
     """Return a key that is equal for settings that fit the same points: the points' computes, and the other options.
 
-    `first` and `free` differ by one point at most, that at compute 0.
+    `first` and `free` count as one option, because they differ only in the points: at most by each seed's first one.
     """
     r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
     points = select(curve, options)

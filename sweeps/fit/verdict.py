@@ -80,7 +80,7 @@ class Evidence:
         R0: fitted or given reward at compute 0.
         reward_range: width of the reward's scale.
         doubt: evidence from all laws.
-        half_name: name of half_gain in the family's own parameters.
+        half_name: name of the compute in `half_gain`, by the family's own parameters, such as `tau ln 2`.
     """
 
     compute: Array
@@ -94,7 +94,7 @@ class Evidence:
 
 
 def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
-    """Return whether the mean of the window's last quarter is at the bound (for example a pass rate of 1)."""
+    """Return whether the mean of the window's last quarter is within `PLATEAU` of a bound, such as a pass rate of 1."""
     tail = reward[compute >= 0.75 * compute.max()]
     return bool(tail.mean() >= bound - PLATEAU * reward_range)
 

@@ -40,7 +40,7 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
 
 
 def choice_text(choice: Choice) -> str:
-    """Format a decision: both recipes, difference, noise floor, verdict, and if undecided how to decide."""
+    """Format a decision: both recipes, difference, noise floor, verdict and, if it is undecided, what to run."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.6g}"

@@ -1,8 +1,8 @@
 """Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
-Figures are drawn without pyplot, so there is no global state and no display. The SVG keeps text as text. Text (`INK`)
-and lines (`RULE`) have placeholder colours, which `inline_svg` replaces by the page's colours, so one drawing fits a
-light and a dark page.
+Figures are drawn without pyplot, so they need no global state and no display. In the SVG, text is stored as text, not
+as outlines. Text (`INK`) and lines (`RULE`) have placeholder colours, for which `inline_svg` substitutes the page's
+colours, so one drawing fits a light and a dark page.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def styles(recipes: Iterable[str], baseline: str | None) -> dict[str, Style]:
     """Assign each recipe a colour and a line style that do not depend on its rank.
 
     Only the baseline (without a baseline, the first label) has the first colour. The other recipes, sorted by label,
-    have the other five colours, at first with solid lines, then with the next line style.
+    take the other five colours in turn, with solid lines. Once these are used up, the next line style begins.
     """
     order = sorted(set(recipes), key=lambda recipe: (recipe != baseline, recipe))
     other_colours = COLOURS[1:]
@@ -150,14 +150,14 @@ def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left:
 
 @contextmanager
 def without_glyph_warnings() -> Iterator[None]:
-    """Silence matplotlib, which warns of a character that its font lacks at every use: see `not_in_font`."""
+    """Silence matplotlib's warnings about characters that its font lacks, which it repeats; see `not_in_font`."""
     with catch_warnings():
         filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def not_in_font(texts: Iterable[str]) -> str:
-    """Return the characters that the figures' font lacks. PNG and PDF have boxes in their place."""
+    """Return the characters that the figures' font lacks. PNG and PDF show boxes instead of them."""
     font = get_font(findfont(FontProperties(family=[str(STYLE["font.family"])])))
     return "".join(dict.fromkeys(char for text in texts for char in text if not font.get_char_index(ord(char))))
 

@@ -22,7 +22,7 @@ _YEAR_2000 = 946_684_800.0
 
 
 class Facts:
-    """Facts about the runs behind a report, from their journals and frozen configurations; empty for other sources."""
+    """Facts about the runs behind a report, from their journals and stored configurations; empty for other sources."""
 
     def __init__(self, runs: Sequence[JournalView]) -> None:
         self._runs = runs
@@ -105,7 +105,7 @@ def _describe(part: Mapping[str, Any]) -> str:
 
 
 def _join_distinct(texts: Iterable[str]) -> str:
-    """Join the different texts; after `_MAX_LISTED` only their number is given."""
+    """Join the distinct texts; beyond `_MAX_LISTED`, only the number of further texts is given."""
     different = list(dict.fromkeys(text for text in texts if text))
     more = f" and {len(different) - _MAX_LISTED} more" if len(different) > _MAX_LISTED else ""
     return ", ".join(different[:_MAX_LISTED]) + more

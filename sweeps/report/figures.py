@@ -1,4 +1,4 @@
-"""Draw a report's figures: compute curves, asymptotes, residuals, confidence curves of A, A as compute grew."""
+"""Draw a report's figures: compute curves, asymptotes, residuals, confidence curves of A, and A over compute."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     """Draw the confidence curves of A: identifiable recipes on the left, open recipes on the right; None without any.
 
-    The curve crosses 0.05 at the ends of the 95% interval; an open end is marked at the bound of A.
+    The curve crosses 0.05 at the ends of the 95% interval. An end at which A is not bounded is marked as open.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.draws is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
@@ -143,7 +143,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
 
 
 def _legend_names(ranking: Ranking) -> dict[str, str]:
-    """Return names for a legend, with a zero-width space before a `_`, because Matplotlib omits names that begin so."""
+    """Return names for a legend; a name that begins with `_`, which Matplotlib would omit, gets a zero-width space."""
     short = shortened([entry.recipe for entry in ranking.ranking])
     cut_names = cut(list(short.values()), 40)
     return {recipe: "\u200b" * cut_names[name].startswith("_") + cut_names[name] for recipe, name in short.items()}
@@ -225,7 +225,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
 def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
     """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A or the verdict.
 
-    `ghost` draws only a thin line, of the baseline in another recipe's panel.
+    With `ghost`, only a thin line is drawn: the baseline's curve in another recipe's panel.
     """
     if fit.draws is None or fit.window is None:
         return

@@ -1,7 +1,7 @@
 """Prepare the data of the report's interactive figure, and the library that draws it: Vega-Lite, inlined in the page.
 
-`sweeps/report/templates/report.js` draws the figure from `study_data`. To the points of the curves, steps and other
-compute axes are joined from the journals, so curves from tables have only one axis.
+`sweeps/report/templates/report.js` draws the figure from `study_data`. The points' steps and their values on other
+compute axes come from the journals, so curves from tables have only one axis.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
-# A recipe's name is cut to so many characters where its asymptote is drawn: on a screen, and on a phone.
+# Number of characters to which a recipe's name is cut where its asymptote is drawn: on a screen, and on a phone.
 _NAME_LIMITS = (28, 18)
 _UNKNOWN = float("nan")
 
@@ -164,7 +164,8 @@ class _Journals:
     def find(self, recipe: str, seed: str, compute: float, reward: float) -> tuple[int, Record] | None:
         """Return the run's number and the record of an evaluation; None if it is in no journal, or in several.
 
-        If recipe and seed have other names in the curve than in the journals, compute and reward must identify it.
+        If recipe and seed have other names in the curve than in the journals, the evaluation is found by compute and
+        reward alone.
         """
         return self._exact.get((recipe, seed, compute, reward)) or self._any.get((compute, reward))
 
@@ -189,7 +190,7 @@ def _axis_value(axis: str, evaluation: tuple[int, Record] | None, journals: _Jou
 
 
 def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
-    """Return the asymptote with its interval, or if it is not identifiable the mean reward near the end of compute."""
+    """Return the asymptote with its interval, or the mean reward over the last tenth if it is not identifiable."""
     if fit.identifiable and fit.A.value is not None:
         low, high = (bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True))
         return {"named": True, "a": _round(fit.A.value), "low": _round(low), "high": _round(high)}

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 def shortened(labels: Sequence[str]) -> dict[str, str]:
     """Return a short label for each recipe, without the `+`-separated parts that all recipes share.
 
-    `scalerl+loss=dapo` becomes `loss=dapo` if the other recipe is `scalerl`. A label of shared parts only keeps its
-    first part. Labels with different first parts, and a single label, are unchanged.
+    `scalerl+loss=dapo` becomes `loss=dapo` if the other recipe is `scalerl`. A label that has nothing but shared parts
+    becomes its first part. If the first parts differ, or there is only one label, labels are unchanged.
     """
     parts = {label: label.split("+") for label in labels}
     if len(parts) < 2 or len({split[0] for split in parts.values()}) > 1:
         return {label: label for label in labels}
-    # Ignore the baseline, which has no changes: otherwise the other recipes would have no common part.
+    # Parts after the first are common only if every label has such parts: a baseline without changes shares none.
     changes = [set(split[1:]) for split in parts.values() if len(split) > 1]
     common = set.intersection(*changes) if len(changes) == len(parts) else set()
     short = {
@@ -57,5 +57,5 @@ def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
             yield f"{start}…{end}"
     pieces = [text[at : at + limit - 2] for at in range(1, len(text) - limit + 2)]
     unique = [piece for piece in pieces if not any(piece in other for other in others)]
-    if unique:  # in the middle piece, the difference is near the middle
+    if unique:  # take the middle one, in which the difference from other labels is near the middle
         yield f"…{unique[len(unique) // 2]}…"

@@ -18,9 +18,10 @@ from sweeps.report.labels import cut, shortened
 
 
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
-    """Draw evaluations and fitted curves left; right, each recipe's asymptote with its 95% interval, best on top.
+    """Draw evaluations and fitted curves on the left, and each recipe's asymptote with its 95% interval on the right.
 
-    If a recipe's asymptote is not identifiable, a hollow point shows its mean reward over the last tenth of compute.
+    The best recipe is on top. If a recipe's asymptote is not identifiable, a hollow point shows its mean reward over
+    the last tenth of compute.
     """
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}

@@ -107,7 +107,7 @@ def render(
     Args:
         documents: SVG of each figure, by name.
         findings: further content; None for none.
-        dots: by figure, the number of points that became dots of a path; None for none.
+        dots: by figure, the number of points that are drawn as dots instead of markers, see `thinning`; None for none.
         panels: by figure, the panels to stack on a narrow screen; None for none.
 
     Other arguments are as for `report.write_report`.
@@ -167,7 +167,7 @@ def _inert_json(content: Any) -> str:
 
 
 def _as_sentence(text: str, names: Sequence[str]) -> str:
-    """Return a text as a sentence. A recipe's name at its start keeps its case, as another recipe may differ by it."""
+    """Return a text as a sentence. A recipe's name at the start keeps its case, by which another name may differ."""
     starts_with_name = any(re.match(rf"{re.escape(name)}(?![\w+=.-])", text) for name in names)
     return f"{text if starts_with_name else text[:1].upper() + text[1:]}."
 

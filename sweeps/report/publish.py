@@ -157,7 +157,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
         C_mid=fit.C_mid.value,
         R0=fit.R0,
         rmse=fit.rmse,
-        curve_x=compute + fit.curve.origin,  # in MLflow, members' points are at the compute of the whole run
+        curve_x=compute + fit.curve.origin,  # MLflow has members' points at the compute of the whole run
         curve_y=band.value,
         band_low=band.low,
         band_high=band.high,

@@ -78,7 +78,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
     for entry in rewards.rows:
         row = [entry.recipe, format_interval(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            # Compute as a multiple of that of the fastest recipe, whose own multiple is 1.
+            # Compute as a multiple of the fastest recipe's compute. For the fastest recipe itself it is 1.
             row += [
                 format_interval(entry.C, ".4g"),
                 "1" if entry.recipe == rewards.fastest else format_interval(entry.ratio, ".2f"),
@@ -109,7 +109,10 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
 
 
 def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the two rankings side by side: place and reward at common compute, rank and asymptote."""
+    """Return head and rows of a table with the rankings by pass@1 and by pass@k side by side.
+
+    For each metric, the table has the place and the reward at common compute, then the rank and the asymptote.
+    """
     names = ("pass@1", f"pass@{at_k.k}")
     head = ["recipe", *(f"{name} at {at_k.compute:.4g}" for name in names), *(f"A of {name}" for name in names)]
     rows = []

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from sweeps.curve import Curve
     from sweeps.decide.rank import Ranking
 
-# Order of the members' states: those that need attention first, finished members and unknown states last.
+# Order of the members' states: states that need attention first, finished members and unknown states last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
 _CURVE = 16  # characters of a sparkline
 SURE, OUT = 0.95, 0.05  # P(best) at or above which a recipe is highlighted, and below which it is greyed out
 _TALL = 20  # minimum height of a terminal, in lines, for several sentences and warnings
-ROWS = 40  # members that are printed when the screen is closed
+ROWS = 40  # largest number of members that are printed when the screen is closed
 
 _RANKING = (
     Column("rank", 40, right=True), Column("recipe", soft=True), Column("P(best)", right=True), Column("A", right=True),

@@ -166,7 +166,7 @@ def _compare_families(fit: Fit) -> Comparison:
 
 
 def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choice:
-    """Return the choice between a group of recipes; it is taken from the ranking if that has the same fits."""
+    """Return the choice between a group of recipes; if the group has all fits, the ranking's standing is reused."""
     if ranking.standing is not None and list(group) == list(fits):
         return Choice(group, ranking.standing)
     return choice_of(group, ranking.margin)

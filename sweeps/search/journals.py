@@ -21,8 +21,9 @@ def compute_reached(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, f
         runs: recipe, state (`finished`, `failed` or another) and compute of the last evaluation of each run.
 
     Returns:
-        The smallest compute over the runs of each recipe, without failed runs and infinite for finished ones; for a
-        recipe whose runs have all failed, the largest. And the recipes whose runs have all failed.
+        For each recipe, the smallest compute over its runs; failed runs are left out, and finished runs count as
+        infinite. If all runs of a recipe have failed, it is the largest compute of these. Second, the recipes whose
+        runs have all failed.
     """
     by_recipe: dict[str, list[tuple[str, float]]] = {}
     for recipe, state, compute in runs:

@@ -2,8 +2,9 @@
 
 This is for runs that are started one by one, without a controller, by Lightning (`lightning_scalerl.Race`) or any other
 training loop (`sweeps.stopping`). Runs whose folders exist before the first look take the same looks at the same
-evaluations, so they decide alike. A run that begins later has more rivals than the earlier looks of others. No run
-pauses for another: it continues, and takes a look when all existing runs have reached the look's compute.
+evaluations, so they decide alike. A run that begins later compares more rivals at its looks than the other runs did at
+their earlier looks. No run pauses for another: it continues, and takes a look when all existing runs have reached the
+look's compute.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Looks:
         return next((look.why(label, self._rules) for look in self._looks if label in look.stopped), None)
 
     def _warn_of_namesakes(self, own: str, labels: Mapping[str, str], views: Mapping[str, JournalView]) -> None:
-        """Warn if runs do not race because they have this run's label: all of them, or two with the same seed."""
+        """Warn if all runs have this run's label, or another run has both its label and its seed: they do not race."""
         seeds = [view.header.get("seed") for name, view in views.items() if labels[name] == labels.get(own)]
         if len(seeds) > 1 and (len(seeds) == len(views) or seeds.count(views[own].header.get("seed")) > 1):
             self.warn(

@@ -1,8 +1,9 @@
 """Decider of a search: Optuna proposes trials, which run as members of the study when slots are free.
 
-Optuna's journal in the study's folder (`optuna.jsonl`) stores the trials. For each trial: ask Optuna for it, draw its
-parameters, write its identity to the journal, make it a member. After a kill at any point, the next process finds the
-proposals in that journal, and their results in the ledger and the runs' journals.
+Optuna's journal in the study's folder (`optuna.jsonl`) stores the trials. A trial is made in four steps: ask Optuna for
+a trial, draw its parameters, write the identity of its run to Optuna's journal, and make it a member. After a kill at
+any point, the next process finds the proposals in Optuna's journal, and their results in the ledger and the runs'
+journals.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
 from sweeps.terminal import counted
 
-_LOW = 0.025  # probability below the lower bound; this bound is a trial's value
+_LOW = 0.025  # probability of a result below the lower bound, which is a trial's value
 # Number of refused configurations in a row after which the search fails.
 _MAX_REFUSED = 10
 
@@ -40,16 +41,15 @@ _MAX_REFUSED = 10
 class Search:
     """Decider that runs a study as a search (`sweeps.launch.decider.Decider`).
 
-
     Args:
         study: study whose members the trials become.
         space: axes of the search space.
         settings: settings of the search.
         base: command-line overrides that all trials share.
-        planned: makes members' specifications from lists of overrides.
-        sampler: makes Optuna's sampler from a seed.
-        find_substitutes: finds adopted runs that replace members, see `sweeps.launch.adopted.find_substitutes`; None
-            if the study has no adopted runs.
+        planned: function that makes members' specifications from lists of overrides.
+        sampler: function that makes Optuna's sampler from a seed.
+        find_substitutes: function that finds adopted runs to use in place of members, see
+            `sweeps.launch.adopted.find_substitutes`; None if the study has no adopted runs.
     """
 
     files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
@@ -87,7 +87,7 @@ class Search:
                 return members
 
     def _ask(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
-        """Ask Optuna for as many trials as there are free slots; return whether there were any, and the new members."""
+        """Ask Optuna for a trial per free slot; return whether there were trials to plan, and their new members."""
         open_trials = self.trials.unfinished()
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
         trial_count = len(self.trials.study.get_trials(deepcopy=False))
@@ -261,9 +261,9 @@ class Search:
 
 
 def _observed_lower_bound(fit: Fit, compute: float) -> float:
-    """Return the lower 2.5% bound of the reward at a compute, from the last evaluation before it.
+    """Return the lower 2.5% bound of the reward at a compute, from the last evaluation up to there.
 
-    For runs that are too short for a forecast.
+    This is used for runs that are too short for a forecast.
     """
     curve = fit.curve
     at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))

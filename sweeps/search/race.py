@@ -1,4 +1,4 @@
-"""Decider of a live race: take looks while the study runs, and stop runs of recipes that will not be best.
+"""Decider of a live race: take looks while the study runs, and stop runs of recipes that will probably not be best.
 
 A look compares the recipes at one amount of compute (`sweeps.decide.race`). Its decisions depend only on the
 evaluations up to that compute, not on the process or the time. Each look is written to `race.jsonl` before anything is
@@ -42,7 +42,6 @@ _TOLERANCE = 1 - 1e-9
 
 class LiveRace:
     """Decider that runs a study as a race (`sweeps.launch.decider.Decider`).
-
 
     Args:
         study: study whose members race.
@@ -98,7 +97,7 @@ class LiveRace:
     # --- members to run ------------------------------------------------------------------------------------------
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Run the members that are behind first; pause a member that is ahead of a look. See `Decider.wish`."""
+        """Run the members with the least compute first; pause members that wait for others. See `Decider.wish`."""
         all_states = states
         now, states = self._clock(), self._racing_states(states)
         if not self._recorded_members:
@@ -212,7 +211,7 @@ class LiveRace:
         for record in evaluations[1:]:
             if record.step >= _KNOWN_AFTER * steps:
                 return spent + (record.metrics[axis] - spent) * (steps - first) / (record.step - first)
-        # A single evaluation suffices if most of the run is behind it.
+        # A single evaluation suffices if at least half of the run's steps are before it.
         return spent * steps / first if first >= steps / 2 else None
 
     # --- looks ---------------------------------------------------------------------------------------------------
@@ -314,7 +313,7 @@ class LiveRace:
         for run in [run for run in self._members if run in states and states[run].recipe in record.stopped]:
             spent = record.stopped[states[run].recipe].compute
             if self._live:
-                # A run continues until it sees the request to stop, or until a later launch without a race ends it.
+                # A run continues until it sees the request to stop. A later launch without a race may even finish it.
                 spent = max(spent, self._reached.get(run, 0.0))
                 spent = record.rules.budget if states[run].state == "finished" else spent
             spared += max(0.0, record.rules.budget - spent)

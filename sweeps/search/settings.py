@@ -171,7 +171,7 @@ class RaceSettings:
 
     @classmethod
     def recorded(cls, given: Any) -> RaceSettings:
-        """Make the settings with which a study was launched, like `of`, but ignore a key that was removed since.
+        """Make the settings with which a study was launched, like `of`, but ignore a key that this version removed.
 
         Raises:
             UserError: as for `of`.

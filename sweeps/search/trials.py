@@ -44,8 +44,8 @@ class Trials:
         space: axes of the search space.
         settings: settings of the search.
         base: command-line overrides that all trials share.
-        planned: makes members' specifications from lists of overrides.
-        sampler: makes Optuna's sampler from a seed.
+        planned: function that makes members' specifications from lists of overrides.
+        sampler: function that makes Optuna's sampler from a seed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Trials:
 
     @property
     def study(self) -> optuna.Study:
-        """Optuna's study in the journal, opened at first use, when this process holds the study's lease."""
+        """Optuna's study in the journal, opened at first use; by then this process holds the study's lease."""
         if self._study is None:
             # Optuna's messages on the test below would confuse users.
             optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -24,7 +24,7 @@ START = "starts_at"
 
 @dataclass(frozen=True)
 class _BranchRun:
-    """A run, and by ancestor the last step that it shares with it; infinity for the run itself."""
+    """A run, and for each of its ancestors the last step that both share; infinity for the run itself."""
 
     view: JournalView
     shared_steps: Mapping[str, float]
@@ -38,7 +38,7 @@ class _BranchRun:
 
 
 def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalView], list[str]]:
-    """Cut runs to the part after they diverge; returns the runs and notes for the user, unchanged if none is a branch.
+    """Cut runs to the part after they diverge. Returns the runs, unchanged if none is a branch, and notes for the user.
 
     A branch that changes nothing has the same curve as its parent: of such runs only the longest is kept.
 
@@ -139,13 +139,13 @@ def _cut_to_start(view: JournalView, step: float) -> JournalView:
         _subtract_origin(record, origin) for record in view.records if record.step > start.step or record is start
     ]
     header = {**view.header, START: {"step": start.step, **origin}}
-    if view.header.get("branch") is None:  # the parent is the branch that changes nothing
+    if view.header.get("branch") is None:  # the parent itself counts as the branch that changes nothing
         header["recipe"] = f"{view.header.get('recipe')}@{step:g}"
         header["baseline"] = header["recipe"]
     return replace(view, header=header, records=records)
 
 
 def _subtract_origin(record: Record, origin: Mapping[str, float]) -> Record:
-    """Return a record with its compute counted from `origin`, compute by metric name."""
+    """Return a record with its compute counted from `origin`, which has the compute to subtract by metric name."""
     metrics = {name: value - origin.get(name, 0.0) for name, value in record.metrics.items()}
     return replace(record, metrics=metrics)

@@ -23,7 +23,7 @@ def is_numeric(cells: Series[Any]) -> bool:
 
 
 def numbers(cells: Series[Any]) -> Array:
-    """Convert a column to numbers: "21%" is 0.21, and cells that are not finite numbers (or are booleans) are NaN."""
+    """Convert a column to numbers: "21%" is 0.21; booleans and cells that are not finite numbers become NaN."""
     if is_numeric(cells):
         values = np.array(cells, dtype=float)
     else:
@@ -52,7 +52,7 @@ def number(cell: Any) -> float:
 
 
 def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
-    """Find a column that mixes percentages and larger numbers.
+    """Find out whether a column mixes percentages with numbers above 1.
 
     Returns the row of the first cell with a percent sign, and of the first cell above 1 without one; None if the column
     lacks either.

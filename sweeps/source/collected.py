@@ -31,7 +31,7 @@ _MAX_LISTED = 3
 
 
 def show_one_run(rewards: Collection[float]) -> bool:
-    """Return whether two runs that both have these rewards must be one run, because chance is very unlikely."""
+    """Return whether two runs that share these rewards must be one run: by chance this is very unlikely."""
     return len(rewards) >= _COMMON_POINTS and len(set(rewards)) >= _DISTINCT_REWARDS
 
 
@@ -207,7 +207,8 @@ class CurvePoints:
     def drop_copies(self) -> list[tuple[ForeignRun, ForeignRun]]:
         """Drop runs of other trainers that have exactly the points of an earlier run; return each with that run.
 
-        If the sources do not name the same seed for both, the rewards must also rule out chance (`show_one_run`).
+        If the sources do not name the same seed for both runs, the equality of their rewards must also be too unlikely
+        by chance (`show_one_run`).
         """
         if len(self.runs) < 2:
             return []
@@ -265,7 +266,7 @@ class Collected:
         self.request = request
         self.study = study
         self._run_names = run_names or {}
-        self.run_folders: dict[Path, Path] = {}  # by run: the trainer state that was read first
+        self.run_folders: dict[Path, Path] = {}  # by folder of a run: the trainer state that was read first
         self._split_names: dict[str, bool] = {}  # names given to `split_seed`: whether the pattern matched
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
@@ -273,7 +274,7 @@ class Collected:
     def points(
         self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
     ) -> CurvePoints:
-        """Return the points of a recipe and its factors, to add points to; they are created if needed.
+        """Return the `CurvePoints` of a recipe with these factors, to which points can be added; created if needed.
 
         Args:
             recipe, factors: recipe, and values of the factors.
@@ -329,14 +330,14 @@ class Collected:
         return label, seed
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
-        """Return a seed label that is unique in the curve: the run's seed if known, else `run N`, the run's number."""
+        """Return a seed label that is unique in the curve: the run's seed if known, else `run N` with its number."""
         known = self._runs.setdefault(points.recipe, [])
         label = _unique_label(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
         known.append(label)
         return label
 
     def curves(self) -> list[Curve]:
-        """Make the curves, sorted by label; before that, find seeds only given by run names, and drop copies of runs.
+        """Make the curves, sorted by label. First find seeds that only run names contain, and drop copies of runs.
 
         Raises:
             UserError: two curves have different axes.

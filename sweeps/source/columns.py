@@ -22,7 +22,7 @@ _INDEX = re.compile(r"|unnamed: \d+|index", re.IGNORECASE)
 
 
 def is_index(name: str) -> bool:
-    """Return whether a column's name is that of a table's row numbers, as pandas writes them."""
+    """Return whether a column has the name that pandas gives to a table's row numbers."""
     return _INDEX.fullmatch(name.strip()) is not None
 
 
@@ -59,7 +59,7 @@ def counter_named(file: File, table: Table) -> str | None:
 
 
 def whole_steps(table: Table) -> Array | None:
-    """Return the column of steps, with NaN for a cell that is no whole step; None if the table has no such column."""
+    """Return the column of steps, with NaN for a step that is not a whole number; None without such a column."""
     names = [name for wanted in STEP_NAMES for name in table.named(wanted)]
     if not names:
         return None

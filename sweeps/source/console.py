@@ -1,8 +1,8 @@
 """Console logs with metrics as a Python or JSON object anywhere in a line: TRL, Unsloth, ms-swift and others.
 
-transformers' Trainer prints `{'loss': 0.1, 'reward': 0.5, ...}` without a step, between updates of a progress bar: the
-step is the count of the bar. ms-swift prints the step (`'global_step/max_steps': '5/400'`), and so do other programs
-(`{"step": 5, ...}`), after a time or a logger's name.
+transformers' Trainer prints `{'loss': 0.1, 'reward': 0.5, ...}` without a step, between updates of a progress bar. The
+step is then the count of this bar. ms-swift prints the step (`'global_step/max_steps': '5/400'`). Other programs print
+it too (`{"step": 5, ...}`), after a time or a logger's name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROW_KEYS = frozenset({"loss", "reward", "eval_loss", "eval_reward", _STEP_OF_TO
 
 
 def matches(file: File, into: Collected | None = None) -> bool:
-    """Return whether a line of the file contains an object with metrics, and the ending is not that of a table.
+    """Return whether a line of the file contains an object with metrics, unless the file has the ending of a table.
 
     ms-swift's `logging.jsonl` also counts, because it has the rows of the console, without a column of steps.
     """
@@ -154,9 +154,10 @@ def _row(text: str) -> dict[str, Any] | None:
 def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
     """Find the step of each row; returns the steps, and a note on where they were found.
 
-    A row may contain its step; otherwise the progress bar of training gives it: the bar with the total that precedes
-    most rows. Evaluations have their own bars, and their rows belong to the last step of training. Without any bar, or
-    if the rows were buffered and printed after later bars, training rows are counted instead.
+    A row may contain its step. Otherwise the step is the count of training's progress bar: the bar, known by its total,
+    that precedes most training rows. Evaluations have their own bars, and their rows belong to the last step of
+    training. Without any bar, or if the rows were buffered and printed after later bars, training rows are counted
+    instead.
     """
     total = _training_total(entries)
     own_steps: list[float | None] = []

@@ -1,7 +1,7 @@
 """TensorBoard event files: one file, or a directory in which every folder with event files is a run.
 
-The package `tensorboard` reads them (an extra, imported only here). It silently stops at the first truncated or damaged
-record, so the records are also counted here.
+The package `tensorboard` reads them (an extra, imported only here). This package silently stops at the first truncated
+or damaged record, so the records are also counted here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
     for name, paths in runs.items():
         scalars: dict[str, list[tuple[float, float, float]]] = {}
         warnings = []
-        for path in paths:  # in writing order: the time is in the name
+        for path in paths:  # in the order of writing, because the names contain the time
             try:
                 if warning := _load(path, scalars):
                     warnings.append(warning)
@@ -117,7 +117,7 @@ def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
 
 
 def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnings: list[str]) -> Log:
-    """Make a run's log from its scalars, and the seconds since the first event as one more metric."""
+    """Make a run's log from its scalars, with the seconds since the first event as an additional metric."""
     events = np.unique(np.array([row[:2] for rows in scalars.values() for row in rows], dtype=float), axis=0)
 
     def series(tag: str) -> Series:

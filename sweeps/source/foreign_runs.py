@@ -93,9 +93,9 @@ def axis_of(column: str, unit: str | None) -> str:
 
 
 def expand_source(source: str) -> list[str]:
-    """Expand a folder of logs that no reader knows as a whole to its files; return any other source unchanged.
+    """Expand a folder of logs to its files, if no reader reads the folder as a whole; return other sources unchanged.
 
-    For a run with several checkpoints only the newest state is returned, which contains the whole history.
+    Of a run with several checkpoints only the newest trainer state is returned, because it contains the whole history.
     """
     place = Place(source)
     if place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs:
@@ -156,7 +156,10 @@ def read_runs(
 
 
 def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
-    """Return a warning for each source with rows that `points_of` drops, with the number of points that are adopted."""
+    """Return a warning for each source with duplicated rows, which `points_of` drops.
+
+    The warning states how many rows are dropped and how many points remain.
+    """
     duplicated, remaining = Counter[str](), Counter[str]()
     for run in runs:
         points = len(_distinct_rows(run)[0])
@@ -171,7 +174,7 @@ def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
 
 
 def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: Sequence[str]) -> Iterator[ForeignRun]:
-    """Yield a study's own runs (with our journals) as foreign runs, with the axis and metric of their curves."""
+    """Yield the runs of a study that have our journals as foreign runs, with the axis and metric of their curves."""
     if not study.runs:
         return
     axis, metric = study.curves[0].axis, study.curves[0].metric

@@ -47,14 +47,14 @@ class Table:
 
     Attributes:
         names: the header; a name may occur more than once.
-        load: reads the cells, one column per name. A CSV column that is not purely finite numbers holds the text of its
-            cells, "" if empty.
+        load: function that reads the cells, one column per name. A CSV column that is not purely finite numbers holds
+            the text of its cells, "" if empty.
         torn: error message for a last line that does not parse; that line is not among the rows.
-        place: describes where a row (counted from 0) is in the file.
-        narrow: returns the numbers of the rows that have fewer cells than a given number.
+        place: function that describes where a row (counted from 0) is in the file.
+        narrow: function that returns the indices of the rows with fewer cells than a given number.
         notes: unusual ways of parsing (delimiter, decimal commas); complete only after the cells were loaded.
-        unclear: by column, the error about commas that may be decimal or separate thousands; complete only after the
-            cells were loaded.
+        unclear: by index of a column, the error message that its commas may be decimal commas or may separate
+            thousands; complete only after the cells were loaded.
     """
 
     names: list[str]
@@ -120,7 +120,7 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
 
 
 def table_of_rows(file: File, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table from rows of text cells that no comma separates; decimal commas are read.
+    """Make a table from rows of text cells. Commas do not separate these cells, so decimal commas are read.
 
     Missing cells are "", and cells beyond the header are ignored.
     """
@@ -160,7 +160,7 @@ def read_table(file: File, request: Request) -> Table | None:
 
 
 def with_order(table: Table, request: Request, labels: Sequence[str]) -> Table:
-    """For `--x order`, add a column that numbers the rows from 1, per combination of these labels.
+    """For `--x order`, add a column that numbers the rows from 1, separately for each combination of these labels.
 
     Otherwise, or if the table has a column of that name, it is returned unchanged.
     """
@@ -341,10 +341,10 @@ def _read_commas(file: File, names: Sequence[str], frame: DataFrame, notes: list
 
 
 def _maybe_thousands(cells: Sequence[str]) -> str | None:
-    """Return the first cell with a comma if the column can be one of whole numbers with separated thousands, else None.
+    """Return the first cell with a comma if the column's commas may separate the thousands of whole numbers, else None.
 
-    A leading 0, other than three digits after a comma, or a whole number above 999 without a comma shows decimals. A
-    single cell with a comma says too little.
+    The commas are decimal if some cell begins with 0, has not exactly three digits after a comma, or has a whole number
+    above 999 without a comma. A single cell with a comma is not enough evidence of thousands.
     """
     filled = [cell for cell in cells if not is_blank(cell)]
     with_comma = [cell.strip() for cell in filled if "," in cell]

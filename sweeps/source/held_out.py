@@ -19,7 +19,7 @@ _AT_K = re.compile(r"eval/(.+)/(pass|maj)@([1-9]\d*)")
 def with_at_k(view: JournalView, metric: str) -> JournalView:
     """Add pass@k or maj@k to the evaluations of a run's journal that lack it, computed from `passes.jsonl`.
 
-    So pass@k can be used with journals of earlier versions too, and for any k. The pass rate is pass@1.
+    So pass@k is also available for journals of earlier versions, and for any k. The pass rate is pass@1.
 
     Args:
         view: the run's journal.
@@ -103,7 +103,7 @@ def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[P
     for view in runs if match is not None else ():
         compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
         passes_by_step = read_passes(view.path.parent, match[1] if match else "", list(compute))
-        # Prompts can be compared only between evaluations of the same prompts.
+        # Keep only evaluations of the prompts of the newest one: different prompts cannot be compared one by one.
         prompts = passes_by_step[max(passes_by_step)].prompts if passes_by_step else ""
         run = {
             step: (spent, passes_by_step[step])
@@ -136,7 +136,7 @@ def _shares(recipe: str, runs: Sequence[Mapping[int, tuple[float, Passes]]]) -> 
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:
-    """Return a function (recipe, compute) -> by seed, the newest passes at or before that compute.
+    """Return a function of recipe and compute that returns each seed's newest passes at or before that compute.
 
     Args:
         runs: runs of the study.

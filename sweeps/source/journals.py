@@ -129,7 +129,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         if (differences := unlike_scripts(label, views)) is not None:
             points.warnings.append(differences)
         curves = {str(view.header.get("curve", "")) for view in views}
-        if len(curves) > 1:  # only some of the runs record their configuration's identity
+        if len(curves) > 1:  # some runs name no curve in their header, so `tell_apart` cannot separate them
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )
@@ -288,7 +288,7 @@ def _default_metric(views: Sequence[JournalView]) -> str:
 
 
 def _metric(view: JournalView, record: Record, name: str, option: str, prefixes: tuple[str, ...]) -> float:
-    """Return a metric of a record; option, prefixes: for the error, how to choose another, and what to list."""
+    """Return a metric of a record; option, prefixes: for the error, the option and the prefixes of other choices."""
     value = finite(record.metrics.get(name))
     if value is None:
         candidates = [key for key in record.metrics if key.startswith(prefixes)]

@@ -60,8 +60,8 @@ def load(
     Args:
         sources: paths, `mlflow:URI#experiment` or `wandb:entity/project`; they may be mixed if they share the compute
             axis.
-        metric: reward of journals, `eval/<set>/pass_rate` (default: the first set). Without journals, also that of
-            tables and logs. `all` gives one curve per evaluation set, with the factor `set`.
+        metric: reward of journals, `eval/<set>/pass_rate` (default: the first set). Without journals, it is also the
+            reward of tables and logs. `all` gives one curve per evaluation set, with the factor `set`.
         x: compute: a column of a table (default `compute`), or a metric of a journal or log.
         y: reward column of a table (default `reward`) or log.
         by: recipe column of a table or log (default `recipe`), or a tag or parameter in MLflow; without one, the name

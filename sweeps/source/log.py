@@ -1,7 +1,7 @@
 """Read curves from a run's log by any tracker: metrics by step, most of them missing at most steps.
 
 Evaluations are rarer than training steps and often logged separately, so reward and compute are read as two series and
-joined by step. Of two values at one step the later is used, as in a journal, because the run was resumed.
+joined by step. Two values at one step mean that the run was resumed, so the later value is used, as in a journal.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Column:
         rule: why it was chosen, for the mapping.
         set: evaluation set of a reward, if there is one curve per set; else "".
         summed: whether compute is the running sum of the metric.
-        is_order: whether values are numbered in the order of logging, instead of a metric.
+        is_order: whether compute is the number of a value in the order of logging, and not a metric.
     """
 
     name: str
@@ -410,7 +410,7 @@ def _check_steps(series: Series, name: str, steps: Array, where: str) -> None:
 
 
 def own_recipe(log: Log) -> str | None:
-    """Return the recipe from a run's labels; our trainer's label, which includes changes, takes precedence."""
+    """Return the recipe from a run's labels; our trainer's own label takes precedence, because it includes changes."""
     return log.label(LABEL) or log.label("recipe")
 
 
@@ -440,7 +440,11 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
 
 
 def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Array, int, int, list[str]]:
-    """Interpolate compute at `steps`. Returns it, the number of steps before and between logged steps, and warnings."""
+    """Interpolate compute at `steps`.
+
+    Returns:
+        The compute, the number of steps before the first logged step, the number between logged steps, and warnings.
+    """
     if compute.is_order:
         return steps, 0, 0, []
     if compute.name not in log.names:

@@ -2,7 +2,7 @@
 
 A label is made from a command line, so two grids with the same study name (the second with another learning rate) may
 produce the same label. The header's `curve` identifies a run's curve. Runs of scripts have no such identity, so their
-resolved settings are compared, and a difference is a warning.
+resolved settings are compared, and a warning states the differences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
 
 _MAX_KEYS = 3  # keys in a label
-# Identities in the headers of scripts that do not name one.
+# Values of the header's `curve` in runs of scripts that name no curve.
 _UNKNOWN = frozenset({"", "local", "None"})
 # Advice on runs of scripts that share a label.
 NAME_RUNS = "give each recipe its own label, RunLog(run_dir, {'recipe': NAME})"
@@ -83,7 +83,7 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
 def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
     """Return a warning if runs of scripts under one label differ in their resolved settings, else None.
 
-    Runs that name their curve, and runs without `semantics.json`, are left out.
+    Runs whose header names their curve, and runs without `semantics.json`, are left out.
     """
     all_settings = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
     settings = [values for values in all_settings if values]
@@ -121,7 +121,8 @@ def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _N
     values: dict[str, Mapping[str, Any]] = {curve: _values(views[0].path.parent) for curve, views in curves.items()}
     all_keys = dict.fromkeys(key for config in values.values() for key in config)
     keys = [key for key in all_keys if len({repr(config.get(key, _NO_KEY)) for config in values.values()}) > 1]
-    # A configuration of another version may lack keys: show them only if the others do not separate the curves.
+    # A configuration that another version wrote may lack keys. Show such keys only if the keys that all configurations
+    # have do not separate the curves.
     shared = [key for key in keys if all(key in config for config in values.values())]
     keys = [*shared, *(key for key in keys if key not in shared)]
     for shown in (shared, keys):
@@ -142,11 +143,11 @@ def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _N
 
 
 def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
-    """Return the new label of the baseline curve with this run's values; the old label if no curve has them."""
+    """Return the new label of the baseline's curve that has this run's values; the old label if no curve has them."""
     run_values = _values(view.path.parent)
     if not run_values:
         return label
-    # The run may be of another version than the baseline's: if no curve has all its values, compare keys that all have.
+    # Another version may have written the baseline's runs: if no curve has all values, compare keys that all have.
     shared = [key for key in base.keys if all(key in values for values in (run_values, *base.values.values()))]
     for keys in (base.keys, shared):
         matching = [
@@ -160,7 +161,7 @@ def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
-    """Return the values of a run's frozen configuration that affect learning, by dotted key; empty on errors."""
+    """Return the values that affect learning in the configuration stored with a run, by dotted key; empty on errors."""
     try:
         return leaves(science(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):

@@ -110,7 +110,7 @@ class Place:
 
     @cached_property
     def collected(self) -> list[Path]:
-        """Files in a directory that are skipped if unusable: the last state of each TRL run, else console logs."""
+        """Files found in a directory: the last state of each TRL run, else console logs. Unusable ones are skipped."""
         if self.kind is not Kind.FOLDER:
             return []
         return trl.last_states(self.path) or [
@@ -133,7 +133,7 @@ class Place:
 
     @property
     def title(self) -> str:
-        """Name for the study: that of the experiment, project, file or folder."""
+        """Name for the study: the name of the experiment, project, file or folder."""
         if self.kind is Kind.PROJECT:
             return self.text.rpartition("/")[2]
         return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem

@@ -1,8 +1,8 @@
 """Registry of file readers, in the order they are tried: the first whose `matches` is true reads the file.
 
-A new format is a module with `matches` and `read`, and one line here. A reader decides by content before name, and
-leaves files that it does not know to the next reader; `table` takes all others. Our own runs, directories of event
-files, W&B projects and MLflow are not files; `load` handles them itself.
+To add a format, write a module with `matches` and `read`, and add a line here. A reader decides by content before name,
+and leaves files that it does not know to the next reader; the last, `table`, takes all other files. Our own runs,
+directories of event files, W&B projects and MLflow are not files; `load` handles them itself.
 """
 
 from __future__ import annotations

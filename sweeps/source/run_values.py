@@ -77,8 +77,8 @@ def read_run_values(
         lower_is_better: whether the value is a loss; only checked against the column's name.
 
     Raises:
-        UserError: the file or a column cannot be read, or the value's name is that of a loss and `lower_is_better` is
-            False, or a value is text and its run did not fail.
+        UserError: the file or a column cannot be read; or the value's column has the name of a loss and
+            `lower_is_better` is False; or a value is text although its run did not fail.
     """
     file = File(path, "a table with a header line and one row per run")
     table = _table(file, tuple(name for name in (by, status) if name))
@@ -94,7 +94,8 @@ def read_run_values(
     states = [word.casefold() for word in table.label(status_column)] if status_column else [""] * len(recipes)
     for row, (cell, value, state) in enumerate(zip(cells, values, states, strict=True)):
         text = str(cell).strip()
-        # A failure may be written in place of the value. Any other text would hide a value that could not be read.
+        # A status of failure may be written in place of the value. Refuse any other text: it may be a value that cannot
+        # be read, and must not count as a failed run.
         if math.isnan(value) and not is_blank(cell) and not {state, text.casefold()} & words:
             raise UserError(
                 f"{path}: column {short(value_column)} is not a number at {table.place(row)} ({short(text)!r}); "

@@ -122,7 +122,7 @@ def read(file: File, into: Collected) -> None:
         if role in column_of:
             cells = recipes if role == "recipe" else seeds
             no_blank_labels(file, table, column_of[role], cells, skipped)
-    run_labels: dict[str, str] = {}  # of a table without seeds, which is one run of each of its recipes
+    run_labels: dict[str, str] = {}  # label of each recipe's run, in a table without seeds: one run per recipe
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]
         if not len(kept_rows):
@@ -262,7 +262,7 @@ def _warn_skipped(
 
 
 def _note(file: File, into: Collected, columns: Columns, table: Table, points: int) -> None:
-    """Note how the table was read; the user sees the note if recipe, compute or cells were not read by default."""
+    """Note how the table was read; the user sees this if recipe, compute or cells were not read in the default way."""
     column_of, request = columns.used, into.request
 
     def rule(role: str, option: str, name: str | None) -> str:

@@ -71,7 +71,7 @@ class File:
         kept: data that `matches` of a reader parsed, for its `read`.
         nuls: number of NUL bytes that were dropped from the text.
         holed: lines that had NUL bytes, counted from 1.
-        cut: those of these lines from which text was lost.
+        cut: numbers of the lines from which text was lost.
     """
 
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:
@@ -136,7 +136,7 @@ class File:
 
     @cached_property
     def content(self) -> bytes:
-        """The bytes of a text without NUL bytes, which a crash, or truncation under the writer, leaves in a log.
+        """The bytes of a text without NUL bytes. A crash, or truncating a log while it is written, leaves such bytes.
 
         In a line with NUL bytes, the text before them was cut off and is dropped. The text after them is kept: it may
         be a complete line or the end of a lost line, which the reader of the format can tell.

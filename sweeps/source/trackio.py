@@ -27,7 +27,7 @@ def databases(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file is a SQLite database; `read` refuses those of other programs."""
+    """Return whether the file is a SQLite database; `read` refuses databases of other programs."""
     return file.raw.startswith(_SQLITE)
 
 

@@ -70,7 +70,7 @@ def read(file: File, into: Collected) -> None:
 def rename_metrics(
     rows: Sequence[tuple[float, dict[str, Any]]],
 ) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
-    """Rename evaluation metrics like those of training; returns rows with their steps, and notes."""
+    """Rename the metrics of evaluation rows, see `_rename_row`; returns rows with their steps, and notes."""
     sets = {name for _, row in rows if (name := _set_of(row)) is not None}
     notes = []
     if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):
@@ -94,7 +94,7 @@ def last_states(directory: Path) -> list[Path]:
 
 
 def _last_step(path: Path) -> tuple[float, bool]:
-    """Return a key that orders states: the step, then True for a state outside of checkpoints, which is the later."""
+    """Return a key that orders states by step; at equal steps a state outside of checkpoints is the later one."""
     match = CHECKPOINT.fullmatch(path.parent.resolve().name)
     if match is not None:
         return float(match[1]), False
@@ -108,12 +108,12 @@ def _run_state(state: dict[str, Any]) -> str:
 
 
 def _set_of(row: dict[str, Any]) -> str | None:
-    """Return the evaluation set in the names of a row's metrics by transformers; None if there is none."""
+    """Return the evaluation set that transformers wrote into the names of a row's metrics; None if there is none."""
     return next((match[1] for key in row if (match := _SET.fullmatch(key))), None)
 
 
 def _rename_row(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
-    """Rename a row's metrics: compute as in training rows; with several sets, the set becomes part of the names."""
+    """Give compute the name that it has in training rows; with several sets, add the set to the names of metrics."""
     row = dict(row)
     if is_empty(row.get("num_tokens")) and not is_empty(row.get("eval_num_tokens")):
         row["num_tokens"] = row["eval_num_tokens"]

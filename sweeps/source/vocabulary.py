@@ -19,7 +19,7 @@ class Vocabulary:
     Attributes:
         project: name of the framework.
         signature: names that only this framework uses.
-        evaluations, training: held-out and training rewards; a group in the pattern is the evaluation set.
+        evaluations, training: held-out and training rewards; a group in a pattern matches the evaluation set.
         compute: cumulative counters.
         per_step: amounts per step, to be summed.
         step: columns of steps, by which separately logged rows are joined; tried before `STEP_NAMES`.
@@ -47,7 +47,7 @@ def first_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]
     return {}
 
 
-# Our own names, as other trackers record them.
+# Names of this project's own metrics, as other trackers record them.
 SCALERL = Vocabulary(
     "lightning-scalerl",
     signature=r"eval/.+/pass_rate",
@@ -110,7 +110,8 @@ VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 # Names of the learning rate: of our trainer and transformers, verl, prime-rl, open-instruct.
 RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 
-# Steps of an optimizer or a tracker: an order, not compute.
+# Names of columns that count steps of an optimizer or a tracker. They give the order of rows, but do not measure
+# compute.
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 
 # Value of --x that numbers the rows or logged values, for sources without a step or compute.

@@ -1,10 +1,9 @@
 """Read exports of W&B: the CSV of a chart, and the history of runs as CSV, JSON, JSONL or Parquet.
 
-A chart's CSV has a column of the x axis, usually the first, and for each run a column `<run> - <metric>`, and the same
-with `__MIN` and `__MAX`. A history has W&B's `_step` (or a framework's step) and one column per metric, most cells
-empty. Logs of prime-rl,
-open-instruct and other programs that report to W&B are available as files in this form. A framework's own JSONL with
-the same rows (prime-rl's file monitor) is read too.
+A chart's CSV has a column of the x axis, usually the first. For each run it has a column `<run> - <metric>`, and two
+more whose names end with `__MIN` and `__MAX`. A history has W&B's `_step` (or a framework's step) and one column per
+metric, in which most cells are empty. Logs of prime-rl, open-instruct and other programs that report to W&B are
+available as files in this form. A framework's own JSONL with the same rows (prime-rl's file monitor) is read too.
 """
 
 from __future__ import annotations

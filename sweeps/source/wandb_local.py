@@ -1,7 +1,7 @@
 """Read W&B's local folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
 
-The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages, which are
-defined in the package `wandb` (an extra, imported only here). A truncated log is read up to the break.
+The log has LevelDB's format: blocks of 32 KiB, and records in fragments with a checksum each. The records are protobuf
+messages, which the package `wandb` defines (an extra, imported only here). A truncated log is read up to the break.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from sweeps.terminal import counted
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
-# First bytes of the file and size of its header; size of a block, and header of a fragment: checksum, length, kind.
+# _IDENT: first bytes of the file. _HEADER: size of the file's header. _BLOCK: size of a block. _FRAGMENT: header of a
+# fragment (checksum, length, kind).
 _IDENT, _HEADER = b":W&B", 7
 _BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -98,7 +99,7 @@ def _log(path: Path) -> Log | None:
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
-    key, state = f"wandb:{name}", RUNNING  # a killed process also stays "running", because it wrote no exit
+    key, state = f"wandb:{name}", RUNNING  # a killed process also stays "running", because it wrote no exit record
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []

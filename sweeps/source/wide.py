@@ -41,7 +41,7 @@ NAME = "table with one column per run"
 _POINT_COLUMNS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
 # Columns that are neither runs nor metrics, in addition to row numbers: clocks, epochs.
 _IGNORED_COLUMNS = re.compile(r"_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE)
-# A name is that of a metric if it ends with one of these words, or consists only of these and the words below.
+# A column is a metric if its name ends with one of these words, or consists only of these and the words below.
 _ENDS = re.compile(r"loss|rewards?|scores?|acc|accuracy|rate|norm|f1|mse|rmse|ppl")
 _WORDS = re.compile(
     r"train|eval|val|test|mean|std|min|max|median|learning|lr|kl|approx|entropy|grad|gradient|clip|clipped|ratio|num|"

@@ -1,7 +1,7 @@
-"""Set the colours of recipes in MLflow's interface: of runs by a tag, of groups of runs by the group's name.
+"""Set the colours of recipes in MLflow's interface: a tag colours a run, and a group's name colours a group of runs.
 
-The interface of MLflow 3.17 derives a group's colour from a hash of `tag.<key>.<value>`. To give a recipe's seeds, fit
-and band the same colour, blanks are appended to the value of the tag by which lines are grouped, such that the hash
+The interface of MLflow 3.17 derives a group's colour from a hash of `tag.<key>.<value>`. A recipe's seeds, fit and band
+should have the same colour. So blanks are appended to the value of the tag by which lines are grouped, until the hash
 gives the wanted colour. In another version of MLflow the colours may differ; nothing else depends on this.
 """
 

@@ -38,7 +38,8 @@ Array = npt.NDArray[np.float64]
 
 RANKING_FILE = "ranking.json"
 RATIO_KEY = "rank/times_compute"
-MAX_LINES = 200  # lines that a view lists as collapsed, so that the view has at most 4,000 characters
+# Largest number of lines that a view lists as collapsed, so that the view has at most 4,000 characters.
+MAX_LINES = 200
 _NOTE_START = "[Scaling curves]("
 
 
@@ -51,7 +52,7 @@ class FitSummary:
         band_low, band_high: ends of the band at `curve_x`.
         label: the recipe's short name in the chart.
         efficiency: compute to 90% of the way to the common asymptote of tied recipes.
-        ratio: `efficiency` divided by that of the first recipe.
+        ratio: `efficiency` divided by the efficiency of the first recipe.
         place_at_k: place in the ranking by pass@k at common compute.
     """
 
@@ -139,10 +140,11 @@ def publish(
     artifacts: Iterable[str | Path] = (),
     at_k: str = "",
 ) -> Published:
-    """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing those of earlier calls.
+    """Publish fits, bands, ranking and saved views of one sweep to MLflow, and remove earlier publications.
 
-    The new runs are complete before the earlier ones are deleted, so a failure midway keeps the old chart. The members
-    get the `fit/*` metrics (step: number of publications so far) and tags of their recipe, for sorting.
+    The new runs are complete before the earlier ones are deleted, so a failure midway keeps the old chart. Each member
+    gets the `fit/*` metrics and tags of its recipe, so that members can be sorted by them. The step of these metrics is
+    the number of publications so far.
 
     Args:
         fits: summaries of the fits.
@@ -199,11 +201,11 @@ class _Lines:
     colours: Mapping[str, str]
 
     def value(self, recipe: str, what: str) -> str:
-        """Return the value of the tag `line` for a recipe and `what`, a seed or "fit"."""
+        """Return the value of the tag `line` for a line of a recipe; what: "fit", or a text that names the seed."""
         return line_value(f"{self.labels.get(recipe, recipe)} {what}", self.colours[recipe])
 
     def tags(self, member: Run) -> dict[str, str]:
-        """Return the tag `line` of a member and, if the member has no colour yet, its colour's tag."""
+        """Return the tag `line` of a member and, if the member has no colour yet, the tag of its colour."""
         own_tags = member.data.tags
         what = own_tags.get("series", "").removeprefix(f"{own_tags['recipe']} ") or member.info.run_id
         tags = {LINE_TAG: self.value(own_tags["recipe"], what)}
@@ -311,7 +313,8 @@ def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     wanted = [(keys.log10, point, x) for point, x in positive]
     wanted += [(keys.compute, point, compute) for point, compute in all_points]
     wanted += [(keys.whole, point, point.value) for point, _ in all_points]
-    # An empty value of the chart's first metric, because MLflow draws only the second metric of a run dashed.
+    # Give the member an empty value of the chart's first metric, by which fits are drawn. The evaluations are then the
+    # run's second metric in the chart, and MLflow draws only a second metric dashed.
     wanted += [(BAND_KEY, point, math.nan) for point, _ in positive[:1]]
     stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole, BAND_KEY) for point in history(key)}
     missing = [

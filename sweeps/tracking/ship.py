@@ -47,10 +47,10 @@ MAX_REQUEST_BYTES = 900_000
 def points(record: Record, axis: str) -> dict[str, float]:
     """Return the metrics of one journal record by MLflow key.
 
-    Of a train record, metrics outside `eval/` are sent, and of an eval record those in `eval/` and what evaluation
-    cost, so no key comes from both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At C = 0
-    it becomes `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no logarithm.
-    Every pass rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
+    A train record sends its metrics outside `eval/`. An eval record sends its metrics in `eval/` and the cost of the
+    evaluation. So no key comes from both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At
+    C = 0 it becomes `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no
+    logarithm. Every pass rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
 
     Raises:
         UserError: an evaluation lacks the compute axis.
@@ -102,7 +102,7 @@ def ship(
 
     Raises:
         JournalError: the journal does not exist yet, or is broken.
-        UserError: an evaluation lacks the axis, or the run was shipped along another axis before.
+        UserError: an evaluation lacks the axis, or the run's earlier points were sent with another axis.
         Exception: the store does not answer (any error of MLflow's client); call again later.
     """
     run_dir = Path(run_dir)

@@ -187,7 +187,7 @@ class Shipper:
         view = tail.update()
         ship(run_dir, self.tracker.client, run_id, self._axis(tracked, view.header), view)
         if view.status == "finished":
-            del self._tails[run_id]  # to save memory, because only few of thousands of members are running
+            del self._tails[run_id]  # to save memory: of thousands of members, only a few run at one time
         else:
             tail.forget(shipped(run_dir, run_id))
 

@@ -149,7 +149,7 @@ class Tracker:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-                experiment = client.get_experiment_by_name(self.experiment)  # another controller won the race
+                experiment = client.get_experiment_by_name(self.experiment)  # another controller created it first
         if experiment is None or experiment.lifecycle_stage == "deleted":
             raise UserError(
                 f"experiment {self.experiment!r} was deleted in MLflow; bring it back with "

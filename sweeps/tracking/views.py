@@ -97,8 +97,9 @@ def _chart(uuid: str, **more: Any) -> dict[str, Any]:
 def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
     """Return a chart of fits and bands, and of the evaluations `y_key`, over one metric.
 
-    MLflow draws a run's first metric solid and its second one dashed, with markers below 60 points: the fits come
-    first, and the evaluations are points. MLflow cannot draw points without lines.
+    MLflow draws a run's first metric solid and its second one dashed, with markers if there are fewer than 60 points.
+    So the fits are the first metric and the evaluations the second: dashed lines with markers, because MLflow cannot
+    draw points without lines.
     """
     return _chart(
         uuid,
@@ -129,7 +130,7 @@ def scaling_state(
     runs are sorted by rank.
     """
     return _state(
-        # Runs without the metric (the parent, recipes with a refused fit) would only crowd the legend.
+        # Runs without the metric (the parent, and recipes whose fit was refused) would only crowd the legend.
         searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{keys.log10}` > -1000",
         orderByKey=f"metrics.`{RANK_KEY}`",
         orderByAsc=True,
