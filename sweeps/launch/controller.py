@@ -151,7 +151,7 @@ class Controller:
         self._waiting = [launch.run for launch in waiting]
 
     def _launch(self, run: str, excluded_nodes: Sequence[str] = ()) -> Launch:
-        """Make a member's launch for the executor. It excludes these nodes and those that failed this member."""
+        """Make a member's launch for the executor; it excludes these nodes and nodes on which the member failed."""
         state = self.records.states[run]
         excluded = tuple(dict.fromkeys([*state.excluded, *excluded_nodes]))
         return Launch(
@@ -185,7 +185,7 @@ class Controller:
             self._sizes[launch.run] = file_sizes(launch.run_dir)
             self.records.clear_stop_request(launch.run_dir)
         jobs = self._executor.submit(submission, batch)
-        if jobs or self.records.new:  # a new study has nothing to lose if the submission is postponed
+        if jobs or self.records.new:  # if the submission was postponed: a new study has no launch files to overwrite
             self._accept()
         else:
             self.records.rollback.forget()  # the scheduler may have created jobs
@@ -205,7 +205,7 @@ class Controller:
     # --- read ------------------------------------------------------------------------------------------------------
 
     def _classify(self, outcome: Outcome) -> Ended:
-        """Determine how an attempt ended, from the executor, its journal and log, and the history of its node."""
+        """Determine how an attempt ended, from its outcome, the member's journal and log, and the node's failures."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
         stop_requested = self._stop_reasons.pop(run, None) is not None or outcome.ended_before
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
@@ -447,7 +447,7 @@ class Records:
     def plan(self, frozen: Sequence[RunSpec]) -> None:
         """Write specifications, then record new members, and members whose checksum changed, in the ledger.
 
-        In this order, a later process finds the specification of every member in the ledger.
+        Specifications come first, so that every member in the ledger has one, even if this process dies in between.
         """
         self._freeze(frozen)
         # Register this after the specifications: a rollback runs in reverse order, so it cuts the ledger first.

@@ -35,7 +35,7 @@ class Observer:
     """Base class of observers such as MLflow's and the progress display. All methods do nothing by default."""
 
     def open(self) -> None:
-        """Prepare for the launch. An observer may write to the study only after this call, which holds the lease."""
+        """Prepare for the launch. From this call on, the study's lease is held and the observer may write to it."""
 
     def accepted(self) -> None:
         """Handle the acceptance of the launch, after which it cannot be refused and rolled back."""
@@ -206,7 +206,7 @@ class Progress(Observer):
         turned = [*others[start:], *others[:start]][: JOURNALS_PER_UPDATE - SHOWN]
         self._next_unshown = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            # Only the end of a journal is read, and the newest evaluation may be before it: keep older metrics.
+            # Only the last part of a journal is read. The newest evaluation may be before it: keep older metrics.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, spec: RunSpec) -> int:

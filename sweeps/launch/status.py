@@ -143,7 +143,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None
 
     Args:
         study: the study's folder.
-        state: the member's state by the ledger.
+        state: the member's state from the ledger.
         queue: the scheduler's jobs, by id; None if no scheduler answers.
         controlled: whether a controller of the study is alive.
     """
