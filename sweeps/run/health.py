@@ -34,7 +34,7 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
     notes = set()
     for view in runs:
         recipe = str(view.header.get("recipe", view.path.parent.name))
-        # `departures` is a mapping with axes as keys, and `departs_on` of the first journal format a list of axes.
+        # `departures` is a mapping with axes as keys. The first journal format had a list of axes, `departs_on`.
         for axis in view.header.get("departures", view.header.get("departs_on", ())):
             if counters.get(recipe, {}).get(axis) == 0:
                 notes.add(f"{recipe}: no step showed an effect of this variant (mechanism/{axis} stayed at 0)")
@@ -101,7 +101,10 @@ def _short(text: str | None) -> str | None:
 
 
 def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning for each run that raised `alarm/truncated`: 10% (level 1) or 15% (level 2) of completions."""
+    """Return a warning for each run in which 10% of the completions or more were truncated (`alarm/truncated`).
+
+    The metric is 1 in a step from 10% on, and 2 from 15% on.
+    """
     notes = []
     for view in runs:
         levels = [(r.metrics.get("alarm/truncated", 0.0), r.step) for r in view.of_kind("train")]
