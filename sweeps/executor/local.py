@@ -170,7 +170,7 @@ class InProcessExecutor:
 
 
 def _outcome(run: str, exit_code: int, run_dir: Path, errors: Connection) -> Outcome:
-    """Return the outcome of a member's process by its exit code, and by the error that it has sent."""
+    """Return the outcome of a member's process from its exit code and from the error that it has sent."""
     with errors:
         try:
             kind, line = errors.recv() if errors.poll() else (None, "")

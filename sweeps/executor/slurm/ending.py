@@ -45,9 +45,11 @@ class FollowedJob:
     Attributes:
         launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
         info: the scheduler's newest description of the job; None without one.
-        missing_since: time of the executor's clock when the queue first lacked the job; None while it is listed.
+        missing_since: time, by the executor's clock, of the first query that did not list the job; None while it is
+            listed.
         had_ended: whether the job had ended at the last poll. SLURM may still requeue it.
-        seen_alive: whether the queue has listed the job as not ended since this process follows it.
+        seen_alive: whether the queue has listed the job as not ended since this process began to follow it. True for a
+            job that this process submitted.
     """
 
     launch: Launch
@@ -100,7 +102,7 @@ class JobEndings:
         return attempt if attempt.restart >= newest else None
 
     def outcome(self, job: FollowedJob, nodes: int) -> Outcome:
-        """Classify an ended job that had this many nodes, by scheduler, attempt record, logs and journal."""
+        """Classify how a job on this number of nodes ended, from the scheduler, attempt record, logs and journal."""
         logs = self.artifacts_of(job.submission).logs(job.job)
         attempt = self.last_attempt(job)
         kind, reason = why_ended(
