@@ -49,7 +49,7 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Return whether compute is measured by the time for which the command runs."""
+        """Whether compute is measured by the time for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property

@@ -129,7 +129,7 @@ class Rows:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether the log has a step column."""
+        """Whether the log has a step column."""
         return self._column is not None
 
 

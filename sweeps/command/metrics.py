@@ -153,7 +153,7 @@ class Source:
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of a file, or of all files below a folder, to detect changes."""
+    """Return path, size and modification time of a file, or of all files below a folder, to detect changes."""
     stamps = []
     for file in _files(path):
         try:

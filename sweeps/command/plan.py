@@ -107,7 +107,7 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
 
 
 def _check_measure(runs_dir: Path, measures: set[str]) -> None:
-    """Check that existing runs of the study measure compute in one of the ways `measures`, those of the new members.
+    """Check that existing runs of the study measure compute as the new members do, in one of the ways `measures`.
 
     Raises:
         UserError: a run measures compute differently.
