@@ -247,7 +247,7 @@ def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_recipe(word: str) -> bool:
-    # A folder without runs may have the name of a recipe.
+    # Do not test whether a folder exists: one without runs may have the name of a recipe.
     return not Place(word).is_known and "://" not in word
 
 

@@ -82,7 +82,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context, and MLflow's full address: in members' stored configurations its login is removed."""
+        """Store Hydra's context and MLflow's full address, whose login is removed in members' stored configurations."""
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
@@ -192,7 +192,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 )
 
     def _check_cost(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Check `launch.max_device_hours`, and print the design if requested; return whether only that was requested.
+        """Check `launch.max_device_hours`. With `launch.design`, print the design and return True: nothing is launched.
 
         Raises:
             UserError: the launch takes more device hours than allowed, or a setting is invalid.
@@ -234,7 +234,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             MemberFailedError: trials failed and none finished; raised after all have ended.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        # Trials set the values that the file leaves open (`???`). To check the other settings, give these any value.
+        # Trials set the values that the file leaves open (`???`). To check the other settings before the search, plan a
+        # member with the first value of each open axis.
         (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
@@ -256,7 +257,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
-            count_adopted(directory, [spec], _measured)  # trials measure compute as the adopted runs do, or are refused
+            count_adopted(directory, [spec], _measured)  # raises if trials would measure compute in another way
             find = partial(find_substitutes, directory, measurement_of=_measured)
         with self._search_planner() as planned:
             search = Search(
