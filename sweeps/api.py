@@ -399,7 +399,7 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
 
 @contextmanager
 def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
-    """Let errors name the DataFrame and the row's label, not the temporary file that it was written to and a line."""
+    """Let errors name the DataFrame and the row's label in place of the temporary file and the line in it."""
     try:
         yield
     except UserError as error:

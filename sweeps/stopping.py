@@ -6,9 +6,10 @@
         break
 
 Each run writes its own journal (`runs/<identity>/metrics.jsonl`) and reads those of all others: members of a launched
-study, adopted runs, other loops, on any machine that sees the folder. Looks are taken as in a live race
-(`sweeps.decide.race`), with the same posterior and rules, and are stored in `race.jsonl` next to the journal.
-`race_callback` does the same for transformers' Trainer and TRL's trainers. Neither function itself needs torch.
+study, adopted runs, other loops, on any machine that sees the folder. At fixed points of compute it takes a "look": it
+forecasts all recipes at the budget and decides, with the posterior and the rules of a live race (`sweeps.decide.race`).
+Looks are stored in `race.jsonl` next to the journal. `race_callback` does the same for transformers' Trainer and TRL's
+trainers. Neither function itself needs torch.
 
 The first call raises errors that exist from the beginning (a budget out of range, rules that differ from earlier ones,
 a run of another process). Later errors never reach the loop: each is logged once as a warning, data that could not be
