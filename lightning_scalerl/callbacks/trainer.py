@@ -144,7 +144,8 @@ def _check_fit(trainer: Trainer) -> None:
         raise ConfigurationError(
             f"overfit_batches: {batches!r} has no meaning on a stream; give a task with few prompts"
         )
-    # As an integer, 1 is one batch per epoch: Lightning would then end the epoch, and its callbacks, after one step.
+    # The integer 1 means one batch per epoch. Lightning would then end its epoch after one step, and call the hooks of
+    # the epoch's end.
     limit = trainer.limit_train_batches
     if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigurationError(f"limit_train_batches: {limit!r} has no meaning on a stream; use max_steps")
@@ -153,7 +154,7 @@ def _check_fit(trainer: Trainer) -> None:
     evaluates = evaluation_of(trainer) is not None
     for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
         value = getattr(trainer, field)
-        # As integers, 1 step and 1 batch are other settings than Lightning's 1.0, the whole epoch and set.
+        # The integer 1 means one step or one batch. Lightning's default 1.0 means the whole epoch or the whole set.
         is_default = value == default and isinstance(value, int) == isinstance(default, int)
         if not is_default and value != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
@@ -294,7 +295,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Let a callback act in its end-of-epoch hook, called by `StepHooks` after each step, if the user chose none."""
+    """Let a callback act in its end-of-epoch hook, which `StepHooks` calls after each step, unless the user chose."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):
@@ -302,7 +303,7 @@ def _at_every_step(callback: Any) -> None:
 
 
 def count_from(trainer: Trainer, steps: int) -> None:
-    """Set a new Trainer's step counter, which starts at zero, because `max_steps` and callbacks count all steps."""
+    """Set a new Trainer's step counter, which starts at zero, to `steps`: `max_steps` and callbacks count all steps."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = max(total.completed, steps)
