@@ -131,7 +131,7 @@ class Evaluate(Callback):
         return "evaluate"
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
-        """Return whether an evaluation of the weights of `step` is due and not yet made; `last` if the run ends then."""
+        """Return whether an evaluation of the weights of `step` is due and not yet made; `last` if no step follows."""
         due = self._due(step, last or step >= max_steps)
         return bool(due - self._evaluated if step == self._last_step else due)
 

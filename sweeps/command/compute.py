@@ -49,7 +49,7 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Whether compute is measured by the time for which the command runs."""
+        """Return whether compute is measured by the time for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property

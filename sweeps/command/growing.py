@@ -129,7 +129,7 @@ class Rows:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the log has a step column."""
+        """Return whether the log has a step column."""
         return self._column is not None
 
 

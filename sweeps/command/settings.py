@@ -95,7 +95,7 @@ class Command:
 
     @property
     def remote(self) -> bool:
-        """Whether the metrics are read from an address, not a file."""
+        """Return whether the metrics are read from an address, not a file."""
         return self.source.startswith(_REMOTE)
 
     def newest_checkpoint(self) -> str | None:
