@@ -139,7 +139,7 @@ class Curve:
     def bounds(self) -> tuple[float, float]:
         """Limits of R0 and A in a fit: the ends of the reward's scale.
 
-        If the scale is unknown, the observed range of rewards, extended by twice its width below and above.
+        If the scale is unknown, they are the observed range of rewards, extended by twice its width below and above.
         """
         low, high = float(self.reward.min()), float(self.reward.max())
         return self.range or (low - 2 * (high - low), high + 2 * (high - low))

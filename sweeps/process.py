@@ -337,7 +337,7 @@ def _guard() -> None:
             block = os.read(0, 65536)
             if not block:
                 _kill_all()
-                # without /proc descendants are unknown; this kills the session, including this process
+                # Without /proc, descendants are unknown: kill the whole session, including this process.
                 if not _PROC.is_dir():
                     kill_group(0)
                 return

@@ -19,7 +19,7 @@ class Recorder(Callback):
 
 
 def without_tips() -> None:
-    """Drop Lightning's advice to install litlogger and litmodels from its log, from now on.
+    """Filter Lightning's advice to install litlogger and litmodels out of its log, from now on.
 
     A Trainer logs the first tip in its constructor, possibly before the module is constructed. So the constructors of
     our callbacks, which come before the Trainer's, call this function as well.

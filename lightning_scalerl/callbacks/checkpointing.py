@@ -179,7 +179,7 @@ def check_whole(path: Any) -> None:
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
-    """Add a suffix to the checkpoints after `step`, at which a run resumes, because it will make these steps again.
+    """Add a suffix to the checkpoints after `step`, from which a run resumes, because it will repeat their steps.
 
     The suffix `VOID` is for unusable checkpoints, which are deleted after the next save. `UNRECORDED` is for intact
     checkpoints whose records are lost: they are not deleted, because the records may be recovered.

@@ -347,7 +347,7 @@ def _labels(prompt: Prompt) -> set[str]:
 
 
 def _scoring_work(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:
-    """Return a report of the work of scoring (prompt tokens, completion tokens), as if they had been sampled."""
+    """Return a report of the work of scoring pairs of prompt and completion, as if the completions were sampled."""
     pairs = [(len(prompt), len(tokens)) for prompt, tokens in scored]
     return StepReport(
         finished=(),

@@ -34,7 +34,8 @@ from lightning_scalerl.distributed.ranks import check_strategy
 from lightning_scalerl.rollouts.prompt import Prompt
 from sweeps.run.pass_at_k import sizes
 
-log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
+# Lightning's own logger of this table, so that a level that the user has set for it applies.
+log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
 
 # Lightning's default for `log_every_n_steps`, meant for steps of milliseconds. We treat it as "every step".
 LOG_EVERY = 50
@@ -82,7 +83,7 @@ def check_instances(trainer: Trainer) -> None:
     """Check that no callback is a class instead of an instance.
 
     Raises:
-        ConfigurationError: one is a class.
+        ConfigurationError: a callback is a class.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     classes = [callback for callback in callbacks if isinstance(callback, type)]
@@ -295,7 +296,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Let a callback act in its end-of-epoch hook, which `StepHooks` calls after each step, unless the user chose."""
+    """Let a callback act in its end-of-epoch hook, which `StepHooks` calls after each step; keep a user's choice."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):
@@ -313,8 +314,8 @@ def count_from(trainer: Trainer, steps: int) -> None:
 class ParameterSummary(ModelSummary):
     """Lightning's table of the module's parts, without FLOPs and without counts of modules in train mode.
 
-    Lightning measures FLOPs on an example input. Our module has no example input, so it would print 0 for each part;
-    the metric `compute/flops` has the run's FLOPs. Modes are not shown because they alternate in training.
+    Lightning measures FLOPs on an example input. Our module has no example input, so Lightning would print 0 for each
+    part; the metric `compute/flops` has the run's FLOPs. Modes are not shown because they alternate in training.
     """
 
     @staticmethod
@@ -327,7 +328,7 @@ class ParameterSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log Lightning's table without the rows and the column of FLOPs and the rows of modes."""
+        """Log Lightning's table without FLOPs (a row and a column) and without the rows that count modules by mode."""
         columns = [column for column in summary_data if column[0] != "FLOPs"]
         table = _format_summary_table(
             total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
@@ -369,7 +370,7 @@ class StepHooks(Callback):
             self._until_first_step.pop().strict = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Disable callbacks that monitor `train/...` at the end of Lightning's epoch, as they have acted already."""
+        """Disable, for the end of Lightning's epoch, callbacks that monitor `train/...`: they have acted already."""
         for callback in monitoring(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):

@@ -104,7 +104,7 @@ def load_sources(
 
     Args:
         options: options of the command.
-        x, metric: compute axis and reward instead of those of `--x` and `--metric`; None for the options.
+        x, metric: compute axis and reward to read in place of `--x` and `--metric`; None to use these options.
         read: reads a journal.
     """
     factors = [name for name in (options.size, *options.group) if name is not None]

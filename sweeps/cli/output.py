@@ -37,7 +37,7 @@ def warn(notes: Sequence[str]) -> None:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: on a terminal fitted to its width and with coloured states, elsewhere complete."""
+    """Print a table: fitted to the terminal's width, with coloured states; in full if stdout is not a terminal."""
     if not on_screen(sys.stdout):
         print(table([column.name for column in columns], rows))
         return

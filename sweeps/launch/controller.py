@@ -68,7 +68,8 @@ class Controller:
 
         Args:
             files: texts of files to write once the launch is accepted, with mode 0600.
-            detach: return once everything possible is submitted, and members that ended meanwhile are handled.
+            detach: whether to return before the members end, once everything that can be submitted now is submitted and
+                members that ended meanwhile are handled.
 
         Returns:
             The state of each member, by identity.
@@ -185,7 +186,8 @@ class Controller:
             self._sizes[launch.run] = file_sizes(launch.run_dir)
             self.records.clear_stop_request(launch.run_dir)
         jobs = self._executor.submit(submission, batch)
-        if jobs or self.records.new:  # if the submission was postponed: a new study has no launch files to overwrite
+        # A new study is accepted even if the submission was postponed: it has no earlier launch files to overwrite.
+        if jobs or self.records.new:
             self._accept()
         else:
             self.records.rollback.forget()  # the scheduler may have created jobs

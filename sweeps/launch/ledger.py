@@ -9,7 +9,7 @@ the memory of the process that launched it. Events of a run, in order:
     submitting          a job for the run is about to be submitted under the name `submission`; after a crash, the
                         next process looks for a job of that name
     started             the run was submitted; `job` is the scheduler's id
-    retried             the job ended before the run was done, and is retried (`kind` and `reason` of the failure)
+    retried             the job ended before the run was done, and the run is retried (`kind`, `reason` of the failure)
     finished | failed   the run is done, or was given up (`kind`, `reason`)
     stopped             the run was stopped on request (`kind`, `reason`); it may be started again
     adopted             the run was trained elsewhere (`launch.adoption`) and ended there as `state`; may be repeated

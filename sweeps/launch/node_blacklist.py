@@ -1,4 +1,4 @@
-"""Exclude bad nodes from a study, by the failures in its ledger.
+"""Exclude bad nodes from a study, based on the failures in its ledger.
 
 A single failure may be caused by the member. But a node on which two members failed within an hour is excluded for the
 whole study, until one hour after the last failure. Failures on such a node do not count against the retries of the

@@ -52,7 +52,7 @@ def make_private(directory: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically: readers, also after a crash, see the old or the new file."""
+    """Write a JSON file atomically: even after a crash, readers see either the old or the new file."""
     write_atomically(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False))
 
 

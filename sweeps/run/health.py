@@ -10,10 +10,11 @@ from sweeps.run.provenance import changes_line
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
-    """Average each axis's last `mechanism/<axis>`, which measures the effect of a design choice, over a recipe's runs.
+    """Average the last `mechanism/<axis>`, which measures whether the choice on an axis had an effect, over runs.
 
     Returns:
-        Values in [0, 1] by recipe label and axis. Recipes without this metric are left out.
+        Means over the runs of each recipe, in [0, 1], by recipe label and axis. Recipes without this metric are left
+        out.
     """
     collected: dict[str, dict[str, list[float]]] = {}
     for view in runs:
@@ -48,9 +49,9 @@ _PRECISION_SETTINGS = ("storage", "states", "eps")
 def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning if trainers differ in the types of weights and optimizer states, or in epsilon; else nothing.
 
-    One recipe at one learning rate ended at rewards of .818 and .733 by the storage type alone (AReaL#1634). Trainers
-    that do not state these values are left out. Differences between runs of one trainer give no warning, because the
-    study varies them on purpose.
+    One recipe at one learning rate ended at a reward of .818 or .733, depending only on the storage type (AReaL#1634).
+    Trainers that do not state these values are left out. Differences between runs of one trainer give no warning,
+    because the study varies them on purpose.
     """
     by_trainer: dict[str, dict[str, set[str]]] = {}
     for view in runs:
@@ -103,7 +104,7 @@ def _short(text: str | None) -> str | None:
 def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning for each run in which 10% of the completions or more were truncated (`alarm/truncated`).
 
-    The metric is 1 in a step from 10% on, and 2 from 15% on.
+    The metric of a step is 1 from 10% on, and 2 from 15% on.
     """
     notes = []
     for view in runs:

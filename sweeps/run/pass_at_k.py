@@ -65,7 +65,7 @@ def pass_at_k(votes: Votes, k: int) -> float:
 
 @lru_cache(maxsize=65536)
 def maj_at_k(votes: Votes, k: int) -> float:
-    """Return the fraction of subsets of k completions whose most frequent answer is right; a tie of m counts 1/m."""
+    """Return the fraction of subsets of k completions whose most frequent answer is right; m tied answers count 1/m."""
     favourable = 0.0
     for right in range(1, min(votes.right, k) + 1):
         # `right` of the k completions are right. Count the ways to choose the others, by (number of completions chosen,

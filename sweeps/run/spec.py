@@ -178,7 +178,7 @@ class RunSpec:
 
     @classmethod
     def read(cls, run_dir: Path, known: dict[str, Any] | None = None) -> RunSpec:
-        """Read the spec frozen in a run's directory.
+        """Read the specification in a run's directory.
 
         Args:
             run_dir: the run's folder.
@@ -264,7 +264,7 @@ def run_folder(name: str) -> Path:
 
 
 def check_form(run_dirs: Iterable[Path]) -> None:
-    """Check that no run in these directories was frozen by a version with another identity format.
+    """Check that no specification in these directories was written by a version with another identity format.
 
     Raises:
         UserError: a run has another format; the message has the remedy.

@@ -62,7 +62,7 @@ class FollowedJob:
 
 
 class JobEndings:
-    """Classify ended jobs by the files in the study's folder. Each submission folder is listed once per poll.
+    """Classifier of ended jobs by the files in the study's folder. Each submission folder is listed once per poll.
 
     Args:
         study: the study's folder.
@@ -92,7 +92,7 @@ class JobEndings:
     def last_attempt(self, job: FollowedJob, outcome: bool = False) -> Attempt | None:
         """Return the attempt record of a job's newest start.
 
-        None without a record, or, if `outcome` is true, if the record has no end.
+        None if there is no record. With `outcome`, also None if the record has no end.
         """
         attempt = newest_attempt(job.launch.run_dir, job.submission, job.job)
         if attempt is None or (outcome and attempt.outcome is None):

@@ -270,7 +270,7 @@ class SlurmCluster(JobSettings):
     """SLURM as a kind of cluster (`sweeps.executor.clusters.Cluster`): settings of its jobs, and access to SLURM."""
 
     def scheduler(self) -> Slurm:
-        """Return access to SLURM by its commands.
+        """Return access to SLURM through its commands.
 
         Raises:
             UserError: the commands are not in PATH.
