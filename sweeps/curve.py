@@ -58,7 +58,7 @@ class Curve:
         sd: standard error of each reward, (n,); None if unknown.
         axis, metric: names of the columns of compute and reward.
         warnings: warnings for the user about the points.
-        factors: further groupings of the points, as text by name (such as `size`), on the user's request.
+        factors: values of the columns by which the user has also grouped the points, as text by name (such as `size`).
         baseline: recipe with which this recipe is compared, which may be itself; None if the source does not say.
         at_peak: effective compute under a decaying learning rate: the compute at the peak rate that `compute` is
             equivalent to (`sweeps.fit.schedule`), (n,). None if the rate does not decay or is unknown.

@@ -24,7 +24,7 @@ def without_tips() -> None:
     A Trainer logs the first tip in its constructor, possibly before the module is constructed. So the constructors of
     our callbacks, which come before the Trainer's, call this function as well.
     """
-    # `lightning` and `pytorch_lightning` share one logger: that of the package imported last.
+    # `lightning` and `pytorch_lightning` log through one logger, that of the package imported last: filter both.
     for package in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(f"{package}.utilities.rank_zero").addFilter(is_no_tip)
 

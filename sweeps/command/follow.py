@@ -294,7 +294,7 @@ class Follower:
                 self._rows_read[name] += len(rows)
 
     def _check_columns(self, found: SourceMetrics, final: bool) -> None:
-        """Check that the source has the needed columns, at the latest when the command has ended (`final`).
+        """Check that the source has the needed columns; until the command has ended (`final`), some may be missing.
 
         Raises:
             MetricsError: a column is missing or has disappeared.

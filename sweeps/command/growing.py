@@ -205,7 +205,7 @@ class GrowingLog:
             self._file = None  # read from the beginning next time: another attempt may complete that line differently
 
     def _check_name(self) -> None:
-        """Check by the file's name that `sweeps.source` has no special reader for it.
+        """Check that `sweeps.source` has no special reader for a file of this name.
 
         Raises:
             UnfitError: there is a special reader.

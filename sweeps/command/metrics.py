@@ -90,7 +90,7 @@ class Source:
         return None
 
     def sync(self) -> None:
-        """Flush everything that the command has logged to files to the disk."""
+        """Flush to the disk everything that the command has logged to files."""
         file = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
         for path in [] if file is None else _files(Path(file)):
             sync(path)

@@ -192,7 +192,7 @@ def _use_threads(count: int) -> None:
 
 
 def _member(entry: str, run_dir: str, threads: int, errors: Connection) -> None:
-    """Run one member in its own process, and send kind and first line of an error that ends it."""
+    """Run one member in its own process; if an error ends it, send the error's kind and first line."""
     die_with_parent()
     _use_threads(threads)
     try:

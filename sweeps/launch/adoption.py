@@ -49,7 +49,7 @@ class Taken(AsJson):
     Attributes:
         run: identity of the member; "" without one.
         recipe, seed: label and seed of the member; "" and None without one.
-        what: `adopted`, `grown`, `unchanged` or `skipped`.
+        what: `adopted` (a new member), `grown` (new points), `unchanged` or `skipped`.
         points: number of the member's evaluations after this adoption.
         source, name: where the run was read, and its name there.
         reason: why the run was skipped, or another remark; None without a remark.
@@ -473,7 +473,7 @@ class _Folder:
         return None
 
     def shared_seed_warnings(self, runs: Sequence[str]) -> list[str]:
-        """Return a warning if other members have the recipe and seed of one of these members, else nothing."""
+        """Return a list with a warning if other members share recipe and seed with one of these; else an empty list."""
         pairs = []
         for run in dict.fromkeys(run for run in runs if run in self.specs):
             spec = self.specs[run]

@@ -231,7 +231,7 @@ class Controller:
         )
 
     def _nodes_at_work(self) -> set[str]:
-        """Return the nodes on which members run, by the attempt records of their jobs."""
+        """Return the nodes on which members run, according to the attempt records of their jobs."""
         nodes = set()
         for run in set(self._executor.running()) - self._executor.queued():
             submission = self.records.states[run].submission

@@ -94,8 +94,8 @@ class Progress(Observer):
         every_s: seconds between updates; None for 10 with lines, and 2 with a live table.
         metric: metric of the newest evaluation to show for each running member.
         preface: lines to print, without a time, when the launch is accepted; a refused launch prints only its error.
-        write: called with each line. None to write lines to stderr, or a live table if stderr is a terminal. A pipe
-            without a reader does not block.
+        write: called with each line. None to write lines to stderr, or a live table if stderr is a terminal; writing to
+            a pipe that is not read does not block.
         specs: specifications of the members that are known at the start.
     """
 

@@ -249,7 +249,7 @@ def _last_activity(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None,
 
 
 def _resume_traces(run_dir: Path) -> tuple[str | None, str | None]:
-    """Describe what resumes have left in a run's journal.
+    """Describe the code changes and missing steps that a run's journal shows after resumes.
 
     Returns:
         A line on code changes between the run's records, and a line on steps without records; None if there are none.

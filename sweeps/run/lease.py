@@ -142,7 +142,8 @@ class Lease:
         name: name of the lease.
         owner: facts about the holder that are shown to contenders, such as a job id.
         beat_s: seconds between heartbeats.
-        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several `beat_s`.
+        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several times
+            `beat_s`.
         facts: called at each heartbeat; returns further facts to write. Its exceptions are ignored.
         trusted_s: seconds during which a successful check is not repeated; less than `beat_s`. This is safe because the
             lease can change hands only after several missed heartbeats. A process that was suspended checks again,

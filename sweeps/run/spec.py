@@ -57,7 +57,7 @@ class RunSpec:
         run, curve: identities of the run and of its curve, 12 hexadecimal digits each.
         recipe: label of the curve, such as `scalerl_core+loss=dapo`.
         baseline: label of the recipe with which this one is compared.
-        departures: choices that differ from the baseline, in a few words, by axis.
+        departures: by axis, the choice in which the recipe differs from the baseline, in a few words.
         settings: other values that differ between members of the study.
         seed: random seed of the run.
         steps: budget in optimizer steps.
