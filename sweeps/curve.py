@@ -32,7 +32,7 @@ def default_axis(on_gpu: bool) -> str:
 
 # Axes of other trainers' runs.
 TOKENS, STEPS = "compute/tokens", "compute/steps"
-# Axes of judges that are services.
+# Compute axes of judges that run as services.
 JUDGE_HOURS, JUDGE_TOKENS, JUDGE_COST = "compute/judge_hours", "compute/judge_tokens", "compute/judge_cost"
 UNITS = {
     DEVICE_HOURS: "device hours",
@@ -222,7 +222,7 @@ def make_curve(
     return Curve(
         recipe=recipe,
         compute=c[kept],
-        reward=0.0 - y[kept] if lower_is_better else y[kept],  # 0 - 0 is 0, not -0
+        reward=0.0 - y[kept] if lower_is_better else y[kept],  # `-y` would turn 0 into -0
         seed=s[kept],
         sd=sd,
         axis=axis,

@@ -93,7 +93,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     variables = os.environ if environment is None else environment
     secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _is_secret(name, value)}
-    for value in sorted(secrets, key=len, reverse=True):  # longest first: one may begin with another
+    for value in sorted(secrets, key=len, reverse=True):  # longest first, because one secret may begin with another
         text = text.replace(value, MASK)
     text = _PRIVATE_KEY.sub(MASK, text)
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)

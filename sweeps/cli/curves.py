@@ -50,7 +50,7 @@ def check_writable(path: Path) -> None:
     new_folders: list[Path] = []
     try:
         if path.exists():
-            if path.is_dir() or path.is_file():  # a pipe can be opened only once, for the output
+            if path.is_dir() or path.is_file():  # not a pipe, which can be opened only once, for the output
                 path.open("ab").close()
             return
         new_folders = [folder for folder in path.parents if not folder.exists()]

@@ -149,7 +149,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             UserError: a member cannot run; no member was started.
             MemberFailedError: a member failed; raised after all members have ended.
         """
-        # The cluster is not part of a member's identity.
+        # Leave `cluster=...` out, because the cluster is not part of a member's identity.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
         specs = self.planned(lists)
         self._check_ranks(specs)
@@ -271,7 +271,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             )
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):
-            show_results(study.directory, plan.tracking)  # failed trials are part of a search
+            show_results(study.directory, plan.tracking)  # even if some trials failed, as they may in a search
         else:
             report_failures(study, states, "a larger hydra.sweeper.n_trials adds trials with other values")
             if refusals := search.trials.refusals():
@@ -356,7 +356,7 @@ class DebugStudyLauncher(StudyLauncher):
 
 def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
     """Return a warning in a list if a race will pause members whose commands cannot resume; else an empty list."""
-    specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs are not running anywhere
+    specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs never run here
     lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
     if plan.race.get("mode") != "live" or at_once or not lost:

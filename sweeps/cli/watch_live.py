@@ -50,7 +50,7 @@ class _Reader:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
+        self._journals = Tails({"train": sys.maxsize})  # skip train records: only evaluations are fitted
         self._folder = Place(options.sources[0]).folder if len(options.sources) == 1 else None
         self._scheduler = None if self._folder is None else _scheduler(self._folder)
         self._views: list[MemberView] = []

@@ -282,7 +282,7 @@ class Follower:
             self._rows_read[name] = begin
         new = {name: found.columns.get(name, [])[begin:] for name, begin in self._rows_read.items()}
         wrong = min((step for rows in new.values() for step, _ in rows if not _is_whole(step)), default=None)
-        if wrong is not None:  # record the steps before it; the error is raised below
+        if wrong is not None:  # record the steps before the wrong one; `add` below raises the error
             for name, rows in new.items():
                 valid = [row for row in rows if row[0] < wrong]
                 self._attempt.add(name, valid, self._command.compute, self._source.title)

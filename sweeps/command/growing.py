@@ -244,7 +244,7 @@ class GrowingLog:
             return
         if self._first and not self._lenient:
             if "log_history" in row:
-                raise UnfitError  # TRL's trainer state
+                raise UnfitError  # TRL's trainer state, which is read as a whole
             if verl.is_row(row):
                 self._parse = self._parse_verl_row
                 self._parse(line)

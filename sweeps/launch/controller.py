@@ -190,7 +190,7 @@ class Controller:
         if jobs or self.records.new:
             self._accept()
         else:
-            self.records.rollback.forget()  # the scheduler may have created jobs
+            self.records.rollback.forget()  # no rollback, because the scheduler may have created jobs
         fields = {"submission": submission} if self._executor.outlives else {}
         accepted = [launch.run for launch in batch if launch.run in jobs]
         started = [{"run": run, **fields, **({"job": jobs[run]} if jobs[run] else {})} for run in accepted]
@@ -363,7 +363,7 @@ class Audience:
 
     def _count(self, action: Action) -> None:
         """Update `done`, `failed` and `stopped` by an action."""
-        if not isinstance(action, Stop):  # the member no longer runs
+        if not isinstance(action, Stop):  # after any other action the member does not run
             self._queued.pop(action.run, None)
         match action:
             case Submit(run):

@@ -35,7 +35,7 @@ from sweeps.run.files import append_lines, parse_line
 from sweeps.run.spec import SPEC_FILE, RunSpec
 
 LEDGER_FILE = "ledger.jsonl"
-RUNS_DIR = "runs"  # next to it: one folder per member, named by its identity
+RUNS_DIR = "runs"  # folder next to the ledger, with a folder per member, named by the member's identity
 FULL_DISK_PAUSE_S = 5.0
 _TEXT_FIELDS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")

@@ -79,7 +79,7 @@ class Activity:
         self._clock = clock
         self._doing = "starting"
         self._last = clock()
-        self._awake_until = math.inf  # an activity after this time may follow a suspension of the process
+        self._awake_until = math.inf  # the process is known to be awake until then; it may be suspended later
         self.longest_s = 0.0
         self.last_word: Callable[[str], None] = lambda reason: None
         self.reports: dict[str, Callable[[], Any]] = {}

@@ -28,14 +28,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUR_PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
-# Packages of others that affect results.
+# Third-party packages that affect results.
 LIBRARIES = ("torch", "lightning", "transformers", "numpy", "vllm")
 ABSENT = "not installed"
 # Largest number of Python files in a user's folder: one with more, such as a home directory, is probably a mistake.
 MAX_FILES = 2000
 TOO_MANY = f"more than {MAX_FILES} Python files: not looked at"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-# Names of a study's outputs, as in `launch.ledger` and `executor.node.manifest`.
+# Names of a study's outputs (`launch.ledger`, `executor.node.manifest`), which are skipped because they are not code.
 _STUDY_FILE, _STUDY_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 

@@ -68,7 +68,7 @@ def submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
     """
     jobs = executor.map_array(run_member, members)
     script = jobs[0].paths.submission_file
-    script.chmod(0o600)  # it contains the user's own commands
+    script.chmod(0o600)  # for the owner only: it contains the user's own commands
     for link in script.parent.glob(".*.sh"):  # links to the script under its temporary name, left after a refusal
         link.unlink()
     return jobs[0].job_id.split("_")[0]
