@@ -63,7 +63,7 @@ class Evaluate(Callback):
             per prompt, about a fifth of an evaluation with 4 samples.
     """
 
-    # Parameters at these values are left out of identities, so that runs older than a parameter keep their identity.
+    # Parameters that have these values are left out of identities, so that runs older than a parameter keep theirs.
     added: ClassVar[Mapping[str, Any]] = {"sets": {}, "gold_logprob": False}
 
     def __init__(
@@ -341,7 +341,7 @@ class Evaluate(Callback):
 
 
 def _labels(prompt: Prompt) -> set[str]:
-    """Return the labels by which a set's pass rate is divided: difficulty, and the environment if there are several."""
+    """Return a prompt's labels, by which pass rates are split: difficulty, and environment if there are several."""
     environment = "" if prompt.opening is None else str(prompt.opening[0].get("environment", ""))
     return {prompt.difficulty, environment} - {""}
 

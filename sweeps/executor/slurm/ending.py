@@ -34,7 +34,8 @@ _OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?ki
 # failed as a consequence.
 _TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
 
-# slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it indefinitely.
+# SLURM's reason for a job that it has requeued and holds indefinitely, because slurmctld was down while the job began,
+# or because a node refused to launch it.
 _LAUNCH_FAILED = "launch failed requeued held"
 
 
