@@ -35,7 +35,7 @@ class Observer:
     """Base class of observers such as MLflow's and the progress display. All methods do nothing by default."""
 
     def open(self) -> None:
-        """Prepare for the launch. From this call on, the study's lease is held and the observer may write to it."""
+        """Prepare for the launch. The study's lease is held now: from here on the observer may write to the study."""
 
     def accepted(self) -> None:
         """Handle the acceptance of the launch, after which it cannot be refused and rolled back."""

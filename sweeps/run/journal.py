@@ -18,7 +18,7 @@ One JSON object per line, flushed when written. Kinds of record:
     {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
         the journal was broken from "line" on, and was cut there; "kept" is the name of the damaged file
         (`sweeps.run.repair`). The run resumes from step 8 or earlier. "metrics" are those of the newest record in the
-        damaged file, to count the compute of lost records. The next `resume` repeats line, kept and step as "mended"
+        damaged file, to count the compute of lost records. The next `resume` may repeat line, kept and step as "mended"
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
         "final": true if the run cannot be continued under any budget, for this "reason"
 
