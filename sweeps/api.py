@@ -334,7 +334,7 @@ def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **optio
 
 
 def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen:
-    """Keep or discard a change by the final values of a few runs, like `scalerl decide`.
+    """Decide from the final values of a few runs whether to keep or discard a change, like `scalerl decide`.
 
     Args:
         baseline: recipe in use.
@@ -356,7 +356,7 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
 
 
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command: its defaults, updated by the options `given`.
+    """Return the options of a command: its defaults, updated with the options `given`.
 
     Raises:
         TypeError: an unknown option.
@@ -399,7 +399,7 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
 
 @contextmanager
 def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
-    """Let errors name the DataFrame and the row's label, not the temporary file that it was written to and a line."""
+    """Let errors name the DataFrame and the row's label in place of the temporary file and the line in it."""
     try:
         yield
     except UserError as error:

@@ -32,7 +32,7 @@ def default_axis(on_gpu: bool) -> str:
 
 # Axes of other trainers' runs.
 TOKENS, STEPS = "compute/tokens", "compute/steps"
-# Axes of judges that are services.
+# Compute axes of judges that run as services.
 JUDGE_HOURS, JUDGE_TOKENS, JUDGE_COST = "compute/judge_hours", "compute/judge_tokens", "compute/judge_cost"
 UNITS = {
     DEVICE_HOURS: "device hours",
@@ -58,10 +58,10 @@ class Curve:
         sd: standard error of each reward, (n,); None if unknown.
         axis, metric: names of the columns of compute and reward.
         warnings: warnings for the user about the points.
-        factors: further groupings of the points, as text by name (such as `size`), on the user's request.
+        factors: values of the columns by which the user has also grouped the points, as text by name (such as `size`).
         baseline: recipe with which this recipe is compared, which may be itself; None if the source does not say.
-        at_peak: equivalent of compute at the peak learning rate (`sweeps.fit.schedule`), (n,); None if the rate does
-            not decay or is unknown.
+        at_peak: effective compute under a decaying learning rate: the compute at the peak rate that `compute` is
+            equivalent to (`sweeps.fit.schedule`), (n,). None if the rate does not decay or is unknown.
         ended: whether a run of the recipe finished before its budget and cannot be continued (prompts exhausted).
         limits: lowest and highest possible reward as given by the user or the source; None to infer them.
         seen: lowest and highest reward of the whole study (`with_shared_scale`); None to use those of this curve.
@@ -137,7 +137,10 @@ class Curve:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Limits of R0 and A in a fit: the ends of the reward's scale, else two ranges beyond the observed rewards."""
+        """Limits of R0 and A in a fit: the ends of the reward's scale.
+
+        If the scale is unknown, they are the observed range of rewards, extended by twice its width below and above.
+        """
         low, high = float(self.reward.min()), float(self.reward.max())
         return self.range or (low - 2 * (high - low), high + 2 * (high - low))
 
@@ -219,7 +222,7 @@ def make_curve(
     return Curve(
         recipe=recipe,
         compute=c[kept],
-        reward=0.0 - y[kept] if lower_is_better else y[kept],  # 0 - 0 is 0, not -0
+        reward=0.0 - y[kept] if lower_is_better else y[kept],  # `-y` would turn 0 into -0
         seed=s[kept],
         sd=sd,
         axis=axis,
@@ -234,7 +237,7 @@ def make_curve(
 
 
 def with_shared_scale(curves: Sequence[Curve]) -> list[Curve]:
-    """Give all curves of a study with the same metric the same `range`, inferred from all their rewards.
+    """Give all curves of a study that have the same metric one common `range`, inferred from all their rewards.
 
     Otherwise the fit of a recipe whose rewards stay below 1 would be bounded by 1, although another recipe reaches 2.
     """

@@ -87,7 +87,7 @@ def of_the_system(error: OSError, missing: bool = True) -> str | None:
     """Describe an OSError in one line: path, reason and remedy. Return None for errors that the user cannot fix.
 
     Args:
-        error: the error. Subclasses that libraries raise with a text only have no errno, and give None.
+        error: the error. Some libraries raise subclasses of OSError that have a text but no errno; these give None.
         missing: whether to describe the error of a missing file; False while the user's own code runs, because then
             it is an error of that code.
     """

@@ -15,8 +15,8 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that is free at `host`.
 
-    The system assigns ports of its own range to all sockets without a fixed port, also between this call and the bind
-    of the server. Therefore the port is from below that range if one is free there.
+    The system assigns ports of its own range to all sockets without a fixed port, and may do so between this call and
+    the server's bind. Therefore a port below that range is returned, if one is free.
     """
     try:
         beyond = int(_RANGE.read_text().split()[0])

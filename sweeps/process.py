@@ -131,7 +131,8 @@ def start_worker(
             pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
             env={**os.environ, **_ONE_THREAD, **env},
         )  # fmt: skip
-    # Close the child's end here: otherwise the child's death is not an end of file, and only a timeout shows it.
+    # Close the child's end here. Otherwise the child's death would cause no end of file, and only a timeout would show
+    # it.
     theirs.close()
     return process, ours
 
@@ -187,7 +188,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """Describe the end, such as "exit code 1"."""
+        """Description of the end, such as "exit code 1"."""
         return ended_with(self.code)
 
 
@@ -266,7 +267,8 @@ class Tree:
         if reply is None:
             return None
         if not reply:
-            # The guard was killed from outside. All that is known of the command: it runs in the guard's session.
+            # The guard was killed from outside. The command runs in the guard's session, and nothing else is known of
+            # it, so kill that session.
             kill_group(self._guard.pid)
             return Ended(-signal.SIGKILL, 0, False)
         return Ended(reply["ended"], reply["left"], reply["killed"], reply["behind"])
@@ -335,7 +337,7 @@ def _guard() -> None:
             block = os.read(0, 65536)
             if not block:
                 _kill_all()
-                # without /proc descendants are unknown; this kills the session, including this process
+                # Without /proc, descendants are unknown: kill the whole session, including this process.
                 if not _PROC.is_dir():
                     kill_group(0)
                 return
@@ -422,7 +424,7 @@ def _send(process: int, number: int) -> None:
 
 
 def _reap(wait_s: float, but: int | None = None) -> None:
-    """Reap ended children, except `but`, whose end another call waits for."""
+    """Wait `wait_s` seconds, then reap ended children, except `but`, whose end another call waits for."""
     time.sleep(wait_s)
     for process in _children():
         if process != but:

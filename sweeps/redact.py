@@ -24,8 +24,8 @@ _VENDORS_KEY = re.compile(
 )
 # Environment variables are not columns, so every *_KEY among them is a secret.
 _VARIABLES_KEY = re.compile(r"(^|\.)[A-Z0-9][A-Z0-9_]*_(KEY|PAT)$")
-# Harmless names: tokens of a tokenizer or model, numbers of tokens (a grid writes several as one text), keys that open
-# nothing, passes over data.
+# Names that look secret but are not: tokens of a tokenizer or model, numbers of tokens (a grid writes several numbers
+# as one text), keys of tables and caches, passes over data.
 _HARMLESS_NAME = re.compile(
     r"(?i)(^|[_.-])((eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?"
     r"|(max|min|num)_(\w+_)?tokens"
@@ -62,7 +62,7 @@ _FIELD = re.compile(r"(?P<quote>['\"])(?P<name>[\w.-]+)(?P=quote)\s*:\s*(?=['\"]
 _VALUE = re.compile(_WORD)
 _TEXT = re.compile(r"(?P<edge>['\"])(?:(?!(?P=edge)).)+(?P=edge)")
 _SSHPASS = re.compile(rf"(?P<before>\bsshpass\s+-p\s*)(?P<value>{_WORD})")
-# Shorter values of a secret variable are common words that occur everywhere.
+# Shorter values of secret variables are not masked in texts, because they may be words that occur everywhere.
 _MIN_LENGTH = 6
 # Placeholders that are not secrets: a variable reference, `<...>`, none/true/false, an empty value.
 _NO_VALUE = re.compile(r"(?is)\"?\$.*|[\"']?(<[^>]*>|none|null|true|false|[^a-z0-9]*)[\"')\]},.]*")
@@ -93,7 +93,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     variables = os.environ if environment is None else environment
     secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _is_secret(name, value)}
-    for value in sorted(secrets, key=len, reverse=True):  # longest first: one may begin with another
+    for value in sorted(secrets, key=len, reverse=True):  # longest first, because one secret may begin with another
         text = text.replace(value, MASK)
     text = _PRIVATE_KEY.sub(MASK, text)
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)
@@ -124,7 +124,7 @@ def redact_config(value: Any, key: str = "") -> Any:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether a variable's value is a secret; existing paths and, in `*_KEY`, plain words are none."""
+    """Return whether a variable's value is a secret. Existing paths are not, and in `*_KEY` plain words are not."""
     if not is_secret_name(name):
         return False
     if value.startswith(("/", "~")) and _is_there(value):

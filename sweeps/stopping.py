@@ -6,9 +6,10 @@
         break
 
 Each run writes its own journal (`runs/<identity>/metrics.jsonl`) and reads those of all others: members of a launched
-study, adopted runs, other loops, on any machine that sees the folder. Looks are taken as in a live race
-(`sweeps.decide.race`), with the same posterior and rules, and are stored in `race.jsonl` next to the journal.
-`race_callback` does the same for transformers' Trainer and TRL's trainers. Neither function itself needs torch.
+study, adopted runs, other loops, on any machine that sees the folder. At fixed points of compute it takes a "look": it
+forecasts all recipes at the budget and decides, with the posterior and the rules of a live race (`sweeps.decide.race`).
+Looks are stored in `race.jsonl` next to the journal. `race_callback` does the same for transformers' Trainer and TRL's
+trainers. Neither function itself needs torch.
 
 The first call raises errors that exist from the beginning (a budget out of range, rules that differ from earlier ones,
 a run of another process). Later errors never reach the loop: each is logged once as a warning, data that could not be
@@ -238,7 +239,7 @@ class RacingRun:
         self._ending = None if self._ending == ending else self._ending
 
     def _has_decreased(self, view: JournalView, step: int, spent: float) -> bool:
-        """Return whether compute is less than at an earlier step, as if a counter was restarted; then log a warning."""
+        """Return whether compute is less than at an earlier step, as after a restart of its counter; if so, warn."""
         before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
@@ -253,7 +254,7 @@ class RacingRun:
         return {**known, "axis": self.axis, "compute_is": self._measured or self.axis, "loop": True}
 
     def _look(self) -> str | None:
-        """Take the looks that are due; return why this run is stopped, and then also record its end."""
+        """Take the looks that are due. If they stop this run, record its end and return the reason; otherwise None."""
         began = time.monotonic()
         why = self._looks.take()
         if (took := time.monotonic() - began) > self._wait_s:
@@ -396,7 +397,7 @@ def race_callback(
     compute: str = "tokens",
     **settings: Any,
 ) -> Any:
-    """Make a callback for transformers' Trainer (and so TRL's) that stops a run which will not be the best.
+    """Make a callback for transformers' Trainer, and so for TRL's trainers, that stops a run unlikely to be the best.
 
     The Trainer's rank 0 reports and asks, and the other ranks get its answer. A stopped run is saved.
 

@@ -19,12 +19,12 @@ class Recorder(Callback):
 
 
 def without_tips() -> None:
-    """Drop Lightning's advice to install litlogger and litmodels from its log, from now on.
+    """Filter Lightning's advice to install litlogger and litmodels out of its log, from now on.
 
     A Trainer logs the first tip in its constructor, possibly before the module is constructed. So the constructors of
     our callbacks, which come before the Trainer's, call this function as well.
     """
-    # `lightning` and `pytorch_lightning` share one logger: that of the package imported last.
+    # `lightning` and `pytorch_lightning` log through one logger, that of the package imported last: filter both.
     for package in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(f"{package}.utilities.rank_zero").addFilter(is_no_tip)
 

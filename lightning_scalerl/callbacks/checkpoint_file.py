@@ -32,7 +32,7 @@ class DirectCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint directly into its file, and returns when the file is on the disk.
 
     Lightning's own class first builds the whole file in memory and then in the node's temporary folder. For a model of
-    8B parameters with its optimizer, that is 100 GB each, which a node may not have.
+    8B parameters with its optimizer, each of these copies takes 100 GB, which a node may not have.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -44,7 +44,8 @@ class DirectCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with checksums(), target.open("xb") as handle:
-            # torch passes views of the tensors' memory. Tensors on a GPU are copied to the host one at a time.
+            # No second copy is made: torch passes views of the tensors' memory to the file. Tensors on a GPU are copied
+            # to the host one at a time.
             file = _File(handle)
             torch.save(checkpoint, cast("BinaryIO", file))
             if file.failure is not None:

@@ -72,7 +72,7 @@ class ResumableCheckpoint(Checkpoint):
         self._guard = guard or (lambda: None)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Rename checkpoints newer than the current step, and stop at once if a stop was requested before it."""
+        """Rename checkpoints newer than the current step; stop at once if a stop was requested before the start."""
         run = run_of(pl_module)
         run.ranks.share(lambda: self._set_aside(run.completed_steps))
         self._raise_if_stopped(run, run.ranks.agree(run.stop_reason))
@@ -108,7 +108,7 @@ class ResumableCheckpoint(Checkpoint):
         self._save(trainer, run, run.completed_steps)
 
     def stop_between_steps(self, trainer: Trainer, run: Run) -> None:
-        """Save the run in the middle of a generation, after a request to stop between two steps.
+        """Save the run in the middle of a generation, between two optimizer steps, because a stop was requested.
 
         Raises:
             RunInterruptedError: always, once the run is saved.
@@ -179,7 +179,7 @@ def check_whole(path: Any) -> None:
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
-    """Add a suffix to checkpoints newer than `step`, from which a run resumes: the run will make later steps again.
+    """Add a suffix to the checkpoints after `step`, from which a run resumes, because it will repeat their steps.
 
     The suffix `VOID` is for unusable checkpoints, which are deleted after the next save. `UNRECORDED` is for intact
     checkpoints whose records are lost: they are not deleted, because the records may be recovered.
@@ -212,8 +212,8 @@ def newest_checkpoint(
         directory: folder of the checkpoints.
         run: identity of the run; checkpoints of another run are skipped. A checkpoint without an identity (from an
             earlier version or a script) is accepted.
-        at_most: the latest step that may be used; None for the last step that the journal records, or any step if there
-            is no journal.
+        at_most: the latest step that may be used; None for the step of the last checkpoint that the journal records, or
+            any step if there is no journal.
         shared: in a branch, run and step of the parent's checkpoint, which is accepted as well.
 
     Raises:

@@ -63,7 +63,7 @@ class Evaluate(Callback):
             per prompt, about a fifth of an evaluation with 4 samples.
     """
 
-    # Parameters at these values are left out of identities, so that runs older than a parameter keep their identity.
+    # Parameters that have these values are left out of identities, so that runs older than a parameter keep theirs.
     added: ClassVar[Mapping[str, Any]] = {"sets": {}, "gold_logprob": False}
 
     def __init__(
@@ -90,12 +90,12 @@ class Evaluate(Callback):
         self._evaluated: set[str] = set()  # entries of `sets` evaluated at `_last_step`, and "" for the task's own sets
 
     def follow(self, settings: Mapping[str, Any]) -> None:
-        """Set arguments that were not given to the values of a recipe (`Recipe.evaluation`).
+        """Set the arguments that the caller has left out to the values of a recipe (`Recipe.evaluation`).
 
         Raises:
             ConfigurationError: a value is invalid.
         """
-        # An attribute that a script has changed since the last call counts as a given argument.
+        # An attribute that a script has changed since the last call counts as an argument of the caller.
         self._explicit |= {
             name: getattr(self, name) for name, was in self._last_values.items() if getattr(self, name) != was
         }
@@ -131,7 +131,7 @@ class Evaluate(Callback):
         return "evaluate"
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
-        """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: the run ends there."""
+        """Return whether an evaluation of the weights of `step` is due and not yet made; `last` if no step follows."""
         due = self._due(step, last or step >= max_steps)
         return bool(due - self._evaluated if step == self._last_step else due)
 
@@ -272,11 +272,11 @@ class Evaluate(Callback):
         return {key: value for key, value in metrics.items() if settings.temperature != 0 or not key.endswith("_se")}
 
     def _gold_logprob(self, name: str, sets: PromptSet, run: Run, generator: Generator) -> dict[str, float]:
-        """Return the mean log-probability (nats) of a token of the known solutions, by one forward pass per prompt.
+        """Return the mean log-probability (nats) of a token of the known solutions, from forward passes over them.
 
         This metric has no sampling noise, unlike pass rates. It is a mean over prompts of means over a solution's
-        tokens. The result is empty if no prompt has a solution that fits into the context, or the generator cannot
-        score.
+        tokens. The result is empty if no prompt has a solution that fits into the context, or if the generator cannot
+        compute log-probabilities of given tokens.
         """
         if not self.gold_logprob or not can_score(generator):
             return {}
@@ -341,13 +341,13 @@ class Evaluate(Callback):
 
 
 def _labels(prompt: Prompt) -> set[str]:
-    """Return the labels by which a set's pass rate is divided: difficulty, and the environment if there are several."""
+    """Return a prompt's labels, by which pass rates are split: difficulty, and environment if there are several."""
     environment = "" if prompt.opening is None else str(prompt.opening[0].get("environment", ""))
     return {prompt.difficulty, environment} - {""}
 
 
 def _scoring_work(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:
-    """Return a report of the work of scoring (prompt tokens, completion tokens), as if they had been sampled."""
+    """Return a report of the work of scoring pairs of prompt and completion, as if the completions were sampled."""
     pairs = [(len(prompt), len(tokens)) for prompt, tokens in scored]
     return StepReport(
         finished=(),
@@ -506,8 +506,9 @@ def validate_now(trainer: Trainer, last: bool) -> bool:
 def standard_error(rates: torch.Tensor, samples: int, scored: torch.Tensor | None = None) -> float:
     """Return the standard error of the mean of per-prompt pass rates (N,), for a fixed set of prompts.
 
-    It measures the sampling noise only: the sum of unbiased estimates of p (1 - p) / samples over prompts. It is never
-    zero: if all rates are 0 or 1, it is computed with one pass and one failure added to the whole set.
+    It measures the sampling noise only. Its square is the sum over prompts of unbiased estimates of
+    p (1 - p) / samples, divided by N^2. It is never zero: if all rates are 0 or 1, it is computed with one pass and one
+    failure added to the whole set.
 
     Args:
         rates: pass rates (N,).

@@ -51,7 +51,7 @@ class EvaluationSet:
 
 
 def evaluation_set(name: str, entry: Any) -> EvaluationSet:
-    """Return an entry of `evaluation.sets` as a record.
+    """Convert an entry of `evaluation.sets` to an `EvaluationSet`, and check it.
 
     Raises:
         ConfigurationError: the name or a value is invalid.

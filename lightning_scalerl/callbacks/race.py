@@ -33,7 +33,7 @@ class Race(Recorder):
     - Each look is written to `race.jsonl` in the run's directory. If the journals cannot be compared, a warning says
       why, and no look is taken.
     - Runs with the same label are seeds of one recipe and do not race each other. A warning is logged if all runs have
-      the same label, or two runs with this run's label have its seed too.
+      the same label, or if another run has both the label and the seed of this run.
 
     Args:
         study: folder that contains the directories of all racing runs, including this one's.
@@ -93,7 +93,7 @@ class Race(Recorder):
             raise ConfigurationError(f"Race: {error}") from error
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a new evaluation, so that the next step takes a look."""
+        """Remember that there is a new evaluation, so that `on_train_batch_end` takes a look."""
         self._due = self._due or kind == "eval"
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -19,7 +19,7 @@ from sweeps.run.rollouts import cut_groups, write_groups
 
 
 class RolloutLog(Callback):
-    """Writes some groups of every n-th step: first those with ungraded rollouts, then others at random.
+    """Writes some groups of step 1 and of every n-th step: first those with ungraded rollouts, then others at random.
 
     Args:
         run_dir: the run's directory.
@@ -75,7 +75,7 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
         "source": prompt.source,
         "difficulty": prompt.difficulty,
         "prompt": prompt.text,
-        # With an environment these may not be the row's: `reset` may add to them.
+        # With an environment, these messages may differ from those of the row, because `reset` may add some.
         **({"messages": list(prompt.messages)} if prompt.opening is not None and prompt.messages else {}),
         "answer": prompt.answer if isinstance(prompt.answer, str) else repr(prompt.answer)[:2000],
         "rollouts": [_rollout(run.sample(prompt, rollout), rollout) for rollout in rollouts],

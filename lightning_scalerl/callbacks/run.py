@@ -90,7 +90,7 @@ class Run(Protocol):
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason to stop at the next clean point (after a step, or between two); None to continue."""
+        """Reason to stop when the run can next be saved (after a step, or during generation); None to continue."""
 
 
 def run_of(module: object) -> Run:

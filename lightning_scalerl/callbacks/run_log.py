@@ -55,10 +55,10 @@ class RunLog(Recorder):
         run_dir: the run's directory; created if missing.
         identity: fields of the header (run, curve, recipe, seed, ...); optional in scripts.
         guard: called before every write; raises if another process has taken over the run.
-        announce: print the meaning of the run's choices at its start.
+        announce: whether to print the meaning of the run's choices at its start.
         passed_over: checkpoints that this process could not resume from (reported by `newest_checkpoint`).
         code: the user's folders and files whose Python code counts as the run's code, in addition to ours.
-        strict_code: refuse to continue a run with changed code; otherwise only warn.
+        strict_code: whether to refuse to continue a run with changed code; otherwise only a warning is printed.
     """
 
     def __init__(

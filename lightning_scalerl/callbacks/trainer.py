@@ -34,7 +34,8 @@ from lightning_scalerl.distributed.ranks import check_strategy
 from lightning_scalerl.rollouts.prompt import Prompt
 from sweeps.run.pass_at_k import sizes
 
-log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
+# Lightning's own logger of this table, so that a level that the user has set for it applies.
+log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
 
 # Lightning's default for `log_every_n_steps`, meant for steps of milliseconds. We treat it as "every step".
 LOG_EVERY = 50
@@ -82,7 +83,7 @@ def check_instances(trainer: Trainer) -> None:
     """Check that no callback is a class instead of an instance.
 
     Raises:
-        ConfigurationError: one is a class.
+        ConfigurationError: a callback is a class.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     classes = [callback for callback in callbacks if isinstance(callback, type)]
@@ -144,7 +145,8 @@ def _check_fit(trainer: Trainer) -> None:
         raise ConfigurationError(
             f"overfit_batches: {batches!r} has no meaning on a stream; give a task with few prompts"
         )
-    # As an integer, 1 is one batch per epoch: Lightning would then end the epoch, and its callbacks, after one step.
+    # The integer 1 means one batch per epoch. Lightning would then end its epoch after one step, and call the hooks of
+    # the epoch's end.
     limit = trainer.limit_train_batches
     if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigurationError(f"limit_train_batches: {limit!r} has no meaning on a stream; use max_steps")
@@ -153,7 +155,7 @@ def _check_fit(trainer: Trainer) -> None:
     evaluates = evaluation_of(trainer) is not None
     for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
         value = getattr(trainer, field)
-        # As integers, 1 step and 1 batch are other settings than Lightning's 1.0, the whole epoch and set.
+        # The integer 1 means one step or one batch. Lightning's default 1.0 means the whole epoch or the whole set.
         is_default = value == default and isinstance(value, int) == isinstance(default, int)
         if not is_default and value != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
@@ -294,7 +296,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Let a callback act in its end-of-epoch hook, called by `StepHooks` after each step, if the user chose none."""
+    """Let a callback act in its end-of-epoch hook, which `StepHooks` calls after each step; keep a user's choice."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):
@@ -302,7 +304,7 @@ def _at_every_step(callback: Any) -> None:
 
 
 def count_from(trainer: Trainer, steps: int) -> None:
-    """Set a new Trainer's step counter, which starts at zero, because `max_steps` and callbacks count all steps."""
+    """Set a new Trainer's step counter, which starts at zero, to `steps`: `max_steps` and callbacks count all steps."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = max(total.completed, steps)
@@ -312,8 +314,8 @@ def count_from(trainer: Trainer, steps: int) -> None:
 class ParameterSummary(ModelSummary):
     """Lightning's table of the module's parts, without FLOPs and without counts of modules in train mode.
 
-    Lightning measures FLOPs on an example input. Our module has no example input, so it would print 0 for each part;
-    the metric `compute/flops` has the run's FLOPs. Modes are not shown because they alternate in training.
+    Lightning measures FLOPs on an example input. Our module has no example input, so Lightning would print 0 for each
+    part; the metric `compute/flops` has the run's FLOPs. Modes are not shown because they alternate in training.
     """
 
     @staticmethod
@@ -326,7 +328,7 @@ class ParameterSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log Lightning's table without the rows and the column of FLOPs and the rows of modes."""
+        """Log Lightning's table without FLOPs (a row and a column) and without the rows that count modules by mode."""
         columns = [column for column in summary_data if column[0] != "FLOPs"]
         table = _format_summary_table(
             total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
@@ -368,7 +370,7 @@ class StepHooks(Callback):
             self._until_first_step.pop().strict = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Disable callbacks that monitor `train/...` at the end of Lightning's epoch, as they have acted already."""
+        """Disable, for the end of Lightning's epoch, callbacks that monitor `train/...`: they have acted already."""
         for callback in monitoring(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):

@@ -50,7 +50,7 @@ def check_writable(path: Path) -> None:
     new_folders: list[Path] = []
     try:
         if path.exists():
-            if path.is_dir() or path.is_file():  # a pipe can be opened only once, for the output
+            if path.is_dir() or path.is_file():  # not a pipe, which can be opened only once, for the output
                 path.open("ab").close()
             return
         new_folders = [folder for folder in path.parents if not folder.exists()]
@@ -66,7 +66,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_figure(options: argparse.Namespace) -> Path | None:
-    """Return the path of the figure of `-o`, after a check of its format and that it can be written; None without `-o`.
+    """Check that the figure of `-o` has a known format and can be written; return its path, None without `-o`.
 
     Raises:
         UserError: an unknown format, or a path that cannot be written.
@@ -104,7 +104,7 @@ def load_sources(
 
     Args:
         options: options of the command.
-        x, metric: compute axis and reward instead of those of `--x` and `--metric`; None for the options.
+        x, metric: compute axis and reward to read in place of `--x` and `--metric`; None to use these options.
         read: reads a journal.
     """
     factors = [name for name in (options.size, *options.group) if name is not None]
@@ -209,8 +209,8 @@ def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal |
     """Compare recipes over a study's evaluation sets.
 
     Returns:
-        Signal to noise of each set, None if there are no curves by set; and the comparison over the sets of `--sets`
-        together, None without that option.
+        Two results. First, the signal to noise of each set; None if there are no curves by set. Second, the comparison
+        over all sets of `--sets` together; None without that option.
 
     Raises:
         UserError: `--sets` names a missing set.

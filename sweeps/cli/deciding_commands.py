@@ -69,7 +69,7 @@ def rank_command(options: argparse.Namespace) -> None:
 
 
 def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
-    """Rank the fitted recipes by the options. Details that only `--json` prints are left out without it."""
+    """Rank the fitted recipes with the command's options. Details that only `--json` prints are left out without it."""
     from sweeps.decide.rank import rank
 
     return rank(
@@ -159,7 +159,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
-    """Make a plan by the options; return it with the command of each next step, None if that is unknown."""
+    """Make a plan with the command's options; return it, and the command of each next step (None if unknown)."""
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.launch.resume_command import command
 
@@ -247,7 +247,7 @@ def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_recipe(word: str) -> bool:
-    # A folder without runs may have the name of a recipe.
+    # Do not test whether a folder exists: one without runs may have the name of a recipe.
     return not Place(word).is_known and "://" not in word
 
 
@@ -277,7 +277,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
 
 
 def decide_command(options: argparse.Namespace) -> None:
-    """Print whether to keep a change, by the final values of its runs (`scalerl decide`)."""
+    """Print whether to keep a change, judged from the final values of its runs (`scalerl decide`)."""
     choice = decided(options)
     warn(choice.notes)
     if options.json:

@@ -11,12 +11,12 @@ FORMS = ("text", "json")
 
 
 def show_design(launch: Launch, form: object, like: str | None, margin: float | None) -> None:
-    """Print the cost of a planned study, and with an earlier study the differences that it can resolve.
+    """Print the cost of a planned study; if an earlier study is given, also the differences that it can resolve.
 
     Args:
         launch: the cost of the planned study.
         form: one of `FORMS`.
-        like: earlier study whose fits predict the comparisons; None for none.
+        like: earlier study whose fits predict which differences can be resolved; None without one.
         margin: recipes within this distance count as equal, in reward units.
 
     Raises:

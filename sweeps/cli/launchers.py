@@ -82,7 +82,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context, and MLflow's full address: in members' stored configurations its login is removed."""
+        """Store Hydra's context and MLflow's full address, whose login is removed in members' stored configurations."""
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
@@ -149,7 +149,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             UserError: a member cannot run; no member was started.
             MemberFailedError: a member failed; raised after all members have ended.
         """
-        # The cluster is not part of a member's identity.
+        # Leave `cluster=...` out, because the cluster is not part of a member's identity.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
         specs = self.planned(lists)
         self._check_ranks(specs)
@@ -192,7 +192,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 )
 
     def _check_cost(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Check `launch.max_device_hours`, and print the design if requested; return whether only that was requested.
+        """Check `launch.max_device_hours`. With `launch.design`, print the design and return True: nothing is launched.
 
         Raises:
             UserError: the launch takes more device hours than allowed, or a setting is invalid.
@@ -234,7 +234,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             MemberFailedError: trials failed and none finished; raised after all have ended.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        # Trials set the values that the file leaves open (`???`). To check the other settings, give these any value.
+        # Trials set the values that the file leaves open (`???`). To check the other settings before the search, plan a
+        # member with the first value of each open axis.
         (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
@@ -256,7 +257,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
-            count_adopted(directory, [spec], _measured)  # trials measure compute as the adopted runs do, or are refused
+            count_adopted(directory, [spec], _measured)  # raises if trials would measure compute in another way
             find = partial(find_substitutes, directory, measurement_of=_measured)
         with self._search_planner() as planned:
             search = Search(
@@ -270,7 +271,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             )
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):
-            show_results(study.directory, plan.tracking)  # failed trials are part of a search
+            show_results(study.directory, plan.tracking)  # even if some trials failed, as they may in a search
         else:
             report_failures(study, states, "a larger hydra.sweeper.n_trials adds trials with other values")
             if refusals := search.trials.refusals():
@@ -355,7 +356,7 @@ class DebugStudyLauncher(StudyLauncher):
 
 def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
     """Return a warning in a list if a race will pause members whose commands cannot resume; else an empty list."""
-    specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs are not running anywhere
+    specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs never run here
     lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
     if plan.race.get("mode") != "live" or at_once or not lost:

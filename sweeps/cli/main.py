@@ -1,7 +1,7 @@
 """Entry point and argument parser of the console script `scalerl`.
 
-Exit codes: 0 for success, also if the data do not decide; 1 for a failure, with one line on the problem and the remedy;
-2 for wrong usage; 130 if interrupted by Ctrl-C.
+Exit codes: 0 for success, even if the data do not decide between recipes; 1 for a failure, with one line on the problem
+and the remedy; 2 for wrong usage; 130 if interrupted by Ctrl-C.
 
 This module imports little. Each command's modules are imported when the command runs, so that help, a typing error and
 a missing file are answered at once. tests/sweeps/cli/test_quick.py checks the imports.
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
             parser.error(_unknown_command(arguments[0], names))
         options, left = parser.parse_known_args(_join_seed_pattern(arguments) or ["--help"])
-        # argparse takes all sources from one place. Those behind options, such as `--bounds 0 3 RECIPE`, are left over.
+        # argparse takes sources from one place of the command line only. Sources after an option, such as RECIPE in
+        # `SOURCE --bounds 0 3 RECIPE`, are left over.
         if left and (
             not isinstance(getattr(options, "sources", None), list) or any(word.startswith("-") for word in left)
         ):

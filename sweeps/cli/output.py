@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print a value as JSON to stdout and flush; with `indent=None` on one line.
 
-    Every command prints its `--json` here; its file in sweeps/schemas describes the format.
+    Every command prints its `--json` here; the command's file in sweeps/schemas describes the format.
 
     Raises:
         ValueError: a number is NaN or infinite.
@@ -37,7 +37,7 @@ def warn(notes: Sequence[str]) -> None:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: on a terminal fitted to its width and with coloured states, elsewhere complete."""
+    """Print a table: fitted to the terminal's width, with coloured states; in full if stdout is not a terminal."""
     if not on_screen(sys.stdout):
         print(table([column.name for column in columns], rows))
         return
@@ -70,7 +70,7 @@ def show_chart(study: Path, tracking: str) -> None:
 
 
 def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
-    """Print the fits' warnings and the ranking; on a terminal as a fitted table, with paths of figure and report."""
+    """Print the fits' warnings and the ranking; on a terminal as a table, with a figure and the report's command."""
     from sweeps.fit.fit import warnings_of
 
     warn(warnings_of(fits))

@@ -96,7 +96,7 @@ def _conversation_line(conversation: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int, max_lines: int | None) -> list[str]:
-    """Wrap a text to the width. Beyond `max_lines`, keep the first lines, and the last, usually with the answer."""
+    """Wrap a text to the width. If it has more than `max_lines`, keep the first lines and the last one (the answer)."""
     lines = [
         piece
         for line in text.splitlines() or [""]

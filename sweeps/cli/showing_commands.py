@@ -102,7 +102,7 @@ def watch_command(options: argparse.Namespace) -> None:
         watch_live(options, path)
         return
     noted: set[str] = set()
-    journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
+    journals = Tails({"train": sys.maxsize})  # skip train records: only evaluations are fitted
 
     def read() -> LoadedStudy:
         """Load the sources; print each note about them once, not at every poll."""

@@ -64,7 +64,7 @@ def status_command(options: argparse.Namespace) -> None:
     if len(changed) > FAILURES and not options.all:
         print(f"and {len(changed) - FAILURES} more members (--all)")
     for view in [view for view in views if view.state == "failed"][:FAILURES]:
-        if lines := log_tail(study, view):  # a single run has no log
+        if lines := log_tail(study, view):  # a run that was started alone has no log
             print(f"\n{view.recipe} seed {view.seed}, the last lines of {study}/runs/{view.run}/log.txt:")
         for line in lines:
             print(f"    {one_line(line)}")
@@ -216,7 +216,7 @@ def collect_command(options: argparse.Namespace) -> None:
         if not plan.outlives and not options.wait:
             warn([f"{directory} runs on one machine; --wait continues its unfinished members"])
         else:
-            # A race is only decided with --wait, because then this process keeps running.
+            # A race continues only with --wait: its decisions need a process that keeps running.
             require_training("scalerl collect")
             if not options.trust:
                 check_study(study, plan)

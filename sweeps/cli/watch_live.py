@@ -26,7 +26,7 @@ from sweeps.run.tail import Tails
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
 
-# Seconds between two polls of the files: at least this, and at least this multiple of a poll's CPU time.
+# Seconds between two polls of the files: at least `POLL_S`, and at least `POLL_FACTOR` times a poll's CPU time.
 POLL_S, POLL_FACTOR = 1.0, 15.0
 QUERY_S = 30.0  # seconds between two queries of a scheduler
 # Endings of warnings that only repeat what the members' states show.
@@ -50,7 +50,7 @@ class _Reader:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
+        self._journals = Tails({"train": sys.maxsize})  # skip train records: only evaluations are fitted
         self._folder = Place(options.sources[0]).folder if len(options.sources) == 1 else None
         self._scheduler = None if self._folder is None else _scheduler(self._folder)
         self._views: list[MemberView] = []
@@ -133,7 +133,7 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
 
     Args:
         options: options of the command.
-        path: file for snapshots; None for none.
+        path: file to append snapshots to; None to write none.
 
     Raises:
         UserError: the sources cannot be read.

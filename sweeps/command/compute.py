@@ -103,7 +103,7 @@ def compute_of(settings: Mapping[str, Any], folder: Path) -> Compute:
 
 
 def parameters_of(path: Path) -> float:
-    """Count the parameters of a decoder that multiply each token, including the output layer.
+    """Count a decoder's parameters that take part in a multiplication for every token, including the output layer.
 
     In a mixture of experts only the active experts count. Norms, biases and the embedding lookup are left out, because
     they contribute few or no multiplications.

@@ -86,7 +86,7 @@ class Follower:
     """Writer of a member's journal from its command's metrics.
 
     Args:
-        journal: writer of the journal, whose header is written.
+        journal: writer of the journal, which already has its header.
         earlier: content of the journal after earlier attempts; None if it is new.
         command: the command that logs the metrics.
         source: reader of the metrics.
@@ -134,7 +134,8 @@ class Follower:
         # Values that this attempt has recorded, by step, and the smallest of these steps.
         self._recorded: dict[int, dict[str, float]] = {}
         self._lowest = 0
-        # Metrics that this attempt has logged, number of rows read of each column, and the source's version for both.
+        # Metrics that this attempt has logged, number of rows read of each column, and the version of the source from
+        # which both were read.
         self._attempt = _AttemptMetrics()
         self._rows_read: dict[str, int] = {}
         self._version = -1
@@ -213,7 +214,7 @@ class Follower:
             self._begin = step, self._compute[int(step)] - value * compute.factor, self._begin[2]
 
     def _record_ended(self, columns: Mapping[str, Column], late: bool) -> None:
-        """Record the metrics of an attempt that has ended; `late` means for steps that the journal has already."""
+        """Record the metrics of an attempt that has ended; `late` if the journal already has these steps."""
         fresh = _AttemptMetrics()
         for name, column in columns.items():
             fresh.add(name, column, self._command.compute, self._source.title)
@@ -281,7 +282,7 @@ class Follower:
             self._rows_read[name] = begin
         new = {name: found.columns.get(name, [])[begin:] for name, begin in self._rows_read.items()}
         wrong = min((step for rows in new.values() for step, _ in rows if not _is_whole(step)), default=None)
-        if wrong is not None:  # record the steps before it; the error is raised below
+        if wrong is not None:  # record the steps before the wrong one; `add` below raises the error
             for name, rows in new.items():
                 valid = [row for row in rows if row[0] < wrong]
                 self._attempt.add(name, valid, self._command.compute, self._source.title)
@@ -293,7 +294,7 @@ class Follower:
                 self._rows_read[name] += len(rows)
 
     def _check_columns(self, found: SourceMetrics, final: bool) -> None:
-        """Check that the source has the needed columns, at the latest when the command has ended (`final`).
+        """Check that the source has the needed columns; until the command has ended (`final`), some may be missing.
 
         Raises:
             MetricsError: a column is missing or has disappeared.
@@ -399,8 +400,8 @@ class Follower:
     def _end_of_hole(self, last: int, new: Sequence[int]) -> int | None:
         """Return the last step of the gap between step `last` and the steps `new`; None without a gap.
 
-        There is a gap if the distance is larger than all other distances, between steps in the journal and between new
-        steps. Metrics may be lost when a machine loses power.
+        There is a gap if the distance from `last` to the first new step is larger than every distance between two steps
+        in the journal, and between two new steps. Gaps occur when a machine loses power, which may lose metrics.
         """
         known = sorted(self._compute)
         pairs = [(a, b) for a, b in pairwise(known) if not any(a < first <= b for first, _ in self._holes)]
@@ -408,7 +409,7 @@ class Follower:
         return new[0] - largest if largest is not None and new[0] - max(last, 0) > largest else None
 
     def _is_far(self, new: Sequence[int]) -> bool:
-        """Return whether there may be a gap before the new steps, by the distances in the journal."""
+        """Return whether there may be a gap before the new steps; also True if the journal has fewer than two steps."""
         last = max((step for step in self._compute if step < new[0]), default=-1)
         return len(self._compute) < 2 or self._end_of_hole(last, new) is not None
 
@@ -613,8 +614,9 @@ def _not_resumed(first: int, last: int) -> MetricsError:
 def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], bool]:
     """Return the rows of the newest attempt in a log, by column, and whether the log has several attempts.
 
-    A new attempt begins where steps go back. A column may not go back because the newest attempt has logged few or no
-    rows of it. Then its rows outside of the step range of the other columns belong to an earlier attempt.
+    A new attempt begins where steps go back. In some columns, steps never go back, because the newest attempt has
+    logged few or no rows of them. The rows of such a column that are outside of the step range of the other columns
+    belong to an earlier attempt.
     """
     parts = {name: column[_newest_start(column) :] for name, column in columns.items()}
     went_back = [name for name, part in parts.items() if len(part) < len(columns[name])]

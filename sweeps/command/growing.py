@@ -205,7 +205,7 @@ class GrowingLog:
             self._file = None  # read from the beginning next time: another attempt may complete that line differently
 
     def _check_name(self) -> None:
-        """Check by the file's name that `sweeps.source` has no special reader for it.
+        """Check that `sweeps.source` has no special reader for a file of this name.
 
         Raises:
             UnfitError: there is a special reader.
@@ -244,7 +244,7 @@ class GrowingLog:
             return
         if self._first and not self._lenient:
             if "log_history" in row:
-                raise UnfitError  # TRL's trainer state
+                raise UnfitError  # TRL's trainer state, which is read as a whole
             if verl.is_row(row):
                 self._parse = self._parse_verl_row
                 self._parse(line)

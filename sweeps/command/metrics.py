@@ -90,7 +90,7 @@ class Source:
         return None
 
     def sync(self) -> None:
-        """Flush everything that the command has logged to files to the disk."""
+        """Flush to the disk everything that the command has logged to files."""
         file = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
         for path in [] if file is None else _files(Path(file)):
             sync(path)
@@ -153,7 +153,7 @@ class Source:
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of a file, or of all files below a folder, to detect changes."""
+    """Return path, size and modification time of a file, or of all files below a folder, to detect changes."""
     stamps = []
     for file in _files(path):
         try:

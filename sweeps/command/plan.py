@@ -107,7 +107,7 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
 
 
 def _check_measure(runs_dir: Path, measures: set[str]) -> None:
-    """Check that existing runs of the study measure compute in one of the ways `measures`, those of the new members.
+    """Check that existing runs of the study measure compute as the new members do, in one of the ways `measures`.
 
     Raises:
         UserError: a run measures compute differently.
@@ -252,7 +252,7 @@ def _check_syntax(name: str, text: str) -> None:
 
 
 def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the user's values, as text, in which a member differs from the user's file `plain`, by dotted key."""
+    """Return the user's values that differ from those of the user's file (`plain`), as text by dotted key."""
     plain_values = flatten(own_values(plain))
     return {
         key: as_text(value)

@@ -32,8 +32,8 @@ from sweeps.terminal import counted
 
 LOCK_FILE = ".command.lock"
 ATTEMPT_FILE = "command.json"  # the newest attempt: its command line, and the number of attempts
-# Minimum seconds between two polls of the metrics: of files, and of an address. The minimum also is this multiple of a
-# poll's duration.
+# Minimum seconds between two polls of metrics in files, and of metrics at an address. The pause after a poll is also at
+# least `_POLL_FACTOR` times as long as the poll.
 _POLL_S, _REMOTE_POLL_S, _POLL_FACTOR = 0.5, 30.0, 10.0
 # Seconds between two checks for a request to stop.
 _STOP_CHECK_S = 0.5
@@ -184,7 +184,7 @@ class _Member:
                         self._cuts.append(cut)
 
     def _check_checkpoint(self, earlier: JournalView | None, checkpoint: str) -> None:
-        """Check, for a checkpoint before which no step was recorded, that the journal names it.
+        """Check that the journal names this checkpoint, although it has no record of a step before the checkpoint.
 
         Raises:
             UserError: the journal does not name the checkpoint, so the metrics of the steps before it are lost.
@@ -386,7 +386,7 @@ class _Member:
         raise kind(reason)
 
     def _last_error_line(self) -> str:
-        """Return the last line of the command's standard error, at most 300 characters."""
+        """Return the last line in the member's log since the command was started, at most 300 characters."""
         text = end_of(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_start)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""

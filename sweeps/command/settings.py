@@ -129,7 +129,8 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         config: resolved configuration of a member, checked by `check_kinds`.
         run_dir: the member's folder.
         run: the member's identity.
-        only_symbols: leave the placeholders of seed, budget and the member's folder, as an identity needs.
+        only_symbols: whether to leave the placeholders of seed, budget, study, and the member's folder and identity
+            unfilled. A recipe's identity is computed from this form.
 
     Raises:
         UserError: a setting that cannot be used, or a placeholder without a value.
@@ -154,7 +155,7 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         options = [index for index, word in enumerate(line_words) if _SHELL_WORDS.fullmatch(word)]
         for word in line_words[options[0] + 1 : options[0] + 2] if options else ():
             check_for_shell(word, values)
-    # Only stars in the user's pattern are wildcards. Escape those in values and folders, as in `study[1]`.
+    # Only stars in the user's pattern are wildcards. Escape wildcards in values and folders, as in `study[1]`.
     literal = {key: glob.escape(as_text(value)) for key, value in values.items()}
     escaped = Path(glob.escape(str(folder)))
     source_template = settings["metrics"]["source"]
@@ -229,7 +230,7 @@ def split(field: str, line: Any) -> list[str]:
 
 
 def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under `command`, after a check that all keys are known; None becomes an empty group.
+    """Return the settings under `command` after a check that all keys are known; `files` and `env` are never None.
 
     Raises:
         UserError: an unknown key.
@@ -255,7 +256,9 @@ def _rewards(reward: Any) -> dict[str, str]:
 
 
 def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the frozen texts of the templates, by the name of the file to write; else read the templates' files.
+    """Return the texts of the templates, by the name of the file to write.
+
+    They were stored in the settings when the study was planned; before that, they are read from the templates' files.
 
     Raises:
         UserError: a template cannot be read.

@@ -49,7 +49,7 @@ class Outcome:
         kind: kind of failure (`sweeps.executor.failure.KINDS`); None if only the exit code is known.
         reason: message of the failure; None if the executor does not know it.
         node: node that may have caused the failure; None if no node is to blame.
-        ended_before: whether the member had already ended when this executor, which adopted it, polled first.
+        ended_before: whether an adopted member had already ended when this executor polled for the first time.
     """
 
     run: str

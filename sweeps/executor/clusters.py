@@ -1,4 +1,4 @@
-"""Kinds of cluster on which members can run: for each a folder with a class like `Cluster`, and an entry below."""
+"""Kinds of cluster on which members can run. Each has a folder with a class like `Cluster`, and an entry below."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class QueuedJob(Protocol):
 
     @property
     def shown(self) -> tuple[str, str | None]:
-        """State for display, with a detail or None: `queued` (an unusual reason), `running`, or `ended` (the state)."""
+        """State for display (`queued`, `running` or `ended`), with a detail: why it waits, how it ended, or None."""
 
 
 class Scheduler(Protocol):

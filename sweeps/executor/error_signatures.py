@@ -44,7 +44,7 @@ SIGNATURES: Mapping[str, Signatures] = {
             "out of shared memory": "pytorch#5040 (a Bus error of a worker)",
         },
         types=(
-            # The hub has answered: missing, forbidden or invalid.
+            # The Hugging Face hub has answered that what was requested is missing, forbidden or invalid.
             *("RepositoryNotFoundError", "GatedRepoError", "DisabledRepoError", "RevisionNotFoundError"),
             *("EntryNotFoundError", "RemoteEntryNotFoundError", "BadRequestError", "HFValidationError"),
             "OfflineModeIsEnabled",
@@ -71,8 +71,8 @@ SIGNATURES: Mapping[str, Signatures] = {
             "Timeout waiting for RPC from GSP": "NVIDIA's Xid 119, in the kernel's log",
             "Invalid access of peer GPU memory over nvlink or a hardware error": "ultralytics#24536",
             # CUDA's manual suspects the program first. But the kernels here are torch's, whose faults show the texts
-            # above, and threads about this error end with a replaced card: pytorch#74235, opendatalab/MinerU#426.
-            # If it is the program after all, the retry on another node fails too.
+            # under "error", and public reports of this error end with a replaced card: pytorch#74235,
+            # opendatalab/MinerU#426. If it is the program after all, the retry on another node fails too.
             "unspecified launch failure": "pytorch#74235",
             "CUDA unknown error": "pytorch#49327",
             "CUDA error: unknown error": "pytorch#170045 (Cuda failure 999)",
@@ -203,7 +203,7 @@ def classify_exception(error: BaseException) -> str | None:
 
 
 def _names(of: type[BaseException]) -> Iterator[str]:
-    """Return the names of a type and its bases, without a base ConnectionError: its subclasses have an errno."""
+    """Return the names of a type and its bases; not of the base ConnectionError, whose subclasses have an errno."""
     return (cls.__name__ for cls in of.__mro__ if cls is of or cls is not ConnectionError)
 
 

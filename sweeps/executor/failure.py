@@ -95,7 +95,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield an exception and its causes, each with whether all links up to it are explicit (`raise from`)."""
+    """Yield an exception and its causes, each with a flag that all links up to it are explicit (`raise from`)."""
     seen: list[BaseException] = []
     link: BaseException | None = error
     explicit = True
@@ -109,8 +109,8 @@ def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
 def failure_text(error: BaseException) -> str:
     """Return the text about a member's error for its log: the traceback, redacted.
 
-    An error with the attribute `is_explained` (the failure of a user's program, whose own output precedes) has only its
-    message: our frames would hide the program's last lines.
+    For an error with the attribute `is_explained`, return only its message. Such an error reports that a user's program
+    failed. The program's own output is already in the log, and our traceback would hide its last lines.
     """
     if getattr(error, "is_explained", False):
         return redact(f"{error}\n")

@@ -170,7 +170,7 @@ class InProcessExecutor:
 
 
 def _outcome(run: str, exit_code: int, run_dir: Path, errors: Connection) -> Outcome:
-    """Return the outcome of a member's process by its exit code, and by the error that it has sent."""
+    """Return the outcome of a member's process from its exit code and from the error that it has sent."""
     with errors:
         try:
             kind, line = errors.recv() if errors.poll() else (None, "")
@@ -192,7 +192,7 @@ def _use_threads(count: int) -> None:
 
 
 def _member(entry: str, run_dir: str, threads: int, errors: Connection) -> None:
-    """Run one member in its own process, and send kind and first line of an error that ends it."""
+    """Run one member in its own process; if an error ends it, send the error's kind and first line."""
     die_with_parent()
     _use_threads(threads)
     try:

@@ -12,7 +12,7 @@ processes or jobs.
                        report   observer: progress, MLflow
 
 One controller at a time holds the study's lease. Cluster jobs continue when their controller ends; the next controller
-finds them by the ledger.
+finds them in the ledger.
 
 `planning` composes members in a short-lived process, `labels` checks that a label belongs to one curve, `rollback`
 undoes a refused launch, `decider` is the protocol of races and searches. To add an observer, subclass

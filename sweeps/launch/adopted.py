@@ -20,8 +20,8 @@ from sweeps.run.spec import RunSpec, leaves, science
 
 # Keys of a command member's configuration that are not the user's values.
 _SETTINGS_KEYS = ("command", "cluster", "member")
-# Fraction of a member's steps that an adopted run needs to replace it. Less than 1, because the last evaluation of a
-# complete run may be before its last step.
+# Fraction of a member's steps that an adopted run needs to replace it. Less than 1: the steps of an adopted run are
+# counted up to its last evaluation, and even a complete run may have trained a little longer.
 _MIN_STEPS_FRACTION = 0.9
 
 
@@ -36,15 +36,16 @@ def _equal(first: str, second: str) -> bool:
 
 
 def agree(known: Mapping[str, str], values: Mapping[str, str]) -> bool:
-    """Return whether `values` contains every value of `known`; False if `known` is empty."""
+    """Return whether `values` has all names of `known`, with equal values; False if `known` is empty."""
     return bool(known) and all(name in values and _equal(value, values[name]) for name, value in known.items())
 
 
 def values_of(spec: RunSpec) -> Mapping[str, str]:
     """Return the values that identify a member's recipe, without the seed.
 
-    For another trainer's command these are the recipe's label and the user's own configuration keys. Empty for a
-    member trained by this package, which no adopted run can replace.
+    For an adopted run these are the values it was adopted with. For another trainer's command they are the recipe's
+    label and the user's own configuration keys. For a member trained by this package they are empty, so that no adopted
+    run can replace it.
     """
     if "adopted" in spec.config:
         return dict(spec.config["values"])
@@ -94,7 +95,8 @@ def count_adopted(
         The members of the study after replacement, and lines about the replacements to print.
 
     Raises:
-        UserError: adopted runs have another unit of compute or another reward, or the study is running.
+        UserError: the adopted runs have another unit of compute or another reward than the launch, or the study is
+            running.
     """
     commands = [spec for spec in specs if "command" in spec.config]
     if not commands or not any(state.adopted for state in Ledger(directory).fold().values()):
@@ -116,11 +118,12 @@ def find_substitutes(
     The caller must hold the study's lease.
 
     Returns:
-        By identity of a member, the adopted run that replaces it, or None if that is still running elsewhere. Members
-        that are not replaced are missing. And lines about the replacements to print.
+        The adopted run that replaces each member, by the member's identity, and lines about the replacements to print.
+        The value is None for a member whose adopted run is still running elsewhere. Members that are not replaced are
+        missing.
 
     Raises:
-        UserError: adopted runs have another unit of compute, or another reward.
+        UserError: the adopted runs have another unit of compute, or another reward, than the launch.
     """
     axis, text, metric = measurement_of(members[0])
     substitutes: dict[str, RunSpec | None] = {}

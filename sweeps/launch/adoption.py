@@ -3,7 +3,7 @@
 An adopted member has a folder like any other, but is never started. Its journal has the points that were read. The
 journal's header names where they come from (`adopted`: source, run, columns, digest), and the specification has the
 values that identify the recipe. The ledger's event `adopted` is written last, so that after a kill the same command
-continues from the existing files. When a run has grown, its new points are appended.
+continues from the existing files. If a run that is adopted again has new points, they are appended to its journal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Taken(AsJson):
     Attributes:
         run: identity of the member; "" without one.
         recipe, seed: label and seed of the member; "" and None without one.
-        what: `adopted`, `grown`, `unchanged` or `skipped`.
+        what: `adopted` (a new member), `grown` (new points), `unchanged` or `skipped`.
         points: number of the member's evaluations after this adoption.
         source, name: where the run was read, and its name there.
         reason: why the run was skipped, or another remark; None without a remark.
@@ -176,7 +176,7 @@ def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running:
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
     earlier = folder.adopted_member(key, values, seed_named, twin)
-    if earlier is not None:  # an earlier version did not read the steps of tables
+    if earlier is not None:  # update `by_step`: an earlier version did not read the steps of tables
         was_adopted = {**earlier.config["adopted"], "by_step": points.by_step}
         earlier = replace(earlier, config={**earlier.config, "adopted": was_adopted})
     if twin is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
@@ -221,7 +221,7 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
     text = run.labels.get(by.get(SEED, SEED))
     recipe = run.labels["recipe"]
     if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
-        # A single letter may also mean a stage: require the word `seed`.
+        # In a name such as `run-s1`, the letter may also stand for a stage: use the number only after the word `seed`.
         text, recipe = (hidden[1], hidden[0] or recipe) if hidden[2] else (None, recipe)
     if text is not None and not re.fullmatch(r"-?\d+(\.0)?", text.strip()):
         raise UserError(f"seed {short(text, 40)!r} is no whole number; name another column with --by seed=COLUMN")
@@ -233,7 +233,7 @@ def _unchanged_member(
 ) -> Taken | None:
     """Return the result for a run whose points the member `twin` already has.
 
-    None if the run was adopted as that member: it may have new points.
+    None if the run was adopted as that member, because the run may have new points since then.
 
     Raises:
         UserError: the same points were adopted under other values or another seed.
@@ -280,9 +280,10 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     common = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
-    if common == len(new) < len(old):  # shorter than before, such as an earlier checkpoint: keep the known points
+    if common == len(new) < len(old):  # the source is shorter than before, such as an earlier checkpoint: keep points
         what, count, remark = "unchanged", len(old), "has fewer points than when it was adopted"
-    # Check the specification's steps too: it is written after the journal, and a process may be killed in between.
+    # Compare the steps in the specification too: a process may have been killed after it wrote the journal, before it
+    # wrote the specification.
     elif common == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
         if not recorded:
@@ -340,10 +341,10 @@ def _header(spec: RunSpec, folder: _Folder, origin: Mapping[str, Any]) -> dict[s
 
 
 def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, Any], points: int) -> None:
-    """Freeze a member's specification, and append it to the ledger."""
+    """Write a member's specification and configuration, then append the event `adopted` to the ledger."""
     run_dir = folder.directory / RUNS_DIR / spec.run
     spec.write(run_dir)
-    # Commands group runs by the values in this file. JSON is valid YAML.
+    # Commands such as `scalerl fit` can group runs by the values in this file. JSON is valid YAML.
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
     reason = {"failed": "failed in its source", "running": "still running in its source"}.get(status)
     entry = {
@@ -358,7 +359,7 @@ def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, An
 
 @dataclass
 class _Member:
-    """A member with the points of its journal, to recognise a run that it has already; spec is None if unreadable."""
+    """A member and its journal's points, by which known runs are recognised; `spec` is None if it cannot be read."""
 
     spec: RunSpec | None
     view: JournalView
@@ -400,7 +401,7 @@ class _Folder:
             try:
                 self._add_spec(RunSpec.read(directory / RUNS_DIR / run))
             except UserError:
-                continue  # frozen by another version: cannot be matched
+                continue  # the specification cannot be read, for example one of another version: its values are unknown
         self.members = {run: _Member(self.specs.get(run), view, self.points(view)) for run, view in views.items()}
 
     def _add_spec(self, spec: RunSpec) -> None:
@@ -423,11 +424,12 @@ class _Folder:
         return Points(steps, compute, reward)
 
     def member_with_points(self, points: Points, key: str, values: Mapping[str, str]) -> str | None:
-        """Return the identity of a member with the same points, up to the shorter length; None without one.
+        """Return the identity of a member that has the points of a run; None if there is no such member.
 
-        Two runs of one tracker may begin with the same points, as after a resume, and recipes whose difference has no
-        effect have equal points. They are copies only if all points and the values of `--by` are equal. The member
-        that was adopted with this key comes first.
+        If one has more points than the other, only the first ones are compared. Within one tracker, equal first points
+        do not show that a run is a copy: a resumed run begins with the points of the run that it resumes, and recipes
+        whose difference has no effect have equal points. There, the number of points and the values of `--by` must be
+        equal too. A member that was adopted with this `key` is preferred.
         """
         twins = []
         for run, member in self.members.items():
@@ -460,7 +462,8 @@ class _Folder:
     def adopted_member(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
         """Return the member that a run was adopted as; None if it is new.
 
-        The member must have the same values and seed (None: any), and be `twin`, or have the same key if that is None.
+        The member must have these values, and this seed unless `seed` is None. If `twin` is given, only that member can
+        be returned; otherwise the member must have been adopted with the same `key`.
         """
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
@@ -470,7 +473,7 @@ class _Folder:
         return None
 
     def shared_seed_warnings(self, runs: Sequence[str]) -> list[str]:
-        """Return a warning if other members have the recipe and seed of one of these members, else nothing."""
+        """Return a list with a warning if other members share recipe and seed with one of these; else an empty list."""
         pairs = []
         for run in dict.fromkeys(run for run in runs if run in self.specs):
             spec = self.specs[run]

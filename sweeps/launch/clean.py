@@ -54,7 +54,7 @@ class Member:
 
     Attributes:
         done: whether the run's journal shows that its budget is reached.
-        submitted: whether the run has a job or process that, by the ledger, has not ended.
+        submitted: whether the run has a job or process that has not ended according to the ledger.
     """
 
     run_dir: Path

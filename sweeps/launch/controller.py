@@ -68,7 +68,8 @@ class Controller:
 
         Args:
             files: texts of files to write once the launch is accepted, with mode 0600.
-            detach: return once everything possible is submitted, and members that ended meanwhile are handled.
+            detach: whether to return before the members end, once everything that can be submitted now is submitted and
+                members that ended meanwhile are handled.
 
         Returns:
             The state of each member, by identity.
@@ -151,7 +152,7 @@ class Controller:
         self._waiting = [launch.run for launch in waiting]
 
     def _launch(self, run: str, excluded_nodes: Sequence[str] = ()) -> Launch:
-        """Make a member's launch for the executor. It excludes these nodes and those that failed this member."""
+        """Make a member's launch for the executor; it excludes these nodes and nodes on which the member failed."""
         state = self.records.states[run]
         excluded = tuple(dict.fromkeys([*state.excluded, *excluded_nodes]))
         return Launch(
@@ -185,10 +186,11 @@ class Controller:
             self._sizes[launch.run] = file_sizes(launch.run_dir)
             self.records.clear_stop_request(launch.run_dir)
         jobs = self._executor.submit(submission, batch)
-        if jobs or self.records.new:  # a new study has nothing to lose if the submission is postponed
+        # A new study is accepted even if the submission was postponed: it has no earlier launch files to overwrite.
+        if jobs or self.records.new:
             self._accept()
         else:
-            self.records.rollback.forget()  # the scheduler may have created jobs
+            self.records.rollback.forget()  # no rollback, because the scheduler may have created jobs
         fields = {"submission": submission} if self._executor.outlives else {}
         accepted = [launch.run for launch in batch if launch.run in jobs]
         started = [{"run": run, **fields, **({"job": jobs[run]} if jobs[run] else {})} for run in accepted]
@@ -205,7 +207,7 @@ class Controller:
     # --- read ------------------------------------------------------------------------------------------------------
 
     def _classify(self, outcome: Outcome) -> Ended:
-        """Determine how an attempt ended, from the executor, its journal and log, and the history of its node."""
+        """Determine how an attempt ended, from its outcome, the member's journal and log, and the node's failures."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
         stop_requested = self._stop_reasons.pop(run, None) is not None or outcome.ended_before
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
@@ -229,7 +231,7 @@ class Controller:
         )
 
     def _nodes_at_work(self) -> set[str]:
-        """Return the nodes on which members run, by the attempt records of their jobs."""
+        """Return the nodes on which members run, according to the attempt records of their jobs."""
         nodes = set()
         for run in set(self._executor.running()) - self._executor.queued():
             submission = self.records.states[run].submission
@@ -361,7 +363,7 @@ class Audience:
 
     def _count(self, action: Action) -> None:
         """Update `done`, `failed` and `stopped` by an action."""
-        if not isinstance(action, Stop):  # the member no longer runs
+        if not isinstance(action, Stop):  # after any other action the member does not run
             self._queued.pop(action.run, None)
         match action:
             case Submit(run):
@@ -447,7 +449,7 @@ class Records:
     def plan(self, frozen: Sequence[RunSpec]) -> None:
         """Write specifications, then record new members, and members whose checksum changed, in the ledger.
 
-        In this order, a later process finds the specification of every member in the ledger.
+        Specifications come first, so that every member in the ledger has one, even if this process dies in between.
         """
         self._freeze(frozen)
         # Register this after the specifications: a rollback runs in reverse order, so it cuts the ledger first.

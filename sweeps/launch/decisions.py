@@ -26,8 +26,8 @@ class Policy:
 
     Attributes:
         retries: attempts after the first, by kind of failure; None for no limit.
-        again: whether to run members again that were given up, or stopped, before this launch. This includes members
-            whose job ended while no controller was running, regardless of `retries`.
+        again: whether members that were given up or stopped before this launch run again. This includes members whose
+            job ended while no controller was running, regardless of `retries`.
         has_decider: whether a decider decides which members run.
     """
 
@@ -46,7 +46,7 @@ class Ended:
         kind: kind of the failure; "" if the member is done.
         reason: why the attempt failed, or why the member is done before its budget; "" if it reached its budget.
         node: node that may have caused the failure, or on which the member finished; None if unknown or irrelevant.
-        stop_requested: whether the member was asked to stop, or `ended_before`.
+        stop_requested: whether the member was asked to stop; also True if `ended_before` is True.
         ended_before: whether the attempt had ended before this process began to follow it.
         excused: number of the member's failures of this kind that are blamed on nodes, including this one.
     """
@@ -134,9 +134,9 @@ def first_actions(members: Sequence[MemberState], done: Mapping[str, str | None]
     """Decide about every member when a launch begins, in the study's order.
 
     Args:
-        members: states by the ledger; `planned` for a new member.
-        done: members that are done by their journals, whatever the ledger says. The value is the reason of an end
-            before the budget, or None.
+        members: states from the ledger; `planned` for a new member.
+        done: members whose journals show that they are done, whatever the ledger says. The value is the reason of an
+            end before the budget, or None.
         policy: rules of the launch.
     """
     return [_first_action(member, done, policy) for member in members]
@@ -160,7 +160,7 @@ def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[Ended], p
     """Decide about members whose attempts have ended, in the order in which they ended.
 
     Args:
-        states: states by the ledger, before these ends are recorded.
+        states: states from the ledger, before these ends are recorded.
         outcomes: ends of attempts, one per member.
         policy: rules of the launch.
     """
@@ -186,7 +186,7 @@ def _next_action(state: MemberState, ended: Ended, policy: Policy) -> Action:
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
-    """Return the action for a finished member. If the ledger knows the end already, it is only reported."""
+    """Return the action for a finished member. With `known`, the end is in the ledger already and only reported."""
     fields = {**fields, **({"reason": reason} if reason else {})}
     return Finish(run, None if known else "finished", fields, reason)
 
@@ -207,7 +207,7 @@ def wished_actions(
     """Decide about the members that a decider wants to run, wait or stop.
 
     Args:
-        states: states by the ledger.
+        states: states from the ledger.
         wish: the decider's decision.
         at_work: members whose processes or jobs have not ended.
         stop_reasons: reasons for which running members were already asked to stop, by identity.
@@ -248,5 +248,5 @@ def _end(member: MemberState, reason: str) -> GiveUp:
 
 
 def _repeated_give_up(member: MemberState) -> GiveUp:
-    """Return the action for a member that the ledger knows as given up: the end is only reported."""
+    """Return the action for a member whose end is in the ledger already, so that it is only reported."""
     return GiveUp(member.run, state=_reported_end(member.state, member.kind), reason=member.reason)

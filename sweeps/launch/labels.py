@@ -33,7 +33,7 @@ def labelled_as_before(directory: Path, specs: Sequence[RunSpec]) -> list[RunSpe
             named.setdefault(curve, state.run)
     others: dict[str, RunSpec] = {}
     for spec in specs:
-        # A single run is in no ledger.
+        # A run that was started alone is in no ledger: read its own folder.
         run_dir = directory / RUNS_DIR / named.get(spec.curve, spec.run)
         if labels.get(spec.curve) != spec.recipe and spec.curve not in others and (run_dir / SPEC_FILE).exists():
             with suppress(UserError):  # unreadable, which is reported where it is needed

@@ -5,11 +5,11 @@ which lines of earlier versions lack (`sweeps.run.files`). The state of a study 
 the memory of the process that launched it. Events of a run, in order:
 
     planned             the run belongs to the study. `recipe` is the label of the curve with identity `curve`,
-                        `checksum` that of the run's frozen specification. Written again when the checksum changes
+                        `checksum` is computed from the run's specification. Written again when the checksum changes
     submitting          a job for the run is about to be submitted under the name `submission`; after a crash, the
                         next process looks for a job of that name
     started             the run was submitted; `job` is the scheduler's id
-    retried             the job ended before the run was done, and is retried (`kind` and `reason` of the failure)
+    retried             the job ended before the run was done, and the run is retried (`kind`, `reason` of the failure)
     finished | failed   the run is done, or was given up (`kind`, `reason`)
     stopped             the run was stopped on request (`kind`, `reason`); it may be started again
     adopted             the run was trained elsewhere (`launch.adoption`) and ended there as `state`; may be repeated
@@ -35,7 +35,7 @@ from sweeps.run.files import append_lines, parse_line
 from sweeps.run.spec import SPEC_FILE, RunSpec
 
 LEDGER_FILE = "ledger.jsonl"
-RUNS_DIR = "runs"  # next to it: one folder per member, named by its identity
+RUNS_DIR = "runs"  # folder next to the ledger, with a folder per member, named by the member's identity
 FULL_DISK_PAUSE_S = 5.0
 _TEXT_FIELDS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")
@@ -58,7 +58,7 @@ class MemberState:
         excluded: nodes that the run's next attempt must avoid.
         unanswered: names of submissions that were begun, never confirmed, and followed by another submission.
         curve: identity of the curve that has the label `recipe`; None in ledgers of earlier versions.
-        checksum: `RunSpec.checksum` of the frozen specification; None in ledgers of earlier versions.
+        checksum: `RunSpec.checksum` of the run's specification; None in ledgers of earlier versions.
         adopted: whether the run was trained elsewhere, so that it is never started here.
     """
 
@@ -164,7 +164,7 @@ class Ledger:
     def fold(self) -> dict[str, MemberState]:
         """Compute the state of every run from the ledger's entries, by identity, in order of planning.
 
-        A run whose `planned` line is damaged is restored from its frozen specification.
+        A run whose `planned` line is damaged is restored from the specification in its folder.
         """
         entries, damaged = self._read()
         states: dict[str, MemberState] = {}
@@ -191,7 +191,7 @@ class Ledger:
         return states
 
     def _planned_by_spec(self, run: str) -> MemberState | None:
-        """Return the state `planned` of a run from its frozen specification; None if that is missing or invalid."""
+        """Return the state `planned` of a run, made from the specification in its folder; None without a valid one."""
         run_dir = self.path.parent / RUNS_DIR / run
         if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
             return None

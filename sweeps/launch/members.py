@@ -49,10 +49,10 @@ class Members:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the study in a directory from its ledger and its frozen specifications.
+        """Read the study in a directory from its ledger and the members' specifications.
 
         Raises:
-            UserError: there is no study, or a specification was changed after it was frozen.
+            UserError: there is no study, or a specification was changed after the launch.
         """
         study = cls(directory, [])
         study.was_read = True
@@ -60,7 +60,7 @@ class Members:
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
         study.warn_of_damage()
-        # Skip `check_distinct`: sweeps that share the folder may have labels that are ambiguous only together.
+        # Skip `check_distinct`: labels may be distinct within each launch into this folder, but not over all launches.
         known: dict[str, Any] = {}
         # Adopted runs take part only once they have finished; they are never started here.
         members = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}

@@ -1,4 +1,4 @@
-"""Exclude bad nodes from a study, by the failures in its ledger.
+"""Exclude bad nodes from a study, based on the failures in its ledger.
 
 A single failure may be caused by the member. But a node on which two members failed within an hour is excluded for the
 whole study, until one hour after the last failure. Failures on such a node do not count against the retries of the
@@ -80,7 +80,7 @@ class NodeBlacklist:
             self.reset_failures(entry["run"])
 
     def reset_failures(self, run: str) -> None:
-        """Ignore the earlier failures of a member that is done or given up, if it is launched again."""
+        """Ignore the failures so far of a member that is done or given up: they do not count in a later launch."""
         self._ended[run] = self._serial
 
     def excluded_nodes(self, now: float) -> tuple[str, ...]:
@@ -109,9 +109,9 @@ class NodeBlacklist:
         return counts
 
     def _is_bad(self, blame: Blame, universal: Collection[str]) -> bool:
-        """Return whether another member failed on the same node within `WINDOW_S`.
+        """Return whether another member failed on the same node within `WINDOW_S` of this failure.
 
-        Failures with a cause in `universal` do not count.
+        Failures whose cause is in `universal` do not count.
         """
         return blame.cause not in universal and any(
             other.run != blame.run and abs(other.time - blame.time) <= WINDOW_S and other.cause not in universal
@@ -119,7 +119,10 @@ class NodeBlacklist:
         )
 
     def _universal_causes(self, now: float) -> set[str]:
-        """Return the causes of failures that occurred on every node used in the last hour, at least `MIN_NODES`."""
+        """Return the causes of failures that occurred on every node used in the last hour.
+
+        A cause must have occurred on at least `MIN_NODES` nodes.
+        """
         nodes_of: dict[str, set[str]] = defaultdict(set)
         for node, blames in self._blames.items():
             for blame in blames:

@@ -35,7 +35,7 @@ class Observer:
     """Base class of observers such as MLflow's and the progress display. All methods do nothing by default."""
 
     def open(self) -> None:
-        """Prepare for the launch. An observer may write to the study only after this call, which holds the lease."""
+        """Prepare for the launch. The study's lease is held now: from here on the observer may write to the study."""
 
     def accepted(self) -> None:
         """Handle the acceptance of the launch, after which it cannot be refused and rolled back."""
@@ -94,8 +94,8 @@ class Progress(Observer):
         every_s: seconds between updates; None for 10 with lines, and 2 with a live table.
         metric: metric of the newest evaluation to show for each running member.
         preface: lines to print, without a time, when the launch is accepted; a refused launch prints only its error.
-        write: called with each line. None to write lines to stderr, or a live table if stderr is a terminal. A pipe
-            without a reader does not block.
+        write: called with each line. None to write lines to stderr, or a live table if stderr is a terminal; writing to
+            a pipe that is not read does not block.
         specs: specifications of the members that are known at the start.
     """
 
@@ -206,7 +206,7 @@ class Progress(Observer):
         turned = [*others[start:], *others[:start]][: JOURNALS_PER_UPDATE - SHOWN]
         self._next_unshown = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            # Only the end of a journal is read, and the newest evaluation may be before it: keep older metrics.
+            # Only the last part of a journal is read. The newest evaluation may be before it: keep older metrics.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, spec: RunSpec) -> int:

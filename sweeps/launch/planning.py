@@ -47,7 +47,7 @@ class Planner:
     Args:
         planner: `module:function`, called with override lists and the user's folders; it returns run specs.
         folders: the user's configuration folders.
-        preload: modules that the server imports from which the planner is forked; None to start a new interpreter.
+        preload: modules to import in the server that forks the planner; None to start a new interpreter instead.
     """
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:

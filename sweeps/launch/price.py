@@ -254,7 +254,7 @@ def _resume_step(run_dir: Path, view: JournalView, last_step: int) -> int:
     if view.status == "finished":
         return last_step
     covered = view.checkpoint_step or 0
-    if view.attempts:  # a command has its checkpoints where it likes
+    if view.attempts:  # a command member: its trainer stores checkpoints wherever it likes
         return covered
     steps = map(step_of, checkpoints(run_dir / CHECKPOINTS_DIR))
     return max((step for step in steps if step <= covered), default=0)

@@ -72,7 +72,7 @@ def _key(override: str) -> str:
 
 
 def _into_folder(overrides: Sequence[str], spec: RunSpec, run_dir: Path) -> list[str]:
-    """Return overrides that lead to the study's folder, also if that was moved or copied since its launch."""
+    """Return overrides that make the launch write to the study's folder, even if that was moved or copied."""
     recorded, study, here = spec.config.get("output_dir"), run_dir.resolve().parent.parent, Path.cwd()
     if recorded is None or Path(recorded).resolve() == study:
         return [*overrides]

@@ -1,7 +1,7 @@
 """Roll back a refused launch: undo all its changes in the study's folder.
 
-Executors refuse only when members are submitted (sbatch: an unknown partition). By then the specifications and the
-ledger must be on disk, because a job may start immediately, and must be found after a crash.
+An executor can refuse a launch only when it submits members; sbatch, for example, refuses an unknown partition. By then
+the specifications and the ledger must be on disk, because a job may start immediately, and must be found after a crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sweeps.run.spec import SPEC_FILE
 class Rollback:
     """Context manager that undoes the registered changes at its end, the last one first.
 
-    `forget` prevents this. The caller must hold the study's lease, so that no other process writes there meanwhile.
+    `forget` prevents this. The caller must hold the study's lease, so that no other process writes to the study.
 
     Attributes:
         pending: whether the changes would be undone; False after `forget`.
@@ -49,7 +49,7 @@ class Rollback:
         self.call(_put_back, path, content)
 
     def remove(self, run_dir: Path) -> None:
-        """On rollback, remove a member's folder with its specification, or `runs`. An existing folder is kept."""
+        """On rollback, remove this folder if it is new: a member's with its specification, or an empty `runs`."""
         if self.pending and not run_dir.exists():
             self.call(_remove, run_dir)
 

@@ -143,7 +143,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None
 
     Args:
         study: the study's folder.
-        state: the member's state by the ledger.
+        state: the member's state from the ledger.
         queue: the scheduler's jobs, by id; None if no scheduler answers.
         controlled: whether a controller of the study is alive.
     """
@@ -249,7 +249,7 @@ def _last_activity(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None,
 
 
 def _resume_traces(run_dir: Path) -> tuple[str | None, str | None]:
-    """Describe what resumes have left in a run's journal.
+    """Describe the code changes and missing steps that a run's journal shows after resumes.
 
     Returns:
         A line on code changes between the run's records, and a line on steps without records; None if there are none.

@@ -79,7 +79,8 @@ class Study(Members):
             new_folders = missing_folders(self.directory)
             make_private(self.directory)
             take_lease(lease, f"study: {self.directory}")
-        # Counts that the observers get at the end: if interrupted below, all members count as failed.
+        # Counts that the observers get at the end. If an error occurs before the controller exists, all members count
+        # as failed.
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
@@ -133,7 +134,7 @@ class Study(Members):
         for spec in (spec for spec in self.specs if spec.run in known):
             run_dir = self.run_dir(spec)
             directory = run_dir / CHECKPOINTS_DIR
-            # A command keeps its own state. A folder without checkpoints is what `scalerl clean` leaves.
+            # Another trainer's command stores its own checkpoints. `scalerl clean` removes checkpoints, not the folder.
             if "command" in spec.config or not directory.is_dir() or checkpoints(directory):
                 continue
             if has_finished(run_dir) and not is_done(run_dir, spec.steps, spec.run):

@@ -56,7 +56,7 @@ class TimeLeft:
 
     A running member continues at its own pace. A waiting member has the mean pace of its recipe. If no member of its
     recipe was observed, it takes as long as the average member, because budgets are often matched, in steps or in
-    compute. It starts when another member ends, so that as many run at a time as before.
+    compute. Each waiting member starts when another member ends, so that the number of running members stays the same.
 
     The displayed value moves towards the estimate by at most `MAX_CHANGE`, so that one slow step does not turn hours
     into days. It jumps only if the total number of steps has changed: members were added, or ended before their
@@ -136,7 +136,7 @@ class TimeLeft:
             if pace is None:
                 pace = mean_length / max(1, steps if known is None else known.steps)
             ends.append(pace * steps)
-        # Between two members fewer may run for a moment: use the largest recent number.
+        # When one member has ended and the next has not started, fewer run for a moment: use the largest recent number.
         self._slots = [*self._slots, len(running)][-5:]
         ends += [0.0] * (max(1, *self._slots) - len(ends))
         heapq.heapify(ends)

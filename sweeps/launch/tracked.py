@@ -41,7 +41,7 @@ class TrackingObserver(Observer):
         self._uncreated: list[RunSpec] = []  # members not yet created in the store
 
     def open(self) -> None:
-        """Create the experiment, the parent run and the members' runs before any member starts; then ship metrics.
+        """Create the experiment, the parent run and the members' runs before any member starts; then send metrics.
 
         A study that was tracked before continues even if the store is unavailable; tracking resumes when it answers.
 
@@ -128,7 +128,7 @@ class TrackingObserver(Observer):
             self._create_members(self._shipper)
 
     def close(self, failed: int, left: int) -> None:
-        """Set the study's final status, unless members continue, and ship the remaining metrics."""
+        """Set the study's final status, unless members continue, and send the remaining metrics."""
         if not left:
             self._set("", "FAILED" if failed else "FINISHED")
         if self._shipper is None:

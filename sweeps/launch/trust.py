@@ -10,7 +10,7 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
-# Entry functions that `conf/hydra/launcher` names or, in the form `module:function`, named in earlier versions.
+# Entry functions, as `module:function`, that `conf/hydra/launcher` names or named in earlier versions.
 _ENTRIES = (
     *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
     # For members that are commands of other trainers; `check_study` also checks the command of each member.

@@ -24,7 +24,7 @@ from sweeps.errors import UserError
 
 # Exit code of a process that the watchdog ended because it hung.
 HUNG_CODE = 86
-# File descriptor of stderr, to which a member's log is connected: sys.stderr may be replaced or buffered.
+# File descriptor of stderr, which goes to a member's log. It is used because sys.stderr may be replaced or buffered.
 _STDERR = 2
 # Time limit for final messages, because the log may be on the file server that does not answer.
 _LAST_WORDS_S = 60.0
@@ -79,7 +79,7 @@ class Activity:
         self._clock = clock
         self._doing = "starting"
         self._last = clock()
-        self._awake_until = math.inf  # an activity after this time may follow a suspension of the process
+        self._awake_until = math.inf  # the process is known to be awake until then; it may be suspended later
         self.longest_s = 0.0
         self.last_word: Callable[[str], None] = lambda reason: None
         self.reports: dict[str, Callable[[], Any]] = {}
@@ -87,7 +87,7 @@ class Activity:
     def note(self, doing: str) -> None:
         """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
-        # No lock is needed: if threads record activities at the same time, a pause may appear shorter, nothing else.
+        # No lock is needed: if threads record activities at the same time, a pause may at worst appear shorter.
         if now <= self._awake_until:  # otherwise the process may have been suspended, so this was not a pause
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now

@@ -52,7 +52,7 @@ def make_private(directory: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically: readers, also after a crash, see the old or the new file."""
+    """Write a JSON file atomically: even after a crash, readers see either the old or the new file."""
     write_atomically(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False))
 
 
@@ -116,12 +116,12 @@ def append_to(
     Args:
         descriptor: file descriptor opened for reading and appending (O_RDWR, O_APPEND).
         entries: JSON objects with finite numbers.
-        durable: return only once the lines are on the disk.
-        checksum: end each line with its CRC-32, which readers verify.
+        durable: whether to return only when the lines are on the disk.
+        checksum: whether to end each line with its CRC-32, which readers verify.
 
     Raises:
         OSError: the entries could not be written. A part that was written is removed, so that a retry duplicates
-            nothing. It stays as a torn line if another process has appended after it.
+            nothing. If another process has appended after this part, it stays as a torn line.
         ValueError: a number is not finite.
     """
     raw = b"".join(dump_line(entry, checksum) for entry in entries)
@@ -220,8 +220,8 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
 
     Args:
         handle: file opened for reading bytes.
-        most_bytes: largest number of bytes to read from the end; a line that begins before is left out. None for no
-            limit.
+        most_bytes: largest number of bytes to read from the end; a line that begins before these bytes is left out.
+            None for no limit.
         block_bytes: size of the first read; later reads are larger.
     """
     at = handle.seek(0, os.SEEK_END)
@@ -256,8 +256,8 @@ def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
     """Return the lines of a file up to its last valid JSON line, and their total length in bytes.
 
-    The file should be truncated at that length before a writer appends. Damaged lines before it are included, so that
-    the reader can report them.
+    The file should be truncated at that length before a writer appends. Damaged lines before the last valid line are
+    included, so that the reader can report them.
     """
     end = raw.rfind(b"\n") + 1
     lines = raw[:end].split(b"\n")[:-1]

@@ -10,10 +10,11 @@ from sweeps.run.provenance import changes_line
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
-    """Average each axis's last `mechanism/<axis>`, which measures the effect of a design choice, over a recipe's runs.
+    """Average the last `mechanism/<axis>`, which measures whether the choice on an axis had an effect, over runs.
 
     Returns:
-        Values in [0, 1] by recipe label and axis. Recipes without this metric are left out.
+        Means over the runs of each recipe, in [0, 1], by recipe label and axis. Recipes without this metric are left
+        out.
     """
     collected: dict[str, dict[str, list[float]]] = {}
     for view in runs:
@@ -34,7 +35,7 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
     notes = set()
     for view in runs:
         recipe = str(view.header.get("recipe", view.path.parent.name))
-        # `departures` is a mapping with axes as keys, and `departs_on` of the first journal format a list of axes.
+        # `departures` is a mapping with axes as keys. The first journal format had a list of axes, `departs_on`.
         for axis in view.header.get("departures", view.header.get("departs_on", ())):
             if counters.get(recipe, {}).get(axis) == 0:
                 notes.add(f"{recipe}: no step showed an effect of this variant (mechanism/{axis} stayed at 0)")
@@ -48,9 +49,9 @@ _PRECISION_SETTINGS = ("storage", "states", "eps")
 def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning if trainers differ in the types of weights and optimizer states, or in epsilon; else nothing.
 
-    One recipe at one learning rate ended at rewards of .818 and .733 by the storage type alone (AReaL#1634). Trainers
-    that do not state these values are left out. Differences between runs of one trainer give no warning, because the
-    study varies them on purpose.
+    One recipe at one learning rate ended at a reward of .818 or .733, depending only on the storage type (AReaL#1634).
+    Trainers that do not state these values are left out. Differences between runs of one trainer give no warning,
+    because the study varies them on purpose.
     """
     by_trainer: dict[str, dict[str, set[str]]] = {}
     for view in runs:
@@ -101,7 +102,10 @@ def _short(text: str | None) -> str | None:
 
 
 def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning for each run that raised `alarm/truncated`: 10% (level 1) or 15% (level 2) of completions."""
+    """Return a warning for each run in which 10% of the completions or more were truncated (`alarm/truncated`).
+
+    The metric of a step is 1 from 10% on, and 2 from 15% on.
+    """
     notes = []
     for view in runs:
         levels = [(r.metrics.get("alarm/truncated", 0.0), r.step) for r in view.of_kind("train")]

@@ -60,7 +60,7 @@ class Interruption:
 
     @property
     def reason(self) -> str | None:
-        """Reason to stop at the next step boundary; None without a request. Checks for the stop file now and then."""
+        """Reason to stop at the next step boundary; None without a request. Checks for a stop file every 2 seconds."""
         if self._reason is None and self._run_dir is not None and self._clock() - self._last_check >= _CHECK_EVERY_S:
             self._last_check = self._clock()
             self._reason = requested_stop(self._run_dir)

@@ -8,8 +8,8 @@ One JSON object per line, flushed when written. Kinds of record:
     {"kind": "train", "time": ..., "step": 12, "metrics": {"train/loss": ..., "compute/flops": ...}}
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is now durable
-        "name": for a command, its newest checkpoint; -1 is the step before the first one
-    {"kind": "attempt", "time": ..., "step": 12}             a command is about to start; step 12 is the newest
+        "name": for a command member, the name of its trainer's checkpoint, whose "step" is -1 if no step is complete
+    {"kind": "attempt", "time": ..., "step": 12}             a command member is about to start; its newest step is 12
         "cuts": positions where earlier attempts left half a line in the command's metrics
         (`sweeps.command.growing.Cut`)
     {"kind": "resume", "time": ..., "step": 12}              earlier records of steps after 12 are void
@@ -17,8 +17,8 @@ One JSON object per line, flushed when written. Kinds of record:
         checkpoints, each with the reason
     {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
         the journal was broken from "line" on, and was cut there; "kept" is the name of the damaged file
-        (`sweeps.run.repair`). The run resumes from step 8 or earlier. "metrics" are the newest that were recorded
-        before the damage; the next `resume` has them too
+        (`sweeps.run.repair`). The run resumes from step 8 or earlier. "metrics" are those of the newest record in the
+        damaged file, to count the compute of lost records. The next `resume` may repeat line, kept and step as "mended"
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
         "final": true if the run cannot be continued under any budget, for this "reason"
 
@@ -54,8 +54,8 @@ JOURNAL_FILE = "metrics.jsonl"
 PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
-# Hyper-parameter with which our runs pass the label in the journal's header to loggers. The logged `recipe` is only
-# the recipe's name.
+# Name of the hyper-parameter that gives loggers the label in the journal's header. The hyper-parameter `recipe` does
+# not suffice, because it is only the recipe's name.
 LABEL = "recipe_label"
 
 # Metrics that depend on the wall clock. In a deterministic mode all others must repeat bit for bit.
@@ -279,7 +279,7 @@ class JournalParser:
         self._reached = max(step, 0)
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Drop the records up to these steps, by kind, and do not store later ones up to these steps either."""
+        """Drop the records up to these steps, by kind, and do not store such records if they are read later."""
         self.forgotten = {
             kind: max(step, self.forgotten.get(kind, step)) for kind, step in {**self.forgotten, **steps}.items()
         }
@@ -290,7 +290,7 @@ def _check_header(entry: Mapping[str, Any]) -> None:
     """Refuse a header with names that are not strings, or a seed that is not an integer.
 
     Raises:
-        ValueError: the field and its value.
+        ValueError: a field is invalid; the message names it and its value.
     """
     for name in ("recipe", "curve", "baseline", "axis", "compute_is"):
         if entry.get(name) is not None:
@@ -305,7 +305,7 @@ def _check_numbers(metrics: Mapping[str, Any]) -> None:
     """Refuse metrics that are not finite numbers; `Journal.record` writes none.
 
     Raises:
-        ValueError: the metric and its value.
+        ValueError: a metric is not a finite number; the message names it and its value.
     """
     for name, value in metrics.items():
         # Test for float first: nearly all values are floats, and journals can be gigabytes.
@@ -364,7 +364,7 @@ class Journal:
         self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def attempt(self, step: int, **facts: Any) -> None:
-        """Record durably that a command is about to start, with `step` as its newest step; `facts`: `cuts`."""
+        """Record durably that a command is about to start, and its newest step; `facts` has the field `cuts`."""
         self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def resume(self, step: int, **facts: Any) -> None:

@@ -128,7 +128,7 @@ class _Flock:
             self.forget()
 
     def forget(self) -> None:
-        """Close without unlocking, in a child process: its parent may hold the lock through the same description."""
+        """Close without unlocking, in a child process: unlocking would also release the lock of its parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -142,7 +142,8 @@ class Lease:
         name: name of the lease.
         owner: facts about the holder that are shown to contenders, such as a job id.
         beat_s: seconds between heartbeats.
-        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several `beat_s`.
+        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several times
+            `beat_s`.
         facts: called at each heartbeat; returns further facts to write. Its exceptions are ignored.
         trusted_s: seconds during which a successful check is not repeated; less than `beat_s`. This is safe because the
             lease can change hands only after several missed heartbeats. A process that was suspended checks again,
@@ -188,8 +189,8 @@ class Lease:
         """Acquire the lease, waiting for its holder if necessary, and start the heartbeat thread.
 
         Args:
-            wait_s: longest wait for a live holder in seconds; None for no limit. Whether a holder on another machine is
-                alive takes up to `expiry_s` to find out, in addition.
+            wait_s: longest wait for a live holder in seconds; None for no limit. In addition, it takes up to `expiry_s`
+                to find out whether a holder on another machine is alive.
             give_up: called twice per second; if it returns True, the wait ends.
 
         Raises:
@@ -211,7 +212,7 @@ class Lease:
         self._thread.start()
 
     def _try(self, give_up: Callable[[], bool]) -> bool:
-        """Try once to acquire the lease, watching for heartbeats if the lock is not conclusive; return success."""
+        """Try once to acquire the lease; return whether it was taken. Watch heartbeats if the lock is inconclusive."""
         locked = self._flock.acquire()
         if locked is False:
             return False
@@ -284,7 +285,7 @@ class Lease:
         return first_state
 
     def _take(self, facts: dict[str, Any], claims: int) -> bool:
-        """Try to take the next term by creating its claim file, which only one process can do; return success."""
+        """Try to take the next term by creating its claim file, which only one process can do; return whether taken."""
         begin = time.monotonic()
         term = claims + 1
         try:
@@ -293,8 +294,8 @@ class Lease:
             return False
         taken = False
         try:
-            # The claim is void if the facts have changed, because a claim file of a past term can be created again, or
-            # if claiming took too long.
+            # The claim is void if the facts have changed: the claim file of a past term is removed, so this process may
+            # have created it again. The claim is also void if claiming took too long.
             if self._read() == facts and time.monotonic() - begin <= self._expiry_s / 2:
                 self._own_facts["term"] = term
                 self._replace_file()
@@ -416,7 +417,7 @@ class Lease:
             raise
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        """Write facts to this process's file, by descriptor: if another process has replaced the file, that is kept."""
+        """Write facts by descriptor: if another process has replaced this process's file, its new file is unchanged."""
         assert self._descriptor is not None
         now = _now()
         # Overwrite in place, padded to the previous length, so that nothing remains of a longer previous text.
@@ -451,7 +452,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
-    """Return the facts in a lease's file, also if its holder has died; None if there is no lease or it was released."""
+    """Return the facts in a lease's file, even of a dead holder; None if there is no lease, or it was released."""
     for _ in range(3):
         try:
             facts = parse_json((directory / f".{name}.json").read_bytes())

@@ -65,7 +65,7 @@ def pass_at_k(votes: Votes, k: int) -> float:
 
 @lru_cache(maxsize=65536)
 def maj_at_k(votes: Votes, k: int) -> float:
-    """Return the fraction of subsets of k completions whose most frequent answer is right; a tie of m counts 1/m."""
+    """Return the fraction of subsets of k completions whose most frequent answer is right; m tied answers count 1/m."""
     favourable = 0.0
     for right in range(1, min(votes.right, k) + 1):
         # `right` of the k completions are right. Count the ways to choose the others, by (number of completions chosen,
@@ -91,9 +91,9 @@ def mean_at_k(statistic: Statistic, prompts: Sequence[Votes], k: int) -> tuple[f
     """Return the mean of a statistic over prompts and its standard error; None if no prompt has k graded completions.
 
     Prompts with fewer than k graded completions are left out. The standard error covers the sampling of completions,
-    not of prompts, like that of the pass rate: the jackknife variance over a prompt's completions, summed over prompts.
-    At k = n the jackknife is undefined, and its value at k - 1 is used. If no prompt varies, one success and one
-    failure are added to the whole set, so that the standard error is never zero.
+    not of prompts, like that of the pass rate. It is computed from the jackknife variance over each prompt's
+    completions. At k = n the jackknife is undefined, and its value at k - 1 is used. If no prompt varies, one success
+    and one failure are added to the whole set, so that the standard error is never zero.
     """
     counted = [votes for votes in prompts if votes.graded >= k]
     if not counted:

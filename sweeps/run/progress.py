@@ -32,7 +32,7 @@ def changes_since(view: JournalView, folders: Iterable[str], config: Mapping[str
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
-    """Return whether a run reached its budget, or ended before it and cannot be continued, by its journal.
+    """Return whether a run's journal shows that it reached its budget, or ended earlier and cannot be continued.
 
     The journal is read from the end, because that of a long run has many megabytes. If a run continues after an `end`
     record, a `resume` record follows. A run that has ended is done even if an earlier line is broken, which `trouble`

@@ -8,7 +8,7 @@ A journal's header and each of its `resume` records store these facts under "cod
 `files` decides whether the code is the same. It is a digest of all Python files of our packages on disk, whether git
 tracks them or not. In a git checkout, `commit` and `diff` (digest of the changes in our packages; null without changes)
 identify the code. `folders` has digests of the Python files in the user's folders that a configuration names. The
-configuration itself is frozen with the run.
+configuration itself is in the run's specification.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUR_PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
-# Packages of others that affect results.
+# Third-party packages that affect results.
 LIBRARIES = ("torch", "lightning", "transformers", "numpy", "vllm")
 ABSENT = "not installed"
-# Limit for one of the user's folders: a larger one, such as a home directory, is probably named by mistake.
+# Largest number of Python files in a user's folder: one with more, such as a home directory, is probably a mistake.
 MAX_FILES = 2000
 TOO_MANY = f"more than {MAX_FILES} Python files: not looked at"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-# Names of a study's outputs, as in `launch.ledger` and `executor.node.manifest`.
+# Names of a study's outputs (`launch.ledger`, `executor.node.manifest`), which are skipped because they are not code.
 _STUDY_FILE, _STUDY_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 

@@ -27,7 +27,7 @@ class Break:
     Attributes:
         path: path of the journal.
         line: number, from 1, of the first line that is not a record.
-        step: step of the newest checkpoint that the records before that line cover, -1 for none. The run must not be
+        step: step of the newest checkpoint that matches the records before that line, -1 for none. The run must not be
             resumed from a later checkpoint.
         why: error message of the parser.
         metrics: metrics of the newest record in the whole file, to count the compute of the lost records.
@@ -84,8 +84,8 @@ def find_break(run_dir: Path) -> Break | None:
 def mend(damage: Break) -> Path:
     """Copy the damaged journal, truncate the journal before the break, and return the copy's path.
 
-    The caller must first remove checkpoints beyond `found.step`: if the process is killed here, or right after,
-    nothing else would prevent their use.
+    The caller must first remove checkpoints beyond `damage.step`: if the process is killed here, or right after,
+    nothing else would prevent a resume from them.
 
     Raises:
         OSError: a file could not be written; the journal is unchanged.

@@ -19,10 +19,11 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 # A group has the fields
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "completed_steps",
-# "versions": [[version, tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number
-# of `ids`, `completed_steps` the step that the verifier was given. With an environment a rollout has "turns": [[source,
-# text], ...] and "conversation": {"turns", "calls", ...}; "completion" is the last turn. A group then has "messages" if
-# its prompt is a conversation; "prompt" is the last of them.
+# "versions": [[version, tokens], ...]}]}.
+# In a rollout, `reward` is the training reward, `grade` is the verifier's grade, `tokens` is the number of `ids`, and
+# `completed_steps` is the step that the verifier was given. If the run has an environment, a rollout also has "turns":
+# [[source, text], ...] and "conversation": {"turns", "calls", ...}, and its "completion" is the last turn. The group
+# then has "messages" if its prompt is a conversation, and its "prompt" is the last message.
 Group = dict[str, Any]
 
 

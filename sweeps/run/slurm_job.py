@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @cache
 def _environment() -> SlurmJobEnvironment:
-    """Return submitit's description of the job, also if submitit did not start it.
+    """Return submitit's description of the job, even if submitit did not start the job.
 
     Raises:
         UserError: submitit is not installed (scalerl-curves does not include it).

@@ -24,7 +24,7 @@ from sweeps.run import fields
 from sweeps.run.files import parse_json, write_atomically
 
 SPEC_FILE = "spec.json"
-# Format version of frozen specifications. The first format had module paths in its identities, and no version number.
+# Format version of specifications. The first format had module paths in its identities, and no version number.
 FORM = 2
 _OTHER_FORM = (
     "{}: written by another version, whose runs had other identities; its journals can still be fitted, ranked and "
@@ -49,13 +49,15 @@ OPERATIONAL_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One member of a study, frozen at submission.
+    """Specification of one member of a study: what the run is, and everything needed to start or continue it.
+
+    It is frozen at submission: written to the run's folder, and protected by a checksum in the study's ledger.
 
     Attributes:
         run, curve: identities of the run and of its curve, 12 hexadecimal digits each.
         recipe: label of the curve, such as `scalerl_core+loss=dapo`.
         baseline: label of the recipe with which this one is compared.
-        departures: choices that differ from the baseline, in a few words, by axis.
+        departures: by axis, the choice in which the recipe differs from the baseline, in a few words.
         settings: other values that differ between members of the study.
         seed: random seed of the run.
         steps: budget in optimizer steps.
@@ -113,7 +115,7 @@ class RunSpec:
         }
 
     def labelled_like(self, other: RunSpec) -> RunSpec:
-        """Return this specification with the label of another run of its curve, and with what belongs to the label."""
+        """Return this specification with the label, and the fields that explain it, of another run of its curve."""
         operational = {key: value for key, value in self.reference.items() if key in OPERATIONAL_KEYS}
         return replace(
             self,
@@ -140,8 +142,8 @@ class RunSpec:
 
         Args:
             run_dir: folder from which the specification was read, for the message.
-            expected: the specification's checksum when it was frozen; None, from ledgers of earlier versions, accepts
-                any.
+            expected: the specification's checksum when it was frozen. None accepts any specification, because ledgers
+                of earlier versions have no checksums.
 
         Raises:
             UserError: the checksum differs.
@@ -176,7 +178,7 @@ class RunSpec:
 
     @classmethod
     def read(cls, run_dir: Path, known: dict[str, Any] | None = None) -> RunSpec:
-        """Read the spec frozen in a run's directory.
+        """Read the specification in a run's directory.
 
         Args:
             run_dir: the run's folder.
@@ -206,7 +208,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
     """Refuse fields of a specification that have the wrong type.
 
     Raises:
-        ValueError: the field and its value.
+        ValueError: a field has the wrong type; the message names it and its value.
     """
     fields.run_name(values)
     for name in ("curve", "recipe", "baseline"):
@@ -218,7 +220,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 class Texts:
-    """JSON encoder that encodes a part once if many objects share it. Output: that of `json.dumps(..., indent=1)`."""
+    """JSON encoder that encodes a part only once if many objects share it; output as `json.dumps(..., indent=1)`."""
 
     def __init__(self) -> None:
         # Encoded parts, by the part's id. The part is stored too, because ids of deleted objects are reused.
@@ -262,7 +264,7 @@ def run_folder(name: str) -> Path:
 
 
 def check_form(run_dirs: Iterable[Path]) -> None:
-    """Check that no run in these directories was frozen by a version with another identity format.
+    """Check that no specification in these directories was written by a version with another identity format.
 
     Raises:
         UserError: a run has another format; the message has the remedy.
@@ -356,7 +358,7 @@ def check_finite(config: Mapping[str, Any], prefix: str = "") -> None:
     """Check that no value of a configuration is NaN or infinity, which JSON does not have.
 
     Raises:
-        UserError: the dotted key and the value.
+        UserError: a value is NaN or infinity; the message names its dotted key.
     """
     for name, value in config.items():
         for part in value if isinstance(value, list | tuple) else [value]:
@@ -412,8 +414,8 @@ def make_spec(
         identity: values that affect what the run learns, without its seed, in a form that does not change with
             versions; None for all values of `config` except the operational keys.
         departures, settings, folders: see `RunSpec`; None means empty.
-        clean: cache of parts without secrets, shared by configurations with common parts, so that each part is searched
-            once.
+        clean: cache of parts that have no secrets, shared by configurations with common parts, so that each part is
+            searched for secrets only once.
 
     Raises:
         UserError: the configuration contains a secret, NaN or infinity.

@@ -15,13 +15,13 @@ from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalParser, Journa
 # Beginning of a record, as `Journal` writes it.
 _RECORD = re.compile(rb'\{"kind":"(train|eval)","time":[-+.\deE]+,"step":(-?\d+),"metrics":\{')
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # number of the last bytes read whose digest shows that the file is still the same
+_MARK_BYTES = 4096  # how many of the bytes read last are hashed, to notice that the file was changed or replaced
 
 
 class JournalTail:
     """Incremental version of `read_journal` for one journal.
 
-    A line is read once it is complete. The file is read again from its beginning if it was replaced (by a mended
+    A line is read as soon as it is complete. The file is read again from its beginning if it was replaced (by a mended
     journal), became shorter, or no longer contains the bytes read last.
 
     Args:
@@ -43,8 +43,8 @@ class JournalTail:
     def forget(self, steps: Mapping[str, int]) -> None:
         """Drop the records up to these steps, by kind, and do not store them later, to save memory.
 
-        If such a line is not read yet, it will not be parsed. Only wrong checksums, and damage from crashes of writers,
-        are then noticed in it.
+        A line with such a record that is read later is not parsed. Then only a wrong checksum, or damage from a crash
+        of the writer, is noticed in it.
         """
         self._parser.forget(steps)
 

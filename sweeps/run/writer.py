@@ -36,9 +36,9 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
     """Acquire the run's lease on rank 0 and yield it; other ranks wait until rank 0 has the lease, and yield None.
 
     A cluster job waits up to `DUPLICATE_WAIT_S` for the lease, because the scheduler may have lost track of an earlier
-    job that is dying or still working. Elsewhere `LEASE_WAIT_S` is enough for a process whose parent has died to end.
-    While the lease is held, a stop request in the run's directory is obeyed, and the process ends itself if it hangs
-    (`launch.hang_factor`).
+    job that is dying or still working. Elsewhere the wait is `LEASE_WAIT_S`: by then, an earlier process whose parent
+    has died has ended too. While the lease is held, a stop request in the run's directory is obeyed, and the process
+    ends itself if it hangs (`launch.hang_factor`).
 
     Args:
         run_dir: the run's folder.
@@ -76,7 +76,7 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
 
 
 def _is_held_by(facts: dict[str, object] | None, job_facts: Mapping[str, str | None]) -> bool:
-    """Return whether a lease's facts, None without a lease, name this job."""
+    """Return whether the facts in a lease's file name this job; False if `facts` is None (no lease)."""
     return facts is not None and all(facts.get(key) == value for key, value in job_facts.items())
 
 

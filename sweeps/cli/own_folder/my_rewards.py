@@ -9,5 +9,5 @@ def accuracy(completions: list[str], answer: list[str], **kwargs: Any) -> list[f
 
 
 def ends(completions: list[str], **kwargs: Any) -> list[float]:
-    """Return 1 for a completion that gives a result behind `#` at all."""
+    """Return 1 for a completion that ends with `#` and a number, right or wrong, else 0."""
     return [float(text.rpartition("#")[2].isdigit()) for text in completions]

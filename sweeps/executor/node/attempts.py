@@ -35,9 +35,9 @@ class Attempt:
         outcome: `finished`, `failed`, `interrupted` (saved, asked for a requeue), `stopped` (saved, no requeue); None
             if the attempt has recorded no end.
         kind, reason: kind of failure and message of an attempt that failed or was interrupted; None otherwise.
-        culprit: node of the rank that failed first, if it recorded this; None otherwise.
-        number: number of the attempt, from 1; attempts that began at the same time may have the same. 0 in files of
-            earlier versions.
+        culprit: node of the rank that failed first, if that rank recorded its failure; None otherwise.
+        number: number of the attempt, from 1. Attempts that began at the same time may have the same number. 0 in files
+            of earlier versions.
     """
 
     submission: str

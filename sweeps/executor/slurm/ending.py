@@ -34,7 +34,8 @@ _OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?ki
 # failed as a consequence.
 _TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
 
-# slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it indefinitely.
+# SLURM's reason for a job that it has requeued and holds indefinitely, because slurmctld was down while the job began,
+# or because a node refused to launch it.
 _LAUNCH_FAILED = "launch failed requeued held"
 
 
@@ -45,9 +46,11 @@ class FollowedJob:
     Attributes:
         launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
         info: the scheduler's newest description of the job; None without one.
-        missing_since: time of the executor's clock when the queue first lacked the job; None while it is listed.
+        missing_since: time, by the executor's clock, of the first query that did not list the job; None while it is
+            listed.
         had_ended: whether the job had ended at the last poll. SLURM may still requeue it.
-        seen_alive: whether the queue has listed the job as not ended since this process follows it.
+        seen_alive: whether the queue has listed the job as not ended since this process began to follow it. True for a
+            job that this process submitted.
     """
 
     launch: Launch
@@ -60,7 +63,7 @@ class FollowedJob:
 
 
 class JobEndings:
-    """Classify ended jobs by the files in the study's folder. Each submission folder is listed once per poll.
+    """Classifier of ended jobs by the files in the study's folder. Each submission folder is listed once per poll.
 
     Args:
         study: the study's folder.
@@ -90,7 +93,7 @@ class JobEndings:
     def last_attempt(self, job: FollowedJob, outcome: bool = False) -> Attempt | None:
         """Return the attempt record of a job's newest start.
 
-        None without a record, or, if `outcome` is true, if the record has no end.
+        None if there is no record. With `outcome`, also None if the record has no end.
         """
         attempt = newest_attempt(job.launch.run_dir, job.submission, job.job)
         if attempt is None or (outcome and attempt.outcome is None):
@@ -100,7 +103,7 @@ class JobEndings:
         return attempt if attempt.restart >= newest else None
 
     def outcome(self, job: FollowedJob, nodes: int) -> Outcome:
-        """Classify an ended job that had this many nodes, by scheduler, attempt record, logs and journal."""
+        """Classify how a job on this number of nodes ended, from the scheduler, attempt record, logs and journal."""
         logs = self.artifacts_of(job.submission).logs(job.job)
         attempt = self.last_attempt(job)
         kind, reason = why_ended(

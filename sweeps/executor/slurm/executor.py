@@ -19,7 +19,7 @@ from sweeps.run.interruption import ask_to_stop
 
 _log = logging.getLogger(__name__)
 
-# Accounting lags behind the queue: seconds to wait for its record of a job that has left the queue.
+# Seconds to wait for SLURM's accounting, which lags behind the queue, to list a job that has left the queue.
 _ACCOUNTING_S = 15.0
 
 # Reasons for which a job never starts unless it is changed.
@@ -34,7 +34,7 @@ _MAY_BE_REQUEUED = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
 @dataclass
 class ClusterExecutor:
-    """Submit members as job arrays, and follow them by the scheduler's queue.
+    """Executor that submits members as job arrays and follows them in the scheduler's queue.
 
     Args:
         study: the study's folder, on a file system that all nodes see.
@@ -94,7 +94,7 @@ class ClusterExecutor:
         """Follow jobs that an earlier controller submitted.
 
         A job whose id was recorded is followed, even if the scheduler no longer lists it. If the id was not recorded,
-        because the controller died while submitting, the job is searched by the name of its submission.
+        because the controller died while submitting, the job is searched for by the name of its submission.
 
         Returns:
             The job of each member that was found, by identity.
@@ -270,7 +270,7 @@ class SlurmCluster(JobSettings):
     """SLURM as a kind of cluster (`sweeps.executor.clusters.Cluster`): settings of its jobs, and access to SLURM."""
 
     def scheduler(self) -> Slurm:
-        """Return access to SLURM by its commands.
+        """Return access to SLURM through its commands.
 
         Raises:
             UserError: the commands are not in PATH.

@@ -1,8 +1,8 @@
 """Submit members to SLURM through submitit: as one job or array, which runs `job.run_member` for each member.
 
 `python -m sweeps.executor.slurm.handover` does this in a separate process, which reads a `Request` and prints the
-result, both as JSON. There sbatch gets a timeout and an environment without SLURM's options, and a submission that has
-begun is completed even if the controller is killed.
+result, both as JSON. The separate process gives sbatch a timeout and an environment without SLURM's options, and it
+completes a submission that has begun even if the controller is killed.
 
 submitit calls sbatch first, and writes the job's pickle under its final name afterwards. The pickle is missing if the
 process dies in between, or if sbatch's answer is lost. `complete` writes it while the job is queued. A job that starts
@@ -68,7 +68,7 @@ def submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
     """
     jobs = executor.map_array(run_member, members)
     script = jobs[0].paths.submission_file
-    script.chmod(0o600)  # it contains the user's own commands
+    script.chmod(0o600)  # for the owner only: it contains the user's own commands
     for link in script.parent.glob(".*.sh"):  # links to the script under its temporary name, left after a refusal
         link.unlink()
     return jobs[0].job_id.split("_")[0]

@@ -63,7 +63,7 @@ class JobArtifacts:
         return self._logs.get(job, [])
 
     def has_pickle(self, job: str) -> bool:
-        """Return whether a job has its pickle, or, as in earlier versions (submit.sh), does not need it."""
+        """Return whether a job has its pickle, or needs none (submit.sh of earlier versions); True without any file."""
         return not self._names or pickle_of(job) in self._names or "submit.sh" in self._names
 
     def id(self) -> str | None:

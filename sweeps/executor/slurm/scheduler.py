@@ -59,7 +59,7 @@ _NOT_NOW = re.compile(
     r"(?i)job submit limit|submitjob|temporarily unable to accept|resource temporarily unavailable|max.*job.*limit"
     r"|standby mode|partition not available|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
 )
-# Messages about limits that stay, although the messages match `_NOT_NOW`.
+# Messages about permanent limits. They are searched before `_NOT_NOW`, which would match them too.
 _NEVER = re.compile(r"(?i)(qos|assoc)\w*(maxwall|(max|min)\w*perjob|maxnode\w*|min\w+)")
 _ARRAY_TOO_LARGE = re.compile(r"(?i)invalid job array specification")
 
@@ -84,7 +84,7 @@ class JobInfo:
 
     @property
     def shown(self) -> tuple[str, str | None]:
-        """State for display, with a detail or None: `queued` (an unusual reason), `running`, or `ended` (the state)."""
+        """State for display, with a detail or None: for `queued` an unusual reason, for `ended` the state in SLURM."""
         if self.state in QUEUED:
             return "queued", None if self.reason in ("", "None", "Priority", "Resources") else self.reason
         return ("ended", self.state) if self.state in ENDED else ("running", None)

@@ -56,7 +56,7 @@ class JobSettings:
 
     @property
     def asks_for_gpus(self) -> bool:
-        """True if a job requests GPUs from sbatch, by any of its options."""
+        """True if a job requests GPUs through any of sbatch's options."""
         options = {**self.resources, **(self.resources.get("additional_parameters") or {})}
         set_options = {str(key).replace("-", "_"): value for key, value in options.items() if value}
         return bool(_GPU_OPTIONS & set_options.keys()) or any(

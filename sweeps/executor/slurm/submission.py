@@ -1,8 +1,8 @@
 """Prepare a submission to SLURM: write the files that its jobs need, and make the request to submitit.
 
-All files are in the submission's folder, which has a name that is used only once. They are written before the jobs are
-submitted (`node.manifest`), except the pickle, which submitit names after the job's id. `handover` describes what
-happens to a job without a pickle.
+All files are in the submission's folder, which has a name that is used only once. `node.manifest` writes its files
+before the jobs are submitted. The pickle is written afterwards, because submitit names it after the job's id;
+`handover` describes what happens to a job without a pickle. Besides the manifest, the folder has:
 
     <job>_submission.sh       the batch script, written by submitit
     <job>_submitted.pkl       the name `sweeps.executor.slurm.job.run_member`, and the folder of the member

@@ -52,7 +52,7 @@ class _Pause:
 
 @dataclass
 class Submitter:
-    """Submit members as jobs or arrays: choose how many at a time, and how long to wait after a refusal.
+    """Submitter of members as jobs or arrays: it chooses how many at a time, and how long to wait after a refusal.
 
     Args:
         study, scheduler, settings, entry, threads, title, clock: see `ClusterExecutor`.
