@@ -24,7 +24,7 @@ class Adapter(DesignChoice):
     adapts: ClassVar[bool] = False
 
     def differs(self, other: Adapter, step: ObservedStep) -> bool:
-        """Return whether the step trains on any token: the update then moves other weights under the other choice."""
+        """Return whether the step trains on any token. If so, the two choices update different weights."""
         return step.batch.denominators.tokens > 0
 
 

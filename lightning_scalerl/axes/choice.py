@@ -23,9 +23,9 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 # FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
-# The methods through which an axis of the user acts, besides Lightning's hooks.
+# The methods through which a user-defined axis acts, in addition to Lightning's hooks.
 ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
-# Members of Lightning's Callback that restore a callback; all others are hooks.
+# Members of Lightning's Callback that save and restore a callback's state. All other public members are hooks.
 _MEMORY = ("state_key", "state_dict", "load_state_dict")
 
 C = TypeVar("C", bound="DesignChoice")
@@ -60,9 +60,10 @@ class ObservedStep(Protocol):
         """Return for each prompt the pass rates of its groups so far."""
 
     def drawn_histories(self) -> Sequence[Sequence[float]]:
-        """Return the pass rates of a group's prompt when it was drawn, for all groups sampled, queued or in the batch.
+        """Return for each group the pass rates that its prompt had when it was drawn.
 
-        A pass rate counts if its group was complete by then.
+        The groups are those being sampled, queued or in the batch. A pass rate is included if the group that it belongs
+        to was complete when the prompt was drawn.
         """
 
     def probe_logprobs(self, precision: Any) -> Tensor:
@@ -184,7 +185,8 @@ class DesignChoice(Callback):
     def check_neutral(self) -> None:
         """Check that this choice changes nothing if it is the neutral choice of its axis.
 
-        Methods of a neutral choice with parameters, and of the axis's class, may change nothing at certain values.
+        Neutral choices with parameters, and methods that are inherited from the axis's abstract class, are not checked:
+        they may be defined so that they change nothing at the neutral values.
 
         Raises:
             ConfigurationError: it changes rewards, advantages or losses, but is left out of labels and identities.
@@ -201,7 +203,7 @@ class DesignChoice(Callback):
             )
 
     def without_effect(self) -> str | None:
-        """Return a one-line warning if nothing calls this choice, for a choice on an axis of the user; else None."""
+        """Return a one-line warning if this choice, which is on a user-defined axis, is never called; else None."""
         if self.semantics() == self.neutral:
             return None
         hooks = (name for name in vars(Callback) if not name.startswith("_") and name not in _MEMORY)
@@ -272,7 +274,7 @@ def _text(value: Any) -> str:
 
 
 def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
-    """Return the abstract class of a choice's axis: the first in which the axis is named."""
+    """Return the abstract class of a choice's axis: the topmost base class that sets `axis`."""
     return next(base for base in reversed(choice_class.__mro__) if "axis" in vars(base))
 
 

@@ -49,7 +49,7 @@ class Behaviour(Correction):
         return batch.generator_logprobs
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with the anchor: the generator at sampling time."""
+        """Return the parameters, and the policy in the ratio's denominator: the generator while it sampled."""
         return {**super().semantics(), "anchor": "the generator, at sampling time"}
 
 
@@ -82,7 +82,7 @@ class Proximal(Correction):
     Args:
         level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.
         mode: "truncate" clamps the weight to [min_weight, max_weight], "mask" sets it to 0 outside these bounds, and
-            "none" uses no weight, and refuses other values than the defaults of the other settings.
+            "none" uses no weight, and the other settings must then keep their defaults.
         min_weight, max_weight: bounds of the weight pi_anchor / pi_generator.
 
     Source: decoupled PPO, arXiv 2505.24298 (AReaL), section 5.2; the weight as in TRL and verl.

@@ -158,7 +158,10 @@ class Penalty(LengthControl):
         return reward + overlong_penalty(tokens, self.limit, self.buffer) if applies else reward
 
     def differs(self, other: LengthControl, step: ObservedStep) -> bool:
-        """Return whether a rollout's reward would change under `other`; as `LengthControl` if `other` is no penalty."""
+        """Return whether a rollout's reward would change under `other`.
+
+        If `other` is not a penalty, the comparison is that of `LengthControl`.
+        """
         if not isinstance(other, Penalty):
             return super().differs(other, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]

@@ -106,10 +106,11 @@ def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, 
 def scale_by_pass_rate(advantages: list[Tensor], rewards: list[Tensor], incorrect: float, eps: float) -> list[Tensor]:
     """Divide each group by (mean reward - `incorrect` + eps). Shapes: lists of (G,).
 
-    With two rewards, one for correct and one for incorrect completions, the result is (x - p) / p with x = 1 if correct
-    and the group's pass rate p. Its expected gradient is the gradient of log p, truncated at the order of the group
-    size. A group whose mean reward is not above `incorrect` gets advantages of 0: it has no success to reinforce, and a
-    negative divisor (possible if rewards include penalties) would reverse its gradient.
+    With two rewards, one for correct and one for incorrect completions, the result is (x - p) / p, where p is the
+    group's pass rate and x is 1 for a correct completion, else 0. Its expected gradient is the gradient of log p,
+    truncated at the order of the group size. A group whose mean reward is not above `incorrect` gets advantages of 0:
+    it has no success to reinforce, and a negative divisor (possible if rewards include penalties) would reverse its
+    gradient.
     Source: MaxRL, arXiv 2602.02710; the authors' code adds an eps of 1e-6.
     """
     heights = [reward.mean() - incorrect for reward in rewards]
@@ -154,7 +155,7 @@ class Normalization(DesignChoice):
         raise NotImplementedError
 
     def check_rewards(self, incorrect: float) -> str | None:
-        """Return a one-line error if this choice is not defined with this reward of an incorrect completion."""
+        """Return a one-line error if this choice is not defined for this reward of an incorrect completion."""
         return None
 
     def remember(self, moments: Callable[[], Moments]) -> None:
@@ -229,8 +230,8 @@ class MaxRLNormalization(Normalization):
 
     Args:
         eps: added to the divisor.
-        incorrect: reward of an incorrect completion, above which the mean reward is measured; `reward.incorrect` of the
-            run, -1 in ScaleRL.
+        incorrect: reward of an incorrect completion, which is subtracted from the mean reward. It must equal the run's
+            `reward.incorrect`, which is -1 in ScaleRL.
     """
 
     def __init__(self, eps: float = 1e-6, incorrect: float = -1.0) -> None:
@@ -240,11 +241,11 @@ class MaxRLNormalization(Normalization):
         self.incorrect = incorrect
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Divide each group by its mean reward above `incorrect`; 0 for a group without success."""
+        """Divide each group by its mean reward minus `incorrect`; 0 for a group without success."""
         return scale_by_pass_rate(advantages, rewards, self.incorrect, self.eps)
 
     def check_rewards(self, incorrect: float) -> str | None:
-        """Return a one-line error if the run has another reward of an incorrect completion."""
+        """Return a one-line error if the run's reward of an incorrect completion differs from this choice's."""
         if incorrect == self.incorrect:
             return None
         return (

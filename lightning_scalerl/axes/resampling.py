@@ -25,7 +25,8 @@ class Resampling(DesignChoice):
         # Prompts of earlier batches count as well: retiring one of them changes which prompts are drawn now.
         if any(self.retires(rates) and not other.retires(rates) for rates in step.histories()):
             return True
-        # The draw is the first difference: the group trains up to `max_staleness` steps later, or a filter drops it.
+        # Compare at the draw, where the two choices first differ. The group is trained on up to `max_staleness` steps
+        # later, or never if a filter drops it.
         return any(other.retires(rates) and not self.retires(rates) for rates in step.drawn_histories())
 
 
