@@ -319,8 +319,9 @@ class Fleet:
         """Return the state of everything in flight, one state per engine, and one copy of the weights."""
         if self._closed is not None:
             return self._closed
-        # A rollout may end while other engines are asked for their state. It is then saved both as ended and in its
-        # engine's state; when the restored engine samples it again, the ledger drops it.
+        # Dispatch nothing meanwhile: an engine that has given its state could get a group that this state lacks. An
+        # engine may also finish a rollout after it has given its state. The checkpoint then contains this rollout
+        # twice, as ended and as running. After a restore it is sampled again, and the ledger discards the second copy.
         self._dispatch_paused = True
         try:
             states = {engine: self._engines.ask(engine, "state") for engine in self._engines.up}
@@ -431,7 +432,7 @@ class Fleet:
 
 
 def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
-    """Return the blueprint after the generator class has checked the trainer's model, if it has such a check.
+    """Return the blueprint after the generator class has checked the trainer's model, if the class has a check.
 
     The check needs the trainer's exact weights: an engine's weights are rounded too much for it.
     """

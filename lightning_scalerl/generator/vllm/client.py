@@ -1,8 +1,9 @@
 """Generator that samples with vLLM's HTTP server, on this machine or another; `serve` starts one.
 
 A rollout is a stream of token ids with log-probabilities (`/inference/v1/generate`). This client decides when a rollout
-ends, as for the engine in this process. The server reports which weights sampled a token, by labels that we set while
-it is paused. A server has one client at a time: at its start, a client aborts all requests that an earlier client left.
+ends, as `generator` does with an engine in this process. The server reports which weights sampled a token, by labels
+that we set while the server is paused. A server has one client at a time: at its start, a client aborts all requests
+that an earlier client left.
 """
 
 from __future__ import annotations
@@ -368,7 +369,7 @@ class VLLMServerGenerator(InFlight):
         versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]
 
     def _check_alive(self) -> None:
-        """Raise `EngineLostError` if neither tokens nor an answer to a health check came for too long."""
+        """Raise `EngineLostError` if no token, or no answer to a health check, has arrived for `silence_s` seconds."""
         now = time.monotonic()
         silent_s = now - min(self._streams.heard_at, self._healthy)
         if silent_s > self._silence_s:
