@@ -73,7 +73,7 @@ def check_attention(model: nn.Module) -> None:
     transformers passes the soft cap of attention logits to every implementation, but its default, `sdpa`, ignores it.
 
     Raises:
-        ConfigurationError: the model uses `sdpa` and its configuration has such a setting.
+        ConfigurationError: the model uses `sdpa` and its configuration sets such a cap.
     """
     if ignored := _ignored_settings(model):
         raise ConfigurationError(

@@ -23,7 +23,8 @@ SAME = 1e-4
 def worthwhile(batch: TrainBatch) -> bool:
     """Return whether sharing prompts would save at least the fraction `MIN_SAVED_FRACTION` of a batch's tokens.
 
-    Shared prompts and their completions are padded. Compared with packed rows, this padding counts as tokens.
+    Shared prompts and their completions are padded, while packed rows are not. For a packed batch, this padding
+    therefore counts as tokens that sharing adds.
     """
     if batch.group is None or not batch.rollouts:
         return False
