@@ -37,8 +37,9 @@ from lightning_scalerl.session.records import Records
 from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.state import TorchRandomState
 
-# Settings that decide what a run learns, by group; None for all names of the group. A checkpoint's run keeps them. Code
-# of the user (rewards, environments) is not among them, so that a run can continue after a fault in it was corrected.
+# Settings that decide what a run learns, by group; None for all settings of the group. They must be the same when a run
+# continues from a checkpoint. The user's code (rewards, environments) is not among them, so that a run can continue
+# after an error in that code was corrected.
 _LEARNT_FROM: Mapping[str, tuple[str, ...] | None] = {
     "choices": None,
     "optimizer": None,
@@ -159,7 +160,8 @@ def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in resolved.get(group, {}).items()
         if names is None or name in names
     }
-    # Of the task only the prompts: after an error in a reward function, the run may continue with a corrected one.
+    # Of the task, include only the prompts: after an error in a reward function, the run may continue with a corrected
+    # one.
     _, prompts, _ = meaning["task"]
     return {**settings, "prompts": prompts}
 
@@ -250,7 +252,7 @@ def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for name in sorted(saved.keys() & now.keys() - _BY_CONTENT):
             yield from _differences(f"{key}.{name}", saved[name], now[name])
-    # As JSON a tuple equals a list, which a checkpoint may have made of it.
+    # Compare as JSON, in which a tuple equals a list: a checkpoint may contain a list in place of a tuple.
     elif json.dumps(saved, default=str) != json.dumps(now, default=str):
         yield key if key == "prompts" else f"{key} {saved!r}, now {now!r}"
 

@@ -169,7 +169,7 @@ def set_up_fit(
         ConfigurationError: settings, task or model are incompatible with each other or with the last fit's run.
     """
     check_curriculum(stage.task, stage.choices.curriculum)
-    # A digest: checkpoints store it too, and there may be many prompts.
+    # Use a digest, because checkpoints store it too and there may be many prompts.
     prompts = digest([(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()])
     task = stage.task.trained if isinstance(stage.task, TaskWithEvaluationSets) else stage.task
     meaning = {**settings, "task": (type(task).__name__, prompts, task.identity())}
