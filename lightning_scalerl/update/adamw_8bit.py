@@ -25,7 +25,8 @@ class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no 
 
     def __init__(self, parameters: Any, **settings: Any) -> None:
         groups = list(parameters)
-        # torchao makes FP32 tensors of the rates. Plain parameters are one group, at the optimizer's rate.
+        # torchao turns the learning rates into FP32 tensors, so restore the plain rates below. Parameters without
+        # groups form one group, with the optimizer's rate.
         rates = [group.get("lr", settings["lr"]) for group in groups if isinstance(group, dict)] or [settings["lr"]]
         super().__init__(groups, **settings)
         for group, rate in zip(self.param_groups, rates, strict=True):

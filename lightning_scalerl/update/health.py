@@ -1,4 +1,4 @@
-"""Group `health`: rules that end a collapsed run early and record the reason in its status.
+"""Settings group `health`: rules that end a collapsed run early and record the reason in the run's status.
 
 arXiv 2510.13786, A.15: runs in which 10 to 15% of completions are truncated stay unstable, so their later rewards do
 not characterize the recipe. The rules are off by default, because a collapse is a result too.
