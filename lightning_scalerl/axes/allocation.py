@@ -65,7 +65,7 @@ class AllocationByDifficulty(Allocation):
         self.least = whole_number("allocation.least", least)
 
     def check_average(self, average: int) -> str | None:
-        """Return a one-line error if `least` exceeds the average: the step has too few rollouts for that."""
+        """Return a one-line error if `least` exceeds the average, because the step would have too few rollouts."""
         if self.least <= average:
             return None
         return f"allocation.least: {self.least} for every prompt is more than the average, batch.completions, {average}"

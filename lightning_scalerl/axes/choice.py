@@ -41,7 +41,8 @@ class ObservedStep(Protocol):
         groups_per_step: number of groups per step (P).
         dropped: number of groups that were dropped and replaced for this batch.
         completions: average number of rollouts per group.
-        reward_sums: reward names in each weighted sum that the task grades by; the first one decides a pass.
+        reward_sums: for each weighted sum that the task grades by, the names of its rewards; the first reward decides a
+            pass.
     """
 
     batch: TrainBatch
@@ -90,8 +91,8 @@ class DesignChoice(Callback):
         axis: name of the axis, of its configuration group and of its column in tables.
         neutral: semantics of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every choice
             has an effect. A configuration with the neutral choice and one without the axis are the same run.
-        added: parameters that were added after run identities were frozen, each with its neutral value. At that value
-            they are left out of identities, so that older identities stay valid.
+        added: parameters that were added when runs without them existed already, each with its neutral value. At that
+            value they are left out of run identities, so that older identities stay valid.
     """
 
     axis: ClassVar[str]
@@ -221,7 +222,7 @@ class DesignChoice(Callback):
     def differs(self, other: Any, step: ObservedStep) -> bool:
         """Return whether `other`, another choice on this axis, would have changed the step.
 
-        By default this compares the tokens' weights in the update. An axis with another effect overrides it.
+        By default this compares the tokens' weights in the update. An axis with another effect overrides this method.
         """
         return step.loss_weights_differ(other)
 

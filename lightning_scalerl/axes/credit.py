@@ -51,7 +51,7 @@ class OutcomeCredit(Credit):
     """
 
     def comparisons(self, group: Group) -> list[Comparison]:
-        """Return one comparison, of the rewards."""
+        """Return a single comparison, in which the rollouts' rewards are compared."""
         return [Comparison(group.rewards, tuple(range(len(group.rollouts))))]
 
 
@@ -60,8 +60,8 @@ class TurnCredit(Credit):
 
     R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. At turn t, the rollouts of the group
     that have such a turn are compared. The environment's rewards are scaled like the training reward (axis `reward`),
-    unless a verifier grades the rollout. The part of a reward that is not the environment's counts in the last turn: a
-    verifier's reward, the constant of the reward scale, length control and user-defined axes.
+    unless a verifier grades the rollout. Any part of the training reward that does not come from the environment is
+    added to the last turn: a verifier's reward, the constant of the reward scale, length control and user-defined axes.
 
     Args:
         discount: gamma, the discount factor per turn.
@@ -75,7 +75,7 @@ class TurnCredit(Credit):
         self.discount = discount
 
     def comparisons(self, group: Group) -> list[Comparison]:
-        """Return one comparison per turn, of the returns from that turn on."""
+        """Return one comparison per turn, in which the returns from that turn on are compared."""
         returns = [turn_returns(turn_rewards(rollout), self.discount) for rollout in group.rollouts]
         comparisons = []
         for turn in range(max(map(len, returns), default=0)):

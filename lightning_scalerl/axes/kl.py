@@ -1,7 +1,7 @@
 """Axis `kl`: the distance of the policy from a frozen reference, which is the initial model or a teacher.
 
-With the initial model it is a penalty that keeps the policy close. With a teacher (`reference`) it is on-policy
-distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
+With the initial model, the distance is a penalty that keeps the policy close to it. With a teacher (`reference`) it is
+on-policy distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
 
 The estimate of a token's distance determines the gradient (arXiv 2506.09477). For the sampled token let d = log pi -
 log ref, with pi the policy:
@@ -75,7 +75,7 @@ class KL(DesignChoice):
         reference: path, hub id or address of a teacher; None for the initial model.
         served, served_devices, timeout_s: model, devices and time limit of the server behind an address.
         relative_size: FLOPs per token of the reference in units of the policy's; set once the reference is known.
-        models: parameters that name a model. In a run's identity they count by the content of its files.
+        models: parameters that name a model. A run's identity has digests of the model's files, not its path.
     """
 
     axis: ClassVar[str] = "kl"

@@ -1,8 +1,9 @@
 """Axis `normalization`: the scale of the advantages.
 
 Libraries use one name for different formulas, so each choice states its `ddof` and `eps`. ScaleRL's `batch` divides by
-the standard deviation of the *advantages*, TRL's "batch" by that of the raw rewards: they are two choices. Statistics
-are taken over the groups that the filter keeps; the paper does not say whether it means before or after the filter.
+the standard deviation of the *advantages*, TRL's "batch" by that of the raw rewards; here these are two choices.
+Statistics are taken over the groups that the filter keeps; the ScaleRL paper does not say whether its statistics
+precede or follow the filter.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ class RunningNormalization(_DeviationNormalization):
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Add the previous batch to the history, and store this batch's moments as the last."""
+        """Add the previous batch to the history, and store this batch's moments as those of the last batch."""
         self._history, self._last = self._history + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
@@ -311,7 +312,7 @@ class RunningNormalization(_DeviationNormalization):
         self._history, self._last = Moments(**state_dict["before"]), Moments(**state_dict["last"])
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that the statistics are over all advantages of the run so far."""
+        """Return the parameters, plus an entry for the statistics, which cover all advantages of the run so far."""
         return {**super().semantics(), "statistics": "all advantages of the run so far, each once"}
 
 

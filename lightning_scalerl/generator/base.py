@@ -24,7 +24,7 @@ class GroupRequest:
         key: identifies the group among all in flight (its admission number).
         prompt_tokens: token ids of the prompt.
         completions: number of rollouts to sample.
-        random_key: seeds the sampling. The same key gives the same uniform numbers regardless of the other rollouts in
+        random_key: seeds the sampling. The same key gives the same random numbers regardless of the other rollouts in
             flight, so scheduling, batching and resuming affect the samples only through the weights.
         interrupt_at: for each rollout, the number of thinking tokens after which the end of thinking is forced;
             empty for never.
@@ -67,8 +67,8 @@ class WaitingRollout:
         key, index: the group's key and the rollout's index in the group.
         rollout: copy of the rollout so far. Its finish_reason is that of the turn: "stop", or "length" at the token
             limit of the turn or of the completion.
-        room: number of tokens that the completion may still get. An answer must be shorter, so that at least one token
-            is sampled after it; at 0 only `end` and `restart` are possible.
+        room: number of tokens that the completion may still get. An answer must have fewer tokens than this, so that at
+            least one token is sampled after it. At 0 only `end` and `restart` are possible.
         answers: number of answers inserted so far. It returns to 0 if the rollout is restarted or its engine is lost.
     """
 
@@ -87,9 +87,9 @@ class StepReport:
         finished: rollouts that ended in this step.
         prefill_tokens: prompt tokens, inserted tokens of environments, and tokens whose keys and values were
             recomputed.
-        prefill_context: tokens attended to in prefill, ignoring attention windows.
+        prefill_context: number of attended tokens, summed over the tokens of the prefill, ignoring attention windows.
         decoded_tokens: tokens computed in decoding passes; a rollout's first token comes from its prefill instead.
-        decoded_context: tokens attended to in decoding, ignoring attention windows.
+        decoded_context: number of attended tokens, summed over the decoded tokens, ignoring attention windows.
         prefilled: number of prompts and insertions whose last position went through the output head. A prompt that
             rollouts share counts once.
         outside: the part of both contexts outside the attention windows, summed over layers
@@ -191,7 +191,7 @@ class TurnGenerator(Generator, Protocol):
         Raises:
             KeyError: the rollout does not wait.
             ValueError: a token is not in the vocabulary, or the answer has `WaitingRollout.room` tokens or more. The
-            rollout then still waits.
+                rollout then still waits.
         """
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:

@@ -55,7 +55,7 @@ class GSPO(Loss):
 
     In the ScaleRL paper clip_low 3e-3 with clip_high 5e-3 was slightly better than 4e-3, and bounds of 1e-4 did not
     work. GSPO is defined with the aggregation `sample`. Other aggregations weight a sequence by its length, which is
-    another objective; they are allowed, and `semantics` records it.
+    another objective; they are allowed, and `semantics` records the aggregation that GSPO is defined with.
     """
 
     def __init__(self, clip_low: float = 3e-3, clip_high: float = 5e-3) -> None:

@@ -43,7 +43,7 @@ class Engine:
         ready: whether messages can reach the engine.
         acknowledged: number of the publish (`Published.number`) whose weights the engine uses.
         aside: whether the engine's rollouts in flight are paused for other work (`Fleet.aside`).
-        sampled: tokens of the engine's unfinished rollouts, from its last report.
+        sampled: number of tokens of the engine's unfinished rollouts, from its last report.
         replies: replies that were not read yet.
     """
 

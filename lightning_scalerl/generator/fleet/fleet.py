@@ -191,7 +191,7 @@ class Fleet:
         """Insert an answer's tokens into a waiting rollout and continue it.
 
         Raises:
-            KeyError: the rollout does not wait, or no longer because its engine was lost.
+            KeyError: the rollout does not wait, or no longer does because its engine was lost.
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, self._vocabulary)
@@ -203,7 +203,7 @@ class Fleet:
         """End a waiting rollout; a later step reports it as finished.
 
         Raises:
-            KeyError: the rollout does not wait, or no longer because its engine was lost.
+            KeyError: the rollout does not wait, or no longer does because its engine was lost.
         """
         engine, name = self._ledger.resume(key, index)
         engine.transport.send("end", name, index, truncated)
@@ -213,7 +213,7 @@ class Fleet:
         """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
 
         Raises:
-            KeyError: the rollout does not wait, or no longer because its engine was lost.
+            KeyError: the rollout does not wait, or no longer does because its engine was lost.
         """
         engine, name = self._ledger.resume(key, index)
         engine.transport.send("restart", name, index)

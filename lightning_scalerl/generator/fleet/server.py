@@ -200,7 +200,7 @@ class Server:
             state = self._generator.state_dict()
             self._send("reply", {name: part for name, part in state.items() if name != "weights"})
         elif name == "load":
-            # A sent state contains no weights: the rollouts resume with the weights published last.
+            # The state that the parent sends contains no weights: the rollouts resume with the weights published last.
             weights = self._generator.state_dict().get("weights")
             self._generator.load_state_dict({**arguments[0], "weights": weights})
             self._send("reply", getattr(self._generator, "waiting", []))

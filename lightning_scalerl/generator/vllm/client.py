@@ -199,7 +199,7 @@ class VLLMServerGenerator(InFlight):
             for stream in self._running.values():
                 if stream.received:
                     self._unreported.add(0, len(stream.active.sequence), self._windows)
-        # Call this once per pause: vLLM does not treat a second resume as a repetition.
+        # Call this only once per pause: vLLM does not ignore a second resume.
         self._call("POST", "/resume")
         self._streams.heard_at = time.monotonic()
 
