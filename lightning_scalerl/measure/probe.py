@@ -254,7 +254,7 @@ def _gaps(trainer_rows: Sequence[Tensor], generator_rows: Sequence[Tensor]) -> T
 
 
 def bound_rank(n: int) -> int:
-    """Return the smallest m for which m or more of n gaps exceed their 99th percentile with a probability below 1e-4.
+    """Return the smallest m with P(m or more of n gaps exceed their 99th percentile) < 1e-4.
 
     The m-th largest gap is then the lower bound of the percentile. If there is no such m, n is returned.
     """

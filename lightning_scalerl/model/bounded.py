@@ -143,7 +143,7 @@ def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], st
     """Do the work on items until the parent closes the connection."""
     try:
         die_with_parent(parent)
-        # Close the parent's pipes and locks: a copy left open here would hide from other processes that the parent
+        # Close the parent's pipes and locks: if copies stayed open here, other processes would not see that the parent
         # closes its own.
         for descriptor in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {
             0,

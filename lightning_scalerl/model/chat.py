@@ -341,7 +341,7 @@ class Rendering:
         return self._answer(prompt, tokens, self.decode(tokens))
 
     def read(self, tokens: Sequence[int]) -> str:
-        """Decode tokens that the model did not sample, without special tokens; a stop text does not end them."""
+        """Decode tokens that the model did not sample, without special tokens. A stop text in them has no effect."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -378,7 +378,7 @@ def _no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Test whether a completion contains a stop text. It runs after every token, so it decodes only the last few."""
+    """Test for stop texts in a completion. It runs after every token and therefore decodes only the last few tokens."""
 
     tokenizer: Any
     texts: tuple[str, ...]

@@ -37,7 +37,7 @@ def worthwhile(batch: TrainBatch) -> bool:
 
 
 def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each of U groups' first rollout (U,), and for each rollout the index of its group (R,)."""
+    """Return the index of the first rollout of each group (U,), and for each rollout the index of its group (R,)."""
     _, index = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
     # The smallest row of each group; `torch.unique` does not return first occurrences.

@@ -51,7 +51,7 @@ class Conversation:
 
     Attributes:
         starts: index of the first token of each of the model's turns in the completion.
-        rewards: the environment's reward of each turn; the last turn has the final reward as well.
+        rewards: the environment's reward of each turn; the final reward is added to that of the last turn.
         rewarded: whether the environment has given any reward.
         scale: factor from `rewards` to the training reward; 0 if a verifier grades the rollout.
         calls: number of tool calls, malformed ones included.

@@ -78,7 +78,7 @@ def load_state(
     records: Records,
     branches: bool = False,
 ) -> None:
-    """Restore the run. A rank whose number the saved run did not have keeps its fresh random state.
+    """Restore the run. A rank that the saved run did not have keeps its fresh random state.
 
     `branches`: whether the checkpoint belongs to the parent that this run branches from.
     """
@@ -167,7 +167,7 @@ def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the entry `branch` of this run's identity if the checkpoint is the parent's at that step, else None.
+    """Return the entry `branch` of this run's identity if the run branches from this checkpoint, else None.
 
     Args:
         identity: identity of this run.
@@ -233,7 +233,7 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
 def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_path: Any) -> None:
     """Refuse other settings or prompts than those of the checkpoint's run.
 
-    Only settings that both have are compared: checkpoints of earlier versions lack some.
+    Only settings that both runs have are compared, because checkpoints of earlier versions lack some.
 
     Raises:
         ConfigurationError: a setting differs.
@@ -248,7 +248,7 @@ def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_
 
 
 def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
-    """Yield a text for each difference between two values of a setting; names that only one has are left out."""
+    """Yield a text for each difference between two values of a setting; names that only one of them has are skipped."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for name in sorted(saved.keys() & now.keys() - _BY_CONTENT):
             yield from _differences(f"{key}.{name}", saved[name], now[name])

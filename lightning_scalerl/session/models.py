@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 class Models:
     """Policy, critic and reference of a run, with the policy's tokenizer and the ranks that train them.
 
-    It is not an `nn.Module`: the names of saved weights begin with `policy.` and `critic.`, so `ScaleRL` has these two
-    as its children. The reference is neither trained nor saved.
+    This class is not an `nn.Module`: policy and critic are children of `ScaleRL` itself, so that the names of saved
+    weights begin with `policy.` and `critic.`. The reference is neither trained nor saved.
 
     Args:
         policy: the policy. This object is never replaced, but its language model may be replaced or sharded.

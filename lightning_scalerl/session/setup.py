@@ -155,7 +155,7 @@ def set_up_fit(
     """Build the data path of a fit (on rank 0), its critic and its reference.
 
     Returns:
-        The data path, None on other ranks; and whether the fit continues the run of the module's last fit.
+        The data path (None on other ranks), and whether the fit continues the run of the module's last fit.
 
     Args:
         stage: choices and models of the fit.

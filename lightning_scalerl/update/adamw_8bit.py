@@ -16,6 +16,8 @@ from torchao.optim.subclass_8bit import OptimState8bit  # noqa: E402
 class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no types
     """torchao's AdamW8bit without torch.compile, with plain learning rates, and with plain tensors in its state dict.
 
+    The reasons for these three differences, in the same order:
+
     - A compiled step would need a compiler where the run is, and its rounding would depend on that compiler.
     - Schedules, callbacks and checkpoints expect plain rates, and torchao's step expects tensors.
     - A checkpoint of plain tensors can be read where torchao is not installed.
