@@ -59,7 +59,7 @@ def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> 
         return None
     if any(window.size < longest for window in attention_windows(config)):
         return None
-    # An expanded scalar: the full shape without its memory.
+    # Expand a scalar: the mask then has its full shape, but takes no memory.
     scalar = torch.zeros((), dtype=torch.bool, device=device)
     mask = scalar.expand(1, 1, sum(lengths), sum(lengths)).as_subclass(RowMask)
     mask.lengths = list(lengths)

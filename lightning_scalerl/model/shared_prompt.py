@@ -40,7 +40,7 @@ def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index of the first rollout of each group (U,), and for each rollout the index of its group (R,)."""
     _, index = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
-    # The smallest row of each group; `torch.unique` does not return first occurrences.
+    # Find the smallest row of each group here, because `torch.unique` does not return first occurrences.
     first = torch.full((int(index.max()) + 1,), len(group), device=group.device)
     first.scatter_reduce_(0, index, rows, "amin")
     return first, index

@@ -17,7 +17,7 @@ from lightning_scalerl.model.chat import Rendering
 
 Message = Mapping[str, Any]
 
-# Messages of the example conversation. No message is part of another.
+# Messages of the example conversation. No message is part of another, so that a search for one finds only this one.
 _QUESTION, _THOUGHT, _ANSWERS = "How many?", "Let me see.", ("First one.", "Second one.", "Third one.")
 _REPLIES = (("Alpha.",), ("Beta.", "Gamma."), ("Delta.",))
 # Number of characters of a text that an error shows.

@@ -188,7 +188,7 @@ class Models:
                     )
                 with torch.device("meta"):
                     model = from_config(location)()
-                from lightning_scalerl.generator.vllm.teacher import VLLMTeacher  # slow, and rarely needed
+                from lightning_scalerl.generator.vllm.teacher import VLLMTeacher  # a slow import, rarely needed
 
                 self.reference = VLLMTeacher(str(kl.reference), capacity, kl.timeout_s)
                 self._fingerprint = digest_of(location)

@@ -169,7 +169,7 @@ class Ledger:
         for group in lost:
             group.engine = None
             group.waiting.clear()
-        # Names increase in order of submission.
+        # Names increase in order of submission, so the oldest group comes first.
         self._unassigned = deque(sorted({*self._unassigned, *lost}, key=lambda group: group.name))
 
     def state_dict(self, number_of: Callable[[Any], int]) -> dict[str, Any]:

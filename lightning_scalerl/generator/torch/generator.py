@@ -193,7 +193,7 @@ class TorchGenerator:
 
     @property
     def idle(self) -> bool:
-        """True if `step` has nothing to do or report: all rollouts with a slot wait, and no queued one can start."""
+        """True if `step` has nothing to do or report: all rollouts with a slot wait, and queued ones cannot start."""
         may_start = self._pending_count > 0 and self._paused_rollouts.held_slots < self._slots.size
         return not (may_start or self._slots.active or self._paused_rollouts.due)
 

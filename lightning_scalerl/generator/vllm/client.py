@@ -56,8 +56,8 @@ class _Stream:
         start: number of tokens that the rollout had before this request.
         context: length of the request's prompt: the group's prompt plus `start` tokens.
         work: the running call; None until it is started.
-        end_cause: why this client ends the request: "stop" at a stop text, "restart" to continue in another request;
-            "" if it does not.
+        end_cause: why this client ends the request: "stop" at a stop text, "restart" to continue in another request; ""
+            if this client does not end it.
         received: number of tokens received.
     """
 
