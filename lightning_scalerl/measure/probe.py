@@ -256,7 +256,7 @@ def _gaps(trainer_rows: Sequence[Tensor], generator_rows: Sequence[Tensor]) -> T
 def bound_rank(n: int) -> int:
     """Return the smallest m with P(m or more of n gaps exceed their 99th percentile) < 1e-4.
 
-    The m-th largest gap is then the lower bound of the percentile. If there is no such m, n is returned.
+    The m-th largest gap is then a lower confidence bound of the percentile. If there is no such m, n is returned.
     """
     rank, probability = 0, 1.0  # P(`rank` or more exceed it), binomial; importing scipy for it takes 0.3 s
     while probability >= SIGNIFICANCE and rank < n:
