@@ -24,7 +24,7 @@ class Adapter(DesignChoice):
     adapts: ClassVar[bool] = False
 
     def differs(self, other: Adapter, step: ObservedStep) -> bool:
-        """Return whether the step trains on any token: the update then moves other weights under the other choice."""
+        """Return whether the step trains on any token. If so, the two choices update different weights."""
         return step.batch.denominators.tokens > 0
 
 
@@ -77,7 +77,7 @@ class LoRA(Adapter):
         self.modules_to_save = list(modules_to_save)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, plus the adapter's type and dropout and that the base model is frozen."""
+        """Return the parameters, plus entries for the adapter's type and dropout and for the frozen base model."""
         return {**super().semantics(), "weights": "fp32", "dropout": 0.0, "model": "frozen"}
 
 

@@ -15,8 +15,8 @@ from lightning_scalerl.checks import ConfigurationError
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """Return the reward minus the group's mean; exactly 0 for equal rewards. Shapes: (G,) -> (G,)."""
-    # Equal rewards are a case of their own: the mean of three rewards of 0.1 is not exactly 0.1, and dividing the
-    # rounding error by a tiny deviation would turn it into a large advantage.
+    # Handle equal rewards separately: the mean of three rewards of 0.1 is not exactly 0.1, and dividing the rounding
+    # error by a tiny deviation would turn it into a large advantage.
     return torch.zeros_like(rewards) if bool((rewards == rewards[:1]).all()) else rewards - rewards.mean()
 
 

@@ -23,8 +23,8 @@ class Allocation(DesignChoice):
         Args:
             average: average number of rollouts per prompt, `batch.completions`.
             pass_rates: pass rates of the prompt's earlier groups, oldest first; empty for a new prompt.
-            surplus: rollouts given to all earlier prompts in excess of the average. A choice that gives unequal
-                numbers must even it out.
+            surplus: rollouts given to all earlier prompts in excess of the average. A choice that gives unequal numbers
+                must bring this total back towards 0.
         """
 
     def check_average(self, average: int) -> str | None:
@@ -65,7 +65,7 @@ class AllocationByDifficulty(Allocation):
         self.least = whole_number("allocation.least", least)
 
     def check_average(self, average: int) -> str | None:
-        """Return a one-line error if `least` exceeds the average, which the step's total could not cover."""
+        """Return a one-line error if `least` exceeds the average, because the step would have too few rollouts."""
         if self.least <= average:
             return None
         return f"allocation.least: {self.least} for every prompt is more than the average, batch.completions, {average}"

@@ -23,9 +23,9 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 # FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
-# The methods through which an axis of the user acts, besides Lightning's hooks.
+# The methods through which a user-defined axis acts, in addition to Lightning's hooks.
 ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
-# Members of Lightning's Callback that restore a callback; all others are hooks.
+# Members of Lightning's Callback that save and restore a callback's state. All other public members are hooks.
 _MEMORY = ("state_key", "state_dict", "load_state_dict")
 
 C = TypeVar("C", bound="DesignChoice")
@@ -41,7 +41,8 @@ class ObservedStep(Protocol):
         groups_per_step: number of groups per step (P).
         dropped: number of groups that were dropped and replaced for this batch.
         completions: average number of rollouts per group.
-        reward_sums: reward names in each weighted sum that the task grades by; the first one decides a pass.
+        reward_sums: for each weighted sum that the task grades by, the names of its rewards; the first reward decides a
+            pass.
     """
 
     batch: TrainBatch
@@ -60,9 +61,10 @@ class ObservedStep(Protocol):
         """Return for each prompt the pass rates of its groups so far."""
 
     def drawn_histories(self) -> Sequence[Sequence[float]]:
-        """Return the pass rates of a group's prompt when it was drawn, for all groups sampled, queued or in the batch.
+        """Return for each group the pass rates that its prompt had when it was drawn.
 
-        A pass rate counts if its group was complete by then.
+        The groups are those being sampled, queued or in the batch. A pass rate is included if the group that it belongs
+        to was complete when the prompt was drawn.
         """
 
     def probe_logprobs(self, precision: Any) -> Tensor:
@@ -89,8 +91,8 @@ class DesignChoice(Callback):
         axis: name of the axis, of its configuration group and of its column in tables.
         neutral: semantics of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every choice
             has an effect. A configuration with the neutral choice and one without the axis are the same run.
-        added: parameters that were added after run identities were frozen, each with its neutral value. At that value
-            they are left out of identities, so that older identities stay valid.
+        added: parameters that were added when runs without them existed already, each with its neutral value. At that
+            value they are left out of run identities, so that older identities stay valid.
     """
 
     axis: ClassVar[str]
@@ -104,7 +106,7 @@ class DesignChoice(Callback):
     @property
     def state_key(self) -> str:
         """Checkpoint key made of axis and class, so that one choice's state is never restored into another."""
-        # Lightning reads it before our checks, which refuse a choice without an axis.
+        # Lightning reads this key before our checks refuse a choice without an axis, so `axis` may be missing here.
         return f"{getattr(self, 'axis', None)}:{type(self).__name__}"
 
     def semantics(self) -> dict[str, Any]:
@@ -184,7 +186,8 @@ class DesignChoice(Callback):
     def check_neutral(self) -> None:
         """Check that this choice changes nothing if it is the neutral choice of its axis.
 
-        Methods of a neutral choice with parameters, and of the axis's class, may change nothing at certain values.
+        Neutral choices with parameters, and methods that are inherited from the axis's abstract class, are not checked:
+        they may be defined so that they change nothing at the neutral values.
 
         Raises:
             ConfigurationError: it changes rewards, advantages or losses, but is left out of labels and identities.
@@ -201,7 +204,7 @@ class DesignChoice(Callback):
             )
 
     def without_effect(self) -> str | None:
-        """Return a one-line warning if nothing calls this choice, for a choice on an axis of the user; else None."""
+        """Return a one-line warning if this choice, which is on a user-defined axis, is never called; else None."""
         if self.semantics() == self.neutral:
             return None
         hooks = (name for name in vars(Callback) if not name.startswith("_") and name not in _MEMORY)
@@ -219,7 +222,7 @@ class DesignChoice(Callback):
     def differs(self, other: Any, step: ObservedStep) -> bool:
         """Return whether `other`, another choice on this axis, would have changed the step.
 
-        By default this compares the tokens' weights in the update. An axis with another effect overrides it.
+        By default this compares the tokens' weights in the update. An axis with another effect overrides this method.
         """
         return step.loss_weights_differ(other)
 
@@ -251,7 +254,7 @@ class DesignChoice(Callback):
             )
 
 
-@cache  # 0.2 ms for a class without a constructor of its own, and a step compares the choices on each axis
+@cache  # takes 0.2 ms for a class without its own constructor, and each step compares the choices on all axes
 def _parameters_of(choice_class: type[DesignChoice]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(choice_class).parameters
 
@@ -272,7 +275,7 @@ def _text(value: Any) -> str:
 
 
 def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
-    """Return the abstract class of a choice's axis: the first in which the axis is named."""
+    """Return the abstract class of a choice's axis: the topmost base class that sets `axis`."""
     return next(base for base in reversed(choice_class.__mro__) if "axis" in vars(base))
 
 

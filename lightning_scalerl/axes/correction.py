@@ -1,9 +1,9 @@
-"""Axis `correction`: the log-probabilities that the importance ratio is taken against (its anchor).
+"""Axis `correction`: the log-probabilities in the denominator of the importance ratio (its anchor).
 
 The ratio is exp(trainer_logprobs - anchor). With `behaviour` the generator recorded the anchor while sampling, so one
 ratio covers both staleness and the mismatch between engine and trainer (ScaleRL). With `proximal` the trainer
-recomputes the anchor, and an importance weight corrects for the gap between anchor and generator. The behaviour anchor
-must not have that weight as well: the mismatch would be counted twice.
+recomputes the anchor, and an importance weight corrects for the gap between anchor and generator. With the behaviour
+anchor this weight must not be used as well, because the mismatch would be counted twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Behaviour(Correction):
         return batch.generator_logprobs
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with the anchor: the generator at sampling time."""
+        """Return the parameters, and the policy in the ratio's denominator: the generator while it sampled."""
         return {**super().semantics(), "anchor": "the generator, at sampling time"}
 
 
@@ -81,8 +81,8 @@ class Proximal(Correction):
 
     Args:
         level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.
-        mode: "truncate" clamps the weight to [min_weight, max_weight], "mask" sets it to 0 outside these bounds, and
-            "none" uses no weight, and refuses other values than the defaults of the other settings.
+        mode: "truncate" clamps the weight to [min_weight, max_weight]; "mask" sets it to 0 outside these bounds; "none"
+            uses no weight, and the other settings must then keep their defaults.
         min_weight, max_weight: bounds of the weight pi_anchor / pi_generator.
 
     Source: decoupled PPO, arXiv 2505.24298 (AReaL), section 5.2; the weight as in TRL and verl.

@@ -1,4 +1,4 @@
-"""Axis `credit`: whether a rollout's outcome or the outcome of each turn is compared within the group.
+"""Axis `credit`: whether the rollouts of a group are compared by their outcome, or turn by turn.
 
 Turns matter only with an environment; a completion of one turn has the same credit under both choices.
 """
@@ -20,7 +20,7 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values that are compared with each other to get advantages, of one group.
+    """Values of one group that are compared with each other to get advantages.
 
     Attributes:
         values: rewards or returns, (N,), in float64.
@@ -45,19 +45,23 @@ class Credit(DesignChoice):
 
 
 class OutcomeCredit(Credit):
-    """All tokens of a rollout share the advantage of its reward, in any turn (GRPO; arXiv 2402.03300, section 4.1)."""
+    """Every token of a rollout, in any turn, gets the advantage of the rollout's reward (GRPO).
+
+    Source: arXiv 2402.03300, section 4.1.
+    """
 
     def comparisons(self, group: Group) -> list[Comparison]:
-        """Return one comparison, of the rewards."""
+        """Return a single comparison, in which the rollouts' rewards are compared."""
         return [Comparison(group.rewards, tuple(range(len(group.rollouts))))]
 
 
 class TurnCredit(Credit):
     """Each turn has an advantage: its discounted return compared with the group's returns at the same turn.
 
-    R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. The rollouts of the group that have a
-    turn t are compared. The environment's rewards are scaled like the training reward (axis `reward`), unless a
-    verifier grades the rollout. What scale, verifier, length control and the user's axes add belongs to the last turn.
+    R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. At turn t, the rollouts of the group
+    that have such a turn are compared. The environment's rewards are scaled like the training reward (axis `reward`),
+    unless a verifier grades the rollout. Any part of the training reward that does not come from the environment is
+    added to the last turn: a verifier's reward, the constant of the reward scale, length control and user-defined axes.
 
     Args:
         discount: gamma, the discount factor per turn.
@@ -71,7 +75,7 @@ class TurnCredit(Credit):
         self.discount = discount
 
     def comparisons(self, group: Group) -> list[Comparison]:
-        """Return one comparison per turn, of the returns from that turn on."""
+        """Return one comparison per turn, in which the returns from that turn on are compared."""
         returns = [turn_returns(turn_rewards(rollout), self.discount) for rollout in group.rollouts]
         comparisons = []
         for turn in range(max(map(len, returns), default=0)):
@@ -95,7 +99,7 @@ class TurnCredit(Credit):
 
 
 def turn_rewards(rollout: Rollout) -> list[float]:
-    """Return the reward of each turn; they add up to the rollout's reward.
+    """Return the rewards of all turns, which add up to the rollout's reward.
 
     A completion without a conversation has one turn.
     """
@@ -104,15 +108,15 @@ def turn_rewards(rollout: Rollout) -> list[float]:
         return [rollout.reward]
     scale = conversation.scale if conversation.rewarded else 0.0
     rewards = [scale * reward for reward in conversation.rewards]
-    # The difference is a verifier's reward, the constant of the reward scale, a length penalty or from the user's axes.
-    # Without them it is zero, so the last reward stays exact.
+    # The remainder comes from a verifier, the constant of the reward scale, a length penalty or user-defined axes.
+    # Without these it is zero, and the last reward stays exact.
     if (remainder := rollout.reward - sum(rewards)) != 0:
         rewards[-1] += remainder
     return rewards
 
 
 def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Return the discounted sum of each turn's reward and the later ones."""
+    """Return for each turn the discounted sum of its own and all later rewards."""
     returns: list[float] = []
     next_return = 0.0
     for reward in reversed(rewards):

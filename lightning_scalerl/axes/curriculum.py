@@ -138,7 +138,7 @@ class _PoolCurriculum(Curriculum):
         self.over_steps = whole_number("curriculum.over_steps", over_steps)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that the share is of the pool's prompts, easiest first."""
+        """Return the parameters, plus an entry which says what `start` is a share of."""
         return {**super().semantics(), "share_of": "prompts of the pool, easiest first"}
 
 
@@ -176,8 +176,8 @@ class ExponentialCurriculum(_PoolCurriculum):
 class StagedLength(Curriculum):
     """Short completions first: the token limit grows in stages up to `context.max_new_tokens`.
 
-    The points at which axis `length_control` interrupts thinking are scaled by the same share. A length penalty is not:
-    it acts on completions close to the whole limit, so in early stages often on none.
+    The points at which axis `length_control` interrupts thinking are scaled by the same share. A length penalty is not
+    scaled: it acts on completions close to the whole limit, and therefore often on none in early stages.
 
     Args:
         shares: the share of `context.max_new_tokens` in each stage, rising; the last is 1.
@@ -198,7 +198,7 @@ class StagedLength(Curriculum):
         return max(1, math.ceil(round(limit * self.shares[stage], 6)))
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that evaluation uses the whole length and interruption points shrink too."""
+        """Return the parameters, plus entries for the length in evaluation and for the interruption points."""
         return {**super().semantics(), "evaluation": "whole length", "interruption": "at the same share of the limit"}
 
 
@@ -275,7 +275,7 @@ class StagedRewards(Curriculum):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the weights that the factors multiply, and the definition of a pass."""
+        """Return the parameters, plus what the factors multiply and how a pass is defined."""
         return {**super().semantics(), "factors_on": "the task's own weights", "pass": "as without a curriculum"}
 
 

@@ -12,11 +12,12 @@ from lightning_scalerl.checks import whole_number
 class Epochs(DesignChoice):
     """Passes of the optimizer over each rollout batch. One training step is one batch, for any number of passes.
 
-    Later passes are further off-policy, which the importance ratio accounts for: a batch keeps the weight versions that
-    sampled it. Only the weights after the last pass count as the step's weights and are published.
+    Later passes are further off-policy. The importance ratio accounts for this, because its denominator stays the same
+    in all passes over a batch. Only the weights after the last pass count as the step's weights and are published.
 
     Args:
-        count: passes, each an update of the weights. 4 to 8 in PPO at 1 to 7 billion parameters, 2 to 4 above.
+        count: number of passes, each of which updates the weights. Usual in PPO: 4 to 8 for models of 1 to 7 billion
+            parameters, 2 to 4 for larger ones.
     """
 
     axis: ClassVar[str] = "epochs"

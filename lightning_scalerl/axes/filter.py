@@ -25,8 +25,8 @@ class Filter(DesignChoice):
     Attributes:
         refills: whether a dropped group is replaced at once by a group of another prompt.
         most_dropped: with `refills`, the largest number of dropped groups per group of a batch; above it the run stops.
-        by_variance: whether it drops groups because nothing in them differs. A group whose rewards are equal is then
-            kept if the values that axis `credit` compares differ (`stream.credit.enters`).
+        by_variance: whether the filter drops a group because all its rewards are equal. Such a group is kept
+            nevertheless if the values that axis `credit` compares differ (`stream.credit.enters`).
     """
 
     axis: ClassVar[str] = "filter"
@@ -44,7 +44,10 @@ class Filter(DesignChoice):
         return None
 
     def differs(self, other: Filter, step: ObservedStep) -> bool:
-        """Return whether token weights differ or, if only one of the choices refills, whether it replaces a group."""
+        """Return whether the tokens' weights differ between the two choices.
+
+        If only one of the two choices refills, return whether it replaces a group of the batch.
+        """
         if self.refills == other.refills:
             return step.loss_weights_differ(other)
         # One of the two choices refills: the batches differ if this choice replaced a group, or if `other` would have

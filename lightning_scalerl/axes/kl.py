@@ -1,10 +1,10 @@
 """Axis `kl`: the distance of the policy from a frozen reference, which is the initial model or a teacher.
 
-With the initial model it is a penalty that keeps the policy close. With a teacher (`reference`) it is on-policy
-distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
+With the initial model, the distance is a penalty that keeps the policy close to it. With a teacher (`reference`) it is
+on-policy distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
 
-The estimate of a token's distance determines the gradient (arXiv 2506.09477). With d = log pi - log ref of the sampled
-token, pi the policy:
+The estimate of a token's distance determines the gradient (arXiv 2506.09477). For the sampled token let d = log pi -
+log ref, with pi the policy:
 
     k1     d                 As a term of the loss, its own gradient is 0 on average. Therefore -d becomes an advantage
                              in the run's surrogate and correction (score function).
@@ -70,12 +70,12 @@ class KL(DesignChoice):
     """An optional cost per token of the policy's distance from a frozen reference model.
 
     Attributes:
-        where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no distance.
+        where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no KL.
         estimate: "k1", "k2", "k3" or "full" (`ESTIMATES`).
         reference: path, hub id or address of a teacher; None for the initial model.
         served, served_devices, timeout_s: model, devices and time limit of the server behind an address.
         relative_size: FLOPs per token of the reference in units of the policy's; set once the reference is known.
-        models: parameters that name a model. In a run's identity they count by the content of its files.
+        models: parameters that name a model. A run's identity has digests of the model's files, not its path.
     """
 
     axis: ClassVar[str] = "kl"
@@ -115,7 +115,7 @@ class NoKL(KL):
 
 
 class _ActiveKL(KL):
-    """Base of the choices with a distance, as a term of the loss or as a deduction from token rewards."""
+    """Base class of the choices that use the KL, as a term of the loss or as a deduction from token rewards."""
 
     added: ClassVar[Mapping[str, Any]] = {"reference": None, "estimate": "k3", "served": None, "served_devices": 1}
     models: ClassVar[tuple[str, ...]] = ("reference", "served")

@@ -19,7 +19,7 @@ from lightning_scalerl.rollouts.rollout import Rollout
 
 
 def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
-    """Draw the thinking token at which each rollout of a group is interrupted, uniform in [low, high]."""
+    """Draw the thinking token at which each rollout of a group is interrupted, uniformly from [low, high]."""
     # Each group has its own random stream, so neither other groups in flight nor a resume change the points.
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
     return tuple(int(point) for point in generator.integers(low, high, size=completions, endpoint=True))
@@ -65,7 +65,7 @@ class LengthControl(DesignChoice):
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Return whether this choice changed the rollout or certainly would have; used by the mechanism counter."""
+        """Return whether this choice changed the rollout, or would certainly have changed it if it had been in use."""
 
     def could_act_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether this choice could have changed a rollout that was sampled without it."""
@@ -127,7 +127,7 @@ class Interruption(LengthControl):
         return rollout.length > self.low and self.end_of_thinking not in decode(rollout.tokens[: self.low])
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that forced tokens are not trained on and evaluation is not interrupted."""
+        """Return the parameters, plus entries for the treatment of forced tokens and of evaluation."""
         return {**super().semantics(), "forced_tokens": "in neither loss nor ratio", "evaluation": "not interrupted"}
 
 
@@ -158,7 +158,10 @@ class Penalty(LengthControl):
         return reward + overlong_penalty(tokens, self.limit, self.buffer) if applies else reward
 
     def differs(self, other: LengthControl, step: ObservedStep) -> bool:
-        """Return whether a rollout's reward would change under `other`; as `LengthControl` if `other` is no penalty."""
+        """Return whether a rollout's reward would change under `other`.
+
+        If `other` is not a penalty, the comparison is that of `LengthControl`.
+        """
         if not isinstance(other, Penalty):
             return super().differs(other, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]

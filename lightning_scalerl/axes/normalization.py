@@ -1,8 +1,9 @@
 """Axis `normalization`: the scale of the advantages.
 
 Libraries use one name for different formulas, so each choice states its `ddof` and `eps`. ScaleRL's `batch` divides by
-the standard deviation of the *advantages*, TRL's "batch" by that of the raw rewards: they are two choices. Statistics
-are taken over the groups that the filter keeps; the paper does not say whether it means before or after the filter.
+the standard deviation of the *advantages*, TRL's "batch" by that of the raw rewards; here these are two choices.
+Statistics are taken over the groups that the filter keeps; the ScaleRL paper does not say whether its statistics
+precede or follow the filter.
 """
 
 from __future__ import annotations
@@ -106,10 +107,11 @@ def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, 
 def scale_by_pass_rate(advantages: list[Tensor], rewards: list[Tensor], incorrect: float, eps: float) -> list[Tensor]:
     """Divide each group by (mean reward - `incorrect` + eps). Shapes: lists of (G,).
 
-    With two rewards, one for correct and one for incorrect completions, the result is (x - p) / p with x = 1 if correct
-    and the group's pass rate p. Its expected gradient is the gradient of log p, truncated at the order of the group
-    size. A group whose mean reward is not above `incorrect` gets advantages of 0: it has no success to reinforce, and a
-    negative divisor (possible if rewards include penalties) would reverse its gradient.
+    With two rewards, one for correct and one for incorrect completions, the result is (x - p) / p, where p is the
+    group's pass rate and x is 1 for a correct completion, else 0. Its expected gradient is the gradient of log p,
+    truncated at the order of the group size. A group whose mean reward is not above `incorrect` gets advantages of 0:
+    it has no success to reinforce, and a negative divisor (possible if rewards include penalties) would reverse its
+    gradient.
     Source: MaxRL, arXiv 2602.02710; the authors' code adds an eps of 1e-6.
     """
     heights = [reward.mean() - incorrect for reward in rewards]
@@ -154,7 +156,7 @@ class Normalization(DesignChoice):
         raise NotImplementedError
 
     def check_rewards(self, incorrect: float) -> str | None:
-        """Return a one-line error if this choice is not defined with this reward of an incorrect completion."""
+        """Return a one-line error if this choice is not defined for this reward of an incorrect completion."""
         return None
 
     def remember(self, moments: Callable[[], Moments]) -> None:
@@ -229,8 +231,8 @@ class MaxRLNormalization(Normalization):
 
     Args:
         eps: added to the divisor.
-        incorrect: reward of an incorrect completion, above which the mean reward is measured; `reward.incorrect` of the
-            run, -1 in ScaleRL.
+        incorrect: reward of an incorrect completion, which is subtracted from the mean reward. It must equal the run's
+            `reward.incorrect`, which is -1 in ScaleRL.
     """
 
     def __init__(self, eps: float = 1e-6, incorrect: float = -1.0) -> None:
@@ -240,11 +242,11 @@ class MaxRLNormalization(Normalization):
         self.incorrect = incorrect
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Divide each group by its mean reward above `incorrect`; 0 for a group without success."""
+        """Divide each group by its mean reward minus `incorrect`; 0 for a group without success."""
         return scale_by_pass_rate(advantages, rewards, self.incorrect, self.eps)
 
     def check_rewards(self, incorrect: float) -> str | None:
-        """Return a one-line error if the run has another reward of an incorrect completion."""
+        """Return a one-line error if the run's reward of an incorrect completion differs from this choice's."""
         if incorrect == self.incorrect:
             return None
         return (
@@ -284,7 +286,7 @@ class RunningNormalization(_DeviationNormalization):
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Add the previous batch to the history, and store this batch's moments as the last."""
+        """Add the previous batch to the history, and store this batch's moments as those of the last batch."""
         self._history, self._last = self._history + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
@@ -310,7 +312,7 @@ class RunningNormalization(_DeviationNormalization):
         self._history, self._last = Moments(**state_dict["before"]), Moments(**state_dict["last"])
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that the statistics are over all advantages of the run so far."""
+        """Return the parameters, plus an entry for the statistics, which cover all advantages of the run so far."""
         return {**super().semantics(), "statistics": "all advantages of the run so far, each once"}
 
 

@@ -37,8 +37,8 @@ class Precision(DesignChoice):
         fp32_head_generator: compute the generator's logits in FP32 even if the policy is not.
         fp32_value: run the critic in FP32 even if the policy is not.
         fp32_advantage: keep advantages in FP32; otherwise they are rounded to the policy's type.
-        fp32_kl: compute the distance from the reference in FP32; otherwise its log-probabilities are rounded to the
-            policy's type.
+        fp32_kl: compute the distance from the reference in FP32; otherwise the log-probabilities in it are rounded to
+            the policy's type.
     """
 
     axis: ClassVar[str] = "precision"

@@ -21,11 +21,15 @@ class Resampling(DesignChoice):
         """Return whether a prompt with these pass rates (one per group so far) leaves the pool for good."""
 
     def differs(self, other: Resampling, step: ObservedStep) -> bool:
-        """Return whether this choice alone has retired a prompt, or a prompt was drawn that `other` alone retires."""
+        """Return whether the two choices differ on the prompts drawn so far.
+
+        They do if this choice alone has retired a prompt, or if a prompt was drawn that `other` alone had retired.
+        """
         # Prompts of earlier batches count as well: retiring one of them changes which prompts are drawn now.
         if any(self.retires(rates) and not other.retires(rates) for rates in step.histories()):
             return True
-        # The draw is the first difference: the group trains up to `max_staleness` steps later, or a filter drops it.
+        # Compare at the draw, where the two choices first differ. The group is trained on up to `max_staleness` steps
+        # later, or never if a filter drops it.
         return any(other.retires(rates) and not self.retires(rates) for rates in step.drawn_histories())
 
 
@@ -45,7 +49,7 @@ class NoPositiveResampling(Resampling):
         return any(rate >= self.pass_rate for rate in pass_rates)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that the rate is of one group and that retirement is permanent."""
+        """Return the parameters, plus entries which say what the rate refers to and that retirement is permanent."""
         return {**super().semantics(), "pass_rate_of": "one group", "retired": "for good"}
 
 

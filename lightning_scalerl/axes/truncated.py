@@ -25,7 +25,7 @@ class Truncated(DesignChoice):
         """Return True if the rollout's tokens enter the loss and its denominators."""
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that rewards of truncated rollouts always count in the group's baseline."""
+        """Return the parameters, plus an entry which says that truncated rollouts count in the group's baseline."""
         return {**super().semantics(), "truncated_reward_in_baseline": True}
 
 

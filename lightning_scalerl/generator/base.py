@@ -24,14 +24,14 @@ class GroupRequest:
         key: identifies the group among all in flight (its admission number).
         prompt_tokens: token ids of the prompt.
         completions: number of rollouts to sample.
-        random_key: seeds the sampling. The same key gives the same uniform numbers regardless of the other rollouts in
+        random_key: seeds the sampling. The same key gives the same random numbers regardless of the other rollouts in
             flight, so scheduling, batching and resuming affect the samples only through the weights.
         interrupt_at: for each rollout, the number of thinking tokens after which the end of thinking is forced;
             empty for never.
         max_new_tokens: token limit of this request; 0 for the generator's limit.
         temperature: sampling temperature of this request, 0 for the most likely token; None for the generator's.
-        waits: whether a rollout waits for `insert` or `end` after each turn, also at its token limit. It then never
-            ends by itself.
+        waits: whether each rollout waits for `insert` or `end` after every turn, and also at its token limit. Such a
+            rollout never ends by itself.
         turn_tokens: token limit of each turn; 0 for none.
     """
 
@@ -67,9 +67,9 @@ class WaitingRollout:
         key, index: the group's key and the rollout's index in the group.
         rollout: copy of the rollout so far. Its finish_reason is that of the turn: "stop", or "length" at the token
             limit of the turn or of the completion.
-        room: number of tokens that the completion may still get. An answer must be shorter, so that at least one token
-            is sampled after it; at 0 only `end` and `restart` are possible.
-        answers: number of answers inserted so far. It falls to 0 if the rollout's engine was lost or it was restarted.
+        room: number of tokens that the completion may still get. An answer must have fewer tokens than this, so that at
+            least one token is sampled after it. At 0 only `end` and `restart` are possible.
+        answers: number of answers inserted so far. It returns to 0 if the rollout is restarted or its engine is lost.
     """
 
     key: int
@@ -87,11 +87,11 @@ class StepReport:
         finished: rollouts that ended in this step.
         prefill_tokens: prompt tokens, inserted tokens of environments, and tokens whose keys and values were
             recomputed.
-        prefill_context: tokens attended to in prefill, ignoring attention windows.
+        prefill_context: number of attended tokens, summed over the tokens of the prefill, ignoring attention windows.
         decoded_tokens: tokens computed in decoding passes; a rollout's first token comes from its prefill instead.
-        decoded_context: tokens attended to in decoding, ignoring attention windows.
-        prefilled: prompts and insertions whose last position went through the output head, once each even if rollouts
-            share it.
+        decoded_context: number of attended tokens, summed over the decoded tokens, ignoring attention windows.
+        prefilled: number of prompts and insertions whose last position went through the output head. A prompt that
+            rollouts share counts once.
         outside: the part of both contexts outside the attention windows, summed over layers
             (`model.windows.outside`).
         lost_tokens: tokens of unfinished rollouts whose process died. They are sampled again.
@@ -170,7 +170,8 @@ class Generator(Protocol):
 class TurnGenerator(Generator, Protocol):
     """Generator whose rollouts may wait between turns (`GroupRequest.waits`). Waiting rollouts are in flight.
 
-    `step` reports each wait once. After `load_state_dict` a caller reads `waiting`: restored waits are not reported.
+    `step` reports each wait once. It does not report waits that `load_state_dict` has restored: read these from
+    `waiting`.
     """
 
     @property
@@ -189,8 +190,8 @@ class TurnGenerator(Generator, Protocol):
 
         Raises:
             KeyError: the rollout does not wait.
-            ValueError: a token is not in the vocabulary, or there are `WaitingRollout.room` tokens or more. The rollout
-                still waits.
+            ValueError: a token is not in the vocabulary, or the answer has `WaitingRollout.room` tokens or more. The
+                rollout then still waits.
         """
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
@@ -255,7 +256,7 @@ class SamplingSettings:
 
     Attributes:
         max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
-        stop_tokens: token ids that end a completion; the sampled stop token stays in it as the last token.
+        stop_tokens: token ids that end a completion; the sampled stop token stays in the completion as its last token.
         temperature: sampling temperature.
         phrase: token ids that are forced when a request's thinking is interrupted.
         thinking_ended: tests whether a completion has already ended its thinking; if so it is not interrupted.

@@ -59,7 +59,7 @@ class ComputeMeter:
         self._counted_until = self._clock.now()
         self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
-        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process; they give the mean cost of a token
+        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process, for the mean cost of a token
         self._lost_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
         self._hours_at_step = 0.0
         self._axes = axes
@@ -128,8 +128,8 @@ class ComputeMeter:
         """Count the FLOPs of one step: forward and backward together cost three forward passes.
 
         A critic costs as much as the policy without its head, and a teacher's cost follows from the teacher's size. If
-        an adapter is trained, frozen weights cost less (`FlopModel.adapting`): two forward passes, and in layers before
-        the first trained weight one.
+        an adapter is trained, an update costs only two forward passes for frozen weights, and only one in layers before
+        the first trained weight (`FlopModel.adapting`).
         """
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
@@ -157,7 +157,7 @@ class ComputeMeter:
         """Remove the cost of an aborted evaluation, which will run again and must not count twice.
 
         Args:
-            before: result of `evaluation_cost` when the evaluation began.
+            cost_before: result of `evaluation_cost` when the evaluation began.
         """
         self._flops["evaluate"], charges = cost_before
         self._charges.load_state_dict(charges)

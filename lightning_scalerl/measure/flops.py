@@ -64,7 +64,7 @@ class FlopModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """Count a transformer by its parameters.
+        """Count the FLOPs of a transformer from its parameters.
 
         A matrix costs two FLOPs per weight and token, regardless of its module. Experts count in proportion to the
         number that a token uses. Embeddings are only looked up and cost nothing, except if they are tied to the head.
@@ -208,7 +208,7 @@ def _flops_below_adapter(model: nn.Module, flops_by_id: Mapping[int, float]) -> 
 
     Args:
         model: a model with an adapter.
-        counted: FLOPs per token of its matrices, by the parameter's id.
+        flops_by_id: FLOPs per token of the model's matrices, by the parameter's id.
     """
     base, flops_below = backbone(model), 0.0
     trained_layers = [

@@ -41,7 +41,7 @@ class MechanismCounters:
         recipe_choices: the choices of its recipe.
         stream: the stream that the batches come from.
         trained: the policy in training.
-        decode: token ids -> text, special tokens included.
+        decode: function from token ids to text, including special tokens.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class MechanismCounters:
 def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:
     """Return (the run's choice, the recipe's choice) for every axis on which they differ.
 
-    An axis of the user that only `choices` or only `recipe_choices` contains has its neutral choice in the other.
+    If only one of the two contains a user-defined axis, the other has that axis's neutral choice.
     """
     pairs = []
     for axis in [axis for axis, _ in choices.items()] + sorted(

@@ -93,9 +93,9 @@ class Memory:
     """Predicted memory of a run in bytes, by part.
 
     Attributes:
-        device: on each training device.
-        leader: in addition on the device of rank 0, if rank 0 generates.
-        host: on the host.
+        device: bytes on each training device.
+        leader: additional bytes on the device of rank 0, if rank 0 generates.
+        host: bytes on the host.
         parameters: number of the model's parameters.
         tokens: size of the measured pass in tokens, rows x (prompt and completion).
         row: tokens of one row of the measured pass.

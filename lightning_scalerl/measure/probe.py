@@ -78,7 +78,8 @@ def start_probe(
         prompt_tokens: the prompt to sample from.
         version: version of the weights.
         phrase: tokens that interrupt thinking; empty without interruption.
-        thinking_ended: completion tokens -> whether thinking has ended by itself, so that it is not interrupted.
+        thinking_ended: function of completion tokens that returns whether thinking has ended by itself. Such a rollout
+            is not interrupted.
 
     Raises:
         ConfigurationError: log-probabilities differ, weights do not reach the generator (the error names them), or the
@@ -253,11 +254,11 @@ def _gaps(trainer_rows: Sequence[Tensor], generator_rows: Sequence[Tensor]) -> T
 
 
 def bound_rank(n: int) -> int:
-    """Return the smallest m for which m or more of n gaps exceed their 99th percentile with a probability below 1e-4.
+    """Return the smallest m with P(m or more of n gaps exceed their 99th percentile) < 1e-4.
 
-    The m-th largest gap is then the lower bound of the percentile. If there is no such m, n is returned.
+    The m-th largest gap is then a lower confidence bound of the percentile. If there is no such m, n is returned.
     """
-    rank, probability = 0, 1.0  # of `rank` or more (binomial); scipy's function costs each process 0.3 s of import
+    rank, probability = 0, 1.0  # P(`rank` or more exceed it), binomial; importing scipy for it takes 0.3 s
     while probability >= SIGNIFICANCE and rank < n:
         log_ways = math.lgamma(n + 1) - math.lgamma(rank + 1) - math.lgamma(n - rank + 1)
         probability -= math.exp(log_ways + rank * math.log(TAIL_SHARE) + (n - rank) * math.log1p(-TAIL_SHARE))

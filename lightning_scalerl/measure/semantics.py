@@ -165,7 +165,7 @@ def own_label(module: Any) -> str:
 
 
 def _changes_by_axis(module: Any) -> dict[str, list[str]]:
-    """Return a run's changes of its recipe by axis, made by callbacks or by overrides of the recipe."""
+    """Return the changes that a run makes to its recipe, through callbacks or overrides, by axis."""
     reference_choices = module.recipe.named or module.recipe.choices
     return {ours.axis: ours.changes_from(theirs) for ours, theirs in departures(module.choices, reference_choices)}
 

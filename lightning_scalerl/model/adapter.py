@@ -77,7 +77,7 @@ def add_lora(
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(_SEED)
-            warnings.simplefilter("ignore")  # about GPT-2's Conv1D, whose transposed layout peft handles correctly
+            warnings.simplefilter("ignore")  # a warning on GPT-2's Conv1D, whose transposed layout peft handles
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigurationError(

@@ -28,7 +28,7 @@ T = TypeVar("T")
 # Limits for one item: wall-clock seconds (generous, because the machine may be busy) and characters of output.
 LIMIT_S = 20.0
 MAX_CHARACTERS = 2**24
-# Limit for all items together, on top of the memory that the process has when it is forked.
+# Memory limit for all items together, in addition to the memory that the process has when it is forked.
 MEMORY_BYTES = 2**30
 
 _TOKENIZERS_VARIABLE = "TOKENIZERS_PARALLELISM"
@@ -127,8 +127,9 @@ class BoundedWorker(Generic[T]):
         with _quiet_fork():
             child.start()
         child_end.close()
-        # If nobody calls `close`, the exit of this process ends the child. `multiprocessing` would send SIGTERM and
-        # wait for ever, because the child inherits the handler of `scalerl train`, which does not end it.
+        # If `close` is never called, this finalizer ends the child when this process exits. `multiprocessing` would
+        # send SIGTERM and then wait for ever: the child inherits the signal handler of `scalerl train`, which does not
+        # end it.
         self._end = Finalize(self, _end_child, (child, self._connection), exitpriority=0)
         return self._connection
 
@@ -142,7 +143,7 @@ def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], st
     """Do the work on items until the parent closes the connection."""
     try:
         die_with_parent(parent)
-        # Close the parent's pipes and locks: a copy left open here would hide from other processes that the parent
+        # Close the parent's pipes and locks: if copies stayed open here, other processes would not see that the parent
         # closes its own.
         for descriptor in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {
             0,

@@ -101,7 +101,8 @@ class Rendering:
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
         self._template = self._choose_template()
-        # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer after it.
+        # Maps a prompt's digest to whether the rendered prompt opens the thinking. If it does, a completion without the
+        # marker has no answer yet.
         self._opening: dict[bytes, bool] = {}
         # Maps a prompt to the schemas of the tools that its template shows.
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools
@@ -227,7 +228,10 @@ class Rendering:
         return self._tokens([self.text(prompt)])[0]
 
     def encode_all(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[list[int]]]:
-        """Return the tokens of whole sets, from the disk cache or in one batch, which is many times faster."""
+        """Return the tokens of all prompts of several sets, from the disk cache or computed in one batch.
+
+        One batch is many times faster than a call per prompt.
+        """
         prompts = [prompt for pool in sets.values() for prompt in pool]
         digests = [_digest(prompt) for prompt in prompts]
         path = cache_dir() / "prompts" / f"{self._key(prompts)}.npz"
@@ -291,7 +295,10 @@ class Rendering:
         return encoded
 
     def notes(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return notes for the user on tokens that rewards do not see; call `encode_all` on `prompts` before."""
+        """Return notes for the user: special tokens that rewards do not see, and prompts that open the thinking.
+
+        Call `encode_all` on `prompts` first.
+        """
         lines = []
         if dropped := self._dropped_tokens():
             remainder = f" and {len(dropped) - MAX_LISTED_TOKENS} more" if len(dropped) > MAX_LISTED_TOKENS else ""
@@ -334,7 +341,7 @@ class Rendering:
         return self._answer(prompt, tokens, self.decode(tokens))
 
     def read(self, tokens: Sequence[int]) -> str:
-        """Decode tokens that the model did not sample, without special tokens; a stop text does not end them."""
+        """Decode tokens that the model did not sample, without special tokens. A stop text in them has no effect."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -371,7 +378,7 @@ def _no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Test whether a completion contains a stop text. It runs after every token, so it decodes only the last few."""
+    """Test for stop texts in a completion. It runs after every token and therefore decodes only the last few tokens."""
 
     tokenizer: Any
     texts: tuple[str, ...]
@@ -394,7 +401,10 @@ def _digest(prompt: Prompt) -> bytes:
 
 
 def _read_cache(path: Path) -> tuple[list[list[int]], list[bool]]:
-    """Read cached tokens and flags of prompts that open the thinking; both are empty if the file cannot be read."""
+    """Read from the cache each prompt's tokens, and for each prompt whether its rendering opens the thinking.
+
+    Both lists are empty if the file cannot be read.
+    """
     try:
         with np.load(path) as cached:
             tokens = [part.tolist() for part in np.split(cached["tokens"], np.cumsum(cached["lengths"])[:-1])]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """Map from a head's product z to logits: cap tanh(factor z / cap) / temperature, or factor z / temperature.
+    """Map from a head's matrix product z to logits: cap tanh(factor z / cap) / temperature, or factor z / temperature.
 
     Cohere and Granite models have a factor, Gemma models a cap.
     """
@@ -127,7 +127,8 @@ class _Scores(torch.autograd.Function):
                 states, grad_part = hidden[part].to(dtype), grad_logprobs[part].unsqueeze(-1)
                 logits = scaling.apply(F.linear(states, *head).float())
                 capped = None if scaling.cap is None else logits.clone()
-                # All operations below are in place: `log_p` (and `logits`) become probabilities, then the gradient.
+                # Work in place, to save memory: the memory of `logits` becomes that of `log_p`, of the probabilities,
+                # then of the gradient.
                 log_p = logits.sub_(norms[part].unsqueeze(-1))
                 if entropy_gradient:
                     factor = log_p + entropies[part].unsqueeze(-1)

@@ -130,7 +130,7 @@ def scores_in_parts(
 
     The ranks reduce the largest logit, the sum of exponentials, the target's logit, and for the entropy the sum of
     exponentials times logits. `weight` and `bias` come from `local_weights`. A caller that works in chunks should call
-    that once, because each call creates another gradient tensor.
+    `local_weights` only once, because each call creates another gradient tensor.
     """
     head: Any = output_head(model)
     mesh = head.weight.device_mesh
@@ -174,7 +174,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def computes_in_16_bit_only(model: nn.Module) -> bool:
-    """Return whether the model's attention only has kernels for 16-bit types, as FlashAttention."""
+    """Return whether the model's attention has kernels for 16-bit types only, as FlashAttention does."""
     return "flash_attention" in str(compat.attention_implementation(text_config(model)))
 
 

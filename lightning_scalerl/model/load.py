@@ -55,7 +55,7 @@ def _without_weights_bar() -> Iterator[None]:
         yield
         return
     downloads = not are_progress_bars_disabled()
-    # This also disables the hub's bars.
+    # This also disables the hub's bars, so they are enabled again.
     logging.disable_progress_bar()
     if downloads:
         enable_progress_bars()
@@ -73,7 +73,7 @@ def check_attention(model: nn.Module) -> None:
     transformers passes the soft cap of attention logits to every implementation, but its default, `sdpa`, ignores it.
 
     Raises:
-        ConfigurationError: the model uses `sdpa` and its configuration has such a setting.
+        ConfigurationError: the model uses `sdpa` and its configuration sets such a cap.
     """
     if ignored := _ignored_settings(model):
         raise ConfigurationError(
@@ -135,7 +135,7 @@ def fingerprint(model: nn.Module, weight_by_name: Callable[[str], Tensor] | None
     for name, value in model.state_dict().items():
         weights: Any = value if weight_by_name is None else weight_by_name(name)
         digest.update(f"{name} {tuple(weights.shape)} {weights.dtype};".encode())
-        # Viewed as bytes because numpy has no bfloat16.
+        # View the weights as bytes, because numpy has no bfloat16.
         digest.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 

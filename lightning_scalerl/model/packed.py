@@ -2,11 +2,12 @@
 
 Position ids restart at each row. From them transformers derives a mask that blocks attention across rows
 (`masking_utils.find_packed_sequence_indices`), for every kind of attention that it has a mask for, including windows.
-Layers that read the sequence in another way, such as recurrent ones, ignore it. Therefore each model is tried first.
+Layers that read the sequence in another way, such as recurrent ones, ignore the mask. Therefore each model is first
+tried on short rows (`packs_rows`).
 
-With such a mask, attention costs the square of the whole sequence. A model that uses torch's
-`scaled_dot_product_attention` without windows shorter than the rows gets a `RowMask` instead: each row then costs only
-its own square, as with FlashAttention's kernels for variable lengths.
+With such a mask, the cost of attention grows with the square of the whole sequence's length. A model that uses torch's
+`scaled_dot_product_attention` without windows shorter than the rows gets a `RowMask` instead. Each row then costs only
+the square of its own length, as with FlashAttention's kernels for variable lengths.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> 
         return None
     if any(window.size < longest for window in attention_windows(config)):
         return None
-    # An expanded scalar: the full shape without its memory.
+    # Expand a scalar: the mask then has its full shape, but takes no memory.
     scalar = torch.zeros((), dtype=torch.bool, device=device)
     mask = scalar.expand(1, 1, sum(lengths), sum(lengths)).as_subclass(RowMask)
     mask.lengths = list(lengths)

@@ -51,7 +51,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         # Semantics of the adapter: those of the design choice, or `described` for an adapter that came with the model.
         self.adapter: Mapping[str, Any] | None = None
-        # Whether rows are packed (`model.packed`): the recipe asks for it and the model supports it (`session.models`).
+        # Whether rows are packed (`model.packed`). True if the recipe asks for it and the model supports it
+        # (`session.models`).
         self.packs = False
         # Whether the model has been tried on a few tokens (`session.trials`).
         self.tried = False

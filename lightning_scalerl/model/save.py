@@ -61,7 +61,7 @@ def save_in_parts(
 ) -> Path:
     """Write the same files as `save_model` for a sharded model, one weight file after the other.
 
-    In memory at any time are the weights of one file and of the layer that is being fetched for it.
+    At any time, memory holds only the weights of one file and of the layer that is being fetched for it.
 
     Args:
         blank: the model on the meta device; it is changed.

@@ -23,7 +23,8 @@ SAME = 1e-4
 def worthwhile(batch: TrainBatch) -> bool:
     """Return whether sharing prompts would save at least the fraction `MIN_SAVED_FRACTION` of a batch's tokens.
 
-    Shared prompts and their completions are padded. Compared with packed rows, this padding counts as tokens.
+    Shared prompts and their completions are padded, while packed rows are not. For a packed batch, this padding
+    therefore counts as tokens that sharing adds.
     """
     if batch.group is None or not batch.rollouts:
         return False
@@ -36,10 +37,10 @@ def worthwhile(batch: TrainBatch) -> bool:
 
 
 def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each of U groups' first rollout (U,), and for each rollout the index of its group (R,)."""
+    """Return the index of the first rollout of each group (U,), and for each rollout the index of its group (R,)."""
     _, index = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
-    # The smallest row of each group; `torch.unique` does not return first occurrences.
+    # Find the smallest row of each group here, because `torch.unique` does not return first occurrences.
     first = torch.full((int(index.max()) + 1,), len(group), device=group.device)
     first.scatter_reduce_(0, index, rows, "amin")
     return first, index

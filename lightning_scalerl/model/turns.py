@@ -1,8 +1,9 @@
 """Checks whether a chat template can be used over several turns, and renders the text between two turns of the model.
 
 A rollout of several turns is never tokenised again: its sampled tokens stay as they are, and the tokens that the
-template writes after a turn are appended. That is the conversation which the template would render only if it leaves
-earlier turns unchanged. Templates that remove earlier thinking do not (Qwen3, DeepSeek-R1; prime-rl#1334, trl#6361).
+template writes after a turn are appended. The result is the same as if the template had rendered the whole
+conversation, but only if the template leaves earlier turns unchanged. Templates that remove earlier thinking change
+them (Qwen3, DeepSeek-R1; prime-rl#1334, trl#6361).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_scalerl.model.chat import Rendering
 
 Message = Mapping[str, Any]
 
-# Messages of the example conversation. No message is part of another.
+# Messages of the example conversation. No message is part of another, so that a search for one finds only this one.
 _QUESTION, _THOUGHT, _ANSWERS = "How many?", "Let me see.", ("First one.", "Second one.", "Third one.")
 _REPLIES = (("Alpha.",), ("Beta.", "Gamma."), ("Delta.",))
 # Number of characters of a text that an error shows.
@@ -118,7 +119,7 @@ class Turns:
         self._worker.close()
 
     def _check(self, answers: Sequence[str], first_prompt: str) -> None:
-        """Check on an example that each turn's rendering is the beginning of the next one's.
+        """Check on an example that the rendering up to each turn is the beginning of the rendering up to the next turn.
 
         Raises:
             ConfigurationError: the template rewrites earlier turns, or the text after a turn depends on earlier turns.

@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Charge:
-    """Cost of one answer of a judge model that is a service.
+    """Cost of one answer from a judge model that runs as a service.
 
     Attributes:
         key: hash of the question. A run counts each key once, except the empty key, which stands for answers that are
@@ -66,7 +66,7 @@ class Grade:
     Attributes:
         reward: a finite number, usually 0 to 1; None to abstain, as if the completion had not been sampled.
         parts: components of the reward and other numbers to record, by name.
-        why: reason for an abstention, for people.
+        why: reason for an abstention, as text for the user.
         correct: whether the completion counts as a pass; None to derive it from the reward.
         extra: texts to record with the completion (`rollouts.jsonl`), by name.
         terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
@@ -146,7 +146,7 @@ class Outcome:
 
 
 def charges_of(result: Grade | Exception) -> tuple[Charge, ...]:
-    """Return the charges of a grade, or of an exception, if a judge failed after it was asked."""
+    """Return the charges of a grade, or those of the exception that a judge raised after it was asked."""
     return tuple(getattr(result, "charges", ()))
 
 

@@ -20,8 +20,8 @@ class Prompt:
         answer: the reference answer, in the form that the task's verifier needs.
         difficulty: a label such as a number of digits, for metrics by difficulty.
         messages: the conversation as {"role", "content"} mappings; empty if the prompt is plain text.
-        columns: all columns of the prompt's data row, by name; or only those of `OPENING_COLUMNS`, if neither verifier
-            nor environment was said to read the row.
+        columns: all columns of the prompt's data row, by name; or only those of `OPENING_COLUMNS`, if neither the
+            verifier nor the environment is declared to read the row.
         source: in a mixture of several tasks, the name of the prompt's task.
         question: the text without the instructions that the task adds before and after it; "" if the task adds none.
         family: label of prompts with a common origin (one template, one text), for clustered standard errors; "" if the

@@ -51,7 +51,7 @@ class Conversation:
 
     Attributes:
         starts: index of the first token of each of the model's turns in the completion.
-        rewards: the environment's reward of each turn; the last turn has the final reward as well.
+        rewards: the environment's reward of each turn; the final reward is added to that of the last turn.
         rewarded: whether the environment has given any reward.
         scale: factor from `rewards` to the training reward; 0 if a verifier grades the rollout.
         calls: number of tool calls, malformed ones included.
@@ -101,8 +101,8 @@ class Rollout:
         terms: the weighted terms, if the grade is a sum of several rewards.
         staged: whether a curriculum has weighted these terms differently from the task.
         conversation: record of the conversation with an environment; None without an environment.
-        completed_steps: number of completed optimizer steps when the rollout finished, as its grader got it; None
-            before that.
+        completed_steps: number of completed optimizer steps when the rollout finished, as its grader received it; None
+            before the rollout has finished.
     """
 
     tokens: list[int]
@@ -305,7 +305,7 @@ class Denominators:
         samples: rollouts that carry credit.
         tokens: tokens that carry credit.
         max_tokens: the completion limit.
-        sampled: all rollouts of the step that have a score, with or without credit. An abstention has none.
+        sampled: all rollouts of the step that have a score, with or without credit. An abstention has no score.
     """
 
     prompts: float
@@ -354,7 +354,7 @@ class TrainBatch:
         values: (R, T), the critic's values before the update; None without a critic.
         returns: (R, T), the targets of the values; None without a critic.
         group: (R,), number of the rollout's group, so that rollouts of one group can share the forward pass of their
-            prompt; None to share none.
+            prompt; None if no prompt is shared.
         selected: (R, T) bool, tokens that the loss treats differently (`Loss.select`); None if there are none.
         packed: whether models get the rows concatenated without padding (`model.packed`).
     """
@@ -428,8 +428,8 @@ class TrainBatch:
         if self.group is not None and self.rollouts:
             longest = self.lengths.new_zeros(int(self.group.max()) + 1)
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
-            # Sort by length of the group's longest row, then group, then length. The sorts are stable, so the first key
-            # comes last.
+            # Sort by length of the group's longest row, then group, then length. The sorts are stable, so the sort by
+            # the first key is made last.
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
         start, widest, total = 0, 0, 0

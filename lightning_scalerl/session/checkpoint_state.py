@@ -37,8 +37,9 @@ from lightning_scalerl.session.records import Records
 from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.state import TorchRandomState
 
-# Settings that decide what a run learns, by group; None for all names of the group. A checkpoint's run keeps them. Code
-# of the user (rewards, environments) is not among them, so that a run can continue after a fault in it was corrected.
+# Settings that decide what a run learns, by group; None for all settings of the group. They must be the same when a run
+# continues from a checkpoint. The user's code (rewards, environments) is not among them, so that a run can continue
+# after an error in that code was corrected.
 _LEARNT_FROM: Mapping[str, tuple[str, ...] | None] = {
     "choices": None,
     "optimizer": None,
@@ -77,7 +78,7 @@ def load_state(
     records: Records,
     branches: bool = False,
 ) -> None:
-    """Restore the run. A rank whose number the saved run did not have keeps its fresh random state.
+    """Restore the run. A rank that the saved run did not have keeps its fresh random state.
 
     `branches`: whether the checkpoint belongs to the parent that this run branches from.
     """
@@ -159,13 +160,14 @@ def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in resolved.get(group, {}).items()
         if names is None or name in names
     }
-    # Of the task only the prompts: after an error in a reward function, the run may continue with a corrected one.
+    # Of the task, include only the prompts: after an error in a reward function, the run may continue with a corrected
+    # one.
     _, prompts, _ = meaning["task"]
     return {**settings, "prompts": prompts}
 
 
 def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the entry `branch` of this run's identity if the checkpoint is the parent's at that step, else None.
+    """Return the entry `branch` of this run's identity if the run branches from this checkpoint, else None.
 
     Args:
         identity: identity of this run.
@@ -231,7 +233,7 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
 def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_path: Any) -> None:
     """Refuse other settings or prompts than those of the checkpoint's run.
 
-    Only settings that both have are compared: checkpoints of earlier versions lack some.
+    Only settings that both runs have are compared, because checkpoints of earlier versions lack some.
 
     Raises:
         ConfigurationError: a setting differs.
@@ -246,11 +248,11 @@ def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_
 
 
 def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
-    """Yield a text for each difference between two values of a setting; names that only one has are left out."""
+    """Yield a text for each difference between two values of a setting; names that only one of them has are skipped."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for name in sorted(saved.keys() & now.keys() - _BY_CONTENT):
             yield from _differences(f"{key}.{name}", saved[name], now[name])
-    # As JSON a tuple equals a list, which a checkpoint may have made of it.
+    # Compare as JSON, in which a tuple equals a list: a checkpoint may contain a list in place of a tuple.
     elif json.dumps(saved, default=str) != json.dumps(now, default=str):
         yield key if key == "prompts" else f"{key} {saved!r}, now {now!r}"
 

@@ -1,7 +1,7 @@
 """Continuation of runs: decides whether a fit continues the run of the module's last fit.
 
-The inputs are the resolved settings of a fit, and how the last fit ended. If both fits do not belong to one run, an
-error names the differences.
+The inputs are the resolved settings of a fit, and how the last fit ended. If the two fits do not belong to the same
+run, an error names the differences.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class DataPath:
             started.pop_all()
 
     def _build(self, stage: Stage, started: ExitStack) -> None:
-        """Build all parts on top of `sampling`; `started` closes those that have started processes."""
+        """Build the remaining parts of the data path from `self.sampling`.
+
+        Parts that start processes are registered in `started`, which closes them if a later part fails.
+        """
         recipe, choices, models, meter = stage.recipe, stage.choices, stage.models, self.meter
         pool = self.sampling.sets[TRAINING]
         self.prompts = PromptSource(pool.prompts, (stage.seed, PROMPT_STREAM), choices.resampling, choices.curriculum)
@@ -138,7 +141,7 @@ class DataPath:
         """Restore a state that `saved` returned. A generator without saved weights is restored by `publish_again`.
 
         `branches`: whether the state is that of the parent from which this run branches. Then the mechanism counters
-        are not restored, because the parent's are for other axes.
+        are not restored, because the parent's counters are for other axes.
         """
         if branches:
             state = {**state, "mechanism": self.mechanism.state_dict()}

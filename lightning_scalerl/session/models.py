@@ -1,7 +1,8 @@
 """Models of a run: policy, critic and reference. All of them are created in this file.
 
-The policy is created from the arguments of `ScaleRL`, critic and reference once a fit has resolved its choices. They
-are made from the policy; a teacher is loaded from the location in `kl.reference`. All have FP32 weights.
+The policy is created from the arguments of `ScaleRL`. Critic and reference are made from the policy once a fit has
+resolved its choices; a reference that is a teacher is loaded from the location in `kl.reference`. All have FP32
+weights.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 class Models:
     """Policy, critic and reference of a run, with the policy's tokenizer and the ranks that train them.
 
-    It is not an `nn.Module`: the names of saved weights begin with `policy.` and `critic.`, so `ScaleRL` has these two
-    as its children. The reference is neither trained nor saved.
+    This class is not an `nn.Module`: policy and critic are children of `ScaleRL` itself, so that the names of saved
+    weights begin with `policy.` and `critic.`. The reference is neither trained nor saved.
 
     Args:
         policy: the policy. This object is never replaced, but its language model may be replaced or sharded.
@@ -63,13 +64,13 @@ class Models:
         stop_tokens: token ids that end a completion.
         packed: whether the recipe asks for packed rows.
         path: path of the policy's model; None if it was made from a model object.
-        files: with `streamed`, the files of the policy's weights, which are not read yet, or a string, the reason why
-            each rank has to read the whole model. None without `streamed`.
+        files: with `streamed`, either the files of the policy's weights, which are not read yet, or the reason (a
+            string) why each rank has to read the whole model. None without `streamed`.
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model to which axis `kl` measures the distance: the initial model, or a teacher, which a vLLM
-            server may run. None if no distance is measured.
+        reference: frozen model from which axis `kl` measures the policy's distance: the initial model, or a teacher,
+            which a vLLM server may run. None without KL.
         teacher: description of the teacher for the run's semantics; empty without one.
         teacher_flops: cost of the teacher's passes; None without one.
         trained: access to the policy between passes.
@@ -111,9 +112,10 @@ class Models:
         return model
 
     def store_in_bf16(self) -> None:
-        """Round the trained weights to BF16, as the optimizer will; weights that are not read yet when they are read.
+        """Round the trained weights to BF16, as the optimizer will do after every step.
 
-        Without an adapter, the reference and the critic's body are also rounded, because they are copies.
+        Weights that have not been read yet are rounded when they are read. Without an adapter, the reference and the
+        critic's body are also rounded, because they are copies.
         """
         if self.policy.adapter is None:
             self._stores_bf16 = True
@@ -148,7 +150,7 @@ class Models:
         """Make the critic and the reference that the choices of a fit need, unless they exist already.
 
         Args:
-            choices: the fit's choices; `kl.relative_size` is set.
+            choices: the fit's choices. If there is a teacher, `kl.relative_size` is set here.
             capacity: tokens of the longest sequence.
 
         Raises:
@@ -186,7 +188,7 @@ class Models:
                     )
                 with torch.device("meta"):
                     model = from_config(location)()
-                from lightning_scalerl.generator.vllm.teacher import VLLMTeacher  # slow, and rarely needed
+                from lightning_scalerl.generator.vllm.teacher import VLLMTeacher  # a slow import, rarely needed
 
                 self.reference = VLLMTeacher(str(kl.reference), capacity, kl.timeout_s)
                 self._fingerprint = digest_of(location)
@@ -218,8 +220,8 @@ class Models:
         """Make the reference equal to the saved run's, if this module was made with other weights than that run.
 
         Args:
-            saved_fingerprint: fingerprint of the saved run's reference; None if that run measured no distance, so
-                that its initial model is unknown.
+            saved_fingerprint: fingerprint of the saved run's reference. None if that run had no KL and therefore no
+                reference: it is then unknown which weights it began with.
 
         Raises:
             ConfigurationError: the fingerprint matches neither the current reference nor the model at `path`.
@@ -316,7 +318,7 @@ def make(
             "model: not given; a folder, a hub id, or a model with its tokenizer. The checkpoint of a run that was "
             "given a model object holds weights only: ScaleRL.load_from_checkpoint(path, model=..., tokenizer=...)"
         )
-    # `scale=` says that the user has chosen the scale; it is looked for below.
+    # `scale=` is allowed, because it only says that the user has chosen the scale (see `check_scale` below).
     unused = [] if isinstance(recipe, str) else [entry for entry in overrides if not entry.startswith("scale=")]
     if unused:
         raise ConfigurationError(

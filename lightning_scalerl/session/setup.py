@@ -155,7 +155,7 @@ def set_up_fit(
     """Build the data path of a fit (on rank 0), its critic and its reference.
 
     Returns:
-        The data path, None on other ranks; and whether the fit continues the run of the module's last fit.
+        The data path (None on other ranks), and whether the fit continues the run of the module's last fit.
 
     Args:
         stage: choices and models of the fit.
@@ -169,7 +169,7 @@ def set_up_fit(
         ConfigurationError: settings, task or model are incompatible with each other or with the last fit's run.
     """
     check_curriculum(stage.task, stage.choices.curriculum)
-    # A digest: checkpoints store it too, and there may be many prompts.
+    # Use a digest, because checkpoints store it too and there may be many prompts.
     prompts = digest([(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()])
     task = stage.task.trained if isinstance(stage.task, TaskWithEvaluationSets) else stage.task
     meaning = {**settings, "task": (type(task).__name__, prompts, task.identity())}

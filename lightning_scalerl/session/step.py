@@ -37,7 +37,7 @@ def count_mechanisms(path: DataPath, batch: TrainBatch, passes: Sequence[Pass]) 
 
 @contextmanager
 def _probing(path: DataPath) -> Iterator[None]:
-    """Record the time of a generator probe under the driver's phase."""
+    """Count the time of a generator probe in the phase that the driver names (`probe_phase`)."""
     with path.meter.phase(path.driver.probe_phase), path.driver.asking():
         yield
 

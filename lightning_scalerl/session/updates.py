@@ -72,11 +72,11 @@ class Updates:
             )
 
     def branch(self, checkpoint: dict[str, Any], optimizer: str) -> None:
-        """Prepare the start from a parent's checkpoint, before its optimizer's state is loaded.
+        """Prepare the start from a parent's checkpoint, before the optimizer's state is loaded from it.
 
         Args:
             checkpoint: the parent's checkpoint, from which the optimizer's state is dropped if it is not kept.
-            optimizer: "kept" or "fresh".
+            optimizer: "kept" to continue with the parent's optimizer state, "fresh" to start without it.
         """
         if optimizer == "fresh":
             checkpoint["optimizer_states"] = []

@@ -16,6 +16,8 @@ from torchao.optim.subclass_8bit import OptimState8bit  # noqa: E402
 class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no types
     """torchao's AdamW8bit without torch.compile, with plain learning rates, and with plain tensors in its state dict.
 
+    The reasons for these three differences, in the same order:
+
     - A compiled step would need a compiler where the run is, and its rounding would depend on that compiler.
     - Schedules, callbacks and checkpoints expect plain rates, and torchao's step expects tensors.
     - A checkpoint of plain tensors can be read where torchao is not installed.
@@ -25,7 +27,8 @@ class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no 
 
     def __init__(self, parameters: Any, **settings: Any) -> None:
         groups = list(parameters)
-        # torchao makes FP32 tensors of the rates. Plain parameters are one group, at the optimizer's rate.
+        # torchao turns the learning rates into FP32 tensors, so restore the plain rates below. Parameters without
+        # groups form one group, with the optimizer's rate.
         rates = [group.get("lr", settings["lr"]) for group in groups if isinstance(group, dict)] or [settings["lr"]]
         super().__init__(groups, **settings)
         for group, rate in zip(self.param_groups, rates, strict=True):

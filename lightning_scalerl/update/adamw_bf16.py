@@ -35,8 +35,8 @@ class StoredInBF16(torch.optim.Optimizer):
     Without Kahan summation w becomes bf16(w + u): an update below half of the distance between two BF16 numbers is
     lost. With it, the compensation c keeps the lost part: c = bf16(c + u), w' = bf16(w + c), c = bf16(c - (w' - w)).
 
-    The weights stay in FP32 tensors that hold BF16 values, so gradients, forward pass and published weights are those
-    of the other optimizers, under any strategy. Moments and compensation are BF16 tensors.
+    The weights stay in FP32 tensors that hold BF16 values, so gradients, forward pass and publishing work as with the
+    other optimizers, under any strategy. Moments and compensation are BF16 tensors.
 
     Args:
         parameters: parameters, or groups of them; their values are rounded.

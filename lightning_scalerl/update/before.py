@@ -33,13 +33,13 @@ def run_forward_passes(
     size: PassSize,
     ranks: Ranks,
 ) -> TrainBatch:
-    """Return `rows` with the tables of `BEFORE_UPDATE` that come from a model filled in if a choice needs them.
+    """Return `rows` with the outputs of models that the choices need before the update (tables of `BEFORE_UPDATE`).
 
     Args:
         rows: this rank's rows of the batch.
         choices: the run's design choices, which decide whether an anchor is needed.
         policy: the policy with its weights before the update.
-        reference: the frozen reference policy, or a teacher that is served; None without a distance.
+        reference: the frozen reference policy, or a teacher that is served; None without KL.
         critic: the value model; None without a critic.
         size: upper limits of one forward pass.
         ranks: the ranks that train together. With a sharded model all ranks must make the same number of passes.

@@ -1,4 +1,4 @@
-"""Group `health`: rules that end a collapsed run early and record the reason in its status.
+"""Settings group `health`: rules that end a collapsed run early and record the reason in the run's status.
 
 arXiv 2510.13786, A.15: runs in which 10 to 15% of completions are truncated stay unstable, so their later rewards do
 not characterize the recipe. The rules are off by default, because a collapse is a result too.
@@ -21,12 +21,12 @@ def at_the_limit(metrics: Mapping[str, float]) -> float:
 
 
 class UnhealthyError(CannotGoOnError):
-    """Ends a run whose reward, entropy or share of truncated completions is out of bounds."""
+    """Raised to end a run whose reward, entropy or share of truncated completions is out of bounds."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Bounds at which a run ends early. They are not part of a run's identity, as they do not change how it learns.
+    """Bounds at which a run ends early. They are not part of a run's identity, because they do not change learning.
 
     Args:
         stop: whether the bounds are enforced at all.

@@ -80,7 +80,7 @@ class SkippedUpdates:
         Raises:
             CannotGoOnError: too many updates in a row were not finite.
         """
-        # Read the scale before `scale.update` halves it: this gradient was computed with it.
+        # Read the scale before `scale.update` can halve it: this gradient was computed with the old scale.
         overflow = scale.acts and scale.factor > 1.0
         scale.update(finite)
         if finite:

@@ -2,7 +2,7 @@
 
     policy    surrogate of axis `loss`, with the anchor and weights of axis `correction`
     value     clipped squared error of the critic
-    kl        distance from the frozen reference; with `kl.estimate=k1` the surrogate with the distance as the advantage
+    kl        distance from the frozen reference; with `kl.estimate=k1` the surrogate with -distance as the advantage
     entropy   minus the entropy bonus
 
 All terms divide by the global denominators of the batch, so any split of a batch sums to the same loss and gradient.

@@ -21,21 +21,22 @@ from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import TrainBatch
 
-# Noise on weights relative to their root mean square (RMS), large enough that a layer's effect on log-probabilities
-# exceeds rounding. An RMS below `MIN_RMS` counts as `MIN_RMS`, so that zero weights (such as biases) change too.
+# `perturbed` adds noise to weights to test whether a generator follows them. The noise's standard deviation is
+# `RELATIVE_NOISE` times the weights' root mean square (RMS), so that noise on one layer changes log-probabilities by
+# more than rounding does. An RMS below `MIN_RMS` counts as `MIN_RMS`, so that zero weights (such as biases) change too.
 RELATIVE_NOISE, MIN_RMS = 0.3, 0.05
 
 
 class TrainedPolicy:
     """Gives rank 0 the policy's log-probabilities and weights; only rank 0 scores and publishes them.
 
-    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: the other ranks make, in
-    `answer`, the same calls that rank 0 makes here during `Ranks.share`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: while rank 0 makes calls here
+    during `Ranks.share`, the other ranks make the same calls in `answer`.
 
     Args:
         policy: the `Policy`, whose language model is in `policy.model`.
         ranks: returns the current ranks of the run.
-        load: loads the whole language model, for when the policy's weights have not been read from their folder.
+        load: loads the whole language model. Used as long as the policy's weights have not been read from their folder.
     """
 
     def __init__(self, policy: Policy, ranks: Callable[[], Ranks], load: Callable[[], nn.Module] | None = None) -> None:
@@ -104,7 +105,7 @@ class TrainedPolicy:
     def perturbed(self, names: Sequence[str]) -> Iterator[None]:
         """Add noise to these weights for the `with` block, then restore them bit for bit.
 
-        The noise of a tensor is `RELATIVE_NOISE` times its root mean square.
+        The standard deviation of a tensor's noise is `RELATIVE_NOISE` times the tensor's root mean square.
         """
         try:
             self._on_all_ranks("perturb", list(names))

@@ -33,7 +33,7 @@ class PPOOffPolicy(AsyncMode):
         return admission // (groups_per_step * self.k) <= completed_steps // self.k
 
     def publishes(self, completed_steps: int) -> bool:
-        """Return whether the step is the last of its phase of k."""
+        """Return whether the step is the last of the k steps of its phase."""
         return completed_steps % self.k == 0
 
 

@@ -111,7 +111,7 @@ class Loss(DesignChoice):
         Args:
             anchor_logprobs: (R, T), the denominator of the ratio (axis `correction`).
             advantages: (R, T), the advantages that are trained on.
-            mask: (R, T), the tokens that carry credit. Values of the other tables outside it are not defined.
+            mask: (R, T), the tokens that carry credit. Outside it, the values of the other two tables are undefined.
             key: seed of random choices; it differs in each step.
         """
         return None

@@ -37,5 +37,5 @@ class CISPO(Loss):
         return importance_ratio(trainer_logprobs, anchor_logprobs) > self.max_ratio
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bounds of the ratio, and that clipped tokens keep their gradient."""
+        """Return the parameters, plus the bounds of the ratio and whether clipped tokens keep their gradient."""
         return {**super().semantics(), "ratio_interval": [0.0, self.max_ratio], "gradient_of_clipped": "kept"}

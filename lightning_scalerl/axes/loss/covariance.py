@@ -89,7 +89,10 @@ def check_share(value: float) -> float:
 
 
 def token_table(selected: Tensor, mask: Tensor) -> Tensor:
-    """Return a table (R, T, bool) that is True at `selected`, indices of tokens counted row by row within the mask."""
+    """Return a table (R, T, bool) that is True at the tokens `selected`.
+
+    `selected` holds indices of tokens, counted row by row within the mask.
+    """
     flags = torch.zeros(int((mask > 0).sum()), dtype=torch.bool, device=mask.device)
     flags[selected] = True
     table = torch.zeros_like(mask, dtype=torch.bool)

@@ -43,7 +43,7 @@ class DAPO(Loss):
         return clipped_tokens(ratio, advantages, self.clip_low, self.clip_high)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bounds of the ratio, and that clipped tokens lose their gradient."""
+        """Return the parameters, plus the bounds of the ratio and whether clipped tokens keep their gradient."""
         return {
             **super().semantics(),
             "ratio_interval": [1 - self.clip_low, 1 + self.clip_high],

@@ -92,5 +92,5 @@ class DPPO(Loss):
         return outside_trust_region(trainer_logprobs, anchor_logprobs, advantages, self.divergence, *bounds)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bounds of the ratio, and that tokens outside the trust region have no gradient."""
+        """Return the parameters, plus the bounds of the ratio and whether clipped tokens keep their gradient."""
         return {**super().semantics(), "ratio_interval": [0.0, self.max_ratio], "gradient_of_clipped": "dropped"}

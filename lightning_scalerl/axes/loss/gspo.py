@@ -41,9 +41,9 @@ def gspo(
 ) -> Tensor:
     """Return loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t) at every token t of sequence i.
 
-    `advantages` must be constant along a sequence: A_t = A_i for all t. Then a sequence is clipped as a whole, and its
-    token average is the paper's term. Advantages that vary along a sequence would be clipped token by token with a
-    shared ratio, which no paper defines.
+    `advantages` must be constant along a sequence: A_t = A_i for all t. Then a sequence is clipped as a whole, and the
+    average over its tokens is the paper's term. Advantages that vary along a sequence would be clipped token by token
+    with a shared ratio, which no paper defines.
     Shapes: all (R, T), one sequence per row; unreduced. Source: GSPO, arXiv 2507.18071.
     """
     # The ratio (R, 1) broadcasts over the tokens of its row.
@@ -55,7 +55,7 @@ class GSPO(Loss):
 
     In the ScaleRL paper clip_low 3e-3 with clip_high 5e-3 was slightly better than 4e-3, and bounds of 1e-4 did not
     work. GSPO is defined with the aggregation `sample`. Other aggregations weight a sequence by its length, which is
-    another objective; they are allowed, and `semantics` records it.
+    another objective; they are allowed, and `semantics` records the aggregation that GSPO is defined with.
     """
 
     def __init__(self, clip_low: float = 3e-3, clip_high: float = 5e-3) -> None:

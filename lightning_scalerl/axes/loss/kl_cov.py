@@ -17,11 +17,11 @@ class KLCov(CovarianceLoss):
     """loss_t = -r_t A_t, plus coefficient * |log r_t| for the tokens with the highest covariance.
 
     Source: arXiv 2505.22617, eq. 10, 13 and 14. The paper penalizes KL(pi_anchor || pi_trainer); its code, verl
-    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its derivative with respect to log r_t is the
-    sign of log r_t, 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the first pass over
-    a batch, so the penalty acts from the second update on. With `correction=behaviour`, in the first pass on fresh
-    rollouts, log r_t is a rounding error, so the penalty adds noise. The coefficient is 1 in the paper and 0.1 in
-    verl's configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
+    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. The derivative of |log r_t| with respect to log
+    r_t is the sign of log r_t, and 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the
+    first pass over a batch, so the penalty acts from the second update on. With `correction=behaviour`, in the first
+    pass on fresh rollouts, log r_t is a rounding error, so the penalty adds noise. The coefficient is 1 in the paper
+    and 0.1 in verl's configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
 
     `CovarianceLoss` states when tokens are selected.
 

@@ -40,7 +40,7 @@ class PPO(Loss):
         return clipped_tokens(ratio, advantages, self.clip, self.clip)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bounds of the ratio, and that clipped tokens lose their gradient."""
+        """Return the parameters, plus the bounds of the ratio and whether clipped tokens keep their gradient."""
         return {
             **super().semantics(),
             "ratio_interval": [1 - self.clip, 1 + self.clip],

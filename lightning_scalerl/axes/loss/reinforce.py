@@ -28,5 +28,5 @@ class Reinforce(Loss):
         return torch.zeros_like(mask, dtype=torch.bool)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that every token has the weight 1 instead of a ratio."""
+        """Return the parameters, plus entries which say that every token has the weight 1 instead of a ratio."""
         return {**super().semantics(), "ratio_interval": [1.0, 1.0], "ratio": "none: every token weighs 1"}

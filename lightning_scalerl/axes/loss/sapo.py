@@ -16,8 +16,8 @@ def sapo(
 ) -> Tensor:
     """Return loss_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, with tau_pos where A_t > 0 and tau_neg elsewhere.
 
-    The gradient of a token has the weight 4 r_t p (1 - p) with p = sigmoid(tau (r_t - 1)): 1 at a ratio of 1, less the
-    further the ratio is from it, and never exactly 0. Shapes: all (R, T); unreduced.
+    The gradient of a token is that of -r_t A_t times 4 p (1 - p), with p = sigmoid(tau (r_t - 1)). This factor is 1 at
+    a ratio of 1, falls with the ratio's distance from 1, and is never exactly 0. Shapes: all (R, T); unreduced.
     Source: SAPO, arXiv 2511.20347; TRL (`loss_type="sapo"`), verl and SkyRL compute the same loss per token.
     """
     ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
@@ -26,7 +26,7 @@ def sapo(
 
 
 class SAPO(Loss):
-    """Soft adaptive gate with one temperature per sign of the advantage; a larger one attenuates sooner.
+    """Soft adaptive gate with one temperature per sign of the advantage; a larger temperature attenuates sooner.
 
     SAPO is defined with the aggregation `sample`, which TRL and verl use regardless of their configuration. Other
     aggregations are allowed, as in SkyRL, and `semantics` records the one that SAPO is defined with.
@@ -45,5 +45,5 @@ class SAPO(Loss):
         return torch.zeros_like(mask, dtype=torch.bool)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, that the gate is soft, and the aggregation that SAPO is defined with."""
+        """Return the parameters, plus how the ratio enters and the aggregation that SAPO is defined with."""
         return {**super().semantics(), "ratio": "token, through a sigmoid", "defined_with": "sample"}

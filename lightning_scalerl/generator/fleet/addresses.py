@@ -31,8 +31,8 @@ class Address:
 
     - `http`: a running server at `host` and `port`.
     - `file`: a server that announces its address in the file `path`.
-    - `srun`: a server that the run starts as a step of its SLURM job on node `host`. `devices` are its numbers among
-      the GPUs that the step sees; empty for all of them.
+    - `srun`: a server that the run starts as a step of its SLURM job on node `host`. `devices` are the numbers of the
+      server's GPUs among those that the step sees; empty for all of them.
     """
 
     kind: Literal["local", "http", "srun", "file"]
@@ -87,7 +87,8 @@ def addresses_of(engines: Sequence[str], generators: int, devices_per_engine: in
 def visible_devices(devices: Sequence[str], devices_per_engine: int, engines: int) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES for each engine on this node, with `devices_per_engine` devices each.
 
-    Engines of one device may share devices: `devices` is returned unchanged. Engines of several devices share none.
+    Engines with one device each may share devices, so `devices` is returned unchanged. Engines with several devices
+    share none.
 
     Args:
         devices: devices for the engines; an entry is one number or several separated by commas. Empty without GPUs.

@@ -41,9 +41,9 @@ class Engine:
         started_at: monotonic time at which the child was started.
         slots: number of rollouts that the engine decodes together; 0 until it is ready.
         ready: whether messages can reach the engine.
-        acknowledged: publish number of the weights that the engine uses.
+        acknowledged: number of the publish (`Published.number`) whose weights the engine uses.
         aside: whether the engine's rollouts in flight are paused for other work (`Fleet.aside`).
-        sampled: tokens of the engine's unfinished rollouts, from its last report.
+        sampled: number of tokens of the engine's unfinished rollouts, from its last report.
         replies: replies that were not read yet.
     """
 
@@ -172,7 +172,8 @@ class Engines:
     def handle_messages(self, at_start: bool = False) -> None:
         """Handle all arrived messages, and replace engines that have ended or timed out."""
         for engine in self:
-            # Check this before reading, so that the last messages of an ended engine are still handled.
+            # Ask for the end reason before reading, so that the last messages of an engine that has ended are still
+            # handled.
             end_reason = engine.transport.end_reason()
             for message in engine.transport.received():
                 if engine in self._all:  # an earlier message may have led to the engine's replacement
@@ -222,7 +223,7 @@ class Engines:
 
     def end(self) -> None:
         """End all child processes; vLLM servers that the run did not start keep running."""
-        # Ask all before waiting for any, so that they end in parallel.
+        # Ask all children to stop before waiting for any of them, so that they end in parallel.
         for engine in self._all:
             engine.transport.send("stop")
         for engine in self._all:

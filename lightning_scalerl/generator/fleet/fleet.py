@@ -97,14 +97,14 @@ class Fleet:
         tensor_parallel: int = 1,
     ) -> None:
         device = next(model.parameters()).device
-        # With CUDA_VISIBLE_DEVICES set, a child sees its device as number 0.
+        # A child with its own CUDA_VISIBLE_DEVICES sees its device as number 0, so only the device's type is passed on.
         device_name = device.type if devices else str(device)
         blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, device_name), model)
         addresses = addresses_of(engines, generators, tensor_parallel)
         # Values of CUDA_VISIBLE_DEVICES, which the engines on this node get in turn.
         devices = visible_devices(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
         blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel, start_s)) for address in addresses]
-        # Set while the ledger is being swapped, saved or restored.
+        # True while the ledger is being swapped, saved or restored. No group is dispatched then.
         self._dispatch_paused = False
         self._asides = 0
         self._lock = threading.RLock()
@@ -163,20 +163,20 @@ class Fleet:
     @property
     @_one_at_a_time
     def free_slots(self) -> int:
-        """Number of further rollouts that the engines that are up could start at once."""
+        """Number of further rollouts that could start at once on the engines that are up."""
         room = sum(engine.slots - self._ledger.unfinished(engine) for engine in self._engines.up)
         return max(0, room - self._ledger.unassigned)
 
     @_one_at_a_time
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group; the whole group goes to the engine with most free slots, once one has room."""
+        """Queue a group. Once an engine has room, the whole group goes to the engine with the most free slots."""
         self._ledger.submit(request)
         self._dispatch()
 
     @property
     @_one_at_a_time
     def idle(self) -> bool:
-        """True if everything in flight waits for an insertion, and has been reported."""
+        """True if all rollouts in flight wait for an insertion, and all these waits have been reported."""
         waiting = len(self._ledger.all_waiting())
         return self._ledger.in_flight == waiting and not self._ledger.has_report
 
@@ -191,7 +191,7 @@ class Fleet:
         """Insert an answer's tokens into a waiting rollout and continue it.
 
         Raises:
-            KeyError: the rollout does not wait, or no longer because its engine was lost.
+            KeyError: the rollout does not wait, or no longer does because its engine was lost.
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, self._vocabulary)
@@ -203,7 +203,7 @@ class Fleet:
         """End a waiting rollout; a later step reports it as finished.
 
         Raises:
-            KeyError: the rollout does not wait, or no longer because its engine was lost.
+            KeyError: the rollout does not wait, or no longer does because its engine was lost.
         """
         engine, name = self._ledger.resume(key, index)
         engine.transport.send("end", name, index, truncated)
@@ -213,7 +213,7 @@ class Fleet:
         """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
 
         Raises:
-            KeyError: the rollout does not wait, or no longer because its engine was lost.
+            KeyError: the rollout does not wait, or no longer does because its engine was lost.
         """
         engine, name = self._ledger.resume(key, index)
         engine.transport.send("restart", name, index)
@@ -230,7 +230,7 @@ class Fleet:
 
     @_one_at_a_time
     def collect(self) -> StepReport:
-        """Return the rollouts that have ended or wait and the work done since the last report, without waiting."""
+        """Return at once the rollouts that have ended or begun to wait, and the work done since the last report."""
         self._engines.handle_messages()
         ended, waiting = self._ledger.collect(), self._ledger.collect_waiting()
         report = replace(StepReport(ended, *self._computed), lost_tokens=self._lost_tokens, waiting=waiting)
@@ -319,8 +319,9 @@ class Fleet:
         """Return the state of everything in flight, one state per engine, and one copy of the weights."""
         if self._closed is not None:
             return self._closed
-        # A rollout may end while other engines are asked for their state. It is then saved both as ended and in its
-        # engine's state; when the restored engine samples it again, the ledger drops it.
+        # Dispatch nothing meanwhile: an engine that has given its state could get a group that this state lacks. An
+        # engine may also finish a rollout after it has given its state. The checkpoint then contains this rollout
+        # twice, as ended and as running. After a restore it is sampled again, and the ledger discards the second copy.
         self._dispatch_paused = True
         try:
             states = {engine: self._engines.ask(engine, "state") for engine in self._engines.up}
@@ -431,7 +432,7 @@ class Fleet:
 
 
 def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
-    """Return the blueprint after the generator class has checked the trainer's model, if it has such a check.
+    """Return the blueprint after the generator class has checked the trainer's model, if the class has a check.
 
     The check needs the trainer's exact weights: an engine's weights are rounded too much for it.
     """

@@ -78,8 +78,8 @@ class Ledger:
     def assign(self, slots: Mapping[Any, int]) -> list[tuple[Any, GroupRequest]]:
         """Assign groups without an engine, the oldest first, each to the engine with most free slots.
 
-        A group is never split. Groups stay unassigned while no engine has a free slot, so that any engine can take
-        them.
+        A group is never split. Groups stay unassigned while no engine has a free slot, so that the first engine with
+        one can take them.
 
         Args:
             slots: for each engine that is up, the number of rollouts that it decodes together.
@@ -169,7 +169,7 @@ class Ledger:
         for group in lost:
             group.engine = None
             group.waiting.clear()
-        # Names increase in order of submission.
+        # Names increase in order of submission, so the oldest group comes first.
         self._unassigned = deque(sorted({*self._unassigned, *lost}, key=lambda group: group.name))
 
     def state_dict(self, number_of: Callable[[Any], int]) -> dict[str, Any]:

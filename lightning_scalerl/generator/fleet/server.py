@@ -3,12 +3,22 @@
 `Fleet` starts it (`transport.Child`) and holds the other end of a socket pair. When that end closes for any reason,
 this process ends too.
 
-Each message is a tuple that starts with its name. Messages to the child: `submit` (request), `publish` (weights,
-recompute_kv), `insert` (key, index, tokens), `end` (key, index, truncated), `restart` (key, index), `drop` (key, index:
-end a rollout if it still waits), `score` (prompt, tokens), `aside`, `back`, `state`, `load` (state), `stop`. Messages
-from the child: `ready` (slots, whether it can score), `work` (finished rollouts, counts of computed work, seconds,
-tokens of unfinished rollouts, rollouts that wait), `alive` (a heartbeat when there is nothing else to report),
-`published` (number and digest of the current weights), `reply` (value), `failed` (reason).
+Each message is a tuple that starts with its name. Messages to the child:
+
+- rollouts: `submit` (request), `insert` (key, index, tokens), `end` (key, index, truncated), `restart` (key, index),
+  `drop` (key, index: end a rollout if it still waits)
+- weights and scores: `publish` (weights, recompute_kv), `score` (prompt, tokens)
+- `aside`: set the rollouts in flight aside; `back`: resume them
+- `state`: return everything in flight; `load` (state): restore it
+- `stop`: end the process
+
+Messages from the child:
+
+- `ready` (slots, whether it can score)
+- `work` (finished rollouts, counts of computed work, seconds, tokens of unfinished rollouts, rollouts that wait)
+- `alive`: a heartbeat when there is nothing else to report
+- `published` (number and digest of the current weights)
+- `reply` (value), `failed` (reason)
 """
 
 from __future__ import annotations
@@ -115,7 +125,8 @@ class Server:
         except OSError as error:  # raised by `poll`
             raise ParentGoneError from error
         finally:
-            # Exit explicitly: otherwise the garbage collector would restore the rollouts in flight at some later time.
+            # Exit `aside` explicitly: otherwise the garbage collector would restore the rollouts in flight at some
+            # later time.
             if self._aside is not None:
                 self._aside.__exit__(None, None, None)
 
@@ -189,7 +200,7 @@ class Server:
             state = self._generator.state_dict()
             self._send("reply", {name: part for name, part in state.items() if name != "weights"})
         elif name == "load":
-            # A sent state contains no weights: the rollouts resume with the weights published last.
+            # The state that the parent sends contains no weights: the rollouts resume with the weights published last.
             weights = self._generator.state_dict().get("weights")
             self._generator.load_state_dict({**arguments[0], "weights": weights})
             self._send("reply", getattr(self._generator, "waiting", []))

@@ -61,7 +61,7 @@ class Published:
     path: Path
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors, memory-mapped; only on the node that has the file."""
+        """Return the tensors, memory-mapped. Works only on the node that has the file."""
         from safetensors.torch import load_file
 
         return dict(load_file(self.path))
@@ -221,7 +221,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
 def _remove_orphans() -> None:
     """Remove weight folders that killed trainers left in shared memory.
 
-    A child process removes the folder of its trainer, but a trainer without local engines has no child.
+    A child process removes the folder when its trainer is gone, unless the child was killed as well.
     """
     for path in SHARED_MEMORY.glob(f"scalerl-*/{LOCK}"):
         with suppress(OSError), path.open("rb") as lock:

@@ -143,7 +143,7 @@ def _largest_difference(model: nn.Module) -> float:
     config = text_config(model)
     device = next(model.parameters()).device
     vocab_size = int(config.vocab_size)
-    # Tokens vary with position and row, and lengths differ, so that a wrong row, position or mask shows.
+    # Tokens vary with position and row, and lengths differ, so that a wrong row, position or mask changes the result.
     sequences = [
         [1 + (7 * position + 3 * row) % max(1, vocab_size - 1) for position in range(9 - 2 * row)] for row in range(2)
     ]

@@ -87,7 +87,7 @@ class _Pending:
 
 @dataclass
 class _Prefilled:
-    """Prefilled prompt, with its keys and values, and the rollouts of it that wait for slots."""
+    """Prefilled prompt with its keys and values, and the rollouts of this prompt that wait for slots."""
 
     pending: _Pending
     keys_values: list[tuple[Tensor, Tensor]]
@@ -145,7 +145,7 @@ class TorchGenerator:
 
     @staticmethod
     def check_model(model: nn.Module, sampling: SamplingSettings, **_: Any) -> None:
-        """Check that a model can be decoded token by token; takes the generator's arguments.
+        """Check that a model can be decoded token by token. Takes the same arguments as the constructor.
 
         A trainer calls this with its own FP32 weights. The weights of an engine in another process are rounded, which
         makes the comparison too inexact.
@@ -193,7 +193,7 @@ class TorchGenerator:
 
     @property
     def idle(self) -> bool:
-        """True if `step` has nothing to do or report: all rollouts with a slot wait, and no queued one can start."""
+        """True if `step` has nothing to do or report: all rollouts with a slot wait, and queued ones cannot start."""
         may_start = self._pending_count > 0 and self._paused_rollouts.held_slots < self._slots.size
         return not (may_start or self._slots.active or self._paused_rollouts.due)
 
@@ -436,7 +436,7 @@ class TorchGenerator:
         self._unreported = [0, 0]
 
     def close(self) -> None:
-        """Do nothing: all its memory belongs to this process."""
+        """Do nothing: all memory of this generator belongs to this process."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, with the weights and the (possibly stale) cache needed to continue exactly."""

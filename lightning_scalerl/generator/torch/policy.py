@@ -82,7 +82,7 @@ class GeneratorPolicy:
         return weights[name].detach().to(self.head_dtype, copy=True)
 
     def weights(self) -> dict[str, Any]:
-        """Return the copy in host memory, for a checkpoint taken while rollouts are in flight."""
+        """Return all weights of this object in host memory, for a checkpoint taken while rollouts are in flight."""
         return {
             "model": {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()},
             "head_weight": None if self._head_weight is None else self._head_weight.cpu(),

@@ -59,8 +59,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """KV cache of all slots; `aim` sets the rows and positions written by the next forward pass.
 
-    It grows with the number of decoding rows and the length of the longest, because few runs ever fill all slots to
-    full length.
+    The cache grows with the number of decoding rows and the length of the longest sequence, because few runs ever fill
+    all slots to full length.
     """
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:

@@ -1,7 +1,8 @@
 """Slots of the in-process generator: the rollouts that decode together, one row each, with their keys and values.
 
-The active slots are always the first ones. A slot also tracks its forced phrase: when it is due, and its next token.
-A rollout that waits for an insertion leaves its row, and gets another one when it continues.
+The active slots are always the first ones. A slot also tracks the forced phrase of its rollout: when the phrase is due,
+and which of its tokens is next. A rollout that waits for an insertion leaves its row, and gets another one when it
+continues.
 """
 
 from __future__ import annotations

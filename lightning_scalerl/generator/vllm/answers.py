@@ -124,12 +124,13 @@ class Answer:
         self.versions = self._versions(_sequence("weight_versions", spans))
 
     def _versions(self, spans: Sequence[Any]) -> list[int]:
-        """Return each token's weight version from spans, after checking them.
+        """Check the server's spans and return each token's weight version.
 
-        Spans must be contiguous, and their labels must be in the order in which weights were published.
+        A span is a range of tokens with the label of the weights that sampled them. Spans must be contiguous, and their
+        labels must be in the order in which weights were published.
         """
         versions: list[int] = []
-        # After an abort the server may name tokens that it has not sent.
+        # After an abort, the spans may include tokens that the server has not sent.
         named_limit = self.limit if self.reason == "abort" else self.tokens
         label_index = self.since
         for span in spans:

@@ -1,8 +1,9 @@
 """Generator that samples with vLLM's HTTP server, on this machine or another; `serve` starts one.
 
 A rollout is a stream of token ids with log-probabilities (`/inference/v1/generate`). This client decides when a rollout
-ends, as for the engine in this process. The server reports which weights sampled a token, by labels that we set while
-it is paused. A server has one client at a time: at its start, a client aborts all requests that an earlier client left.
+ends, as `generator` does with an engine in this process. The server reports which weights sampled a token, by labels
+that we set while the server is paused. A server has one client at a time: at its start, a client aborts all requests
+that an earlier client left.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class _Stream:
         start: number of tokens that the rollout had before this request.
         context: length of the request's prompt: the group's prompt plus `start` tokens.
         work: the running call; None until it is started.
-        end_cause: why this client ends the request: "stop" at a stop text, "restart" to continue in another request;
-            "" if it does not.
+        end_cause: why this client ends the request: "stop" at a stop text, "restart" to continue in another request; ""
+            if this client does not end it.
         received: number of tokens received.
     """
 
@@ -198,7 +199,7 @@ class VLLMServerGenerator(InFlight):
             for stream in self._running.values():
                 if stream.received:
                     self._unreported.add(0, len(stream.active.sequence), self._windows)
-        # Call this once per pause: vLLM does not treat a second resume as a repetition.
+        # Call this only once per pause: vLLM does not ignore a second resume.
         self._call("POST", "/resume")
         self._streams.heard_at = time.monotonic()
 
@@ -368,7 +369,7 @@ class VLLMServerGenerator(InFlight):
         versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]
 
     def _check_alive(self) -> None:
-        """Raise `EngineLostError` if neither tokens nor an answer to a health check came for too long."""
+        """Raise `EngineLostError` if no token, or no answer to a health check, has arrived for `silence_s` seconds."""
         now = time.monotonic()
         silent_s = now - min(self._streams.heard_at, self._healthy)
         if silent_s > self._silence_s:

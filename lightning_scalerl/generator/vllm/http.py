@@ -73,7 +73,7 @@ class Connection:
             headers=self._headers,
             connector=TCPConnector(limit=0, force_close=True),
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
-            # A line can be long: vLLM merges all tokens sampled while the client was not reading into one part.
+            # A line can be long: vLLM merges into one part all tokens that it sampled while the client was not reading.
             read_bufsize=2**23,
             auto_decompress=False,
         )

@@ -30,7 +30,7 @@ IDLE = "SCALERL_SERVER_IDLE_S"
 def register() -> None:
     """Register the backend with vLLM. Each vLLM process calls this, some more than once.
 
-    If a program started the server (`PARENT`), its processes also end with that program, even after kill -9.
+    If a program started the server (`PARENT`), the server's processes also end with that program, even after kill -9.
     """
     parent, _, host = os.environ.get(PARENT, "").partition("@")
     if parent and host == socket.gethostname():

@@ -1,8 +1,8 @@
 """Rollouts in progress in a vLLM engine, in this process or behind HTTP: their next request, and when they have ended.
 
-A rollout may take several requests. The first ends at the rollout's interruption or at the end of its first turn, if it
-has one. Each later request continues after the existing tokens, which keep the log-probabilities and versions they were
-sampled with.
+A rollout may take several requests. The first one ends at the rollout's interruption point, if it has one, or at the
+end of its first turn. Each later request continues after the existing tokens, which keep the log-probabilities and
+versions they were sampled with.
 """
 
 from __future__ import annotations

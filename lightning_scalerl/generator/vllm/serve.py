@@ -288,8 +288,8 @@ def serve_on(
 ) -> Server:
     """Start a server as a step of this SLURM job on another node, and return it once it answers.
 
-    `srun` forwards standard input to the step: first the model's shape, later the end of input. So the server ends with
-    this process, even after kill -9.
+    `srun` forwards its standard input, a pipe from this process, to the server. The first line is the model's shape.
+    The pipe closes when this process ends, even by kill -9, and the server then ends too.
 
     Args:
         node: name of the node, as SLURM calls it.

@@ -1,4 +1,4 @@
-"""Turns the streamed answers of a vLLM server to sampling requests into events, for a reader in another thread."""
+"""Turns the streamed answers of a vLLM server into events, for a reader in another thread."""
 
 from __future__ import annotations
 

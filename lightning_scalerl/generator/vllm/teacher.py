@@ -43,7 +43,8 @@ class VLLMTeacher:
         token: the server's key; None to read it from the environment variable `VLLM_API_KEY`, if it is set.
 
     Raises:
-        ConfigurationError: the server serves no model, too short sequences, or no log-probabilities of given tokens.
+        ConfigurationError: the server serves no model, does not take sequences of this length, or gives no
+            log-probabilities of given tokens.
         EngineLostError: the server cannot be reached.
     """
 
@@ -97,7 +98,7 @@ class VLLMTeacher:
         return name
 
     def _run(self, work: Coroutine[Any, Any, T], calls: int = 1) -> T:
-        """Run a coroutine that makes `calls` calls; its time limit allows `timeout_s` for each round of calls."""
+        """Run a coroutine that makes `calls` calls. Its time limit is `timeout_s` per `CONCURRENT` calls, plus 5 s."""
         return self._connection.run(work, self._timeout_s * -(-calls // CONCURRENT) + 5)
 
     async def _logprobs_of_all(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[float]]:
