@@ -1,4 +1,4 @@
-"""Wrapper of verifiers that passes on outcomes that an environment has already decided (settled outcomes)."""
+"""Wrapper around verifiers, for samples whose outcome an environment has already decided (settled outcomes)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ class RewardError(CannotGoOnError):
 
 
 class Verifiers(Protocol):
-    """Protocol of verifiers: a pool of processes, or the calling process."""
+    """Protocol of verifiers: a pool of processes, or the calling process.
+
+    A ticket is the number by which the outcome of one completion is fetched.
+    """
 
     def submit(self, sample: Sample) -> int:
         """Queue a completion for grading and return its ticket."""

@@ -162,8 +162,8 @@ def _canonical(token: str) -> str:
 def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -> bool:
     """Return whether the words of two answers are compatible.
 
-    Connectors ("and", "or") must be equal if both have them. For the other words, one answer may have more than the
-    other, but not a negation.
+    Connectors ("and", "or") must be equal if both answers have them. Of the other words, one answer may have more than
+    the other, but the additional words must not contain a negation.
 
     Args:
         gold: words of the gold answer.
@@ -184,7 +184,7 @@ def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -
 
 
 def words_only(text: str) -> str:
-    """Return an answer that consists of words, in lower case without articles; "" if it contains anything else."""
+    """Return an answer of words only, in lower case and without articles; "" if it contains anything else."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if not re.fullmatch(r"[\s()]*[^\W\d_][^\W\d_\s'.,()-]*(?:[\s'.,()-]+[^\W\d_]*)*", bare):
         return ""
