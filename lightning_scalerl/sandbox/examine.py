@@ -1,8 +1,9 @@
 """Judge's process: it runs a data set's tests against a program in another process.
 
 Runs inside the judge's sandbox (standard library only). Names that the tests take from the program are bound to values
-that the program sends: plain data, or `Remote` proxies, whose calls go to the program and which are equal only to
-themselves. `conduct.py` runs the tests. On success, the nonce is written to a pipe that only the parent reads.
+that the program sends: plain data or `Remote` proxies. A proxy forwards calls to the program and is equal only to
+itself. `conduct.py` runs the tests. On success, the nonce, a secret random text, is written to a pipe that only the
+parent reads.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _HIDDEN_BY = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
 class ProgramError(Exception):
-    """Raised in the tests instead of a program's exception that is no built-in one, or that the tests would hide."""
+    """Raised in the tests in place of a program's exception that is not built in, or that the tests would hide."""
 
 
 class ProgramGoneError(BaseException):
-    """Raised when the program's process has ended or sent an invalid answer; not an `Exception`, which tests catch."""
+    """Raised when the program's process has ended or sent an invalid answer. Not an `Exception`: tests catch those."""
 
 
 class Remote:
@@ -63,7 +64,7 @@ class Program:
     Attributes:
         calls: number of calls so far.
         failure: reason why the program is unusable; empty while it works.
-        hidden: exception types that the tests would hide, so that they are replaced by `ProgramError`.
+        hidden: exception types that the tests would hide. They are replaced by `ProgramError`.
     """
 
     def __init__(self, requests: int, answers: int) -> None:
@@ -77,7 +78,7 @@ class Program:
         return None if status == "loaded" else str(exception_name)
 
     def names(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the values of those names that the program defines."""
+        """Return the values of the given names, without names that the program does not define."""
         values = self.ask("names", sorted(names))
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise self._gone_error("an answer of another kind")
@@ -155,7 +156,7 @@ def _rebuild_exception(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exce
     Args:
         kind: name of the exception's type.
         args: the exception's arguments.
-        hidden: exception types to replace by `ProgramError`, as are all types that are no built-in `Exception`.
+        hidden: exception types to replace by `ProgramError`. Types other than built-in exceptions are always replaced.
     """
     exception_type = getattr(builtins, kind, None)
     if (
@@ -239,7 +240,8 @@ def _place_in_tests(error: BaseException) -> str:
 
 def _examine(config: dict[str, Any], program: Program) -> None:
     """Run the prelude, the tests and everything that they define; raises at the first failure."""
-    # Run as the main module, so that main guards are true. It must be in `sys.modules`, where dataclasses look it up.
+    # Run as the main module, so that `if __name__ == "__main__"` is true. The module must be in `sys.modules`, where
+    # dataclasses look it up.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     names = module.__dict__

@@ -257,10 +257,11 @@ def _nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Coverage:
-    """Checks, from the source, that all code in the tests that can fail a program will run.
+    """Checks from their source that the tests run all of their code that can fail a program.
 
-    Code that runs: statements at the top level (main guards are true), `check` if there is an entry point, functions
-    and methods `test...`, unittest cases, and all functions that these refer to by name.
+    The following code runs: statements at the top level, including those under a main guard; `check`, if there is an
+    entry point; functions and methods whose names begin with `test`; unittest cases; and all functions that any of
+    these refer to by name.
     """
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
@@ -307,7 +308,11 @@ class _Coverage:
                 self._mention(body)
 
     def _mention(self, body: ast.AST) -> None:
-        """Record the names that a body refers to, except in `test.__name__` and tests that it only returns."""
+        """Record the names that a body refers to.
+
+        A name in `test.__name__` does not count. Neither does a name that is a whole statement or a test that the body
+        only returns.
+        """
         parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _nodes_that_run(body)
         for node in parts:
             parent = self._parent.get(id(node))
