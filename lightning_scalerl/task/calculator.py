@@ -25,7 +25,7 @@ class Calculator:
     """Environment with one tool, in TRL's form."""
 
     def reset(self, **row: object) -> None:
-        """Begin; the task's own verifier grades, so the row does not matter."""
+        """Begin an episode. The row is ignored, because the task's own verifier grades the answer."""
 
     def calculate(self, expression: str) -> str:
         """
