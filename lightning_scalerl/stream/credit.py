@@ -168,7 +168,7 @@ def lay_out(rows: list[tuple[Group, Any, list[float], int, int]]) -> TrainBatch:
     inserted = padded([rollout.sources for rollout in rollouts], longest, torch.int8) != Source.SAMPLED
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~inserted
-    # Rewards and advantages were float64 until here (`Group.rewards`): round once.
+    # Rewards and advantages are float64 up to this point (`Group.rewards`), so that they are rounded only once.
     if all(len(credit) == 1 for _, _, credit, *_ in rows):
         advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
         advantages = advantages.reshape(count, 1).expand(-1, longest).contiguous()

@@ -264,7 +264,7 @@ class RolloutStream:
 
     @property
     def waiting_histories(self) -> list[Sequence[float]]:
-        """Pass rates of a prompt when it was drawn, for each group that is being sampled or waits for training."""
+        """Pass rates of a prompt at the time when it was drawn, one entry per group that does not train yet."""
         # Copy both at once, since the live driver's thread may change them meanwhile.
         waiting: list[_OpenGroup | Group] = [*self._open.values(), *self._ready]
         return [group.history for group in waiting]

@@ -66,9 +66,9 @@ class VirtualDriver:
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Advance virtual time until the trainer is free and its next batch is due, and return the batch.
 
-        The state is consistent, and can be saved, between any two events. There `stop` is called: if it returns True,
-        the result is None, and the next call continues from there. In virtual time the step on the returned batch ends
-        at `clock.trainer_until_s`.
+        The state is consistent, and can be saved, between any two events. Before each event `stop` is called. If it
+        returns True, this method returns None, and the next call continues from the same state. In virtual time, the
+        step on the returned batch ends at `clock.trainer_until_s`.
 
         Raises:
             RewardError: a verifier failed.
@@ -101,7 +101,7 @@ class VirtualDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Return True: in virtual time a probe of the generator costs nothing."""
+        """Always True: in virtual time a probe of the generator costs nothing."""
         return True
 
     def asking(self) -> AbstractContextManager[None]:
