@@ -55,8 +55,8 @@ STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
 # Settings whose classes do not import Lightning: they are checked first, to report errors before that slow import.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
-# Draws per prompt from which a warning is printed: with 2 draws per prompt, the pool is exhausted if every second group
-# passes.
+# From this number of draws per prompt on, a warning is printed. With 2 draws per prompt, the pool is exhausted if every
+# second group passes.
 _EXHAUSTING_DRAWS = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups whose overrides do not appear in a curve's label: the label starts with the recipe's name, is the same for all
@@ -220,7 +220,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
 
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
-    """Check data, scale and the model's path, before axes are built, because they import Lightning, which is slow."""
+    """Check data, scale and the model's path first, because building axes imports Lightning, which is slow."""
     from lightning_scalerl.member.identity import part_of
     from lightning_scalerl.task.base import check_task
 

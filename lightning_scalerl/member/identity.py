@@ -167,7 +167,7 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_entry(path: Any, setting: str) -> Any:
-    """Return a model's entry in an identity. It is a constant for an address: parameter `served` names that model."""
+    """Return a model's entry in an identity; for an address a constant, because parameter `served` names that model."""
     return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 

@@ -35,8 +35,8 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
 
     Returns:
         One row per held-out set: number of prompts and samples, mean pass rate, standard deviation over the repeats
-        with its 95% interval (chi-squared; `largest_error` if all repeats agree), the standard error that single
-        evaluations report, and the standard error due to the choice of prompts.
+        with its 95% interval (chi-squared; if all repeats agree, the upper end is `largest_error`), the standard error
+        that single evaluations report, and the standard error due to the choice of prompts.
 
     Raises:
         UserError: the model cannot be evaluated; the error gives the reason.
@@ -59,11 +59,11 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
         for repeat in range(repeats):
             evaluation.seed = evaluation.seed + bool(repeat)
             trainer.validate(module, datamodule, ckpt_path=weights, verbose=False, weights_only=True)
-            weights = None  # loaded by the first repeat
+            weights = None  # the module has them after the first repeat
             for name, passes in evaluation.passes.items():
                 counts = zip(passes.passed, passes.scored, strict=True)
                 rates = torch.tensor([passed / scored for passed, scored in counts if scored], dtype=torch.float64)
-                reported = float(trainer.callback_metrics.get(f"eval/{name}/pass_rate_se", 0.0))  # absent: greedy
+                reported = float(trainer.callback_metrics.get(f"eval/{name}/pass_rate_se", 0.0))  # absent if greedy
                 repeats_by_set.setdefault(name, []).append((rates, reported))
     except (ConfigurationError, CannotGoOnError) as error:
         raise UserError(str(error)) from error

@@ -181,7 +181,7 @@ def sample_of(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
 def _completed_steps(stored: dict[str, Any], step: int) -> int:
     """Return the number of optimizer steps that were completed when a rollout finished.
 
-    Runs of older versions did not store it. Their weights' version is the same number without asynchronous training.
+    Runs of older versions did not store this number. Without asynchronous training it equals the weights' version.
     """
     versions = stored.get("versions") or [[step - 1, 0]]
     return int(stored.get("completed_steps", versions[-1][0]))

@@ -8,9 +8,9 @@ entry that `launch.json` names (`sweeps.launch.trust`). A folder from another pe
 - code of the user: in a folder of `--config-dir` that the specification lists, or a file with a reward function. It
   must belong to the user, not be writable by others, and be outside of the study's folder.
 
-If a member is a command, it must be the command in the study's file, which must belong to the user and be elsewhere;
-only values that the file leaves to a grid may differ. If TRL trains a member, its command must be the one that its
-overrides produce here, and its interpreter must belong to the user or the system.
+If a member is a command, it must be the command in the study's file. That file must belong to the user and be outside
+of the study's folder. Only values that the file leaves to a grid may differ. If TRL trains a member, its command must
+be the one that its overrides produce here, and its interpreter must belong to the user or the system.
 
 The specification must also have the identity that it names. This detects edits and damage. It does not protect against
 attackers, who can compute identities: only the check of names prevents foreign code from running.
@@ -83,8 +83,8 @@ def check_run(run_dir: Path, spec: RunSpec, finished: bool = False) -> None:
 def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec]:
     """Check members of a study by `check_run`.
 
-    The signature and the empty result are those of a planner (`plan_members`), so that this can run in a process of
-    its own.
+    The signature and the empty result are those of a planner (`plan_members`), so that this function can be called in
+    a separate process as planners are.
 
     Args:
         words: for each member, its folder and its identity in the ledger.
