@@ -44,7 +44,7 @@ class NotPlainError(RuntimeError):
 
 
 def meet(trainer: Trainer) -> None:
-    """Create the process group of a trainer's ranks as Lightning would, but on an address that only the ranks need.
+    """Create the process group of a trainer's ranks as Lightning would, but listen only at the address that they need.
 
     All ranks call it before Lightning sets up its strategy, which then uses this group. For a single rank, an existing
     group, or a launcher with its own store (torchrun), it does nothing.
@@ -97,7 +97,7 @@ def _use_loopback() -> None:
 
 
 def _listening_socket(address: str, port: int) -> socket.socket | None:
-    """Open a socket that listens on one address; None if the name has no address of this machine for other nodes."""
+    """Open a socket that listens on one address; None if the name resolves to no address that other nodes can reach."""
     addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for family, socket_type, protocol, _, socket_address in addresses:
         # Debian resolves its own host name to 127.0.1.1, which other nodes cannot reach.

@@ -91,12 +91,12 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return False: checkpoints load at the usual time, because `configure_model` has sharded the model by then."""
+        """Always False: checkpoints load at the usual time, because `configure_model` has sharded the model by then."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Return True: Lightning calls `load_optimizer_state_dict`."""
+        """Always True, so that Lightning calls `load_optimizer_state_dict`."""
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
