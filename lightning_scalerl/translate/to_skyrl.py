@@ -169,7 +169,7 @@ def _credit(run: Run, into: Translation) -> None:
 
 
 def _no_normalization(scale: Normalization) -> str:
-    """Return the reason why no setting of SkyRL is this normalization."""
+    """Return the reason why no setting of SkyRL has the same meaning as this normalization."""
     if isinstance(scale, MaxRLNormalization):
         return (
             f"advantage_estimator=maxrl divides by the mean reward above 0 plus {EPS:g}; reward=zero_one with "
