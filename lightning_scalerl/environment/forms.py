@@ -217,7 +217,7 @@ def _await_result(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return one event loop for all calls, because an environment may keep objects of it, such as a connection."""
+    """Return one event loop for all calls, because an environment may keep objects that are tied to a loop."""
     return asyncio.new_event_loop()
 
 

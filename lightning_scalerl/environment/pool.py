@@ -48,7 +48,7 @@ class _LostError(Exception):
 class _Request:
     method: str
     arguments: tuple[Any, ...]
-    calls: int  # number of calls of the user's methods, each with its timeout
+    calls: int  # number of calls of the user's methods; the timeout counts once for each
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class EnvironmentPool:
     `finish`. The answer to a request is fetched once, by `wait` or `done`. A `Failure` closes the conversation.
 
     Args:
-        factory: class or function that makes an instance, in TRL's form or in text form, or its location. A mapping
-            has several factories by name; the row's column `environment` then selects one, and is not passed on, as in
-            TRL.
-        most: number of processes, which is the number of conversations that are open at the same time; others wait.
-        timeout_s: wall-clock timeout of one call; a turn with several tool calls gets it once per call.
+        factory: class or function that makes an instance, in TRL's form or in text form, or the location of one. A
+            mapping has several factories by name. The row's column `environment` then selects one of them, and is not
+            passed on, as in TRL.
+        most: maximum number of processes. Each open conversation has one process; further conversations wait.
+        timeout_s: wall-clock timeout of one call. A turn with several tool calls may take this long per call.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
         most_characters: characters of an observation's texts that are kept.
 
@@ -296,7 +296,7 @@ class EnvironmentPool:
     def _record(self, number: int, answer: Answer) -> None:
         activity.note("environment")
         with self._changed:
-            if self._closing:  # the processes were killed by us
+            if self._closing:  # `shutdown` has killed the processes
                 return
             if isinstance(answer, Failure):
                 self.counts[f"failed_{answer.kind}"] += 1
