@@ -1,13 +1,13 @@
-"""Imports that our commands' processes skip until they are needed: those that other packages make without using them.
+"""Skips imports that other packages make without using them, in the processes of this project's commands.
 
 Importing Lightning and transformers takes a process 11 seconds of CPU, and more than four of these go into packages
 that a run never uses. No setting of these packages prevents that:
 
-- torchmetrics imports all of its metrics, for Lightning, which needs two classes.
+- torchmetrics imports all of its metrics, although Lightning needs only two classes of it.
 - torchmetrics imports matplotlib, for its plots.
 - transformers imports scikit-learn, and with it scipy.stats and pandas, for assisted generation, and scipy.optimize for
   the losses of object detectors.
-- transformers reads the list of files of each installed distribution, for the names of a few of them (5.x).
+- transformers 5 reads the list of files of each installed distribution, to look up the names of a few of them.
 - transformers imports torchao, for models that torchao has quantized, and prints a warning for each library of torchao
   that the machine cannot load. Of our choices, only `optimizer=adamw_8bit` uses torchao.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 _TORCHAO = "torchao"
 _NEEDED_METRICS = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.collections"}
-# Imports make many objects and no garbage. Python would look through them after every 700 new ones.
+# Imports make many objects and no garbage. By default Python would search for garbage after every 700 new objects.
 _COLLECT_EVERY = 10_000
 _USUAL_THRESHOLDS = gc.get_threshold()
 # transformers asks in every process for the distributions of these packages, which have the packages' names.
@@ -83,7 +83,8 @@ def _metrics_on_demand(module: ModuleType, loader: Loader) -> None:
             del vars(module)["__getattr__"]
             loader.exec_module(module)
             vars(utilities.imports)["_MATPLOTLIB_AVAILABLE"] = utilities.imports.RequirementCache("matplotlib")
-            reload(utilities.plot)  # its functions, which all metrics have by now, find matplotlib in the same module
+            # Metrics have imported functions of this module. After the reload these functions find matplotlib in it.
+            reload(utilities.plot)
         return getattr(module, name)
 
     # The package's modules, and Lightning, read `_logger` and `__version__` before any other name.
@@ -98,7 +99,7 @@ def _without_matplotlib(module: ModuleType, loader: Loader) -> None:
 
 
 def _taken_for_false(check: str) -> Callable[[ModuleType, Loader], None]:
-    """Return a hook that lets a module of transformers, and what it imports, take `check` for false."""
+    """Return a hook that imports a module of transformers while the function `check` of its utilities returns False."""
 
     def hook(module: ModuleType, loader: Loader) -> None:
         utilities = vars(sys.modules["transformers.utils"])

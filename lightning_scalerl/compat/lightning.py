@@ -19,19 +19,19 @@ def saves_every_n_steps(checkpoint: Any) -> int:
 
 
 def stop_at_epoch_end(early_stopping: Any) -> None:
-    """Make EarlyStopping check at the end of an epoch if the user chose no time; no public name sets it later."""
+    """Make EarlyStopping check at the end of an epoch unless the user chose when; no public name sets this later."""
     if early_stopping._check_on_train_epoch_end is None:
         early_stopping._check_on_train_epoch_end = True
 
 
 def save_at_epoch_end(checkpoint: Any) -> None:
-    """Make ModelCheckpoint save at the end of an epoch if the user chose no time; no public name sets it later."""
+    """Make ModelCheckpoint save at the end of an epoch unless the user chose when; no public name sets this later."""
     if checkpoint._save_on_train_epoch_end is None:
         checkpoint._save_on_train_epoch_end = True
 
 
 def wandb_arguments(logger: Any) -> dict[str, Any]:
-    """Return the arguments that a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would call it."""
+    """Return the arguments that a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would start a run."""
     arguments: dict[str, Any] = logger._wandb_init
     return arguments
 
