@@ -1,8 +1,8 @@
 """A run's design choices as one record, with one field per axis.
 
 To add an axis, add a module in `axes/`, a folder in `conf/`, public names and a field here. The field names the file of
-the neutral choice, which `conf/train.yaml` and recipes that do not mention the axis use. Importing this module does not
-import Lightning.
+the neutral choice. This file is used by `conf/train.yaml` and by recipes that do not mention the axis. Importing this
+module does not import Lightning.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ class Choices:
 
     @property
     def needs_anchor(self) -> bool:
-        """Return whether a step needs the trainer's log-probabilities before the update."""
+        """True if a step needs the trainer's log-probabilities before the update."""
         return self.correction.recomputes or self.kl.where == "reward"
 
     @property
     def kl_in_update(self) -> bool:
-        """Return whether every update runs the reference model, because the loss has a KL over the whole vocabulary."""
+        """True if every update runs the reference model, because the loss has a KL term over the whole vocabulary."""
         return self.kl.reads_vocabulary and self.kl.where == "loss"
 
     @property

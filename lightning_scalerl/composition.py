@@ -1,7 +1,7 @@
 """Composition of configurations in `conf/` by Hydra, and construction of the objects that they describe.
 
-A user's folders extend `conf/`: their choices, axes, tasks, recipes, variants and experiments are found like ours, and
-the Python modules that they name are imported from there too.
+A user's folders extend `conf/`: their choices, axes, tasks, recipes, variants and experiments are found like those of
+this project. Python modules that the user's files name are imported from the user's folders too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _UNHELPFUL_PREFIXES = ("full_key", "object_type", "reference_type", "Set the env
 _PROJECT_CONFIGS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, each with what to do instead.
 TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
-# Keys of `scalerl train` that do not belong to a recipe, so that a script would ignore them.
+# Keys of `scalerl train` that do not belong to a recipe. A script, which uses only the recipe, would ignore them.
 _NOT_OF_A_RECIPE = (OPERATIONAL_KEYS - {"scaled_for"}) | {
     "branch", "cluster", "experiment", "model", "recipe", "task", "trainer",
 }  # fmt: skip
@@ -175,7 +175,7 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
 
 
 class Composer:
-    """Composes many override lists quickly: Hydra composes each set of groups once, and values are set on copies.
+    """Composes many override lists quickly: Hydra composes each set of group choices once; values are set on copies.
 
     One composition of `conf/` by Hydra takes half a second of CPU.
 
@@ -230,7 +230,7 @@ class Composer:
         for parsed in OverridesParser.create().parse_overrides(list(overrides)):
             key, changes = parsed.key_or_group, parsed.type == OverrideType.CHANGE and not parsed.is_sweep_override()
             if not key or not changes or parsed.package is not None or key.startswith("hydra"):
-                return compose(overrides, self.folders)  # here the order of overrides and groups matters
+                return compose(overrides, self.folders)  # not split, because the order of these overrides matters
             if is_group(key, self.folders) and not isinstance(parsed.value(), Mapping):
                 groups.append(parsed.input_line)
             else:
@@ -307,7 +307,8 @@ _FILES_WITHOUT_VARIANT = frozenset({"kl_distil"})
 def plain_variants() -> dict[str, tuple[str, str]]:
     """Return the plain variants, by name: `loss_dapo` maps to ("loss", "dapo"), an axis and the stem of its file.
 
-    A plain variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` generates it for Hydra.
+    A plain variant only chooses another file on one axis. It needs no file in `conf/variant/`, because
+    `hydra_plugins/scalerl_axes.py` generates it for Hydra.
     """
     files = (
         (axis, path.stem) for axis in (*AXES, *_GROUPS_WITH_VARIANTS) for path in (conf_dir() / axis).glob("*.yaml")
@@ -370,7 +371,7 @@ def _check_inherited(chosen: Mapping[str, str], folders: Folders) -> None:
 
 
 def _defaults_and_body(group: str, name: str, folders: Folders) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the axis choices that a file overrides, by axis, and its values; both are empty if there is no file."""
+    """Return the choices in a file's defaults list, by axis, and the file's content; both are empty without a file."""
     import yaml
 
     # The first folder of Hydra's search path wins.
@@ -417,7 +418,7 @@ def _unknown_key(error: Exception) -> str:
 
 
 def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) -> str:
-    """Return the valid keys at the deepest existing level of an unknown key, the most similar first."""
+    """Return the end of an error about an unknown key: a suggestion, and the valid keys at its last existing level."""
     unknown = _unknown_key(error)
     if not unknown:
         return ""
@@ -688,7 +689,7 @@ def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choice
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
     """Build the recipe `recipe/<name>.yaml` of `conf/` or a user folder.
 
-    If overrides change an axis, the attribute `named` of the returned recipe holds the choices without them.
+    If overrides change an axis, the attribute `named` of the returned recipe holds the choices without these overrides.
 
     Args:
         name: name of the recipe's file.
@@ -710,7 +711,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     other_overrides = [entry for entry in overrides if entry not in departures]
 
     def build_if_changed(other_config: Any, axis: str) -> Any:
-        """Building 20 choices takes 30 ms, and most of them are the recipe's own."""
+        """Build a choice only if it differs from the recipe's, because building all 20 choices takes 30 ms."""
         return recipe.choices.on(axis) if other_config[axis] == config.get(axis) else build(other_config, axis)
 
     try:
