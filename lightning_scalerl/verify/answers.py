@@ -32,8 +32,8 @@ _SEPARATORS = 60  # maximum number of characters between two boxes of one list
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 # GSM8K's mark (####), followed by a number or an expression. A mark followed by words may be a Markdown heading. For
-# linear time, this pattern and the next start only at the first # of a run. This one stops at the end of the line, the
-# next one at the next mark at the latest.
+# linear time, `_MARKED` and `_MARKED_WORD` start only at the first # of a run. `_MARKED` stops at the end of the line,
+# `_MARKED_WORD` at the next mark at the latest.
 _MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
 # The mark followed by words and then the end of the text: an answer in words.
 _MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
@@ -97,7 +97,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _boxes(text: str) -> tuple[str | None, int]:
-    """Return the content of the last box and the position of its end; for a list of boxes, the list's content."""
+    """Return the content of the last box, or of the list of boxes that it ends, and the position of its end."""
     spans = _closed_boxes(text)
     if not spans:
         return None, -1

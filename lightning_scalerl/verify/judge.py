@@ -292,7 +292,7 @@ class Judge:
 
 
 def judge_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that affect a verdict or its cost, which excludes the address and the key."""
+    """Return the settings that affect a verdict or its cost. The address and the key are not among them."""
     return {name: value for name, value in settings.items() if name not in OPERATIONAL}
 
 

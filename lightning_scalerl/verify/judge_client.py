@@ -74,7 +74,7 @@ class JudgeError(RuntimeError):
         return judged
 
 
-# (index of the request, its result) -> the result to use.
+# Function that is called with the index of a request and its result, and returns the result to use.
 ResultHook = Callable[[int, Answer | JudgeError], Answer | JudgeError]
 
 
@@ -129,7 +129,7 @@ class Endpoint:
         from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
         semaphore = asyncio.Semaphore(self.concurrency)
-        # `_ask` enforces the time limit. No limit is given here, because aiohttp's default is five minutes.
+        # `_ask` enforces the time limit. aiohttp's own limit, which is five minutes by default, is turned off.
         connector, no_limit = TCPConnector(limit=self.concurrency), ClientTimeout(total=None)
         async with ClientSession(connector=connector, timeout=no_limit) as session:
 

@@ -206,7 +206,7 @@ def _equal(gold: Answer, statement: StatedAnswer, answer: Answer) -> bool:
 
 
 def _equal_mathematics(expected: Any, actual: Any, gold: str, text: str, marked: bool) -> bool:
-    """Compare with math-verify, and by our own rules for what it ignores: bases, kinds of brackets, small numbers.
+    """Compare with math-verify, and by our own rules for what it ignores: bases, brackets, errors of small numbers.
 
     Args:
         expected, actual: the gold and the stated answer as parsed by math-verify.

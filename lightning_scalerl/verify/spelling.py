@@ -33,7 +33,7 @@ _LOWERED = re.compile(f"[{''.join(map(re.escape, _SUBSCRIPT))}]+")
 _VULGARS = re.compile(f"[{''.join(_VULGAR)}]")
 _RADICAL = re.compile(r"([√∛])\s*(\((?:[^()]|\([^()]*\))*\)|\{[^{}]*\}|\d+(?:\.\d+)?|[A-Za-z]|\\pi\b)")
 
-# Commands that only set style, without an argument or with one that is not mathematics.
+# Commands that only set the style. They have no argument, or an argument that is not mathematics.
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|scriptscriptstyle|bfseries|bf|itshape|it|rmfamily|rm|tiny|scriptsize|footnotesize|small|"
     r"normalsize|large|Large|LARGE|huge|Huge|boldmath|centering|strut|mathstrut|limits|nolimits|checkmark|"

@@ -20,7 +20,7 @@ WINDOW, MIN_OUTCOMES = 1000, 100
 ON_ERROR = ("stop", "drop", "zero")
 # The first `SHOWN` errors are logged, and then every `LOGGED_EVERY`-th one.
 SHOWN, LOGGED_EVERY = 3, 100
-# A run ends after this many batches in a row in which no completion has a score.
+# A run ends after this many consecutive batches in which no completion has a score.
 MAX_EMPTY_STEPS = 8
 
 log = logging.getLogger(__name__)

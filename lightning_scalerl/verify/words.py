@@ -69,7 +69,7 @@ class AnswerParts(NamedTuple):
 
     @property
     def readings(self) -> tuple[str, ...]:
-        """Possible readings of the mathematics: without and, if different, with words such as "million" as factors."""
+        """Readings of the mathematics: without words such as "million" and, if there are any, with them as factors."""
         return (self.mathematics,) if self.scaled == self.mathematics else (self.mathematics, self.scaled)
 
 
@@ -135,7 +135,7 @@ def canonical_words(text: str, power: str | None = None) -> list[str]:
             words[-1] += "^3" if token == "cubed" else "^2"
             continue
         word = _canonical(token)
-        # A leading "in" is the unit inch.
+        # The second condition has no effect: `_canonical` turns every "in" into the unit inch, not only a leading one.
         if word in _FILLERS and not (word == "in" and not words):
             next_power = "" if word in ("unit", "units") else next_power
             continue
