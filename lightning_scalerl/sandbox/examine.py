@@ -23,8 +23,8 @@ from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, enco
 _LONGEST_REASON = 300
 # Exceptions that would silently end a loop over `map` or `iter` in the tests, so that its asserts never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-# Built-ins that turn an exception into a default value, with that exception. In tests that use them, the program's
-# exception would be hidden from the judge.
+# Maps each built-in that turns an exception into a default value to that exception. In tests that use the built-in, the
+# program's exception would be hidden from the judge.
 _HIDDEN_BY = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
@@ -97,7 +97,7 @@ class Program:
         return value
 
     def _exchange(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
-        """Send a request and return its value and changed arguments (None: unchanged), or raise the exception."""
+        """Send a request; return its value and changed arguments (None: unchanged), or raise the program's error."""
         try:
             send(self._requests, encode(request, _handle_of))
         except OSError:
@@ -156,7 +156,8 @@ def _rebuild_exception(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exce
     Args:
         kind: name of the exception's type.
         args: the exception's arguments.
-        hidden: exception types to replace by `ProgramError`. Types other than built-in exceptions are always replaced.
+        hidden: exception types to replace by `ProgramError`. Types other than built-in subclasses of `Exception` are
+            always replaced.
     """
     exception_type = getattr(builtins, kind, None)
     if (

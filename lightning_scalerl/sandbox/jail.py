@@ -327,8 +327,8 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
     Args:
         machine: `x86_64` or `aarch64`.
         own_pid: the only process to which signals may be sent.
-        bounded: whether the scratch directory has a bounded size. Otherwise calls that use space unseen by the checks,
-            or too quickly for them, are refused.
+        bounded: whether the scratch directory has a bounded size. Otherwise calls are refused if they use space that
+            the checks cannot see, or use it faster than the checks can notice.
     """
     column = 1 if machine == "x86_64" else 2
     number = _NUMBERS[machine]

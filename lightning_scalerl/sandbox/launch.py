@@ -61,7 +61,8 @@ _START_S = 60.0
 _END_S = 10.0  # seconds to wait for the end of bubblewrap's process
 _TICK_S = 0.02  # seconds between checks of the scratch directory
 _MAX_ENTRIES = 4096  # maximum number of files and folders in the scratch directory
-# Spare threads for the user's other processes: if these start threads after the count, a correct program must not fail.
+# Number of threads that the user's other processes may start after they were counted. A correct program must not fail
+# because of them.
 _SPARE_THREADS = 200
 # Limit on the length of a path below the scratch directory, because each check resolves all paths.
 _MAX_PATH = 1024

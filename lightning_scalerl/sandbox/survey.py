@@ -62,7 +62,7 @@ class Sources:
     program: Collection[str] = ()
 
 
-@lru_cache(maxsize=256)  # a row is used once for each completion of its group
+@lru_cache(maxsize=256)  # the same row is surveyed for each completion of its group
 def survey(tests: str, prelude: str, entry_point: str | None, names: tuple[str, ...]) -> Sources:
     """Return the sources of the names that the tests use but do not define.
 
