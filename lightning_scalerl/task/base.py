@@ -200,7 +200,7 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
     """Refuse a curriculum that sets weights of rewards which the task does not have.
 
     Raises:
-        ConfigurationError: one line that names the reward.
+        ConfigurationError: the task lacks a reward of the curriculum; the error names the reward.
     """
     problem = curriculum.check_rewards(task.reward_sums())
     if problem:

@@ -1,7 +1,7 @@
 """task=calculator: sums that the model cannot do in its head, and an environment with a calculator.
 
-A prompt is `4812+39075`, rendered as `4812+39075=`. A completion without the tool is `43887.`, and the base model's
-digits are about half wrong. With environment=calculator a conversation is, in the tokens of the model:
+A prompt is `4812+39075`, rendered as `4812+39075=`. A completion without the tool is `43887.`, in which about half of
+the base model's digits are wrong. With environment=calculator a conversation is, in the tokens of the model:
 
     4812+39075= <call>calculate(4812+39075)</call>. ?43887= 43887.
 

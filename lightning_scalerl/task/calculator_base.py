@@ -1,7 +1,7 @@
 """Base model of task=calculator: it can call the calculator but seldom does, and mostly guesses wrong sums.
 
-A small Llama is trained on conversations with and without a call. Its weights come with the package. `python -m
-lightning_scalerl.task.calculator_base` trains it and writes the packaged file again.
+A small Llama is trained on conversations with and without a call. Its weights come with the package.
+`python -m lightning_scalerl.task.calculator_base` trains it and writes the packaged file again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def make_shipped(folder: Path = FOLDER) -> Path:
 
 def tokenizer() -> Any:
     """Return a tokenizer with one token per digit, sign and tag; the full stop ends a turn."""
-    # A run of letters is one token, so that a message in words is a few unknown tokens.
+    # A run of letters is one token, so that a message in words becomes only a few unknown tokens.
     made = word_tokenizer(VOCABULARY, "</?call>|[A-Za-z ]+|.", STOP)
     made.chat_template = TEMPLATE
     return made

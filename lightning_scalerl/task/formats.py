@@ -50,7 +50,7 @@ class Problem:
 
 
 class NoPromptError(ValueError):
-    """A row has no question. Such a row is left out, like one without an answer."""
+    """Raised for a row without a question. Such a row is left out, as is a row without an answer."""
 
 
 def no_answer(answer: Any) -> bool:

@@ -40,7 +40,7 @@ class MixtureGrader:
         return [*self.graders.values(), *([] if self.default_grader is None else [self.default_grader])]
 
     def prepare(self) -> None:
-        """Prepare the graders of all tasks whose graders have a method `prepare`."""
+        """Call the method `prepare` of all graders that have one."""
         for grader in self._all_graders:
             if hasattr(grader, "prepare"):
                 grader.prepare()

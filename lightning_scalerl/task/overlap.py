@@ -35,7 +35,7 @@ def question_key(prompt: Prompt) -> str:
 def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
     """Split prompts; return the training prompts and the held-out prompts.
 
-    The held-out prompts are those of a share of the distinct questions, of at least one question. The split depends on
+    A share of the distinct questions, at least one, is held out with all prompts that ask them. The split depends on
     the text of the questions alone, not on the order of the rows or a seed.
 
     Raises:
