@@ -89,7 +89,7 @@ class Dialogue:
             raise
 
     def _turns_of(self, declared: Declared) -> Turns:
-        """Check the chat template over several turns with an environment's tools."""
+        """Return the `Turns` of an environment, which check the chat template with the environment's tools."""
         example = ""
         if declared.tools:
             tool = declared.tools[0]
@@ -111,7 +111,7 @@ class Dialogue:
             turns.close()
 
     def _with_first_observations(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
-        """Reset each prompt's environment once, and return the prompts with its first observation."""
+        """Reset each prompt's environment once, and return each prompt with the first observation."""
         openings = [self._opening(prompt) for prompt in prompts]
         numbers = [pool.open(row, seed) for row, seed in openings]
         prompts_with_start = []
@@ -394,7 +394,7 @@ class Conversations:
             reply.apply(generator, rollout_key)
 
     def conclude(self, finished: FinishedRollout) -> None:
-        """Store the record of its conversation in a finished rollout, and forget the conversation here."""
+        """Store the record of a finished rollout's conversation in the rollout, and forget the conversation here."""
         rollout_key = finished.key, finished.index
         conversation = self._conversations.pop(rollout_key)
         finished.rollout.conversation = self._record(conversation)
@@ -517,7 +517,7 @@ class Conversations:
             conversation.ending, conversation.over = answer, True
 
     def _end_by_limit(self, rollout_key: RolloutKey) -> None:
-        """End a conversation because of a limit on turns or tokens, after asking for a last reward if there is one."""
+        """End a conversation because of a limit, after asking the environment for a last reward if it gives rewards."""
         conversation = self._conversations[rollout_key]
         conversation.cut = True
         if self._needs_finish(conversation):

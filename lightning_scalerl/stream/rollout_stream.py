@@ -264,7 +264,7 @@ class RolloutStream:
 
     @property
     def waiting_histories(self) -> list[Sequence[float]]:
-        """Pass rates of a prompt at the time when it was drawn, one entry per group that does not train yet."""
+        """For each group that is open or ready to train, the pass rates of its prompt when the prompt was drawn."""
         # Copy both at once, since the live driver's thread may change them meanwhile.
         waiting: list[_OpenGroup | Group] = [*self._open.values(), *self._ready]
         return [group.history for group in waiting]
