@@ -157,7 +157,7 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Check that the seed is a whole number of 0 or more, and the number of steps one of 1 or more."""
+    """Check that the seed is a whole number of 0 or more, and that the number of steps is one of 1 or more."""
     seed = values.get("seed")
     try:
         is_whole = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed) and int(seed) >= 0
@@ -389,7 +389,8 @@ def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders
     """Return the label that the variant's file sets, or None."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
-    # The label is missing or not a string: composing the configuration returns it, or raises an error with the reason.
+    # The label is missing or not a string. Composing the configuration again returns it, or raises an error with the
+    # reason.
     label: str | None = compose(overrides, folders).label
     return label
 
@@ -440,7 +441,7 @@ def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _idle_rewards(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if the task has several weighted rewards, none of which is used."""
+    """Return a warning if the task has weighted rewards but the environment's reward is used instead of them."""
     if "environment" not in spec.config or not builder(spec.config, "environment").gives_reward:
         return ()
     names = [name for names in builder(spec.config, "task").reward_sums() for name in names]

@@ -10,7 +10,7 @@ change existing identities. Therefore:
 - data is represented by its content, not its path: the method `content` of its class computes it from the parameters.
   The same holds for a model whose path is a parameter (attribute `models`).
 
-The attributes belong to the class that `_target_` names. tests/member/identities.json freezes the results.
+The attributes belong to the class that `_target_` names. tests/member/identities.json pins the resulting identities.
 """
 
 from __future__ import annotations

@@ -105,12 +105,12 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
     low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
     pass_rate = float(means.mean())
     spread_high = spread * math.sqrt((count - 1) / high)
-    # For equal repeats chi-squared gives [0, 0], which is right for greedy decoding only. Equal means may differ by
-    # rounding.
+    # If all repeats agree, chi-squared gives the interval [0, 0], which is right for greedy decoding only. Compare with
+    # 1e-12, because equal means may differ by rounding.
     if spread <= 1e-12 and any(reported for _, reported in repeats):
         spread_high = largest_error(pass_rate, prompts, samples, count)
     by_prompt = rates.mean(0)
-    # The variance between prompts includes the sampling variance of each prompt's mean: subtract it.
+    # Subtract the sampling variance of each prompt's mean, which the variance between prompts includes.
     sampling_variance = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
     prompt_variance = max(0.0, float(by_prompt.var()) - sampling_variance) if prompts > 1 else 0.0
     return {

@@ -39,9 +39,9 @@ def rescore_run(
         trust: run any code that the run names, without the checks of `member.trust`.
 
     Returns:
-        One row per task: number of rollouts, mean rewards before and after, number of rollouts that have a grade both
-        times and changed between right and wrong, and the most frequent reasons of errors. Means are None if no
-        rollout has a grade.
+        One row per task: number of rollouts, mean rewards before and after, number of rollouts that were graded both
+        times and changed from right to wrong or the reverse, and the most frequent reasons of errors. Means are None if
+        no rollout has a grade.
 
     Raises:
         UserError: there are no rollouts, a prompt or the verifier does not exist, `out` exists, or the run names
