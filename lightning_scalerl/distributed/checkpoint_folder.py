@@ -9,8 +9,8 @@ In memory, a checkpoint is the same dictionary whether it comes from a folder or
 `outline`, which reads a folder, sharded tensors are on the meta device, without data. `shard_files.fill` reads their
 data into whole tensors, or into this rank's parts. The number of ranks may differ from that of the saving run.
 
-Our index repeats the content of torch's index. Torch's own is a pickle, so that reading it could run code from the
-file, and it has no checksum. `shard_files` writes and reads the parts.
+Our index repeats the content of torch's index, because torch's index is a pickle without a checksum: reading it could
+run code from the file. `shard_files` writes and reads the parts.
 """
 
 from __future__ import annotations

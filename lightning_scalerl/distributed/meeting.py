@@ -37,7 +37,7 @@ _BATCH_TYPES = (TrainBatch, Denominators)
 
 
 class NotPlainError(RuntimeError):
-    """Raised for data between ranks that is not plain: numbers, strings, tensors, batches, and containers of them."""
+    """Raised for data between ranks other than numbers, strings, tensors, batches and containers of these."""
 
 
 # --- rendezvous ----------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def meet(trainer: Trainer) -> None:
     environment = strategy.cluster_environment
     if not isinstance(environment, LightningEnvironment | SLURMEnvironment) or strategy.accelerator is None:
         return
-    # Respect an address that the user has set: ranks may be in different network namespaces, for instance.
+    # Use an address that the user has set: ranks on one node may be in different network namespaces, for instance.
     on_one_node = trainer.num_nodes == 1 and os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost")
     address = LOOPBACK if on_one_node else environment.main_address
     if on_one_node:

@@ -74,7 +74,7 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: Trainer, answer: Callable[[Any], None] | None = None) -> Ranks:
-        """Build the record of a trainer whose strategy is set up. All ranks must call it: it creates a process group.
+        """Return the ranks of a trainer whose strategy is set up. All ranks call it, because it makes a process group.
 
         Args:
             trainer: the trainer.
@@ -170,7 +170,7 @@ class Ranks:
             send(encode((_REQUEST, request)), self.hosts)
 
     def share_batch(self, work: Callable[[], TrainBatch | str | None]) -> TrainBatch | str | None:
-        """Assemble a batch on rank 0 by `work` and return it on every rank, on ranks other than 0 without its groups.
+        """Assemble a batch on rank 0 by `work`, and return it on every rank. Only rank 0 gets it with its groups.
 
         If `work` returns None or a string (the reason why there is no batch), every rank returns that.
         """
