@@ -79,8 +79,9 @@ class Journal:
     def resume(self, checkpoint: Path | None) -> None:
         """Continue with the compute of a checkpoint, and remove an incomplete last line.
 
-        Lines of steps after the checkpoint are not removed; these steps are logged a second time. A reader of the
-        growing file sees from this where the run resumed. It would take a file that became shorter for a new run.
+        Lines of steps after the checkpoint are not removed, and these steps are logged a second time. The repeated
+        steps show a reader of the growing file where the run resumed. If the file became shorter, the reader would take
+        it for the file of a new run.
         """
         if checkpoint is not None:
             self.flops = json.loads(compute_file(checkpoint, self._passes).read_text())["flops"]
