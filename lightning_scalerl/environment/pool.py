@@ -30,7 +30,8 @@ from sweeps.run.activity import activity
 START_S = 120.0
 # Default of `most_characters`.
 MAX_CHARACTERS = 16384
-# Limits in bytes on an answer (an observation that was cut is far smaller), and on the output kept for error messages.
+# Limits in bytes: on an answer (observations are cut, so they are far smaller), and on the process's output that is
+# kept for error messages.
 _MAX_ANSWER_BYTES, _OUTPUT_BYTES = 2**26, 2048
 
 Answer = Observation | Failure
@@ -257,7 +258,7 @@ class EnvironmentPool:
                 self._record(episode.number, answer)
                 if isinstance(answer, Failure):
                     break
-            # The conversation is over: a failure of the instance's clean-up does not count.
+            # The conversation is over, so that a failure while the instance is dropped does not count.
             if process is not None and not self._closing:
                 try:
                     process.ask("close", (), self._timeout_s)

@@ -41,8 +41,8 @@ class Observation:
             text.
         messages: messages that `reset` returned in place of a text.
         reward: reward of this turn, which adds to those of earlier turns; None for none.
-        terminated, truncated: whether the conversation is over by itself, or by a limit of the environment (Gymnasium's
-            terms).
+        terminated, truncated: whether the conversation has come to its own end, or was ended by a limit of the
+            environment (Gymnasium's terms).
         info: numbers and texts to report.
         malformed: number of malformed calls among those of the turn.
         raised: number of calls whose tool raised an exception.
