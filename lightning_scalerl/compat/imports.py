@@ -1,4 +1,4 @@
-"""Skips imports that other packages make without using them, in the processes of this project's commands.
+"""Skips imports that other packages make too early, until they are needed, in processes of this project's commands.
 
 Importing Lightning and transformers takes a process 11 seconds of CPU, and more than four of these go into packages
 that a run never uses. No setting of these packages prevents that:
@@ -32,7 +32,7 @@ _NEEDED_METRICS = {"Metric": "torchmetrics.metric", "MetricCollection": "torchme
 # Imports make many objects and no garbage. By default Python would search for garbage after every 700 new objects.
 _COLLECT_EVERY = 10_000
 _USUAL_THRESHOLDS = gc.get_threshold()
-# transformers asks in every process for the distributions of these packages, which have the packages' names.
+# In every process, transformers looks up the distributions of these packages, which are named like the packages.
 _OWN_DISTRIBUTION = {"accelerate", "mistral_common", "torch"}
 
 
@@ -93,7 +93,7 @@ def _metrics_on_demand(module: ModuleType, loader: Loader) -> None:
 
 
 def _without_matplotlib(module: ModuleType, loader: Loader) -> None:
-    """Let the modules of torchmetrics believe that matplotlib is missing, until `_metrics_on_demand` loads them all."""
+    """Make matplotlib seem missing to the modules of torchmetrics, until `_metrics_on_demand` loads all of them."""
     loader.exec_module(module)
     vars(module)["_MATPLOTLIB_AVAILABLE"] = False
 
@@ -144,7 +144,7 @@ _HOOKS: dict[str, Callable[[ModuleType, Loader], None]] = {
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules in `_HOOKS` by the other finders, and gives each a loader that calls the module's hook."""
+    """Finds the modules of `_HOOKS` through Python's other finders, and gives each a loader that calls its hook."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -169,7 +169,7 @@ class _Hooked(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Readers of the module's source, such as inspect, find its own loader again.
+        # Restore the module's own loader, because readers of its source, such as inspect, ask the loader for it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
