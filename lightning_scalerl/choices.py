@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class Passes:
     """Numbers of passes over a batch in one step.
 
-    An update is a forward and a backward pass. Extra forward passes are made before the first update. Exception: if the
-    loss has a KL term over the whole vocabulary, the reference model runs in every update. `reference_size` is the cost
-    of a forward pass of the reference model in units of a forward pass of the policy.
+    An update is a forward and a backward pass. All other forward passes are made before the first update, with one
+    exception: if the loss has a KL term over the whole vocabulary, the reference model runs in every update.
+    `reference_size` is the cost of a forward pass of the reference model, relative to one of the policy.
     """
 
     policy_updates: int = 1
@@ -141,7 +141,7 @@ class Choices:
         return [(choice.axis, choice) for choice in self]
 
     def on(self, axis: str) -> DesignChoice | None:
-        """Return the choice on an axis; None if the axis is not the project's and has no choice."""
+        """Return the choice on an axis; None if it is not one of the project's axes and has no choice."""
         choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.user_axes.get(axis)
         return choice
 

@@ -63,7 +63,8 @@ _DEVICE = (
 )
 # Prefixes of lines in Hydra's and OmegaConf's errors that do not help a user.
 _UNHELPFUL_PREFIXES = ("full_key", "object_type", "reference_type", "Set the env")
-# Stems of this project's files. An error message names the file with the mistake only if it is the user's file.
+# Stems of this project's own configuration files. An error message names the file with the mistake only if it is a
+# user's file.
 _PROJECT_CONFIGS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, each with what to do instead.
 TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
@@ -71,7 +72,7 @@ TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "n
 _NOT_OF_A_RECIPE = (OPERATIONAL_KEYS - {"scaled_for"}) | {
     "branch", "cluster", "experiment", "model", "recipe", "task", "trainer",
 }  # fmt: skip
-# What a script writes instead of some of these keys.
+# For some of these keys, what to write in a script instead.
 _IN_A_SCRIPT = {
     "seed": "RolloutDataModule(task, seed=...)",
     "task": "RolloutDataModule(task)",
@@ -296,7 +297,7 @@ def help_text(folders: Folders = ()) -> str:
     return Template(template).substitute(APP_CONFIG_GROUPS=group_lines)
 
 
-# Axes without plain variants: advantage and critic change together, and `epochs` has only a number.
+# Axes without plain variants (`plain_variants`): advantage and critic change together, and `epochs` is only a number.
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
 # Groups that are not axes but have plain variants, too.
 _GROUPS_WITH_VARIANTS = ("optimizer",)
@@ -422,7 +423,7 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     unknown = _unknown_key(error)
     if not unknown:
         return ""
-    # Apply the overrides of other keys: a chosen group has other keys than the default one.
+    # Apply the overrides of other keys, because a chosen file may have other keys than the group's default file.
     others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown]
     node: Any
     try:
