@@ -105,7 +105,7 @@ FROM_TRL = {
 # Removed keys, each with its neutral value and the advice in the error. The recorded overrides of old studies may still
 # set a removed key to its neutral value.
 REMOVED_KEYS = {"race.freed": ("nothing", "ask `scalerl plan` what saved compute is best spent on")}
-# Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
+# Groups for studies of other trainers; `scalerl train --help` lists them next to the groups of a run.
 _OTHER_STUDIES = ("command", "member")
 
 

@@ -167,8 +167,8 @@ def _complain(message: str) -> int:
     return 1
 
 
-# Hydra reads the command line and answers --help and --cfg. The training happens after Hydra has returned, so that its
-# error reports do not replace ours.
+# Hydra reads the command line and answers --help and --cfg. The training happens after Hydra has returned, so that
+# Hydra's error reports do not replace this module's.
 _single_runs: list[tuple[list[str], list[str]]] = []
 
 

@@ -9,7 +9,7 @@ that a run never uses. No setting of these packages prevents that:
   the losses of object detectors.
 - transformers 5 reads the list of files of each installed distribution, to look up the names of a few of them.
 - transformers imports torchao, for models that torchao has quantized, and prints a warning for each library of torchao
-  that the machine cannot load. Of our choices, only `optimizer=adamw_8bit` uses torchao.
+  that the machine cannot load. In this project, only `optimizer=adamw_8bit` uses torchao.
 
 Only processes of our commands (`member/__init__.py`, `translate/__init__.py`, engines) skip these imports. Scripts that
 import the library keep all packages unchanged.

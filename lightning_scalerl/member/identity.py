@@ -33,8 +33,8 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity form of a resolved configuration, without seed and operational settings.
 
     Raises:
-        ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of one
-            of our public classes.
+        ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of a
+            public class of this package.
     """
     parts = {key: part_of(key, value) for key, value in science(config).items()}
     return {key: part for key, part in parts.items() if part is not None}

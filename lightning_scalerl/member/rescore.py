@@ -162,7 +162,7 @@ def sample_of(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
     truncated = stored["finish_reason"] == "length"
     answer = stored.get("answer", stored["completion"])
     turns = tuple((source, text) for source, text in stored.get("turns", ()))
-    # As in training, the tokens of a conversation are those of its last turn.
+    # As in training, a sample has only the tokens of the conversation's last turn.
     conversation = stored.get("conversation", {})
     last_turn = conversation["starts"][-1] if conversation else 0
     failed = conversation.get("failed", "")

@@ -48,7 +48,7 @@ _RUNS = "runs"  # folder of the runs in a study's folder
 
 
 def check_run(run_dir: Path, spec: RunSpec, finished: bool = False) -> None:
-    """Check that all code in a run's specification is ours or the user's, and that the specification has its identity.
+    """Check that code in a run's specification is this project's or the user's, and check the specification's identity.
 
     It also registers the run's folders (`use_folders`), because names are looked up in them.
 
@@ -102,7 +102,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
-    """Check that all code that the configurations name is public or the user's.
+    """Check that all code that the configurations name has a public name of this package or belongs to the user.
 
     Args:
         file: the specification, for error messages.
@@ -110,7 +110,7 @@ def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str],
         folders: the user's folders of configuration files.
         study: the study's folder, which must not contain the code.
     """
-    # Check names before `use_folders`, so that our names are not looked up in the user's folders.
+    # Check public names before `use_folders`, so that they are not looked up in the user's folders.
     other_names = [
         (field, name)
         for part, config in configs.items()
@@ -128,7 +128,7 @@ def _names_of_code(config: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(config, Mapping):
         for key, value in config.items():
             field = f"{path}.{key}"
-            # Positional arguments may contain a verifier. They are never accepted: none of our files has any.
+            # Positional arguments may contain a verifier. They are never accepted, and no file of `conf/` has any.
             if key in ("_target_", "_args_") or (key in _VERIFIERS and isinstance(value, str)):
                 yield field, str(value)
             else:

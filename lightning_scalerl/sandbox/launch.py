@@ -71,7 +71,8 @@ _PREFIX = "scalerl-sandbox-"
 # Environment variable of a process that starts sandboxes. Its value is part of the names of their scratch folders, so
 # that another process can find and delete the folders after it has killed this process.
 SCRATCH = "SCALERL_SANDBOX_SCRATCH"
-# Range of user numbers for sandboxes: above those of systems and containers, below those that tools read as negative.
+# Range of user numbers for sandboxes: above the numbers that systems and containers use, below the numbers that tools
+# read as negative.
 _USERS = (1_900_000_000, 2_100_000_000)
 
 
@@ -141,8 +142,8 @@ class Sandboxed:
         pipes: descriptors that it inherits with the same numbers.
         stdin: descriptor of its standard input; None for empty input.
         stdout: descriptor of its standard output; None to discard it.
-        stderr: descriptor of its standard error; None to join it with standard output. What it writes there before it
-            is ready becomes part of an error message instead.
+        stderr: descriptor of its standard error; None to join it with standard output. Output before the process is
+            ready becomes part of an error message instead.
 
     Attributes:
         ready: whether the process has confined itself, so that its code runs.
@@ -510,7 +511,7 @@ def _bubblewrap(walls: Walls, scratch: str, info: int) -> list[str]:
 
 
 def _topmost(paths: Sequence[str]) -> list[str]:
-    """Return the paths without those that are below another path of the list."""
+    """Return the paths that are not below another path of the list."""
     return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
 
 

@@ -34,7 +34,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     Returns:
         A batch of the rollouts that carry credit; its attribute `groups` has all sampled groups.
     """
-    # Use indices, not groups: `first_row` below counts all sampled rollouts, also those of dropped groups.
+    # Use indices, not groups, because `first_row` below counts all sampled rollouts, including those of dropped groups.
     kept_indices = [group_index for group_index, group in enumerate(groups) if enters(group, choices)]
     comparisons = [
         (group_index, one) for group_index in kept_indices for one in choices.credit.comparisons(groups[group_index])

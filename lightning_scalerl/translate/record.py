@@ -303,7 +303,7 @@ class Run:
         return (loss.clip, loss.clip) if isinstance(loss, PPO) else None
 
     def aggregation_of(self, term: Any) -> type[Aggregation]:
-        """Return the aggregation of a term of the loss; if the term names none, that of axis `aggregation`."""
+        """Return the aggregation that a term of the loss names; if it names none, the choice of axis `aggregation`."""
         return type(named_aggregation("", term.aggregation) or self.choices.aggregation)
 
     @property
@@ -338,7 +338,7 @@ def common(run: Run, into: Translation) -> None:
         if axis in choices.user_axes:
             into.add_missing(axis, choice, "an axis of your own")
         elif not type(choice).__module__.startswith("lightning_scalerl."):
-            # This includes a subclass of one of our choices: its changes are unknown.
+            # This includes a subclass of one of this project's choices, because its changes are unknown.
             into.add_missing(axis, choice, USER_CHOICE)
     if type(choices.length_control).__name__ == "Interruption":
         into.add_missing("length_control", choices.length_control, f"{name} never forces tokens into a completion")
@@ -461,7 +461,7 @@ def estimator(run: Run) -> str | None:
     return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
 
-# Each trainer's way to distil from a teacher on the policy's own rollouts. None of them has been compared with ours.
+# Each trainer's way to distil from a teacher on the policy's own rollouts. None was compared with this project's way.
 _DISTILLATION = {
     "trl": "TRL has a teacher in its DistillationTrainer, not in its GRPOTrainer",
     "verl": "verl sets a teacher under distillation.*; kl.estimate=k1 corresponds to loss_mode=k1 with "

@@ -73,7 +73,7 @@ class Journal:
 
     def __init__(self, folder: Path, passes: int) -> None:
         self._file = folder / "evaluations.jsonl"
-        self._passes = passes  # TRL's steps per step of ours
+        self._passes = passes  # number of TRL's steps per step of this project
         self.flops = 0.0
 
     def resume(self, checkpoint: Path | None) -> None:

@@ -243,7 +243,7 @@ class AnswerCache:
         return None
 
     def put(self, key: str, answer: Answer, replace: bool = False) -> Answer:
-        """Store an answer, and return the stored answer, which may be that of another process.
+        """Store an answer. Return the stored answer, which another process may have stored before.
 
         Args:
             key: hash of the question.

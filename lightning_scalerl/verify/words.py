@@ -162,8 +162,8 @@ def _canonical(token: str) -> str:
 def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -> bool:
     """Return whether the words of two answers are compatible.
 
-    Connectors ("and", "or") must be equal if both answers have them. Of the other words, one answer may have more than
-    the other, but the additional words must not contain a negation.
+    Connectors ("and", "or") must be equal if both answers have them. One answer may have more of the other words, but
+    the additional words must not contain a negation.
 
     Args:
         gold: words of the gold answer.
