@@ -582,7 +582,7 @@ def _check_types(field: str, node: Any) -> None:
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             target = locate(str(node["_target_"]))
-        except Exception as error:  # instantiating the target later reports the reason
+        except Exception as error:  # the reason is reported later, when the target is instantiated
             _log.debug("%s: types not checked, because %s cannot be imported (%r)", field, node["_target_"], error)
             return
         check_arguments(field, target, node)

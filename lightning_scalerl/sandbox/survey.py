@@ -125,7 +125,7 @@ def _check_files(tree: ast.Module) -> None:
 
 
 def defined_names(source: str) -> list[str]:
-    """Return the functions, classes and variables defined at the top level of a module; none if it does not parse."""
+    """Return the functions, classes and variables that a module defines at top level; empty if it does not parse."""
     try:
         table = symtable.symtable(source, "solution.py", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -134,7 +134,7 @@ def defined_names(source: str) -> list[str]:
 
 
 def used_names(source: str) -> set[str]:
-    """Return the names that a module uses but does not define; none if it does not parse."""
+    """Return the names that a module uses but does not define; empty if the module does not parse."""
     try:
         return _free(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
