@@ -288,7 +288,9 @@ class CosineSchedule(ConstantSchedule):
 
 @dataclass(frozen=True)
 class SqrtBatchSchedule(ConstantSchedule):
-    """Warm-up, then constant, scaled by sqrt(rollouts per step / `reference`): one `optimizer.lr` for all batch sizes.
+    """Warm-up, then constant, both scaled by sqrt(rollouts per step / `reference`).
+
+    With this factor, one value of `optimizer.lr` serves all batch sizes.
 
     Args:
         warmup_steps: steps of the linear warm-up.

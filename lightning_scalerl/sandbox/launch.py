@@ -516,7 +516,7 @@ def _topmost(paths: Sequence[str]) -> list[str]:
 
 
 def remove_leftovers(name: str) -> None:
-    """Delete the scratch folders of a process that was killed; `name` was the value of its variable `SCRATCH`."""
+    """Delete the scratch folders of a killed process; `name` was the value of its environment variable `SCRATCH`."""
     for folder in _temporary_folders():
         for scratch in Path(folder).glob(f"{_PREFIX}{name}-*"):
             _remove(str(scratch))

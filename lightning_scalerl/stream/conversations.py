@@ -89,7 +89,7 @@ class Dialogue:
             raise
 
     def _turns_of(self, declared: Declared) -> Turns:
-        """Return the `Turns` of an environment, which check the chat template with the environment's tools."""
+        """Return the `Turns` of an environment; raise an error if the chat template cannot show its tools and turns."""
         example = ""
         if declared.tools:
             tool = declared.tools[0]
@@ -621,7 +621,7 @@ class Conversations:
     # --- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the conversations without pending turns, which are sent again after a resume."""
+        """Return all conversations. Pending turns are left out, because they are sent again after a resume."""
         state = []
         for rollout_key, conversation in self._conversations.items():
             is_pending = rollout_key in self._pending

@@ -123,7 +123,7 @@ class Translation:
         self.missing.append(Missing(key, _as_text(value), why))
 
     def express_if(self, same: bool, axis: str, value: Any, why: str) -> None:
-        """If `same`, record that the trainer always behaves like the choice on an axis, else that it lacks it."""
+        """Record whether the trainer always behaves like the choice on an axis (`same`) or cannot express it."""
         if same:
             self.express(axis)
         else:
@@ -486,7 +486,7 @@ def on_policy(run: Run) -> bool:
 
 
 def deviation(eps: float) -> str:
-    """Return the reason why only one form of the standard deviation can be translated."""
+    """Return the reason to give for a standard deviation that cannot be translated: only one form of it can."""
     return (
         f"the standard deviation is the unbiased one plus {eps:g}; normalization.ddof=1 with normalization.eps={eps:g} "
         "can be translated"

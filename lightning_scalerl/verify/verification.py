@@ -141,7 +141,7 @@ class ErrorWatch:
         """Count one outcome.
 
         Raises:
-            RewardError: it is an error and `on_error` is "stop", or the error rate is too high.
+            RewardError: the outcome is an error and `on_error` is "stop", or the error rate is too high.
         """
         failed = outcome.kind == "error"
         self._recent.append(failed)
