@@ -267,7 +267,7 @@ def _check_identity(file: Path, spec: RunSpec) -> None:
     except ConfigurationError:
         return  # its data is missing here; commands that need the data report that themselves
     actual = digest({"science": identity, "seed": spec.seed})
-    # With files in the configuration the identity may differ because a file has changed, not the specification.
+    # If the configuration reads files, a changed file may be the reason for another identity.
     if actual != spec.run and not _reads_files(spec.config):
         raise UserError(
             f"{file}: run: {spec.run!r} is not the identity of its configuration, which is {actual}: it was edited or "

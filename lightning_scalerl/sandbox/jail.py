@@ -278,7 +278,7 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     attribute = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
     ruleset = _syscall(_LANDLOCK_CREATE, attribute, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint32(0))
     _check("landlock_create_ruleset", ruleset)
-    # There is no right to execute: nothing is started from here, and mapping a library does not need it.
+    # Do not grant the right to execute: no program is started after this, and mapping a library does not need it.
     read = _READ_FILE | _READ_DIR
     write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
     # Allow deletion only if the directory's size is bounded: a check of the directory cannot see the space of a deleted

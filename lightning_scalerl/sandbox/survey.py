@@ -310,8 +310,8 @@ class _Coverage:
     def _mention(self, body: ast.AST) -> None:
         """Record the names that a body refers to.
 
-        A name in `test.__name__` does not count. Neither does a name that is a whole statement or a test that the body
-        only returns.
+        A name does not count if only an attribute such as `__name__` is read from it, if it is a statement by itself,
+        or if the body only returns it and it is the name of a test.
         """
         parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _nodes_that_run(body)
         for node in parts:

@@ -208,7 +208,7 @@ class VirtualDriver:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
         if not true_or_false(mode, "publishes", mode.publishes(version)):
             return
-        # The tokens of the current step were sampled with the old weights: swap after they are done.
+        # The generator samples its current step with the old weights, so the new ones arrive at the end of that step.
         arrival_s = self.clock.now_s if self._current_step is None else self.clock.generator_until_s
         self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
         self.generator.publish(self.weights(), version, mode.recompute_kv)

@@ -106,7 +106,7 @@ def gsm8k(row: Row) -> Problem:
 
 
 def math(row: Row) -> Problem:
-    """Read a row of MATH or a similar data set: problem, solution with a boxed answer, or answer; level."""
+    """Read a row of MATH or a similar data set: problem, level, and an answer or a solution with a boxed answer."""
     text = _question(row, "problem", "Problem", "question")
     solution = _optional(row, "solution", "Solution")
     if not solution:
