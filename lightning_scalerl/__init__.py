@@ -3,7 +3,8 @@
 Every design choice (loss, aggregation, normalization, filter, ...) is a swappable Lightning callback.
 
 Public names are imported from here, each on first use: `import lightning_scalerl` alone costs nothing. Configurations
-and frozen studies use these names too, so a name stays when its class or function moves to another module.
+and the files of recorded studies use these names too, so a name stays when its class or function moves to another
+module.
 """
 
 from __future__ import annotations
@@ -191,12 +192,12 @@ __all__ += [name for name in _HOME_OF if name not in __all__]
 
 
 def axis_names() -> frozenset[str]:
-    """Return the public classes of `axes/`: the choices that a configuration may name."""
+    """Return the names of the public classes of `axes/`, which are the choices that a configuration may name."""
     return frozenset(name for name, module in _HOME_OF.items() if module.startswith("axes.") and name != "DesignChoice")
 
 
 def public_names() -> frozenset[str]:
-    """Return every name that configurations and frozen studies may import from this package."""
+    """Return every name that configurations and recorded studies may import from this package."""
     return frozenset(_HOME_OF)
 
 

@@ -33,7 +33,8 @@ def check_public_name(shown_name: str, target: Any) -> None:
         target: the class or function.
 
     Raises:
-        ConfigurationError: it does, so labels and identities, which contain names, would not tell the two apart.
+        ConfigurationError: the name is taken. Labels and identities contain names, so they would not tell the two
+            apart.
     """
     name = shown_name.rpartition(".")[2]
     package = import_module("lightning_scalerl")  # an import statement would be a cycle

@@ -1,8 +1,8 @@
 """A run's design choices as one record, with one field per axis.
 
 To add an axis, add a module in `axes/`, a folder in `conf/`, public names and a field here. The field names the file of
-the neutral choice, which `conf/train.yaml` and recipes that do not mention the axis use. Importing this module does not
-import Lightning.
+the neutral choice. This file is used by `conf/train.yaml` and by recipes that do not mention the axis. Importing this
+module does not import Lightning.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class Passes:
     """Numbers of passes over a batch in one step.
 
-    An update is a forward and a backward pass. Extra forward passes are made before the first update. Exception: if the
-    loss has a KL term over the whole vocabulary, the reference model runs in every update. `reference_size` is the cost
-    of a forward pass of the reference model in units of a forward pass of the policy.
+    An update is a forward and a backward pass. All other forward passes are made before the first update, with one
+    exception: if the loss has a KL term over the whole vocabulary, the reference model runs in every update.
+    `reference_size` is the cost of a forward pass of the reference model, relative to one of the policy.
     """
 
     policy_updates: int = 1
@@ -141,18 +141,18 @@ class Choices:
         return [(choice.axis, choice) for choice in self]
 
     def on(self, axis: str) -> DesignChoice | None:
-        """Return the choice on an axis; None if the axis is not the project's and has no choice."""
+        """Return the choice on an axis; None if it is not one of the project's axes and has no choice."""
         choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.user_axes.get(axis)
         return choice
 
     @property
     def needs_anchor(self) -> bool:
-        """Return whether a step needs the trainer's log-probabilities before the update."""
+        """True if a step needs the trainer's log-probabilities before the update."""
         return self.correction.recomputes or self.kl.where == "reward"
 
     @property
     def kl_in_update(self) -> bool:
-        """Return whether every update runs the reference model, because the loss has a KL over the whole vocabulary."""
+        """True if every update runs the reference model, because the loss has a KL term over the whole vocabulary."""
         return self.kl.reads_vocabulary and self.kl.where == "loss"
 
     @property

@@ -1,7 +1,7 @@
 """Composition of configurations in `conf/` by Hydra, and construction of the objects that they describe.
 
-A user's folders extend `conf/`: their choices, axes, tasks, recipes, variants and experiments are found like ours, and
-the Python modules that they name are imported from there too.
+A user's folders extend `conf/`: their choices, axes, tasks, recipes, variants and experiments are found like those of
+this project. Python modules that the user's files name are imported from the user's folders too.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ _DEVICE = (
 )
 # Prefixes of lines in Hydra's and OmegaConf's errors that do not help a user.
 _UNHELPFUL_PREFIXES = ("full_key", "object_type", "reference_type", "Set the env")
-# Stems of this project's files. An error message names the file with the mistake only if it is the user's file.
+# Stems of this project's own configuration files. An error message names the file with the mistake only if it is a
+# user's file.
 _PROJECT_CONFIGS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, each with what to do instead.
 TRAINER_SETTINGS = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
-# Keys of `scalerl train` that do not belong to a recipe, so that a script would ignore them.
+# Keys of `scalerl train` that do not belong to a recipe. A script, which uses only the recipe, would ignore them.
 _NOT_OF_A_RECIPE = (OPERATIONAL_KEYS - {"scaled_for"}) | {
     "branch", "cluster", "experiment", "model", "recipe", "task", "trainer",
 }  # fmt: skip
-# What a script writes instead of some of these keys.
+# For some of these keys, what to write in a script instead.
 _IN_A_SCRIPT = {
     "seed": "RolloutDataModule(task, seed=...)",
     "task": "RolloutDataModule(task)",
@@ -104,7 +105,7 @@ FROM_TRL = {
 # Removed keys, each with its neutral value and the advice in the error. The recorded overrides of old studies may still
 # set a removed key to its neutral value.
 REMOVED_KEYS = {"race.freed": ("nothing", "ask `scalerl plan` what saved compute is best spent on")}
-# Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
+# Groups for studies of other trainers; `scalerl train --help` lists them next to the groups of a run.
 _OTHER_STUDIES = ("command", "member")
 
 
@@ -175,7 +176,7 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
 
 
 class Composer:
-    """Composes many override lists quickly: Hydra composes each set of groups once, and values are set on copies.
+    """Composes many override lists quickly: Hydra composes each set of group choices once; values are set on copies.
 
     One composition of `conf/` by Hydra takes half a second of CPU.
 
@@ -230,7 +231,7 @@ class Composer:
         for parsed in OverridesParser.create().parse_overrides(list(overrides)):
             key, changes = parsed.key_or_group, parsed.type == OverrideType.CHANGE and not parsed.is_sweep_override()
             if not key or not changes or parsed.package is not None or key.startswith("hydra"):
-                return compose(overrides, self.folders)  # here the order of overrides and groups matters
+                return compose(overrides, self.folders)  # not split, because the order of these overrides matters
             if is_group(key, self.folders) and not isinstance(parsed.value(), Mapping):
                 groups.append(parsed.input_line)
             else:
@@ -296,7 +297,7 @@ def help_text(folders: Folders = ()) -> str:
     return Template(template).substitute(APP_CONFIG_GROUPS=group_lines)
 
 
-# Axes without plain variants: advantage and critic change together, and `epochs` has only a number.
+# Axes without plain variants (`plain_variants`): advantage and critic change together, and `epochs` is only a number.
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
 # Groups that are not axes but have plain variants, too.
 _GROUPS_WITH_VARIANTS = ("optimizer",)
@@ -307,7 +308,8 @@ _FILES_WITHOUT_VARIANT = frozenset({"kl_distil"})
 def plain_variants() -> dict[str, tuple[str, str]]:
     """Return the plain variants, by name: `loss_dapo` maps to ("loss", "dapo"), an axis and the stem of its file.
 
-    A plain variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` generates it for Hydra.
+    A plain variant only chooses another file on one axis. It needs no file in `conf/variant/`, because
+    `hydra_plugins/scalerl_axes.py` generates it for Hydra.
     """
     files = (
         (axis, path.stem) for axis in (*AXES, *_GROUPS_WITH_VARIANTS) for path in (conf_dir() / axis).glob("*.yaml")
@@ -370,7 +372,7 @@ def _check_inherited(chosen: Mapping[str, str], folders: Folders) -> None:
 
 
 def _defaults_and_body(group: str, name: str, folders: Folders) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the axis choices that a file overrides, by axis, and its values; both are empty if there is no file."""
+    """Return the choices in a file's defaults list, by axis, and the file's content; both are empty without a file."""
     import yaml
 
     # The first folder of Hydra's search path wins.
@@ -417,11 +419,11 @@ def _unknown_key(error: Exception) -> str:
 
 
 def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) -> str:
-    """Return the valid keys at the deepest existing level of an unknown key, the most similar first."""
+    """Return the end of an error about an unknown key: a suggestion, and the valid keys at its last existing level."""
     unknown = _unknown_key(error)
     if not unknown:
         return ""
-    # Apply the overrides of other keys: a chosen group has other keys than the default one.
+    # Apply the overrides of other keys, because a chosen file may have other keys than the group's default file.
     others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown]
     node: Any
     try:
@@ -580,7 +582,7 @@ def _check_types(field: str, node: Any) -> None:
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             target = locate(str(node["_target_"]))
-        except Exception as error:  # instantiating the target later reports the reason
+        except Exception as error:  # the reason is reported later, when the target is instantiated
             _log.debug("%s: types not checked, because %s cannot be imported (%r)", field, node["_target_"], error)
             return
         check_arguments(field, target, node)
@@ -688,7 +690,7 @@ def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choice
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
     """Build the recipe `recipe/<name>.yaml` of `conf/` or a user folder.
 
-    If overrides change an axis, the attribute `named` of the returned recipe holds the choices without them.
+    If overrides change an axis, the attribute `named` of the returned recipe holds the choices without these overrides.
 
     Args:
         name: name of the recipe's file.
@@ -710,7 +712,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     other_overrides = [entry for entry in overrides if entry not in departures]
 
     def build_if_changed(other_config: Any, axis: str) -> Any:
-        """Building 20 choices takes 30 ms, and most of them are the recipe's own."""
+        """Build a choice only if it differs from the recipe's, because building all 20 choices takes 30 ms."""
         return recipe.choices.on(axis) if other_config[axis] == config.get(axis) else build(other_config, axis)
 
     try:

@@ -62,7 +62,7 @@ class RolloutDataModule(LightningDataModule):
         """Add held-out sets of other tasks to the task's own; they replace the sets of an earlier call.
 
         Raises:
-            ConfigurationError: a task has no held-out prompts, or two sets have one name.
+            ConfigurationError: a task has no held-out prompts, or two sets have the same name.
         """
         self.task = TaskWithEvaluationSets(self._trained, sets) if sets else self._trained
 

@@ -282,7 +282,7 @@ class ScaleRL(LightningModule):
 
     @property
     def data_path(self) -> DataPath:
-        """Data path of the fit; only on rank 0. An AttributeError elsewhere, so that `hasattr(module, ...)` works."""
+        """Data path of the fit, on rank 0. Other ranks raise AttributeError, so that `hasattr(module, ...)` works."""
         if self._data_path is None:
             raise AttributeError("data_path: rank 0 has it, from the setup of a fit on")
         return self._data_path
@@ -398,7 +398,7 @@ class ScaleRL(LightningModule):
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices, axes=self.recipe.compute)
         made_for = stage_of(self.trainer, self.recipe, self.choices, self.models)
         if stage != "fit":
-            # Evaluation needs only the step from the stream. Keep the state of the last fit for the next fit.
+            # Evaluation reads only the number of steps from the stream. Keep the last fit's state for the next fit.
             sampling = self.ranks.on_leader(partial(Sampling, made_for, training=False))
             if sampling is not None:
                 self.sampling = sampling

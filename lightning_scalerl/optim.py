@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules of the policy. `module` handles clipping and micro-batches.
 
-The settings of an optimizer are here; its steps are torch's, or in `update`.
+This module has the settings of the optimizers. Their steps are computed by torch or in `update`.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class AdamWBF16(AdamW):
 
 @dataclass(frozen=True)
 class AdamW8bit(AdamW):
-    """torchao's AdamW with 8-bit moments and FP32 weights; attributes of `AdamW`.
+    """torchao's AdamW with 8-bit moments and FP32 weights. It has the attributes of `AdamW`.
 
-    Moments of tensors with fewer than 4096 values, or a number of values that 256 does not divide, stay FP32.
+    The moments of a tensor stay FP32 if it has fewer than 4096 values, or if their number is not divisible by 256.
 
     Source: arXiv 2110.02861.
 
@@ -182,7 +182,7 @@ class Muon(AdamW):
     output head, norms, biases, and weights with more than two dimensions such as fused experts.
 
     Attributes:
-        momentum: decay of Muon's momentum, which is Nesterov's.
+        momentum: decay of Muon's Nesterov momentum.
         ns_steps: Newton-Schulz iterations of a step.
         adjust_lr_fn: how the rate depends on a matrix's size: "match_rms_adamw" scales updates to the size of AdamW's,
             so that AdamW's rate can be used; "original" is sqrt(max(1, rows / columns)).
@@ -260,7 +260,8 @@ class ConstantSchedule:
 class CosineSchedule(ConstantSchedule):
     """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the rate after `total_steps`.
 
-    The last step has a slightly larger rate, because a step's rate depends on the steps before it, as in transformers.
+    The last step has a slightly larger rate than that, because a step's rate depends on the number of steps before it,
+    as in transformers.
     The learning curve depends on `total_steps`, so it is part of the run's identity. Unlike with a constant rate, a
     run with a larger budget is another run.
     """
@@ -287,7 +288,9 @@ class CosineSchedule(ConstantSchedule):
 
 @dataclass(frozen=True)
 class SqrtBatchSchedule(ConstantSchedule):
-    """Warm-up, then constant, scaled by sqrt(rollouts per step / `reference`): one `optimizer.lr` for all batch sizes.
+    """Warm-up, then constant, both scaled by sqrt(rollouts per step / `reference`).
+
+    With this factor, one value of `optimizer.lr` serves all batch sizes.
 
     Args:
         warmup_steps: steps of the linear warm-up.

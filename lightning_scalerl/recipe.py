@@ -44,9 +44,9 @@ class BatchSettings:
             is a pass alone. None for no limit on tokens.
         recompute: whether to recompute a layer's activations in the backward pass instead of keeping them (gradient
             checkpointing); None to do so for models of `RECOMPUTE_FROM` parameters or more.
-        offload: recompute, and keep the layers' inputs in host memory.
-        packed: concatenate the rollouts of a pass into one sequence without padding. Models that cannot do that get
-            padded rollouts, with a warning.
+        offload: whether to recompute activations and to keep the layers' inputs in host memory.
+        packed: whether to concatenate the rollouts of a pass into one sequence without padding. Models that do not
+            support that get padded rollouts, with a warning.
     """
 
     added: ClassVar[Mapping[str, Any]] = {

@@ -1,4 +1,4 @@
-"""`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study.
+"""Command line of `scalerl train`, or `python -m lightning_scalerl.train`: one run, or a study with `--multirun`.
 
 On SIGUSR2 or SIGTERM a single run saves a checkpoint at the next clean point (docs/guide/training.md) and exits with
 code 85. The same command continues it. slurm/single_run.sbatch requeues its job on that code. Ctrl-C does the same with
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _check_shown() -> None:
-    """Check what Hydra is asked to print (--cfg, --info); with --cfg, make the checks of a run before it does."""
+    """Check the options that make Hydra print (--cfg, --info). With --cfg, also make the checks of a run."""
     options = {word.partition("=")[0] for word in sys.argv[1:]}
     if (printing := options & {"--cfg", "-c", "--info", "-i"}) and options & {"--multirun", "-m"}:
         raise ConfigurationError(f"{min(printing)}: prints the configuration of one run; leave out --multirun")
@@ -122,7 +122,7 @@ def _options_first(words: Sequence[str]) -> list[str]:
             continue
         if action.nargs is None or (action.nargs == "?" and remaining[0] in (action.choices or ())):
             options.append(remaining.pop(0))
-        elif action.nargs == "?":  # spell out its default, or it would take the first override as its value
+        elif action.nargs == "?":  # write the default, or the option would take the first override as its value
             options[-1] = f"{action.option_strings[0]}={action.const}"
     return [*options, *overrides]
 
@@ -147,7 +147,7 @@ def _config_name() -> str | None:
 def _run_commands(file: Path) -> None:
     """Run a study, or a single member, of another trainer's command."""
     sys.argv[1:] = named_study(sys.argv[1:], file)
-    # The file's folder is the program's main folder, so that no other file of the same name is found first.
+    # The file's folder becomes Hydra's main folder, so that no other file of the same name is found first.
     try:
         with shared_groups():
             hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_record_single_run)()
@@ -167,8 +167,8 @@ def _complain(message: str) -> int:
     return 1
 
 
-# Hydra reads the command line and answers --help and --cfg. The training happens after Hydra has returned, so that its
-# error reports do not replace ours.
+# Hydra reads the command line and answers --help and --cfg. The training happens after Hydra has returned, so that
+# Hydra's error reports do not replace this module's.
 _single_runs: list[tuple[list[str], list[str]]] = []
 
 
@@ -231,7 +231,7 @@ def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     for line in spec.cautions:
         print(line, file=sys.stderr)
     print(f"{spec.title}: {run_dir}")
-    # Ctrl-C stays ignored where it is, as under nohup.
+    # If Ctrl-C is ignored already, as under nohup, it stays ignored.
     ctrl_c = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
     try:
         with interruption.on_signals(ctrl_c):

@@ -107,7 +107,7 @@ class Given:
 
     @property
     def place(self) -> str:
-        """Module in which it is defined."""
+        """Module in which the function is defined."""
         return str(getattr(_unwrapped(self.called), "__module__", "") or "__main__")
 
     def digest(self) -> str:
@@ -158,7 +158,7 @@ class Given:
 
 
 def _unwrapped(called: Any) -> Any:
-    """Return the function inside any `functools.partial`."""
+    """Return the function inside a `functools.partial`, however deep; other callables are returned unchanged."""
     while isinstance(called, partial):
         called = called.func
     return called

@@ -2,5 +2,5 @@
 
 Each function states why the library's public interface is not enough. If an upgrade of a library breaks such access, it
 is repaired here: a private member that is wrapped here is used nowhere else (`tests/test_imports.py`). This package
-imports no other room of the project.
+imports no other package of this project.
 """

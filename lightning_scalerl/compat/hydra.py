@@ -14,7 +14,7 @@ def locate(path: str) -> Any:
 
 
 def flags() -> list[Action]:
-    """Return the flags of Hydra's command line. Neither its parser nor a parser's list of flags has a public name."""
+    """Return the flags of Hydra's command line. Neither Hydra's parser nor its list of flags has a public name."""
     from hydra._internal.utils import get_args_parser
 
     return list(get_args_parser()._actions)

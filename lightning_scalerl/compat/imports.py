@@ -1,15 +1,15 @@
-"""Imports that our commands' processes skip until they are needed: those that other packages make without using them.
+"""Skips imports that other packages make too early, until they are needed, in processes of this project's commands.
 
 Importing Lightning and transformers takes a process 11 seconds of CPU, and more than four of these go into packages
 that a run never uses. No setting of these packages prevents that:
 
-- torchmetrics imports all of its metrics, for Lightning, which needs two classes.
+- torchmetrics imports all of its metrics, although Lightning needs only two classes of it.
 - torchmetrics imports matplotlib, for its plots.
 - transformers imports scikit-learn, and with it scipy.stats and pandas, for assisted generation, and scipy.optimize for
   the losses of object detectors.
-- transformers reads the list of files of each installed distribution, for the names of a few of them (5.x).
+- transformers 5 reads the list of files of each installed distribution, to look up the names of a few of them.
 - transformers imports torchao, for models that torchao has quantized, and prints a warning for each library of torchao
-  that the machine cannot load. Of our choices, only `optimizer=adamw_8bit` uses torchao.
+  that the machine cannot load. In this project, only `optimizer=adamw_8bit` uses torchao.
 
 Only processes of our commands (`member/__init__.py`, `translate/__init__.py`, engines) skip these imports. Scripts that
 import the library keep all packages unchanged.
@@ -29,10 +29,10 @@ from typing import Any
 
 _TORCHAO = "torchao"
 _NEEDED_METRICS = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.collections"}
-# Imports make many objects and no garbage. Python would look through them after every 700 new ones.
+# Imports make many objects and no garbage. By default Python would search for garbage after every 700 new objects.
 _COLLECT_EVERY = 10_000
 _USUAL_THRESHOLDS = gc.get_threshold()
-# transformers asks in every process for the distributions of these packages, which have the packages' names.
+# In every process, transformers looks up the distributions of these packages, which are named like the packages.
 _OWN_DISTRIBUTION = {"accelerate", "mistral_common", "torch"}
 
 
@@ -83,7 +83,8 @@ def _metrics_on_demand(module: ModuleType, loader: Loader) -> None:
             del vars(module)["__getattr__"]
             loader.exec_module(module)
             vars(utilities.imports)["_MATPLOTLIB_AVAILABLE"] = utilities.imports.RequirementCache("matplotlib")
-            reload(utilities.plot)  # its functions, which all metrics have by now, find matplotlib in the same module
+            # Metrics have imported functions of this module. After the reload these functions find matplotlib in it.
+            reload(utilities.plot)
         return getattr(module, name)
 
     # The package's modules, and Lightning, read `_logger` and `__version__` before any other name.
@@ -92,13 +93,13 @@ def _metrics_on_demand(module: ModuleType, loader: Loader) -> None:
 
 
 def _without_matplotlib(module: ModuleType, loader: Loader) -> None:
-    """Let the modules of torchmetrics believe that matplotlib is missing, until `_metrics_on_demand` loads them all."""
+    """Make matplotlib seem missing to the modules of torchmetrics, until `_metrics_on_demand` loads all of them."""
     loader.exec_module(module)
     vars(module)["_MATPLOTLIB_AVAILABLE"] = False
 
 
 def _taken_for_false(check: str) -> Callable[[ModuleType, Loader], None]:
-    """Return a hook that lets a module of transformers, and what it imports, take `check` for false."""
+    """Return a hook that imports a module of transformers while the function `check` of its utilities returns False."""
 
     def hook(module: ModuleType, loader: Loader) -> None:
         utilities = vars(sys.modules["transformers.utils"])
@@ -143,7 +144,7 @@ _HOOKS: dict[str, Callable[[ModuleType, Loader], None]] = {
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules in `_HOOKS` by the other finders, and gives each a loader that calls the module's hook."""
+    """Finds the modules of `_HOOKS` through Python's other finders, and gives each a loader that calls its hook."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -168,7 +169,7 @@ class _Hooked(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Readers of the module's source, such as inspect, find its own loader again.
+        # Restore the module's own loader, because readers of its source, such as inspect, ask the loader for it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -14,24 +14,24 @@ def saves_by_time(checkpoint: Any) -> bool:
 
 
 def saves_every_n_steps(checkpoint: Any) -> int:
-    """Return after how many steps a ModelCheckpoint saves, 0 for never or another callback. It has no public name."""
+    """Return after how many steps a ModelCheckpoint saves (0: never, or another callback). It has no public name."""
     return int(getattr(checkpoint, "_every_n_train_steps", 0))
 
 
 def stop_at_epoch_end(early_stopping: Any) -> None:
-    """Make EarlyStopping check at the end of an epoch if the user chose no time; no public name sets it later."""
+    """Make EarlyStopping check at the end of an epoch unless the user chose when; no public name sets this later."""
     if early_stopping._check_on_train_epoch_end is None:
         early_stopping._check_on_train_epoch_end = True
 
 
 def save_at_epoch_end(checkpoint: Any) -> None:
-    """Make ModelCheckpoint save at the end of an epoch if the user chose no time; no public name sets it later."""
+    """Make ModelCheckpoint save at the end of an epoch unless the user chose when; no public name sets this later."""
     if checkpoint._save_on_train_epoch_end is None:
         checkpoint._save_on_train_epoch_end = True
 
 
 def wandb_arguments(logger: Any) -> dict[str, Any]:
-    """Return the arguments that a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would call it."""
+    """Return the arguments that a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would start a run."""
     arguments: dict[str, Any] = logger._wandb_init
     return arguments
 
@@ -42,7 +42,7 @@ def summary_depth(summary: Any) -> int:
 
 
 def data_source(trainer: Any) -> Any:
-    """Return the source of the data of a Trainer's current function: a datamodule, dataloaders, or else the module.
+    """Return the source of a Trainer's current data: a datamodule, dataloaders, or else the module.
 
     It has no public name.
     """
@@ -62,7 +62,7 @@ def set_batches_that_stepped(loop: Any, steps: int) -> None:
 
 @contextmanager
 def keep_first_iteration(trainer: Any) -> Iterator[None]:
-    """Restore logging state of the training loop after a validation inside a step, which overwrites it.
+    """Restore the logging state of the training loop after the `with` block, because a validation overwrites it.
 
     No public name restores it.
     """

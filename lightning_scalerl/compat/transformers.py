@@ -54,6 +54,6 @@ def checkpoint_function(part: Any) -> Any:
 
 
 def set_checkpoint_function(part: Any, function: Callable[..., Any]) -> None:
-    """Set the function with which a layer is recomputed. The public setting takes only its arguments."""
+    """Set the function with which a layer is recomputed. Publicly, only the function's arguments can be set."""
     if hasattr(part, "_gradient_checkpointing_func"):
         part._gradient_checkpointing_func = function

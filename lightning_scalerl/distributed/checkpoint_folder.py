@@ -7,10 +7,10 @@
 
 In memory, a checkpoint is the same dictionary whether it comes from a folder or from a single file. In the result of
 `outline`, which reads a folder, sharded tensors are on the meta device, without data. `shard_files.fill` reads their
-data into whole tensors, or into this rank's parts, also with another number of ranks.
+data into whole tensors, or into this rank's parts. The number of ranks may differ from that of the saving run.
 
-Our index repeats torch's index, which is a pickle: reading it could run code from the file, and it has no checksum.
-`shard_files` writes and reads the parts.
+Our index repeats the content of torch's index, because torch's index is a pickle without a checksum: reading it could
+run code from the file. `shard_files` writes and reads the parts.
 """
 
 from __future__ import annotations

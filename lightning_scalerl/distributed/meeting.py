@@ -37,14 +37,14 @@ _BATCH_TYPES = (TrainBatch, Denominators)
 
 
 class NotPlainError(RuntimeError):
-    """Raised for data between ranks that is not plain: numbers, strings, tensors, batches, and containers of them."""
+    """Raised for data between ranks other than numbers, strings, tensors, batches and containers of these."""
 
 
 # --- rendezvous ----------------------------------------------------------------------------------------------
 
 
 def meet(trainer: Trainer) -> None:
-    """Create the process group of a trainer's ranks as Lightning would, but on an address that only the ranks need.
+    """Create the process group of a trainer's ranks as Lightning would, but listen only at the address that they need.
 
     All ranks call it before Lightning sets up its strategy, which then uses this group. For a single rank, an existing
     group, or a launcher with its own store (torchrun), it does nothing.
@@ -58,7 +58,7 @@ def meet(trainer: Trainer) -> None:
     environment = strategy.cluster_environment
     if not isinstance(environment, LightningEnvironment | SLURMEnvironment) or strategy.accelerator is None:
         return
-    # Respect an address that the user has set: ranks may be in different network namespaces, for instance.
+    # Use an address that the user has set: ranks on one node may be in different network namespaces, for instance.
     on_one_node = trainer.num_nodes == 1 and os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost")
     address = LOOPBACK if on_one_node else environment.main_address
     if on_one_node:
@@ -97,7 +97,7 @@ def _use_loopback() -> None:
 
 
 def _listening_socket(address: str, port: int) -> socket.socket | None:
-    """Open a socket that listens on one address; None if the name has no address of this machine for other nodes."""
+    """Open a socket that listens on one address; None if the name resolves to no address that other nodes can reach."""
     addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for family, socket_type, protocol, _, socket_address in addresses:
         # Debian resolves its own host name to 127.0.1.1, which other nodes cannot reach.

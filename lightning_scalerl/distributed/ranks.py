@@ -74,7 +74,7 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: Trainer, answer: Callable[[Any], None] | None = None) -> Ranks:
-        """Build the record of a trainer whose strategy is set up. All ranks must call it: it creates a process group.
+        """Return the ranks of a trainer whose strategy is set up. All ranks call it, because it makes a process group.
 
         Args:
             trainer: the trainer.
@@ -86,27 +86,27 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Return True on rank 0, which has the rollout stream and the journal."""
+        """True on rank 0, which has the rollout stream and the journal."""
         return self.number == 0
 
     @property
     def sharded(self) -> bool:
-        """Return whether the model is sharded, so that every pass through it has to run on all ranks together."""
+        """True if the model is sharded. Every pass through it must then run on all ranks together."""
         return isinstance(self.strategy, ShardedStrategy)
 
     @property
     def writes_shards(self) -> bool:
-        """Return whether each rank writes its part of a checkpoint."""
+        """True if each rank writes its part of a checkpoint."""
         return isinstance(self.strategy, ShardedStrategy) and self.strategy.writes_shards
 
     @property
     def partners(self) -> int:
-        """Return the number of tensor-parallel ranks, which split each layer between them and have the same rows."""
+        """Number of tensor-parallel ranks, which split each layer between them and have the same rows."""
         return self.strategy.tensor_parallel if isinstance(self.strategy, ShardedStrategy) else 1
 
     @property
     def data_parallel_index(self) -> int:
-        """Return the data-parallel index of this rank, which its tensor-parallel partners share."""
+        """Data-parallel index of this rank, which its tensor-parallel partners share."""
         return self.number // self.partners
 
     @property
@@ -170,7 +170,7 @@ class Ranks:
             send(encode((_REQUEST, request)), self.hosts)
 
     def share_batch(self, work: Callable[[], TrainBatch | str | None]) -> TrainBatch | str | None:
-        """Assemble a batch on rank 0 by `work` and return it on every rank, on ranks other than 0 without its groups.
+        """Assemble a batch on rank 0 by `work`, and return it on every rank. Only rank 0 gets it with its groups.
 
         If `work` returns None or a string (the reason why there is no batch), every rank returns that.
         """
@@ -197,7 +197,7 @@ class Ranks:
             raise RuntimeError(f"{what}: differs between ranks, {values}; they must read the same files")
 
     def restore_sigterm(self, handler: Any) -> None:
-        """Restore the SIGTERM handler from before Lightning's, if there was one or there are several ranks.
+        """Restore the SIGTERM handler that Lightning's replaced, if it was a function or there are several ranks.
 
         Lightning's handler marks the run as failed, even if it has just saved its last step. It also broadcasts a
         tensor as soon as the signal arrives. Other ranks may be summing tensors at that moment, would take the
@@ -301,7 +301,7 @@ class Ranks:
         return value
 
     def gather_rows(self, batch: TrainBatch, rows: TrainBatch) -> TrainBatch:
-        """Return the whole batch with the results before the update (`BEFORE_UPDATE`) of all ranks.
+        """Return the whole batch with the results that all ranks computed before the update (`BEFORE_UPDATE`).
 
         Args:
             batch: the whole batch.

@@ -141,8 +141,8 @@ def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tens
     Args:
         folder: the checkpoint's folder.
         checkpoint: the result of `outline` for it.
-        tensors: the tensors to fill, by name in the shards, such as `state_dict.policy.model.lm_head.weight`, and of
-            the saved shapes.
+        tensors: the tensors to fill, by name in the shards, such as `state_dict.policy.model.lm_head.weight`. Each has
+            the shape of the saved tensor.
     """
     if not tensors:
         return

@@ -62,7 +62,7 @@ class ShardedStrategy(ModelParallelStrategy):
         checkpoint: "shards" for such a folder; "whole" for one file of whole tensors, as a single device or DDP writes
             it. The tensors are gathered one by one on the host of rank 0.
         tensor_parallel: number of neighbouring ranks that split each layer between them and train on the same rows. It
-            must divide the number of devices; the resulting parts are sharded over the remaining dimension.
+            must divide the number of devices. The resulting parts are then sharded over the data-parallel ranks.
 
     Raises:
         ConfigurationError: `checkpoint` or `tensor_parallel` is invalid.
@@ -91,12 +91,12 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return False: checkpoints load at the usual time, because `configure_model` has sharded the model by then."""
+        """Always False: checkpoints load at the usual time, because `configure_model` has sharded the model by then."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Return True: Lightning calls `load_optimizer_state_dict`."""
+        """Always True, so that Lightning calls `load_optimizer_state_dict`."""
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -133,7 +133,7 @@ class ShardedStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             try:
                 configured_io = self.checkpoint_io
-                # Written in the background, the file would not exist yet when the folder is renamed.
+                # A file that is written in the background would not exist yet when the folder is renamed.
                 synchronous_io = TorchCheckpointIO() if isinstance(configured_io, AsyncCheckpointIO) else configured_io
                 synchronous_io.save_checkpoint(meta, unfinished / META)
                 self._publish(unfinished, target)
@@ -203,7 +203,7 @@ class ShardedStrategy(ModelParallelStrategy):
             fill(self._folder, checkpoint, parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimizer's state; do nothing if the checkpoint has none (a fresh branch)."""
+        """Load this rank's part of the optimizer's state; do nothing if the checkpoint has none (a fresh optimizer)."""
         if not checkpoint["optimizer_states"]:
             return
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):

@@ -96,7 +96,7 @@ def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_gpu() -> None:
-    """Raise if the job requests a GPU that torch cannot use: it would silently train on the CPU."""
+    """Raise an error if the job requests a GPU that torch cannot use, because it would silently train on the CPU."""
     if REQUIRED not in os.environ or torch.cuda.is_available():
         return
     if torch.version.cuda is None and torch.version.hip is None:

@@ -1,6 +1,6 @@
 """Environments, such as tools or games, with which a model has a conversation of several turns.
 
-This room needs no torch, because environments run in separate processes:
+Environments run in separate processes, so this package does not import torch. Its modules are:
 
     protocol    turns of the model, observations, and the small protocol that every environment has here
     forms       the user's classes in TRL's form or in text form, behind that protocol

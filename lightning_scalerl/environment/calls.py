@@ -5,7 +5,7 @@
     plain    <call>add(1, 2)</call>                                                   small models without tool training
 
 Model output is untrusted: parsers take any text, never raise, and need time linear in its length. They read the text
-without special tokens and after the thinking. A malformed call has a line for the model (`Call.error`).
+after the thinking, without special tokens. The error of a malformed call is a line for the model (`Call.error`).
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _checked_call(name: str, arguments: Mapping[str, Any], tool: Schema, convention: Convention) -> Call:
-    """Return a call, malformed if an argument is unknown to the tool or a required one is missing."""
+    """Return a call; it is a malformed one if an argument is unknown to the tool or a required argument is missing."""
     parameters = _parameters(tool)
     if unknown := [argument for argument in arguments if argument not in parameters]:
         names = ", ".join(parameters) or "no arguments"

@@ -76,7 +76,7 @@ class ToolEnvironment:
         return Observation(texts=tuple(texts), malformed=malformed, raised=raised)
 
     def finish(self) -> Observation:
-        """Return the reward of `get_reward()`; without that method no reward: reward functions grade instead."""
+        """Return the reward of `get_reward()`; None without that method, because reward functions then grade."""
         reward = None
         if hasattr(self._user, "get_reward"):
             reward = _reward("get_reward", _await_result(self._user.get_reward()))
@@ -134,7 +134,10 @@ def wrap(user: Any) -> Environment:
 
 
 def form_of(user: Any) -> Literal["tools", "text"]:
-    """Return the form of a user's instance: "text" if it has `step` and `reset` takes `seed` but no arbitrary columns.
+    """Return the form of a user's instance.
+
+    The form is "text" if the instance has a method `step` and its `reset` takes `seed` but no arbitrary columns. Any
+    other instance has the form "tools".
 
     Raises:
         ConfigurationError: it has neither form.
@@ -217,7 +220,7 @@ def _await_result(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return one event loop for all calls, because an environment may keep objects of it, such as a connection."""
+    """Return one event loop for all calls, because an environment may keep objects that are tied to a loop."""
     return asyncio.new_event_loop()
 
 
@@ -230,7 +233,7 @@ def _is_message(value: object) -> bool:
 
 
 def _reward(method: str, value: Any) -> float | None:
-    """Return a reward as a float; scalars of numpy and torch are taken.
+    """Return a reward as a float. Scalars of numpy and torch are accepted.
 
     Raises:
         AnswerError: it is neither a finite number nor None.

@@ -30,7 +30,8 @@ from sweeps.run.activity import activity
 START_S = 120.0
 # Default of `most_characters`.
 MAX_CHARACTERS = 16384
-# Limits in bytes on an answer (an observation that was cut is far smaller), and on the output kept for error messages.
+# Limits in bytes: on an answer (observations are cut, so they are far smaller), and on the process's output that is
+# kept for error messages.
 _MAX_ANSWER_BYTES, _OUTPUT_BYTES = 2**26, 2048
 
 Answer = Observation | Failure
@@ -48,7 +49,7 @@ class _LostError(Exception):
 class _Request:
     method: str
     arguments: tuple[Any, ...]
-    calls: int  # number of calls of the user's methods, each with its timeout
+    calls: int  # number of calls of the user's methods; the timeout counts once for each
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class EnvironmentPool:
     `finish`. The answer to a request is fetched once, by `wait` or `done`. A `Failure` closes the conversation.
 
     Args:
-        factory: class or function that makes an instance, in TRL's form or in text form, or its location. A mapping
-            has several factories by name; the row's column `environment` then selects one, and is not passed on, as in
-            TRL.
-        most: number of processes, which is the number of conversations that are open at the same time; others wait.
-        timeout_s: wall-clock timeout of one call; a turn with several tool calls gets it once per call.
+        factory: class or function that makes an instance, in TRL's form or in text form, or the location of one. A
+            mapping has several factories by name. The row's column `environment` then selects one of them, and is not
+            passed on, as in TRL.
+        most: maximum number of processes. Each open conversation has one process; further conversations wait.
+        timeout_s: wall-clock timeout of one call. A turn with several tool calls may take this long per call.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
         most_characters: characters of an observation's texts that are kept.
 
@@ -257,7 +258,7 @@ class EnvironmentPool:
                 self._record(episode.number, answer)
                 if isinstance(answer, Failure):
                     break
-            # The conversation is over: a failure of the instance's clean-up does not count.
+            # The conversation is over, so that a failure while the instance is dropped does not count.
             if process is not None and not self._closing:
                 try:
                     process.ask("close", (), self._timeout_s)
@@ -296,7 +297,7 @@ class EnvironmentPool:
     def _record(self, number: int, answer: Answer) -> None:
         activity.note("environment")
         with self._changed:
-            if self._closing:  # the processes were killed by us
+            if self._closing:  # `shutdown` has killed the processes
                 return
             if isinstance(answer, Failure):
                 self.counts[f"failed_{answer.kind}"] += 1

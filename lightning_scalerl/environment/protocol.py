@@ -40,11 +40,11 @@ class Observation:
         texts: texts for the model: at most one text from `reset`; after a turn one text per call, in order, or a single
             text.
         messages: messages that `reset` returned in place of a text.
-        reward: reward of this turn, which adds to those of earlier turns; None for none.
-        terminated, truncated: whether the conversation is over by itself, or by a limit of the environment (Gymnasium's
-            terms).
+        reward: reward of this turn; None for no reward. The rewards of all turns are added up.
+        terminated, truncated: whether the conversation has come to its own end, or was ended by a limit of the
+            environment (Gymnasium's terms).
         info: numbers and texts to report.
-        malformed: number of malformed calls among those of the turn.
+        malformed: number of malformed calls in the turn.
         raised: number of calls whose tool raised an exception.
         cut: number of characters that were cut off `texts` and `messages`.
     """

@@ -36,17 +36,17 @@ class EnvironmentSettings:
         describe_tools: whether a description of the tools is appended to the prompt, with the convention "plain".
         reward: reward of a rollout: "environment" for the sum of the environment's rewards, "task" for the reward that
             the task's verifier gives to the last turn.
-        at_max_turns: treatment of a conversation that is not over after `context.max_turns`: "truncated", as at the
-            token limit; or "answer", which takes the last turn as the answer and ends the message before it with
-            `last_turn`.
+        at_max_turns: treatment of a conversation that is not over after `context.max_turns`: "truncated" treats it as
+            at the token limit; "answer" takes the last turn as the answer, and appends `last_turn` to the message
+            before that turn.
         last_turn: text that announces the last turn, for "answer".
         at_max_turn_tokens: treatment of a turn of `context.max_turn_tokens` tokens: "truncated" ends the rollout;
             "go_on" passes the unfinished turn to the environment.
-        timeout_s: wall-clock limit of one call. Beyond it the rollout abstains.
+        timeout_s: wall-clock limit of one call. If a call takes longer, the rollout abstains.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
         max_characters: largest number of characters of an observation; the rest is cut off.
-        processes: number of processes. With more conversations than processes, some are replayed, so environments that
-            cannot be replayed need one process for each rollout in flight.
+        processes: number of processes. With more conversations than processes, some conversations are replayed in
+            another process. Environments that cannot be replayed need one process for each rollout in flight.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {

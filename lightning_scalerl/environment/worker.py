@@ -131,7 +131,7 @@ def main() -> None:
         except EOFError:
             return
         result: object
-        # BaseException is not caught: SystemExit and the like must end the process, which the pool replaces.
+        # Other subclasses of BaseException, such as SystemExit, must end the process. The pool then replaces it.
         try:
             result = getattr(worker, method)(*arguments)
         except AnswerError as error:

@@ -1,12 +1,12 @@
 """Members of a study: identify them, and run one.
 
-`identify` composes and checks members, `identity` hashes them, `run` executes one. `command` plans members that are
-commands of other trainers. `trust` checks code that a run's folder names before it is imported (for a study's
-folder `sweeps/launch/trust.py`; both use `sweeps/run/trust.py`). The others are commands: `export`, `memory`, `noise`,
-`rescore`.
+`identify` composes and checks members, `identity` hashes them, `run` executes one. `branch` starts a run from another
+run's checkpoint. `command` and `trl` plan members that run another trainer's command. `trust` checks the code that a
+run's folder names, before that code is imported; `sweeps/launch/trust.py` does this for a study's folder. The other
+modules are commands of `scalerl`: `export`, `memory`, `noise`, `rescore`.
 """
 
 from lightning_scalerl.compat.imports import skip_unneeded_imports
 
-# Only our own commands (`scalerl`, members of a study) import this package.
+# Only commands of this project import this package (`scalerl`, members of a study), so a user's script is not affected.
 skip_unneeded_imports()

@@ -224,7 +224,7 @@ def _key(override: str) -> str:
 
 
 def change_of(identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int, origin: Parent) -> tuple[str, ...]:
-    """Return the configuration group in which a branch differs from its parent, as a tuple of one entry or none.
+    """Return a tuple with the configuration group in which a branch differs from its parent; empty if it does not.
 
     Args:
         identity, parent: identity forms (`identity_of`) of the branch and of its parent.

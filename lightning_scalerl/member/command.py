@@ -162,7 +162,7 @@ def run_command(run_dir: Path, progress: bool = False) -> None:
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Hide from Hydra, in the `with` block, our groups except the launch settings and the base of command members.
+    """Hide this project's groups from Hydra in the `with` block, except launch settings and the base of commands.
 
     Then the user's keys may have the names of hidden groups, such as `loss`, `model` or `task`.
     """
@@ -199,7 +199,7 @@ def _with_values(base: DictConfig, overrides: Sequence[str]) -> DictConfig | Non
     """Set plain values in a copy of the configuration, without Hydra, which would take a tenth of a second longer.
 
     Returns:
-        The copy; None if an override does not only set a plain value or is invalid, so that Hydra must compose.
+        The copy; None if an override is invalid or does more than set a plain value. Hydra must compose it then.
     """
     config = copy.deepcopy(base)
     try:
@@ -224,7 +224,7 @@ def _with_values(base: DictConfig, overrides: Sequence[str]) -> DictConfig | Non
 
 
 def _file_values(config: DictConfig) -> dict[str, Any]:
-    """Return the values of the file, resolved; if a reference cannot be resolved without overrides, unresolved."""
+    """Return the file's values. References in them are resolved, unless one of them needs an override."""
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException:

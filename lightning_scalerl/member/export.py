@@ -55,7 +55,7 @@ def export_run(
         check_run(run_dir, spec)
     view = read_journal(run_dir)
     path = _checkpoint(run_dir / "checkpoints", step, spec.run)
-    disable_progress_bar()  # bars of loading weights and writing shards: the command prints one line only
+    disable_progress_bar()  # no bars of loading weights and writing shards: the command prints one line only
     try:
         free(directory)  # raises if the folder exists, before a large model is read
         use_folders(spec.folders)

@@ -55,8 +55,8 @@ STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
 # Settings whose classes do not import Lightning: they are checked first, to report errors before that slow import.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
-# Draws per prompt from which a warning is printed: with 2 draws per prompt, the pool is exhausted if every second group
-# passes.
+# From this number of draws per prompt on, a warning is printed. With 2 draws per prompt, the pool is exhausted if every
+# second group passes.
 _EXHAUSTING_DRAWS = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups whose overrides do not appear in a curve's label: the label starts with the recipe's name, is the same for all
@@ -157,7 +157,7 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Check that the seed is a whole number of 0 or more, and the number of steps one of 1 or more."""
+    """Check that the seed is a whole number of 0 or more, and that the number of steps is one of 1 or more."""
     seed = values.get("seed")
     try:
         is_whole = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed) and int(seed) >= 0
@@ -220,7 +220,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
 
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
-    """Check data, scale and the model's path, before axes are built, because they import Lightning, which is slow."""
+    """Check data, scale and the model's path first, because building axes imports Lightning, which is slow."""
     from lightning_scalerl.member.identity import part_of
     from lightning_scalerl.task.base import check_task
 
@@ -389,7 +389,8 @@ def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders
     """Return the label that the variant's file sets, or None."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
-    # The label is missing or not a string: composing the configuration returns it, or raises an error with the reason.
+    # The label is missing or not a string. Composing the configuration again returns it, or raises an error with the
+    # reason.
     label: str | None = compose(overrides, folders).label
     return label
 
@@ -419,7 +420,7 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if completions, or those of a curriculum's first stage, are too short for the length penalty."""
+    """Return a warning if completions are too short for the length penalty, always or in the first stage."""
     from lightning_scalerl.axes.length_control import Penalty
 
     control, limit = builder(spec.config, "length_control"), spec.config["context"]["max_new_tokens"]
@@ -440,7 +441,7 @@ def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _idle_rewards(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if the task has several weighted rewards, none of which is used."""
+    """Return a warning if the task has weighted rewards but the environment's reward is used instead of them."""
     if "environment" not in spec.config or not builder(spec.config, "environment").gives_reward:
         return ()
     names = [name for names in builder(spec.config, "task").reward_sums() for name in names]

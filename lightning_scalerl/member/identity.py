@@ -10,7 +10,7 @@ change existing identities. Therefore:
 - data is represented by its content, not its path: the method `content` of its class computes it from the parameters.
   The same holds for a model whose path is a parameter (attribute `models`).
 
-The attributes belong to the class that `_target_` names. tests/member/identities.json freezes the results.
+The attributes belong to the class that `_target_` names. tests/member/identities.json pins the resulting identities.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity form of a resolved configuration, without seed and operational settings.
 
     Raises:
-        ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of one
-            of our public classes.
+        ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of a
+            public class of this package.
     """
     parts = {key: part_of(key, value) for key, value in science(config).items()}
     return {key: part for key, part in parts.items() if part is not None}
@@ -167,7 +167,7 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_entry(path: Any, setting: str) -> Any:
-    """Return a model's entry in an identity. It is a constant for an address: parameter `served` names that model."""
+    """Return a model's entry in an identity; for an address a constant, because parameter `served` names that model."""
     return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 

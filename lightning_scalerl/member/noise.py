@@ -35,8 +35,8 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
 
     Returns:
         One row per held-out set: number of prompts and samples, mean pass rate, standard deviation over the repeats
-        with its 95% interval (chi-squared; `largest_error` if all repeats agree), the standard error that single
-        evaluations report, and the standard error due to the choice of prompts.
+        with its 95% interval (chi-squared; if all repeats agree, the upper end is `largest_error`), the standard error
+        that single evaluations report, and the standard error due to the choice of prompts.
 
     Raises:
         UserError: the model cannot be evaluated; the error gives the reason.
@@ -59,11 +59,11 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
         for repeat in range(repeats):
             evaluation.seed = evaluation.seed + bool(repeat)
             trainer.validate(module, datamodule, ckpt_path=weights, verbose=False, weights_only=True)
-            weights = None  # loaded by the first repeat
+            weights = None  # the module has them after the first repeat
             for name, passes in evaluation.passes.items():
                 counts = zip(passes.passed, passes.scored, strict=True)
                 rates = torch.tensor([passed / scored for passed, scored in counts if scored], dtype=torch.float64)
-                reported = float(trainer.callback_metrics.get(f"eval/{name}/pass_rate_se", 0.0))  # absent: greedy
+                reported = float(trainer.callback_metrics.get(f"eval/{name}/pass_rate_se", 0.0))  # absent if greedy
                 repeats_by_set.setdefault(name, []).append((rates, reported))
     except (ConfigurationError, CannotGoOnError) as error:
         raise UserError(str(error)) from error
@@ -105,12 +105,12 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
     low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
     pass_rate = float(means.mean())
     spread_high = spread * math.sqrt((count - 1) / high)
-    # For equal repeats chi-squared gives [0, 0], which is right for greedy decoding only. Equal means may differ by
-    # rounding.
+    # If all repeats agree, chi-squared gives the interval [0, 0], which is right for greedy decoding only. Compare with
+    # 1e-12, because equal means may differ by rounding.
     if spread <= 1e-12 and any(reported for _, reported in repeats):
         spread_high = largest_error(pass_rate, prompts, samples, count)
     by_prompt = rates.mean(0)
-    # The variance between prompts includes the sampling variance of each prompt's mean: subtract it.
+    # Subtract the sampling variance of each prompt's mean, which the variance between prompts includes.
     sampling_variance = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
     prompt_variance = max(0.0, float(by_prompt.var()) - sampling_variance) if prompts > 1 else 0.0
     return {

@@ -39,9 +39,9 @@ def rescore_run(
         trust: run any code that the run names, without the checks of `member.trust`.
 
     Returns:
-        One row per task: number of rollouts, mean rewards before and after, number of rollouts that have a grade both
-        times and changed between right and wrong, and the most frequent reasons of errors. Means are None if no
-        rollout has a grade.
+        One row per task: number of rollouts, mean rewards before and after, number of rollouts that were graded both
+        times and changed from right to wrong or the reverse, and the most frequent reasons of errors. Means are None if
+        no rollout has a grade.
 
     Raises:
         UserError: there are no rollouts, a prompt or the verifier does not exist, `out` exists, or the run names
@@ -162,7 +162,7 @@ def sample_of(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
     truncated = stored["finish_reason"] == "length"
     answer = stored.get("answer", stored["completion"])
     turns = tuple((source, text) for source, text in stored.get("turns", ()))
-    # As in training, the tokens of a conversation are those of its last turn.
+    # As in training, a sample has only the tokens of the conversation's last turn.
     conversation = stored.get("conversation", {})
     last_turn = conversation["starts"][-1] if conversation else 0
     failed = conversation.get("failed", "")
@@ -181,7 +181,7 @@ def sample_of(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
 def _completed_steps(stored: dict[str, Any], step: int) -> int:
     """Return the number of optimizer steps that were completed when a rollout finished.
 
-    Runs of older versions did not store it. Their weights' version is the same number without asynchronous training.
+    Runs of older versions did not store this number. Without asynchronous training it equals the weights' version.
     """
     versions = stored.get("versions") or [[step - 1, 0]]
     return int(stored.get("completed_steps", versions[-1][0]))

@@ -102,7 +102,7 @@ def _fit(
     covered: int,
     branch: Branch | None,
 ) -> None:
-    """Build module, callbacks and trainer, and fit from the newest checkpoint up to step `covered` of the journal."""
+    """Build module, callbacks and trainer, and fit from the newest checkpoint whose step is at most `covered`."""
     # The module gets the recipe's choices. Choices that differ are passed as callbacks, as in a user's script.
     settings = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     recipe_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}

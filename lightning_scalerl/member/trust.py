@@ -8,9 +8,9 @@ entry that `launch.json` names (`sweeps.launch.trust`). A folder from another pe
 - code of the user: in a folder of `--config-dir` that the specification lists, or a file with a reward function. It
   must belong to the user, not be writable by others, and be outside of the study's folder.
 
-If a member is a command, it must be the command in the study's file, which must belong to the user and be elsewhere;
-only values that the file leaves to a grid may differ. If TRL trains a member, its command must be the one that its
-overrides produce here, and its interpreter must belong to the user or the system.
+If a member is a command, it must be the command in the study's file. That file must belong to the user and be outside
+of the study's folder. Only values that the file leaves to a grid may differ. If TRL trains a member, its command must
+be the one that its overrides produce here, and its interpreter must belong to the user or the system.
 
 The specification must also have the identity that it names. This detects edits and damage. It does not protect against
 attackers, who can compute identities: only the check of names prevents foreign code from running.
@@ -48,7 +48,7 @@ _RUNS = "runs"  # folder of the runs in a study's folder
 
 
 def check_run(run_dir: Path, spec: RunSpec, finished: bool = False) -> None:
-    """Check that all code in a run's specification is ours or the user's, and that the specification has its identity.
+    """Check that code in a run's specification is this project's or the user's, and check the specification's identity.
 
     It also registers the run's folders (`use_folders`), because names are looked up in them.
 
@@ -83,8 +83,8 @@ def check_run(run_dir: Path, spec: RunSpec, finished: bool = False) -> None:
 def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec]:
     """Check members of a study by `check_run`.
 
-    The signature and the empty result are those of a planner (`plan_members`), so that this can run in a process of
-    its own.
+    The signature and the empty result are those of a planner (`plan_members`), so that this function can be called in
+    a separate process as planners are.
 
     Args:
         words: for each member, its folder and its identity in the ledger.
@@ -102,7 +102,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
-    """Check that all code that the configurations name is public or the user's.
+    """Check that all code that the configurations name has a public name of this package or belongs to the user.
 
     Args:
         file: the specification, for error messages.
@@ -110,7 +110,7 @@ def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str],
         folders: the user's folders of configuration files.
         study: the study's folder, which must not contain the code.
     """
-    # Check names before `use_folders`, so that our names are not looked up in the user's folders.
+    # Check public names before `use_folders`, so that they are not looked up in the user's folders.
     other_names = [
         (field, name)
         for part, config in configs.items()
@@ -128,7 +128,7 @@ def _names_of_code(config: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(config, Mapping):
         for key, value in config.items():
             field = f"{path}.{key}"
-            # Positional arguments may contain a verifier. They are never accepted: none of our files has any.
+            # Positional arguments may contain a verifier. They are never accepted, and no file of `conf/` has any.
             if key in ("_target_", "_args_") or (key in _VERIFIERS and isinstance(value, str)):
                 yield field, str(value)
             else:
@@ -267,7 +267,7 @@ def _check_identity(file: Path, spec: RunSpec) -> None:
     except ConfigurationError:
         return  # its data is missing here; commands that need the data report that themselves
     actual = digest({"science": identity, "seed": spec.seed})
-    # With files in the configuration the identity may differ because a file has changed, not the specification.
+    # If the configuration reads files, a changed file may be the reason for another identity.
     if actual != spec.run and not _reads_files(spec.config):
         raise UserError(
             f"{file}: run: {spec.run!r} is not the identity of its configuration, which is {actual}: it was edited or "

@@ -6,7 +6,7 @@ outputs for given inputs, and `run_program` runs it once. Each takes `Limits` on
 verdict on the program.
 
     judge.py   run.py            entry points; protections.py tests this machine, survey.py analyses tests
-        launch.py                starts and ends processes, isolated as walls.py says and within limits.py
+        launch.py                starts and ends processes, isolated by walls.py, within the limits of limits.py
     ---- a separate process, which applies the last protections to itself ----------------------------------------
         inside.py -> jail.py     limits, user, Landlock, seccomp
             serve.py             next to the program: answers calls    <- pipes: plain data (frames.py, plain.py)
@@ -14,7 +14,7 @@ verdict on the program.
                 conduct.py       runs the tests
 
 Modules below the line are sent to the process as compiled code and import only the standard library. The others also
-import `lightning_scalerl.checks` for its errors, and nothing else: no torch, no run, no task.
+import `lightning_scalerl.checks` for its errors. They import nothing else of this project, and no torch.
 """
 
 from __future__ import annotations

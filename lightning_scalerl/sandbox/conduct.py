@@ -1,4 +1,4 @@
-"""Runs a data set's tests: everything that they define is run once.
+"""Runs a data set's tests: each test function, test class and doctest that they define is run once.
 
 Runs inside the judge's sandbox (standard library only, and pytest if the tests import it). Tests that cannot be run
 were refused when the row was read (`survey.py`).
@@ -28,7 +28,7 @@ class _ProgressMarker(ast.NodeTransformer):
 
     Attributes:
         asserts: whether the tests have an assert that can fail.
-        functions: name and line of each test function, by the key with which its call records it.
+        functions: name and line of each test function, by the key that is recorded when the function is entered.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -39,8 +39,8 @@ class _ProgressMarker(ast.NodeTransformer):
         # `assert False` does not count as a check, because a correct program never reaches it.
         self.asserts |= not isinstance(node.test, ast.Constant)
         if not self._catches:
-            # Put the call into the assert's message, which is evaluated only if it fails. The exception alone may be
-            # lost in a thread, in `suppress` or in `gather`.
+            # Record the failure by a call in the assert's message, which is evaluated only when the assert fails. The
+            # exception alone may be lost in a thread, in `suppress` or in `gather`.
             pair = ast.Tuple([_call(_FAILED, str(node.lineno), node).value, node.msg or ast.Constant("")], ast.Load())
             node.msg = ast.Subscript(pair, ast.Constant(1), ast.Load())
             for part in ast.walk(node.msg):
@@ -111,7 +111,7 @@ class TestRun:
 
         Raises:
             FailedError: a test failed without an exception, a test function was never run, or no assert was reached.
-            BaseException: a test raised this exception.
+            BaseException: any exception that a test raises.
         """
         doctests = list(self._docstrings()) if self._has_doctests else []
         marker = _ProgressMarker(self._tree)
@@ -122,6 +122,7 @@ class TestRun:
         try:
             exec(compile(tree, "tests.py", "exec", dont_inherit=True), self._names)
         except SystemExit as error:
+            # Accept an exit with success, but only in the last statement: an earlier one would skip tests.
             if error.code not in (None, 0) or self._line(error) < ended_at:
                 raise
         defined = {name: value for name, value in self._names.items() if name not in names_before}
@@ -201,7 +202,7 @@ class TestRun:
                 self._run_class(inner, marker)
 
     def _prepare_unittest(self) -> None:
-        """Make unittest's results record failures here, because tests may drop them, and disable `unittest.main`."""
+        """Record unittest's failures here too, because tests may ignore its results, and disable `unittest.main`."""
         import unittest
 
         failures = self._failures
@@ -219,7 +220,7 @@ class TestRun:
         unittest.main = lambda *_, **__: SimpleNamespace(result=unittest.TestResult())  # type: ignore[assignment]
 
     def _prepare_pytest(self) -> None:
-        """Disable `pytest.main`, because this class runs the tests that it would collect."""
+        """Disable `pytest.main`, because this class itself runs the tests that pytest would collect."""
         try:
             pytest: Any = import_module("pytest")
         except ImportError:

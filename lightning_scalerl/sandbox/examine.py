@@ -1,8 +1,9 @@
 """Judge's process: it runs a data set's tests against a program in another process.
 
 Runs inside the judge's sandbox (standard library only). Names that the tests take from the program are bound to values
-that the program sends: plain data, or `Remote` proxies, whose calls go to the program and which are equal only to
-themselves. `conduct.py` runs the tests. On success, the nonce is written to a pipe that only the parent reads.
+that the program sends: plain data or `Remote` proxies. A proxy forwards calls to the program and is equal only to
+itself. `conduct.py` runs the tests. On success, the nonce, a secret random text, is written to a pipe that only the
+parent reads.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, enco
 _LONGEST_REASON = 300
 # Exceptions that would silently end a loop over `map` or `iter` in the tests, so that its asserts never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-# Built-ins that turn an exception into a default value, with that exception. In tests that use them, the program's
-# exception would be hidden from the judge.
+# Maps each built-in that turns an exception into a default value to that exception. In tests that use the built-in, the
+# program's exception would be hidden from the judge.
 _HIDDEN_BY = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
 class ProgramError(Exception):
-    """Raised in the tests instead of a program's exception that is no built-in one, or that the tests would hide."""
+    """Raised in the tests in place of a program's exception that is not built in, or that the tests would hide."""
 
 
 class ProgramGoneError(BaseException):
-    """Raised when the program's process has ended or sent an invalid answer; not an `Exception`, which tests catch."""
+    """Raised when the program's process has ended or sent an invalid answer. Not an `Exception`: tests catch those."""
 
 
 class Remote:
@@ -63,7 +64,7 @@ class Program:
     Attributes:
         calls: number of calls so far.
         failure: reason why the program is unusable; empty while it works.
-        hidden: exception types that the tests would hide, so that they are replaced by `ProgramError`.
+        hidden: exception types that the tests would hide. They are replaced by `ProgramError`.
     """
 
     def __init__(self, requests: int, answers: int) -> None:
@@ -77,7 +78,7 @@ class Program:
         return None if status == "loaded" else str(exception_name)
 
     def names(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the values of those names that the program defines."""
+        """Return the values of the given names, without names that the program does not define."""
         values = self.ask("names", sorted(names))
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise self._gone_error("an answer of another kind")
@@ -96,7 +97,7 @@ class Program:
         return value
 
     def _exchange(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
-        """Send a request and return its value and changed arguments (None: unchanged), or raise the exception."""
+        """Send a request; return its value and changed arguments (None: unchanged), or raise the program's error."""
         try:
             send(self._requests, encode(request, _handle_of))
         except OSError:
@@ -155,7 +156,8 @@ def _rebuild_exception(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exce
     Args:
         kind: name of the exception's type.
         args: the exception's arguments.
-        hidden: exception types to replace by `ProgramError`, as are all types that are no built-in `Exception`.
+        hidden: exception types to replace by `ProgramError`. Types other than built-in subclasses of `Exception` are
+            always replaced.
     """
     exception_type = getattr(builtins, kind, None)
     if (
@@ -239,7 +241,8 @@ def _place_in_tests(error: BaseException) -> str:
 
 def _examine(config: dict[str, Any], program: Program) -> None:
     """Run the prelude, the tests and everything that they define; raises at the first failure."""
-    # Run as the main module, so that main guards are true. It must be in `sys.modules`, where dataclasses look it up.
+    # Run as the main module, so that `if __name__ == "__main__"` is true. The module must be in `sys.modules`, where
+    # dataclasses look it up.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     names = module.__dict__

@@ -7,7 +7,7 @@ import struct
 
 from lightning_scalerl.sandbox.plain import MAX_BYTES
 
-# A message contains encoded values in addition to its own few fields.
+# Maximum size of a message in bytes. A message contains encoded values and a few fields of its own.
 _MAX_FRAME = 3 * MAX_BYTES
 
 

@@ -56,7 +56,7 @@ def main(config: dict[str, Any]) -> None:
 
 def _prepare(config: dict[str, Any]) -> None:
     """Set up the interpreter as a program expects it, and hide the modules of this package."""
-    # Python's limit of 4,300 digits protects servers from slow conversions. Here, time limits do.
+    # Python's limit of 4,300 digits protects servers from slow conversions of integers. Here, time limits are enough.
     sys.set_int_max_str_digits(0)
     sys.path.extend(config["sys_path"])
     if not hasattr(builtins, "exit"):  # Python runs without `site`, whose import takes half of the start-up time

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (- for none). They concern
-# processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Changes of metadata are
-# among them because Landlock does not control these. So are calls for memory and queues that no limit of the process
-# covers or that outlive the process: contexts of asynchronous I/O come from a machine-wide budget, and setsockopt would
-# let each socket hold as much as the machine's largest buffer.
+# processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Calls that change
+# metadata are refused because Landlock does not control them. Calls that allocate memory or queues are refused if no
+# limit of the process covers the allocation, or if it outlives the process. For example, contexts of asynchronous I/O
+# come from a machine-wide budget, and setsockopt would let each socket hold as much as the machine's largest buffer.
 _REFUSED = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, unshare 272 97, setns 308 268, pivot_root 155 41,
 chroot 161 51, mount 165 40, umount2 166 39, open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431,
@@ -95,7 +95,7 @@ _MEBIBYTE = 1 << 20
 
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _NOSUID, _NODEV, _PRIVATE = 1 << 1, 1 << 2, 1 << 18 | 1 << 14  # MS_PRIVATE with MS_REC
-# __O_TMPFILE (O_TMPFILE is this and O_DIRECTORY); MAP_TYPE, MAP_PRIVATE, MAP_ANONYMOUS.
+# The kernel's __O_TMPFILE (O_TMPFILE is __O_TMPFILE | O_DIRECTORY), MAP_TYPE, MAP_PRIVATE and MAP_ANONYMOUS.
 _TMPFILE = 0o20000000
 _MAP_TYPE, _MAP_PRIVATE, _MAP_ANONYMOUS = 0xF, 0x2, 0x20
 
@@ -138,14 +138,19 @@ def seccomp_obstacle() -> str | None:
 
 
 def enter(config: Mapping[str, Any]) -> int | None:
-    """Confine this process, and return a descriptor of its scratch directory if that is bounded.
+    """Confine this process. Return a descriptor of its scratch directory if the directory's size is bounded, else None.
 
     Args:
-        config: plain data from `launch.py`: `scratch`, `readable`, `devices` (paths); `limits` (cpu_s, memory_mib,
-            file_mib, processes); `user` (number of both user and group, or None); `keeps_read`; `landlock` (version, 0
-            to do without it); `seccomp`; `parent` (its pid in this namespace); `bounded` (bytes and entries of the file
-            system in memory for the scratch directory, or None); `own_mounts` (whether this process already has its own
-            mount namespace).
+        config: plain data from `launch.py`:
+            `scratch`, `readable`, `devices`: paths;
+            `limits`: cpu_s, memory_mib, file_mib and processes;
+            `user`: number of both the user and the group to switch to, or None;
+            `keeps_read`: whether to keep the capability to read all files;
+            `landlock`: version of Landlock's interface; 0 to do without it;
+            `seccomp`: whether to filter system calls;
+            `parent`: the parent's pid in this namespace;
+            `bounded`: maximum bytes and entries of an in-memory file system for the scratch directory, or None;
+            `own_mounts`: whether this process already has its own mount namespace.
 
     Raises:
         JailError: a step of the confinement failed.
@@ -161,7 +166,7 @@ def enter(config: Mapping[str, Any]) -> int | None:
     os.chdir(config["scratch"])
     # Landlock and seccomp require this of a process without CAP_SYS_ADMIN.
     _prctl("no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
-    # A change of user would undo both settings, so they are made after it.
+    # A change of user resets `dumpable` and the parent's death signal, so they are set after it.
     _prctl("dumpable", _PR_SET_DUMPABLE, 0)
     _prctl("parent's death signal", _PR_SET_PDEATHSIG, 9)
     if os.getppid() != config["parent"]:
@@ -178,9 +183,9 @@ def enter(config: Mapping[str, Any]) -> int | None:
 def watch_over_a_child() -> None:
     """Fork and return in the child; the parent only waits for the child and exits with its status.
 
-    For the first process of a PID namespace, which must not run the program itself: it ignores most signals, and all
-    other processes die with it. It keeps its user, so that the process that started it may kill it, but drops its
-    capabilities.
+    The first process of a PID namespace calls this, because it must not run the program itself: it ignores most
+    signals, and all other processes die with it. It drops its capabilities but keeps its user, so that the process that
+    started it may kill it.
     """
     _prctl("dumpable", _PR_SET_DUMPABLE, 0)
     child = os.fork()
@@ -273,7 +278,7 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     attribute = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
     ruleset = _syscall(_LANDLOCK_CREATE, attribute, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint32(0))
     _check("landlock_create_ruleset", ruleset)
-    # There is no right to execute: nothing is started from here, and mapping a library does not need it.
+    # Do not grant the right to execute: no program is started after this, and mapping a library does not need it.
     read = _READ_FILE | _READ_DIR
     write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
     # Allow deletion only if the directory's size is bounded: a check of the directory cannot see the space of a deleted
@@ -322,8 +327,8 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
     Args:
         machine: `x86_64` or `aarch64`.
         own_pid: the only process to which signals may be sent.
-        bounded: whether the scratch directory has a bounded size. Otherwise calls that use space unseen by the checks,
-            or too quickly for them, are refused.
+        bounded: whether the scratch directory has a bounded size. Otherwise calls are refused if they use space that
+            the checks cannot see, or use it faster than the checks can notice.
     """
     column = 1 if machine == "x86_64" else 2
     number = _NUMBERS[machine]
@@ -374,10 +379,11 @@ def _refuse_values(index: int, *values: int) -> list[Instruction]:
 
 
 def _argument_rules(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
-    """Return the parts of the filter for calls that depend on their arguments, by name of the call."""
-    # Opening for reading with O_TRUNC truncates the file, but early versions of Landlock check only for reading.
+    """Return the filter's instructions for calls that are allowed or refused by their arguments, by name of call."""
+    # Opening for reading with O_TRUNC truncates the file, but early versions of Landlock check only the right to read.
     refuse_truncation = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _permit()]
-    # Private mappings are allowed, because libraries need them.
+    # Rules that apply if the scratch directory is not bounded. Private mappings of files are not refused, because
+    # libraries need them.
     unbounded: dict[str, list[Instruction]] = {
         "fallocate": [_refuse(_EOPNOTSUPP)],
         "mmap": [

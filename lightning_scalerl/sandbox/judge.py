@@ -58,8 +58,8 @@ def judge(
     """Run tests that call functions of a program.
 
     Program and tests run in separate processes, each in a separate sandbox. Calls and results are exchanged as plain
-    data (`plain.py`). Objects of the program's own classes stay in its process: the tests can call
-    but not compare them.
+    data (`plain.py`). Objects of the program's own classes stay in its process: the tests can call but not compare
+    them.
 
     The tests are the main module of their process. Everything in them is run: statements, `check` with the entry point,
     functions `test...` (including coroutines and functions parametrised by pytest), methods of pytest classes and
@@ -70,7 +70,8 @@ def judge(
         tests: source of the data set's tests.
         entry_point: the function under test, `f` or `Solution.method` (with a new instance for each call); None if it
             is the only name that the tests use without a definition.
-        prelude: source from the data set that runs before the tests; a definition of the entry point in it is replaced.
+        prelude: source from the data set that runs before the tests. If it defines the entry point, the program's
+            definition replaces that.
         names: other names that the tests may take from the program, because correct programs define them.
         limits: limits on each of the two processes; `wall_s` is for both together.
         protections: protections around each process (`check_protections`).

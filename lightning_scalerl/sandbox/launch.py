@@ -58,19 +58,21 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 # Start timeout, in seconds. It does not count as the program's time.
 _START_S = 60.0
-_END_S = 10.0
-_TICK_S = 0.02
-_MAX_ENTRIES = 4096
-# Spare threads for the user's other processes: if these start threads after the count, a correct program must not fail.
+_END_S = 10.0  # seconds to wait for the end of bubblewrap's process
+_TICK_S = 0.02  # seconds between checks of the scratch directory
+_MAX_ENTRIES = 4096  # maximum number of files and folders in the scratch directory
+# Number of threads that the user's other processes may start after they were counted. A correct program must not fail
+# because of them.
 _SPARE_THREADS = 200
 # Limit on the length of a path below the scratch directory, because each check resolves all paths.
 _MAX_PATH = 1024
 _MEBIBYTE = 1 << 20
 _PREFIX = "scalerl-sandbox-"
-# Environment variable of the process that starts sandboxes. Its value is part of the names of their folders, so that
-# another process that kills it can find and delete them.
+# Environment variable of a process that starts sandboxes. Its value is part of the names of their scratch folders, so
+# that another process can find and delete the folders after it has killed this process.
 SCRATCH = "SCALERL_SANDBOX_SCRATCH"
-# Range of user numbers for sandboxes: above those of systems and containers, below those that tools take for negative.
+# Range of user numbers for sandboxes: above the numbers that systems and containers use, below the numbers that tools
+# read as negative.
 _USERS = (1_900_000_000, 2_100_000_000)
 
 
@@ -140,8 +142,8 @@ class Sandboxed:
         pipes: descriptors that it inherits with the same numbers.
         stdin: descriptor of its standard input; None for empty input.
         stdout: descriptor of its standard output; None to discard it.
-        stderr: descriptor of its standard error; None to join it with standard output. Output before the start becomes
-            part of an error message instead.
+        stderr: descriptor of its standard error; None to join it with standard output. Output before the process is
+            ready becomes part of an error message instead.
 
     Attributes:
         ready: whether the process has confined itself, so that its code runs.
@@ -239,8 +241,8 @@ class Sandboxed:
                 )
             finally:
                 os.close(payload)
-        # pidfd_open is missing before Linux 5.3, and in a Python that was built on such a kernel: poll the process at
-        # each tick then.
+        # pidfd_open is missing before Linux 5.3, and in a Python that was built on such a kernel. Without it, the
+        # process is polled at each tick.
         with contextlib.suppress(OSError, AttributeError):
             self.ended = os.pidfd_open(self._process.pid)
             self._closing.callback(os.close, self.ended)
@@ -360,8 +362,8 @@ def attend(
             return "timeout", now - ready_at
         _listen(children, captures, _TICK_S)
         for child in children:
-            # The process has ended. If it had reported that it was ready, its status says so; else the sandbox failed,
-            # and this raises.
+            # The process has ended, perhaps after it reported that it was ready: read what is left of its status. This
+            # raises an error if the process never was ready.
             while child.returncode is not None and not child.ready:
                 child.read_status()
         now = time.monotonic()
@@ -423,7 +425,7 @@ def _python() -> str:
 
 @cache
 def _sys_path() -> list[str]:
-    """Return the folders of installed packages, without those from `.pth` files (such as this project, if editable)."""
+    """Return the folders of installed packages, without folders from `.pth` files, such as editable installs."""
     folders = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
     # Resolve links, because only the real folders are visible inside.
     return [os.path.realpath(p) for p in folders]
@@ -431,7 +433,7 @@ def _sys_path() -> list[str]:
 
 @cache
 def _readable_paths() -> list[str]:
-    """Return all paths that are readable inside, without the scratch directory: libraries and Python."""
+    """Return the paths of libraries and Python, which are readable in the sandbox besides the scratch directory."""
     libraries = [str(Path(sys.base_prefix) / name) for name in ("lib", "lib64")]
     libraries.append(str(sysconfig.get_config_var("LIBDIR") or ""))
     libraries.append(str(Path(os.__file__).parent))
@@ -441,7 +443,7 @@ def _readable_paths() -> list[str]:
 
 @cache
 def _readable_by_all() -> bool:
-    """Return whether every user of this machine can read all readable paths, which contain this Python."""
+    """Return whether every user of this machine can read all of `_readable_paths`, and so start this Python."""
     for path in (Path(p) for p in _readable_paths()):
         for folder in path.parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
@@ -509,12 +511,12 @@ def _bubblewrap(walls: Walls, scratch: str, info: int) -> list[str]:
 
 
 def _topmost(paths: Sequence[str]) -> list[str]:
-    """Return the paths without those that are below another path of the list."""
+    """Return the paths that are not below another path of the list."""
     return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
 
 
 def remove_leftovers(name: str) -> None:
-    """Delete the scratch folders of a process that was killed; `name` was the value of its variable `SCRATCH`."""
+    """Delete the scratch folders of a killed process; `name` was the value of its environment variable `SCRATCH`."""
     for folder in _temporary_folders():
         for scratch in Path(folder).glob(f"{_PREFIX}{name}-*"):
             _remove(str(scratch))
@@ -572,7 +574,7 @@ def _new_user() -> int:
 
 
 def _threads_of_others() -> int:
-    """Return how many threads to allow for the user's other processes, which count in a sandbox's limit on threads."""
+    """Return how many threads to allow for the user's other processes, which count towards a sandbox's limit too."""
     return _count_threads(os.geteuid(), int(time.monotonic())) + _SPARE_THREADS
 
 
@@ -606,7 +608,8 @@ def _kill_processes_of(user: int) -> None:
 
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield all entries below a folder, in any order, without recursion and without following links."""
+    """Yield every entry of a folder and of its subfolders, at any depth and in any order, without following links."""
+    # A list of pending folders, not recursion, because a program may nest folders deeper than Python's stack.
     pending = [folder]
     while pending:
         with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(pending.pop()) as entries:

@@ -1,7 +1,7 @@
 """Encodes plain data, so that the judge rebuilds a program's values from built-in types alone.
 
-Unlike a pickle, a message cannot name a class or a function. An object with a false `__eq__` therefore arrives as a
-plain value, or as a handle that is equal to nothing else. Runs inside the sandbox (standard library only).
+Unlike a pickle, a message cannot name a class or a function. So an object whose `__eq__` cheats arrives as a plain
+value, or as a handle that is equal to nothing else. Runs inside the sandbox (standard library only).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def decode(message: bytes, handle: FromHandle | None = None) -> Any:
 
     Args:
         message: bytes from any sender, including untrusted code.
-        handle: returns the object of a handle; None if a message with handles is malformed.
+        handle: returns the object that a handle refers to; None to treat a message with handles as malformed.
 
     Raises:
         MalformedError: the bytes are not exactly one message, or the message is nested too deep or too large.

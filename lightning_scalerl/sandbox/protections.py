@@ -112,7 +112,7 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
 
 
 def _bounded_first(candidates: list[Walls]) -> list[Walls]:
-    """Return the candidates with a scratch directory of bounded size, then the same without one."""
+    """Return the candidates with a scratch directory of bounded size, then the same candidates without it."""
     return [replace(walls, bounded=bounded) for bounded in (True, False) for walls in candidates]
 
 

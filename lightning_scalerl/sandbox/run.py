@@ -12,8 +12,8 @@ from lightning_scalerl.sandbox.launch import Capture, Ending, Sandboxed, anonymo
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Protections, Walls
 
-# ok: exit code 0. nonzero: another exit code. killed: ended by a signal (such as for memory or stack). The others are
-# limits of the sandbox that were exceeded.
+# ok: exit code 0. nonzero: another exit code. killed: ended by a signal, for example after a stack overflow. The other
+# values name the limit of the sandbox that was exceeded.
 Status = Literal["ok", "nonzero", "killed", "timeout", "output_limit", "disk_limit"]
 
 _STDERR_TAIL = 4096

@@ -1,7 +1,7 @@
 """Program's process in a judgement: it loads the program and answers calls. It never receives expected values.
 
-Runs inside the program's sandbox (standard library only), in one process with untrusted code that can change all of it.
-The other side (`examine.py`) therefore checks its messages.
+Runs inside the program's sandbox (standard library only), in the same process as untrusted code, which can change
+everything in it. The other side (`examine.py`) therefore checks the messages from here.
 
 Requests and answers are plain data (`plain.py`). Requests:
 

@@ -62,7 +62,7 @@ class Sources:
     program: Collection[str] = ()
 
 
-@lru_cache(maxsize=256)  # a row is used once for each completion of its group
+@lru_cache(maxsize=256)  # the same row is surveyed for each completion of its group
 def survey(tests: str, prelude: str, entry_point: str | None, names: tuple[str, ...]) -> Sources:
     """Return the sources of the names that the tests use but do not define.
 
@@ -125,7 +125,7 @@ def _check_files(tree: ast.Module) -> None:
 
 
 def defined_names(source: str) -> list[str]:
-    """Return the functions, classes and variables defined at the top level of a module; none if it does not parse."""
+    """Return the functions, classes and variables that a module defines at top level; empty if it does not parse."""
     try:
         table = symtable.symtable(source, "solution.py", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -134,7 +134,7 @@ def defined_names(source: str) -> list[str]:
 
 
 def used_names(source: str) -> set[str]:
-    """Return the names that a module uses but does not define; none if it does not parse."""
+    """Return the names that a module uses but does not define; empty if the module does not parse."""
     try:
         return _free(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -257,10 +257,11 @@ def _nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Coverage:
-    """Checks, from the source, that all code in the tests that can fail a program will run.
+    """Checks from their source that the tests run all of their code that can fail a program.
 
-    Code that runs: statements at the top level (main guards are true), `check` if there is an entry point, functions
-    and methods `test...`, unittest cases, and all functions that these refer to by name.
+    The following code runs: statements at the top level, including those under a main guard; `check`, if there is an
+    entry point; functions and methods whose names begin with `test`; unittest cases; and all functions that any of
+    these refer to by name.
     """
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
@@ -307,7 +308,11 @@ class _Coverage:
                 self._mention(body)
 
     def _mention(self, body: ast.AST) -> None:
-        """Record the names that a body refers to, except in `test.__name__` and tests that it only returns."""
+        """Record the names that a body refers to.
+
+        A name does not count if only an attribute such as `__name__` is read from it, if it is a statement by itself,
+        or if the body only returns it and it is the name of a test.
+        """
         parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _nodes_that_run(body)
         for node in parts:
             parent = self._parent.get(id(node))

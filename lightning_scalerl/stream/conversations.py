@@ -49,11 +49,11 @@ class Dialogue:
     Args:
         settings: the run's environments.
         rendering: tokenizer and chat template.
-        pool: processes in which the environments are tried.
+        pool: processes that open the environments for their properties and first observations.
         sets: prompts by name of the set. The environment of each prompt is reset once, to get its first observation.
 
     Attributes:
-        prompts: the sets, with the first observations of the environments.
+        prompts: the sets, in which each prompt contains its environment's first observation.
 
     Raises:
         ConfigurationError: an environment or the chat template cannot be used, or an environment fails at a prompt.
@@ -89,7 +89,7 @@ class Dialogue:
             raise
 
     def _turns_of(self, declared: Declared) -> Turns:
-        """Check the chat template over several turns with an environment's tools."""
+        """Return the `Turns` of an environment; raise an error if the chat template cannot show its tools and turns."""
         example = ""
         if declared.tools:
             tool = declared.tools[0]
@@ -111,7 +111,7 @@ class Dialogue:
             turns.close()
 
     def _with_first_observations(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
-        """Reset each prompt's environment once, and return the prompts with its first observation."""
+        """Reset each prompt's environment once, and return each prompt with the first observation."""
         openings = [self._opening(prompt) for prompt in prompts]
         numbers = [pool.open(row, seed) for row, seed in openings]
         prompts_with_start = []
@@ -128,7 +128,7 @@ class Dialogue:
         return prompts_with_start
 
     def _with_start(self, prompt: Prompt, start: Observation) -> Prompt:
-        """Return a prompt whose last message also has the environment's first observation and, if enabled, tools."""
+        """Return the prompt with the environment's first observation and, if enabled, a description of its tools."""
         tools = self.declared_of(prompt).tools
         described = self.settings.describe_tools and tools and self.convention.name == "plain"
         added = [text for text in (description(tools) if described else "", *start.texts) if text]
@@ -239,8 +239,8 @@ class Dialogue:
 class Reply:
     """Treatment of a waiting rollout after its environment has answered.
 
-    `kind` is "insert" (append `tokens` and continue), "end" (`truncated`: because of a limit) or "restart" (sample the
-    rollout again from its prompt).
+    `kind` is "insert" (append `tokens` and continue), "end" (end the rollout, which counts as truncated if `truncated`
+    is True) or "restart" (sample the rollout again from its prompt).
     """
 
     kind: Literal["insert", "end", "restart"]
@@ -262,15 +262,15 @@ class _OpenConversation:
     """Conversation of one rollout, from the end of its first turn until the rollout has finished."""
 
     prompt: Prompt
-    starts: list[int] = field(default_factory=lambda: [0])
+    starts: list[int] = field(default_factory=lambda: [0])  # index of each turn's first token in the rollout
     exchanges: list[tuple[Turn, Observation]] = field(default_factory=list)
     ending: Observation | None = None  # the answer to `finish`
     failure: Failure | None = None
     # The fields below belong to the current turn. They are not saved: after a resume the turn is sent again.
     rollout: Rollout | None = None  # copy of the waiting rollout
     turn: Turn | None = None  # turn to be answered; None once it is answered, or if a limit has cut it off
-    cut: bool = False
-    over: bool = False
+    cut: bool = False  # a limit on turns or tokens ends the conversation
+    over: bool = False  # no turn follows the current one
     request: str = ""  # pending request: "open", "step" or "finish"; empty for none
     number: int | None = None  # number of the conversation in the pool; None if it has no process
 
@@ -308,7 +308,7 @@ class Conversations:
         self._backlog: list[RolloutKey] = []  # pending, but without a process yet
 
     def request(self, request: GroupRequest) -> GroupRequest:
-        """Return a group's request, with rollouts that wait after each turn."""
+        """Return a group's request, changed so that its rollouts wait after each turn and their turns are limited."""
         return replace(request, waits=True, turn_tokens=self._limits.turn_tokens or 0)
 
     def start(self, waiting: WaitingRollout) -> float:
@@ -394,7 +394,7 @@ class Conversations:
             reply.apply(generator, rollout_key)
 
     def conclude(self, finished: FinishedRollout) -> None:
-        """Store the record of its conversation in a finished rollout, and forget the conversation here."""
+        """Store the record of a finished rollout's conversation in the rollout, and forget the conversation here."""
         rollout_key = finished.key, finished.index
         conversation = self._conversations.pop(rollout_key)
         finished.rollout.conversation = self._record(conversation)
@@ -517,7 +517,7 @@ class Conversations:
             conversation.ending, conversation.over = answer, True
 
     def _end_by_limit(self, rollout_key: RolloutKey) -> None:
-        """End a conversation because of a limit on turns or tokens, after asking for a last reward if there is one."""
+        """End a conversation because of a limit, after asking the environment for a last reward if it gives rewards."""
         conversation = self._conversations[rollout_key]
         conversation.cut = True
         if self._needs_finish(conversation):
@@ -569,7 +569,7 @@ class Conversations:
         return replies
 
     def _observation_texts(self, conversation: _OpenConversation) -> tuple[str, ...]:
-        """Return the texts of the last observation; before the last turn, `last_turn` is appended."""
+        """Return the texts of the last observation. Before the last turn, the setting `last_turn` is appended."""
         texts = conversation.exchanges[-1][1].texts
         last = len(conversation.exchanges) == self._limits.turns - 1
         if last and self._settings.last_turn:
@@ -621,7 +621,7 @@ class Conversations:
     # --- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the conversations without pending turns, which are sent again after a resume."""
+        """Return all conversations. Pending turns are left out, because they are sent again after a resume."""
         state = []
         for rollout_key, conversation in self._conversations.items():
             is_pending = rollout_key in self._pending

@@ -27,7 +27,7 @@ class CostModel:
         decode_s: fixed cost of one decoding step on a generator device (reading the weights).
         decode_rollout_s: added to a decoding step per rollout that the device decodes.
         decode_context_s: added to a decoding step per cached token that the device's rollouts attend to.
-        prefill_token_s: prefill per prompt (or recomputed) token, on one device.
+        prefill_token_s: prefill of one token of a prompt, or of one token that is recomputed, on one device.
         train_s: fixed cost of one optimizer step.
         train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: pause of the generators while new weights arrive.

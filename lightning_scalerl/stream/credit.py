@@ -34,7 +34,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     Returns:
         A batch of the rollouts that carry credit; its attribute `groups` has all sampled groups.
     """
-    # Use indices, not groups: `first_row` below counts all sampled rollouts, also those of dropped groups.
+    # Use indices, not groups, because `first_row` below counts all sampled rollouts, including those of dropped groups.
     kept_indices = [group_index for group_index, group in enumerate(groups) if enters(group, choices)]
     comparisons = [
         (group_index, one) for group_index in kept_indices for one in choices.credit.comparisons(groups[group_index])
@@ -168,7 +168,7 @@ def lay_out(rows: list[tuple[Group, Any, list[float], int, int]]) -> TrainBatch:
     inserted = padded([rollout.sources for rollout in rollouts], longest, torch.int8) != Source.SAMPLED
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~inserted
-    # Rewards and advantages were float64 until here (`Group.rewards`): round once.
+    # Rewards and advantages are float64 up to this point (`Group.rewards`), so that they are rounded only once.
     if all(len(credit) == 1 for _, _, credit, *_ in rows):
         advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
         advantages = advantages.reshape(count, 1).expand(-1, longest).contiguous()

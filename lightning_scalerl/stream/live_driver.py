@@ -200,7 +200,7 @@ class LiveDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Return whether to probe the generators at this step: every `probe_every` steps."""
+        """True at the steps at which the generators are probed: every `probe_every` steps."""
         return self.stream.completed_steps % self._probe_every == 0
 
     @contextmanager

@@ -32,8 +32,8 @@ class PromptSource:
         pool: the prompts, with unique ids.
         random_key: seed of the orders; each epoch appends its number to it.
         resampling: decides which prompts are retired; a retired prompt is never drawn again.
-        curriculum: decides which prompts may be drawn at a step; None for all. An epoch draws each of them once, also a
-            prompt that becomes available during the epoch.
+        curriculum: decides which prompts may be drawn at a step; None for all. An epoch draws each of these prompts
+            once, including prompts that become available during the epoch.
 
     Raises:
         ConfigurationError: an empty pool, a prompt id that occurs twice, or a prompt without the difficulty that the
@@ -62,14 +62,15 @@ class PromptSource:
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
-        # Positions drawn so far in this epoch's order: all before `_position`, and beyond it those in `_taken`.
+        # The positions of this epoch's order that are drawn or retired: all positions before `_position`, and those in
+        # `_taken`.
         self._position = 0
         self._taken: set[int] = set()
         self._order = self._shuffled(0)
 
     @property
     def epoch(self) -> float:
-        """Passes over the pool so far, with fractions."""
+        """Number of passes over the pool so far. The fraction is the share of this epoch that is drawn or retired."""
         return self._epoch + (self._position + len(self._taken)) / len(self._pool)
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -91,7 +92,7 @@ class PromptSource:
         # Round before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
         allowed = math.ceil(round(self._curriculum.share(completed_steps) * len(self._pool), 6))
         if self._retired and allowed < len(self._pool):
-            # If every available prompt is retired, make the next easiest available early: else nothing could be drawn.
+            # If every available prompt is retired, nothing could be drawn: make the next easiest available early.
             easiest = min(
                 rank
                 for rank, prompt in zip(self._curriculum_rank, self._pool, strict=True)
@@ -131,7 +132,7 @@ class PromptSource:
             self._position += 1
 
     def resolved(self, prompt_id: str, pass_rate: float) -> None:
-        """Record the pass rate of a complete group, also if the filter drops it, and retire its prompt if due."""
+        """Record the pass rate of a complete group, even if the filter drops it; retire the group's prompt if due."""
         history = self._history.setdefault(prompt_id, [])
         history.append(pass_rate)
         if true_or_false(self._resampling, "retires", self._resampling.retires(history)):
@@ -147,7 +148,7 @@ class PromptSource:
 
     @property
     def exhausted(self) -> bool:
-        """Return True if every prompt of the pool is retired."""
+        """True if every prompt of the pool is retired."""
         return len(self._retired) == len(self._pool)
 
     @property
@@ -159,7 +160,7 @@ class PromptSource:
         """Return a prompt of the pool by its id.
 
         Raises:
-            KeyError: not in the pool.
+            KeyError: the pool has no prompt with this id.
         """
         return self._by_id[prompt_id]
 

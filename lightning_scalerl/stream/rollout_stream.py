@@ -249,7 +249,7 @@ class RolloutStream:
         """Count a dropped group; raise PoolExhaustedError if too many groups were dropped for one batch."""
         self.dropped += 1
         self._dropped_unattributed += 1
-        # A mode that drains samples several batches before it trains on the first of them.
+        # If the async mode drains, several batches are sampled before the first of them is trained on.
         mode = self.choices.async_mode
         batches = mode.max_staleness + 1 if mode.drains else 1
         most_dropped = self.choices.filter.most_dropped * self.groups_per_step * batches
@@ -264,7 +264,7 @@ class RolloutStream:
 
     @property
     def waiting_histories(self) -> list[Sequence[float]]:
-        """Pass rates of a prompt when it was drawn, for each group that is being sampled or waits for training."""
+        """For each group that is open or ready to train, the pass rates of its prompt when the prompt was drawn."""
         # Copy both at once, since the live driver's thread may change them meanwhile.
         waiting: list[_OpenGroup | Group] = [*self._open.values(), *self._ready]
         return [group.history for group in waiting]
@@ -272,8 +272,9 @@ class RolloutStream:
     def batch_due(self) -> bool:
         """Return whether P groups are ready, and training on them now makes no other group too stale.
 
-        A mode that drains waits for all rollouts in flight. Otherwise a group of version v must train by step v + k,
-        with k = `max_staleness`. The groups that are not in this batch must fit into the batches up to their deadlines.
+        An async mode that drains has to wait for all rollouts in flight. Otherwise a group of version v must train by
+        step v + k, with k = `max_staleness`. The groups that are not in this batch must fit into the batches up to
+        their deadlines.
         If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the admission rule,
         waiting for all groups is always sufficient.
         """
@@ -298,7 +299,7 @@ class RolloutStream:
             RewardError: too many rollouts of the batch could not be graded.
         """
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
-        # A mode that drains samples several batches at once: attribute the dropped groups to them evenly.
+        # If the async mode drains, several batches are sampled at once: attribute the dropped groups to them evenly.
         batches = max(1, len(self._ready) // self.groups_per_step) if self.choices.async_mode.drains else 1
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
         self.training, self._steps_when_taken = True, self.completed_steps

@@ -66,9 +66,9 @@ class VirtualDriver:
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Advance virtual time until the trainer is free and its next batch is due, and return the batch.
 
-        The state is consistent, and can be saved, between any two events. There `stop` is called: if it returns True,
-        the result is None, and the next call continues from there. In virtual time the step on the returned batch ends
-        at `clock.trainer_until_s`.
+        The state is consistent, and can be saved, between any two events. Before each event `stop` is called. If it
+        returns True, this method returns None, and the next call continues from the same state. In virtual time, the
+        step on the returned batch ends at `clock.trainer_until_s`.
 
         Raises:
             RewardError: a verifier failed.
@@ -101,7 +101,7 @@ class VirtualDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Return True: in virtual time a probe of the generator costs nothing."""
+        """Always True: in virtual time a probe of the generator costs nothing."""
         return True
 
     def asking(self) -> AbstractContextManager[None]:
@@ -208,7 +208,7 @@ class VirtualDriver:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
         if not true_or_false(mode, "publishes", mode.publishes(version)):
             return
-        # The tokens of the current step were sampled with the old weights: swap after they are done.
+        # The generator samples its current step with the old weights, so the new ones arrive at the end of that step.
         arrival_s = self.clock.now_s if self._current_step is None else self.clock.generator_until_s
         self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
         self.generator.publish(self.weights(), version, mode.recompute_kv)

@@ -2,8 +2,8 @@
 
 A prompt is right-aligned, `  12+  34=`. A completion has three parts:
 
-- thinking: for each digit, from the last to the first, four characters: both digits, and their sum with the carry in
-  two digits;
+- thinking: four characters for each position, from the last to the first: the two digits there, then their sum with the
+  carry, written with two digits;
 - `#` and the answer: the digits of the result in reverse order, with the final carry;
 - `.`, which ends the sequence.
 

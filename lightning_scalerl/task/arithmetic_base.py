@@ -4,7 +4,7 @@ A small Llama is trained on worked solutions with randomly corrupted digits. It 
 digits about as often as they occur in the data. Reinforcement learning can then improve the model.
 
 The weights of the demo's base model come with the package, so that every demo starts from the same weights and needs no
-training first. `python -m lightning_scalerl.task.arithmetic_base` creates that file again.
+training first. `python -m lightning_scalerl.task.arithmetic_base` trains this model and writes the packaged file again.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def arithmetic_base_model(
 ) -> str:
     """Return the path of the base model with these settings.
 
-    A model that is not in the cache is trained first, in about a minute on one core. The demo's model comes with the
-    package instead.
+    A model that is not in the cache is trained first, in about a minute on one core. The demo's model is not trained,
+    because it comes with the package.
 
     Args:
         width: hidden size, a multiple of 32.
@@ -107,7 +107,7 @@ def _check(
 
 
 def is_arithmetic_base(model: Any) -> bool:
-    """Return whether a path or model object comes from `arithmetic_base_model`."""
+    """Return whether a path or model object is one of the toy tasks' base models, by the file `MADE_WITH`."""
     path = model if isinstance(model, str) else getattr(getattr(model, "config", None), "name_or_path", "")
     return bool(path) and (Path(path) / MADE_WITH).is_file()
 

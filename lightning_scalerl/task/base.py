@@ -62,7 +62,7 @@ class Task(ABC):
         return ()
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Return, for each weighted sum of rewards that the task uses, the names of its rewards.
+        """Return the names of the rewards in each weighted sum of rewards that the task uses.
 
         The reward that decides a pass comes first in each sum. Empty if the task uses single rewards, without
         `Grade.terms`.
@@ -109,9 +109,9 @@ class TaskGrader:
 class RewardScale:
     """Linear map from a verifier's reward r to the training reward: incorrect + (correct - incorrect) * r.
 
-    Verifiers of this project return 0 to 1; the ScaleRL paper (arXiv 2510.13786) uses -1 and 1. With a normalization of
-    advantages, the scale only matters if something is added to the reward: a length penalty of 1 is half of the range
-    from -1 to 1, but the whole range from 0 to 1.
+    Verifiers of this project return 0 to 1; the ScaleRL paper (arXiv 2510.13786) uses -1 and 1. If advantages are
+    normalized, the scale matters only when something is added to the reward. For example, a length penalty of 1 is half
+    of the range from -1 to 1, but the whole range from 0 to 1.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "RewardScale", "correct": 1.0, "incorrect": 0.0}
@@ -159,7 +159,7 @@ class NoReward(RewardScale):
 
 
 def file_digest(field: str, path: str | Path) -> str:
-    """Return a file's SHA-256. It represents the file in a run's identity, independent of its path.
+    """Return a file's SHA-256, which represents the file in a run's identity in place of its path.
 
     Raises:
         ConfigurationError: the file cannot be read.
@@ -200,7 +200,7 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
     """Refuse a curriculum that sets weights of rewards which the task does not have.
 
     Raises:
-        ConfigurationError: one line that names the reward.
+        ConfigurationError: the task lacks a reward of the curriculum; the error names the reward.
     """
     problem = curriculum.check_rewards(task.reward_sums())
     if problem:

@@ -43,7 +43,7 @@ def word_tokenizer(vocabulary: Sequence[str], pattern: str, end: str) -> Any:
     """Return a tokenizer of fixed words.
 
     Args:
-        vocabulary: the tokens, in the order of their ids; the first pads.
+        vocabulary: the tokens, in the order of their ids; the first is the padding token.
         pattern: regular expression of a token in a text.
         end: the token that ends a sequence.
     """
@@ -80,7 +80,7 @@ def small_llama(vocabulary: Sequence[str], end: str, positions: int, width: int,
 
 
 def load_packaged(name: str, make: Callable[[], Any]) -> Any:
-    """Return the packaged model of this name, or None if there is none; `make` creates it with any weights."""
+    """Return the packaged model of this name, or None; its weights are loaded into a model that `make` returns."""
     file = FOLDER / f"{name}.safetensors"
     if not file.is_file():
         return None
@@ -125,7 +125,7 @@ def base_model(
     Args:
         kind: beginning of the model's name.
         settings: settings of the model; with `kind` they determine its name.
-        make: makes the model with any weights, for the packaged weights.
+        make: makes a model with any weights, into which packaged weights are loaded.
         train: makes the trained model.
         tokenizer: makes the tokenizer.
     """

@@ -17,9 +17,9 @@ from lightning_scalerl.task.overlap import question_key
 class TaskWithEvaluationSets(Task):
     """The task that a run trains on, with held-out sets of other tasks in addition to its own.
 
-    Such a set has the name of its entry in `evaluation.sets`; if the entry's task has several held-out sets, the names
-    are ENTRY_SET (`aime_2024`). Training prompts that also occur in such a set stay in training, because a set must not
-    change what a run trains on; `notes` reports their number.
+    A set of another task has the name of the task's entry in `evaluation.sets`. If the entry's task has several
+    held-out sets, their names are ENTRY_SET (`aime_2024`). Training prompts that also occur in such a set stay in
+    training, because an evaluation must not change what a run trains on. `notes` reports their number.
 
     Args:
         trained: the task that the run trains on.

@@ -1,7 +1,7 @@
 """task=calculator: sums that the model cannot do in its head, and an environment with a calculator.
 
-A prompt is `4812+39075`, rendered as `4812+39075=`. A completion without the tool is `43887.`, and the base model's
-digits are about half wrong. With environment=calculator a conversation is, in the tokens of the model:
+A prompt is `4812+39075`, rendered as `4812+39075=`. A completion without the tool is `43887.`, in which about half of
+the base model's digits are wrong. With environment=calculator a conversation is, in the tokens of the model:
 
     4812+39075= <call>calculate(4812+39075)</call>. ?43887= 43887.
 
@@ -25,7 +25,7 @@ class Calculator:
     """Environment with one tool, in TRL's form."""
 
     def reset(self, **row: object) -> None:
-        """Begin; the task's own verifier grades, so the row does not matter."""
+        """Begin an episode. The row is ignored, because the task's own verifier grades the answer."""
 
     def calculate(self, expression: str) -> str:
         """

@@ -1,7 +1,7 @@
-"""Base model of task=calculator: it can call the calculator but seldom does, and guesses sums wrong.
+"""Base model of task=calculator: it can call the calculator but seldom does, and mostly guesses wrong sums.
 
-A small Llama is trained on conversations with and without a call. Its weights come with the package;
-`python -m lightning_scalerl.task.calculator_base` creates that file again.
+A small Llama is trained on conversations with and without a call. Its weights come with the package.
+`python -m lightning_scalerl.task.calculator_base` trains it and writes the packaged file again.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def calculator_base_model(
 ) -> str:
     """Return the path of the base model with these settings.
 
-    A model that is not in the cache is trained first, in about a minute on one core. The default model comes with the
-    package instead.
+    A model that is not in the cache is trained first, in about a minute on one core. The default model is not trained,
+    because it comes with the package.
 
     Args:
         width: hidden size, a multiple of 32.
         layers: number of decoder layers.
         batches, batch_size, learning_rate: settings of the training with AdamW.
         calls: probability with which the model calls the calculator.
-        corruption: probability that a digit that is copied is replaced by a random one.
+        corruption: probability that a copied digit in the training data is replaced by a random one.
         seed: seed of weights and data.
 
     Raises:
@@ -86,7 +86,7 @@ def make_shipped(folder: Path = FOLDER) -> Path:
 
 def tokenizer() -> Any:
     """Return a tokenizer with one token per digit, sign and tag; the full stop ends a turn."""
-    # A run of letters is one token, so that a message in words is a few unknown tokens.
+    # A run of letters is one token, so that a message in words becomes only a few unknown tokens.
     made = word_tokenizer(VOCABULARY, "</?call>|[A-Za-z ]+|.", STOP)
     made.chat_template = TEMPLATE
     return made
@@ -129,8 +129,8 @@ def _train(
     rng = random.Random(f"calculator base {seed}")
 
     def loss_of(model: Any, number: int) -> Tensor:
-        # Every second conversation has a call, so that calls are learned quickly. Loss weights on the first token of
-        # the model, which decides whether there is a call, make the model call with probability `calls`.
+        # Every second conversation has a call, so that calls are learned quickly. The model's first token decides
+        # whether there is a call. Its loss is weighted so that the model calls with probability `calls`.
         rows = [_conversation(row % 2 == 0, corruption, rng) for row in range(batch_size)]
         width = max(len(tokens) for tokens, _ in rows)
         tokens = torch.tensor([[_ID[token] for token in row] + [0] * (width - len(row)) for row, _ in rows])

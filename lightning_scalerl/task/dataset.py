@@ -35,14 +35,14 @@ class DatasetTask(PoolTask):
             revision, rows}. None for a task that is only evaluated (`evaluation.sets`).
         heldout: held-out rows by set name, in the same forms. Fits use the first set by default. A single set in memory
             may be given without a name and is called `heldout`. A number such as 0.1 holds out this share of the
-            training prompts, chosen by the text of their questions and not by their order. None disables evaluation,
-            which a study does not allow.
+            training prompts, chosen by the text of their questions and not by their order. None disables evaluation; a
+            study does not accept it.
         rewards: graders: functions, names, locations (`file.py:function`), or mappings with `use`, `weight`, `name`.
         fields: for format "columns", a mapping of prompt, answer, difficulty and id to column names. By default the
             columns are `prompt` and `answer`; the column `answer` is optional if only functions grade.
         instruction: appended to every question after a line break; empty for nothing.
         prefix: prepended to every question.
-        right, wrong: templates of a completion that is right, or wrong, with the row's columns as fields, such as
+        right, wrong: templates of a right and of a wrong completion, with the row's columns as fields, such as
             "\\\\boxed{{{answer}}}". The verifier is tested on a few such completions before the first step.
         duplicates: rule for training prompts that occur twice: "drop" the later one, "refuse" or "keep".
         leaks: rule for training prompts that are also in a held-out set: "drop", "refuse" or "keep".
@@ -228,7 +228,7 @@ class DatasetTask(PoolTask):
         ]
 
     def _check_arguments(self, row: Row, columns: str) -> None:
-        """Check that a row has all columns that the reward functions take; `columns` begins the list in the error."""
+        """Check that a row has all columns that the reward functions take; `columns` precedes a list in the error."""
         for reward in self._rewards.rewards:
             if isinstance(reward.grader, FunctionGrader) and (missing := reward.grader.missing(row)):
                 raise ConfigurationError(
@@ -334,7 +334,10 @@ def _rewards_content(rewards: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OptionalAnswer:
-    """Reader of rows whose graders need no answer: the column `answer` may be missing, a column of another name not."""
+    """Reader of rows whose graders need no answer.
+
+    The default column `answer` may be missing from a row. A column that the user has named may not.
+    """
 
     columns: Columns
 

@@ -50,7 +50,7 @@ class Problem:
 
 
 class NoPromptError(ValueError):
-    """A row has no question. Such a row is left out, like one without an answer."""
+    """Raised for a row without a question. Such a row is left out, as is a row without an answer."""
 
 
 def no_answer(answer: Any) -> bool:
@@ -77,7 +77,7 @@ def _first(row: Row, *names: str) -> Any:
 
 
 def _is_nan(value: Any) -> bool:
-    """Return whether a value is NaN, as which pandas reads a missing text."""
+    """Return whether a value is NaN, which pandas puts in the place of a missing text."""
     return isinstance(value, float) and value != value
 
 
@@ -106,7 +106,7 @@ def gsm8k(row: Row) -> Problem:
 
 
 def math(row: Row) -> Problem:
-    """Read a row of MATH or a similar data set: problem, solution with a boxed answer, or answer; level."""
+    """Read a row of MATH or a similar data set: problem, level, and an answer or a solution with a boxed answer."""
     text = _question(row, "problem", "Problem", "question")
     solution = _optional(row, "solution", "Solution")
     if not solution:
@@ -123,9 +123,10 @@ def math(row: Row) -> Problem:
 
 
 def polaris(row: Row) -> Problem:
-    """Read a row of Polaris-53K or DeepScaleR: problem, answer, and for Polaris difficulty, such as 3/8 (solved).
+    """Read a row of Polaris-53K or DeepScaleR: problem, answer, and in Polaris the difficulty, such as 3/8.
 
-    The label counts failures, `failed_5_of_8`, because for a curriculum a larger number means a harder prompt.
+    The difficulty is the solved share of attempts. The label counts failures instead, `failed_5_of_8`, because for a
+    curriculum a larger number means a harder prompt.
     """
     solved = re.fullmatch(r"(\d+)/(\d+)", _optional(row, "difficulty"))
     label = f"failed_{int(solved[2]) - int(solved[1])}_of_{solved[2]}" if solved else _optional(row, "difficulty")

@@ -20,7 +20,7 @@ class MixtureGrader:
 
     Attributes:
         graders: graders by the source of a prompt.
-        correct: whether a reward counts as a pass, by source.
+        correct: functions that decide whether a reward counts as a pass, by source.
         default_grader: grader of prompts from any other source; None if there are no such prompts.
     """
 
@@ -40,7 +40,7 @@ class MixtureGrader:
         return [*self.graders.values(), *([] if self.default_grader is None else [self.default_grader])]
 
     def prepare(self) -> None:
-        """Prepare the graders of all tasks whose graders have a method `prepare`."""
+        """Call the method `prepare` of all graders that have one."""
         for grader in self._all_graders:
             if hasattr(grader, "prepare"):
                 grader.prepare()
@@ -144,7 +144,7 @@ class MixtureTask(PoolTask):
             for set_name, prompts in set_names(name, task).items()
         }
 
-        # Each task has checked its pool against its own held-out sets; check it against the other tasks' sets.
+        # Each task has already checked its pool against its own held-out sets. Check it against the other tasks' sets.
         self._notes: list[str] = []
         remaining: list[Prompt] = []
         for name in self._tasks:
@@ -211,9 +211,8 @@ def _is_default_pass(reward: float) -> bool:
 def rule_for_passes(task: Task) -> Callable[[float], bool]:
     """Return the function that decides whether a task's reward counts as a pass.
 
-    For a task without a rule of its own this is a plain function: a bound method would be sent to the verifier
-        processes
-    with the whole task.
+    For a task without a rule of its own this is a plain function, because a bound method would be sent to the verifier
+    processes together with the whole task.
     """
     return _is_default_pass if type(task).is_correct is Task.is_correct else task.is_correct
 

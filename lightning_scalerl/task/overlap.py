@@ -35,8 +35,8 @@ def question_key(prompt: Prompt) -> str:
 def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
     """Split prompts; return the training prompts and the held-out prompts.
 
-    The held-out prompts are a share of the different questions, at least one. The split depends on the text of the
-    questions alone, not on the order of the rows or a seed.
+    A share of the distinct questions, at least one, is held out with all prompts that ask them. The split depends on
+    the text of the questions alone, not on the order of the rows or a seed.
 
     Raises:
         ConfigurationError: there are too few prompts for both parts.

@@ -1,8 +1,8 @@
 """Task `reasoning_gym`: problems of the package reasoning-gym, graded by the generator that produced them.
 
 A generator derives row i from `seed + i`, so different seeds share most of their rows. Training and held-out rows
-therefore come from one list of distinct questions. The digest of a question decides whether it is held out, for every
-seed.
+therefore come from one list of distinct questions. The digest of a question decides whether it is held out, and the
+seed has no part in this.
 """
 
 from __future__ import annotations

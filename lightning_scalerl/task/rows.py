@@ -66,12 +66,12 @@ class RowSource:
 
     @property
     def is_file(self) -> bool:
-        """Return whether the path is a single file in one of the formats that are read directly."""
+        """True if the path is a single file in one of the formats that are read directly."""
         return self.path.endswith(SUFFIXES)
 
     @property
     def is_folder(self) -> bool:
-        """Return whether the path is a local folder."""
+        """True if the path is a local folder."""
         return Path(self.path).expanduser().is_dir()
 
     def content(self) -> Any:
@@ -238,8 +238,8 @@ def source_of(field: str, location: Any) -> RowSource | InMemory:
     Raises:
         ConfigurationError: `location` has none of these forms; the error describes them.
     """
-    # A `datasets.Dataset` has `column_names`. Other classes of `datasets` have it too, and `InMemory` refuses them with
-    # an explanation.
+    # A `datasets.Dataset` has `column_names`. Other classes of `datasets` have the attribute too; `InMemory` refuses
+    # them with an explanation.
     if isinstance(location, list | tuple) or hasattr(location, "column_names"):
         return InMemory(field, location)
     return RowSource.of(field, str(location) if isinstance(location, Path) else location)

@@ -10,5 +10,5 @@ to train a whole run; `trl_run.py` imports nothing of this package.
 
 from lightning_scalerl.compat.imports import skip_unneeded_imports
 
-# Only our own commands (`scalerl`, members of a study) import this package.
+# Only commands of this project import this package (`scalerl`, members of a study), so a user's script is not affected.
 skip_unneeded_imports()

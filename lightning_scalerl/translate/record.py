@@ -76,7 +76,7 @@ class Translation:
         added: settings that the trainer's code reads although its own configuration file does not list them.
         optimizer: the trainer's optimizer under these settings: "storage" and "states" (types in which weights and
             optimizer states are stored), and "eps".
-        settings_by_axis: names of settings by axis, including axes in `missing`. Read `axes` instead.
+        settings_by_axis: names of settings by axis, including axes in `missing`. `axes` leaves these axes out.
     """
 
     to: str
@@ -101,7 +101,7 @@ class Translation:
         self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
 
     def express(self, axis: str, *names: str) -> None:
-        """Record which settings express the choice on an axis; no names if the trainer has no other behaviour."""
+        """Record which settings express the choice on an axis; give no names if the trainer always behaves like it."""
         self.settings_by_axis.setdefault(axis, []).extend(names)
 
     @property
@@ -123,7 +123,7 @@ class Translation:
         self.missing.append(Missing(key, _as_text(value), why))
 
     def express_if(self, same: bool, axis: str, value: Any, why: str) -> None:
-        """If `same`, record that the trainer always behaves like the choice on an axis, else that it lacks it."""
+        """Record whether the trainer always behaves like the choice on an axis (`same`) or cannot express it."""
         if same:
             self.express(axis)
         else:
@@ -260,7 +260,7 @@ class Run:
 
     @property
     def vllm(self) -> bool:
-        """Return whether vLLM samples, so that the generator's log-probabilities differ from the trainer's."""
+        """True if vLLM samples, so that the generator's log-probabilities differ from the trainer's."""
         return "VLLM" in str(self.config.generator.get("_target_", ""))
 
     @property
@@ -275,7 +275,7 @@ class Run:
 
     @property
     def is_one_micro_batch(self) -> bool:
-        """Return whether all rollouts of a step are in one pass of one process."""
+        """True if all rollouts of a step are in one pass of one process."""
         return self.micro_batch == self.rollouts and self.processes == 1
 
     def micro_batch_of(self, rollouts: int) -> int:
@@ -296,19 +296,19 @@ class Run:
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """Lower and upper clip of the loss, or None if it does not have two bounds."""
+        """Lower and upper clip of the loss; None if the loss does not have two bounds."""
         loss: Loss = self.choices.loss
         if isinstance(loss, DAPO | GSPO):
             return loss.clip_low, loss.clip_high
         return (loss.clip, loss.clip) if isinstance(loss, PPO) else None
 
     def aggregation_of(self, term: Any) -> type[Aggregation]:
-        """Return the aggregation of a term of the loss; if the term names none, that of axis `aggregation`."""
+        """Return the aggregation that a term of the loss names; if it names none, the choice of axis `aggregation`."""
         return type(named_aggregation("", term.aggregation) or self.choices.aggregation)
 
     @property
     def head(self) -> bool | None:
-        """Return whether the heads of trainer and generator are FP32 under a 16-bit policy; None if only one is."""
+        """True if the heads of trainer and generator are FP32 under a 16-bit policy; None if only one of them is."""
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False
@@ -338,7 +338,7 @@ def common(run: Run, into: Translation) -> None:
         if axis in choices.user_axes:
             into.add_missing(axis, choice, "an axis of your own")
         elif not type(choice).__module__.startswith("lightning_scalerl."):
-            # This includes a subclass of one of our choices: its changes are unknown.
+            # This includes a subclass of one of this project's choices, because its changes are unknown.
             into.add_missing(axis, choice, USER_CHOICE)
     if type(choices.length_control).__name__ == "Interruption":
         into.add_missing("length_control", choices.length_control, f"{name} never forces tokens into a completion")
@@ -388,7 +388,7 @@ def common(run: Run, into: Translation) -> None:
 
 
 def _check_groups(run: Run, into: Translation) -> None:
-    """Add settings that change a run but are not on an axis to `missing`: environment, chat, health and branch."""
+    """Add to `missing` the settings that change a run but are not on an axis: environment, chat, health and branch."""
     name, context, chat = NAMES[into.to], run.recipe.context, run.recipe.chat
     if (factory := run.config.environment.get("factory")) is not None:
         kind, limit = _ENVIRONMENTS[into.to]
@@ -461,7 +461,7 @@ def estimator(run: Run) -> str | None:
     return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
 
-# Each trainer's way to distil from a teacher on the policy's own rollouts. None of them has been compared with ours.
+# Each trainer's way to distil from a teacher on the policy's own rollouts. None was compared with this project's way.
 _DISTILLATION = {
     "trl": "TRL has a teacher in its DistillationTrainer, not in its GRPOTrainer",
     "verl": "verl sets a teacher under distillation.*; kl.estimate=k1 corresponds to loss_mode=k1 with "
@@ -486,7 +486,7 @@ def on_policy(run: Run) -> bool:
 
 
 def deviation(eps: float) -> str:
-    """Return the reason why only one standard deviation can be translated."""
+    """Return the reason to give for a standard deviation that cannot be translated: only one form of it can."""
     return (
         f"the standard deviation is the unbiased one plus {eps:g}; normalization.ddof=1 with normalization.eps={eps:g} "
         "can be translated"
@@ -500,7 +500,7 @@ def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> b
         run: the run to translate.
         into: gets an entry in `missing` if the run normalizes in another way; then the result is None.
         eps: the trainer's fixed addition to the deviation.
-        why: reason for that entry, with group advantages. With GAE, verl and SkyRL whiten in any case.
+        why: reason for that entry with group advantages. With GAE the reason is another: verl and SkyRL always whiten.
     """
     scale = run.choices.normalization
     if isinstance(run.choices.advantage, GAE):
@@ -517,7 +517,7 @@ def divides_by_deviation(run: Run, into: Translation, eps: float, why: str) -> b
 
 
 def kl_coefficient(run: Run) -> float | None:
-    """Return the coefficient of a k3 term to the initial model; 0 without KL, None for any other KL."""
+    """Return the coefficient of a k3 KL term relative to the initial model; 0 without KL, None for any other KL."""
     kl = run.choices.kl
     if isinstance(kl, NoKL):
         return 0.0
@@ -549,7 +549,7 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], why: st
 
 
 def evaluation_interval(run: Run, into: Translation) -> int:
-    """Return the number of batches of `run.k` steps between evaluations; 0 for no evaluations or a fraction."""
+    """Return the number of batches of `run.k` steps between evaluations; 0 without evaluations, or for a fraction."""
     interval, _ = run.evaluation
     if interval % run.k:
         into.add_missing(

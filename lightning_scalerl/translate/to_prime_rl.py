@@ -156,8 +156,8 @@ def _settings(run: Run, into: Translation) -> None:
         )
     elif has_warmup:
         # prime-rl's LinearLR starts at min_lr / lr (a min_lr of 0 means 1e-8) and reaches the full rate after
-        # warmup_steps. Step s = 0, 1, ... has (s + 1) / (warmup_steps + 1) of it, as ours has. Without a decay, min_lr
-        # has no other use.
+        # warmup_steps. With the min_lr below, step s = 0, 1, ... has (s + 1) / (warmup_steps + 1) of the full rate, as
+        # in this project. Without a decay, min_lr has no other use.
         into.under(
             "trainer.scheduler",
             type="linear",

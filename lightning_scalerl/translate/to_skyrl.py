@@ -169,7 +169,7 @@ def _credit(run: Run, into: Translation) -> None:
 
 
 def _no_normalization(scale: Normalization) -> str:
-    """Return the reason why no setting of SkyRL is this normalization."""
+    """Return the reason why no setting of SkyRL has the same meaning as this normalization."""
     if isinstance(scale, MaxRLNormalization):
         return (
             f"advantage_estimator=maxrl divides by the mean reward above 0 plus {EPS:g}; reward=zero_one with "
@@ -255,7 +255,7 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
+    """Add the precision, and the log-probabilities that anchor the importance ratio: the engine's or the trainer's."""
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
     if precision.policy == "fp32":
         into.add_missing(

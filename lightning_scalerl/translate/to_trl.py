@@ -182,7 +182,7 @@ def _credit(run: Run, into: Translation) -> None:
 
 
 def _no_scale_rewards(scale: Normalization) -> str:
-    """Return the reason why no value of `scale_rewards` is this normalization."""
+    """Return the reason why no value of `scale_rewards` has the same meaning as this normalization."""
     if isinstance(scale, MaxRLNormalization):
         return "no scale_rewards divides by the mean reward of a group"
     if isinstance(scale, RunningNormalization):

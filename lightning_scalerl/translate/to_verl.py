@@ -276,7 +276,7 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
+    """Add the precision, and the log-probabilities that anchor the importance ratio: the engine's or the trainer's."""
     correction, precision = run.choices.correction, run.choices.precision
     into.under(ROLLOUT, "precision", dtype=run.dtype)
     # The reference policy has its own engine, which also uses BF16 by default.

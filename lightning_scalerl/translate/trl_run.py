@@ -73,14 +73,15 @@ class Journal:
 
     def __init__(self, folder: Path, passes: int) -> None:
         self._file = folder / "evaluations.jsonl"
-        self._passes = passes  # TRL's steps per step of ours
+        self._passes = passes  # number of TRL's steps per step of this project
         self.flops = 0.0
 
     def resume(self, checkpoint: Path | None) -> None:
         """Continue with the compute of a checkpoint, and remove an incomplete last line.
 
-        Lines of steps after the checkpoint are not removed; these steps are logged a second time. A reader of the
-        growing file sees from this where the run resumed. It would take a file that became shorter for a new run.
+        Lines of steps after the checkpoint are not removed, and these steps are logged a second time. The repeated
+        steps show a reader of the growing file where the run resumed. If the file became shorter, the reader would take
+        it for the file of a new run.
         """
         if checkpoint is not None:
             self.flops = json.loads(compute_file(checkpoint, self._passes).read_text())["flops"]

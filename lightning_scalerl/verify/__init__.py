@@ -1,6 +1,6 @@
 """Verifiers, which grade completions, and the processes that they run in.
 
-This room needs no torch, because its graders run in separate processes:
+Graders run in separate processes, so this package does not import torch. Its modules are:
 
     request     a sample and its outcome: score, abstention or error (`rollouts.grade`)
     processes   pool and worker (killable), inline (in the trainer, for trusted graders), grade_once

@@ -5,7 +5,7 @@ The answer is the first of these that the completion contains:
 1. the last `<answer>...</answer>`, if no box comes after it;
 2. the last `\\boxed{...}` or `\\fbox{...}` with closed braces. Boxes that are separated only by a comma, a semicolon,
    "and" or "or" form one list;
-3. the text after the last `####`, if it is a number or an expression, or words up to the end;
+3. the text after the last `####`: a number or an expression up to the end of its line, or words that end the text;
 4. the rest of the line after the last "answer is", "Answer:" or their Chinese forms;
 5. the end of the completion, in which math-verify looks for the last expression.
 
@@ -28,11 +28,12 @@ _BETWEEN = re.compile(
     r"(?:[\s$~]|\\[()\[\],;! ]|\\q?quad\b)*+(?:[,;]|\\text\{|(?=and\b|or\b))[\s$~,;&}\\()\[\]!]*+"
     r"(?:(?:and|or)\b)?[\s$~}\\()\[\],;!]*+"
 )
-_SEPARATORS = 60
+_SEPARATORS = 60  # maximum number of characters between two boxes of one list
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
-# GSM8K's mark, followed by a number or an expression. Followed by words it would be a Markdown heading.
-# Both patterns start at the first # of a run and stop at the next mark, so that matching takes linear time.
+# GSM8K's mark (####), followed by a number or an expression. A mark followed by words may be a Markdown heading. For
+# linear time, `_MARKED` and `_MARKED_WORD` start only at the first # of a run. `_MARKED` stops at the end of the line,
+# `_MARKED_WORD` at the next mark at the latest.
 _MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
 # The mark followed by words and then the end of the text: an answer in words.
 _MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
@@ -96,7 +97,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _boxes(text: str) -> tuple[str | None, int]:
-    """Return the content of the last box and the position of its end; for a list of boxes, the list's content."""
+    """Return the content of the last box, or of the list of boxes that it ends, and the position of its end."""
     spans = _closed_boxes(text)
     if not spans:
         return None, -1

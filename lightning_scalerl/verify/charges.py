@@ -1,4 +1,4 @@
-"""Ledger of what judges (models that grade) cost, and the setting that adds this to the device hours of a run."""
+"""Ledger of the costs of judges (models that grade), and the setting that adds these costs to a run's device hours."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ComputeAxes:
 
 @dataclass
 class Totals:
-    """Sums of charges: seconds of requests, tokens, and the price in the user's unit."""
+    """Sums of charges: seconds of requests, numbers of tokens, and the cost in the unit of the judge's prices."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -77,7 +77,7 @@ class ChargeLedger:
 
     def __init__(self) -> None:
         self.training, self.evaluation = Totals(), Totals()
-        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys, by whether an evaluation used them
+        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys of charges, by `evaluation`
         self._answers = {"asked": 0, "cached": 0}
 
     def add(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
@@ -98,7 +98,7 @@ class ChargeLedger:
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the judges' own compute axes, and the numbers of answers; empty for a run without a judge."""
+        """Return the judges' costs in training (`compute/judge_*`) and numbers of answers; empty without a judge."""
         if not self.used:
             return {}
         axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._nonzero_names()}

@@ -16,7 +16,7 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     began = time.perf_counter()
     try:
         grade = grader.grade(sample)
-    # BaseException is not caught: SystemExit and the like must end the worker, which the pool replaces.
+    # Other subclasses of BaseException, such as SystemExit, must end the worker. The pool then replaces it.
     except Exception as error:
         return _error_outcome(error, time.perf_counter() - began)
     return _outcome(grade, began)

@@ -40,7 +40,7 @@ PATTERN = (
 )
 # Rewards for verdicts in words.
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "fail": 0.0}
-# Other braces of a template are not fields: a judge's prompt may show JSON.
+# Fields of a template. All other braces are plain text, because a judge's prompt may show JSON.
 _FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
 # Settings that change neither a verdict nor its cost.
 OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
@@ -58,7 +58,7 @@ class Judge:
     connection is an error of the infrastructure, never a reward of 0.
 
     Args:
-        url: endpoint of OpenAI's chat form: `http://host:8000`, `https://host/v1` or the whole path.
+        url: endpoint of OpenAI's chat completions API: `http://host:8000`, `https://host/v1` or the whole path.
         model: the judge's name at the endpoint.
         prompt: template of the message with {completion} (the text after the thinking), and optionally {question},
             {prompt} (the question with the task's instruction) and {answer} (the row's answer).
@@ -70,13 +70,13 @@ class Judge:
         temperature: sampling temperature of the judge.
         max_tokens: limit on the judge's answer in tokens.
         options: further fields of the request, such as {seed: 0}; null removes a field, such as {max_tokens: null}.
-        price_prompt, price_completion: price of a million tokens.
-        key_env: environment variable that holds the key of the endpoint.
+        price_prompt, price_completion: price of a million tokens of requests and of answers, in any unit.
+        key_env: environment variable that holds the endpoint's API key.
         timeout_s: limit in seconds on one answer, retries included; `verify.timeout_s` must be a little longer.
-        retries: number of further attempts after a connection error, 429 or 5xx.
-        concurrency: number of requests at the same time, per process (`verify.workers`).
+        retries: number of further attempts after a connection error, or after a status such as 429 or 5xx.
+        concurrency: maximum number of concurrent requests in each of the `verify.workers` processes.
         cache: folder for stored answers; empty for a folder in the user's cache folder, None for no cache.
-        label: prefix of the recorded values; the reward's `name`.
+        label: prefix of the names of recorded values, set by the reward's `name`.
 
     Raises:
         ConfigurationError: a setting is missing or invalid.
@@ -136,7 +136,7 @@ class Judge:
 
     @property
     def needs_answer(self) -> bool:
-        """True if the template contains the row's answer, so that rows need one."""
+        """True if the template contains {answer}. Every row of the data must then have an answer."""
         return "{answer}" in self.prompt
 
     @property
@@ -146,7 +146,7 @@ class Judge:
 
     @property
     def answers(self) -> AnswerCache | None:
-        """Cache of answers; None without one."""
+        """Cache of answers, or None if `cache` is None."""
         if self.cache is None:
             return None
         return AnswerCache(Path(self.cache).expanduser() if self.cache else cache_dir() / "judge")
@@ -199,7 +199,7 @@ class Judge:
         answers: dict[str, Answer | JudgeError] = {key: answer for key in bodies if (answer := self._cached(key))}
         missing = [key for key in bodies if key not in answers]
         if missing:
-            # Each answer is stored at once: if the process dies before the last one, the others are not paid again.
+            # Each answer is stored when it arrives: if the process dies, the answers so far are not paid for again.
             new_answers = self.endpoint.ask(
                 [bodies[key] for key in missing], lambda number, answer: self._store_answer(missing[number], answer)
             )
@@ -247,7 +247,7 @@ class Judge:
         }
         if self.price_prompt or self.price_completion:
             costs["cost"] = charge.cost
-        # The seconds are left out, because they differ between two runs of one seed.
+        # The seconds are left out, because they differ between two runs with the same seed.
         parts = {f"{self.label}_{name}": float(value) for name, value in costs.items()}
         return Grade(self._verdict(answer.text), parts, extra={self.label: answer.text}, charges=(charge,))
 
@@ -292,7 +292,7 @@ class Judge:
 
 
 def judge_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that affect a verdict or its cost, which excludes the address and the key."""
+    """Return the settings that affect a verdict or its cost. The address and the key are not among them."""
     return {name: value for name, value in settings.items() if name not in OPERATIONAL}
 
 

@@ -1,4 +1,4 @@
-"""Requests to a judge: an HTTP endpoint of OpenAI's chat form, with retries, a time limit and a cache on disk."""
+"""HTTP requests to a judge by OpenAI's chat completions API, with retries, a time limit and a cache on disk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sweeps.run.files import read_json, write_atomically
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-# Statuses after which the same request may succeed: a timeout of the server, too many requests, a server that fails.
+# HTTP statuses after which a retry may succeed: a timeout of the server, too many requests, a failure of the server.
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 # First pause before a retry, and longest pause, in seconds; each pause is twice as long as the one before it. Pauses
 # are shortened at random by up to a half, so that many workers do not retry at the same moment.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-_MAX_BYTES = 4 * 2**20
+_MAX_BYTES = 4 * 2**20  # maximum size of a response
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # never behind a proxy
-_EXCERPT_CHARACTERS = 200  # characters of an error's body
+_EXCERPT_CHARACTERS = 200  # number of characters of a failed response that the error message shows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Answer:
     Attributes:
         text: content of the judge's message.
         seconds: time of the requests, failed attempts included.
-        prompt_tokens, completion_tokens: as the endpoint reports them; 0 if it does not.
+        prompt_tokens, completion_tokens: numbers of tokens that the endpoint reports; 0 if it reports none.
         complete: whether the judge stopped by itself, not at its token limit.
     """
 
@@ -67,14 +67,14 @@ class JudgeError(RuntimeError):
 
     @classmethod
     def wrap(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgeError:
-        """Wrap the error of another reward, notes included, to add the charges of judges in the same weighted sum."""
+        """Wrap another reward's error and its notes, to attach the charges of judges in the same weighted sum."""
         judged = cls(error_line(error), charges)
         for note in getattr(error, "__notes__", ()):
             judged.add_note(note)
         return judged
 
 
-# (index of the request, its result) -> the result to use.
+# Function that is called with the index of a request and its result, and returns the result to use.
 ResultHook = Callable[[int, Answer | JudgeError], Answer | JudgeError]
 
 
@@ -84,14 +84,14 @@ def _unchanged(number: int, result: Answer | JudgeError) -> Answer | JudgeError:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Endpoint of OpenAI's chat form.
+    """Endpoint of OpenAI's chat completions API.
 
     Args:
         url: the endpoint's address, `http://host:8000`, `https://host/v1` or the whole path.
-        key_env: environment variable that holds the key; empty for none.
+        key_env: environment variable that holds the API key; empty for none.
         timeout_s: limit in seconds on one answer, all retries and pauses included.
-        retries: number of further attempts after a connection error, 429 or 5xx.
-        concurrency: number of requests at the same time, per process.
+        retries: number of further attempts after a connection error, or after a status such as 429 or 5xx.
+        concurrency: maximum number of concurrent requests of each process.
     """
 
     url: str
@@ -129,7 +129,7 @@ class Endpoint:
         from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
         semaphore = asyncio.Semaphore(self.concurrency)
-        # `_ask` limits the whole time; aiohttp's default limit of five minutes would also apply.
+        # `_ask` enforces the time limit. aiohttp's own limit, which is five minutes by default, is turned off.
         connector, no_limit = TCPConnector(limit=self.concurrency), ClientTimeout(total=None)
         async with ClientSession(connector=connector, timeout=no_limit) as session:
 
@@ -198,7 +198,7 @@ def _parse_answer(content: bytes) -> Answer:
     """Parse the body of an answer; its `seconds` are 0.
 
     Raises:
-        ValueError: it is not of OpenAI's chat form.
+        ValueError: the body is not an answer of OpenAI's chat completions API.
     """
     try:
         reply = json.loads(content)
@@ -219,7 +219,7 @@ def _with_seconds(answer: Answer, seconds: float) -> Answer:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that the endpoint asks to wait (header Retry-After); 0 without a number of seconds."""
+    """Return the seconds that the endpoint asks to wait (header Retry-After); 0 if it states no number of seconds."""
     with suppress(ValueError):
         return max(0.0, float(headers.get("Retry-After", "0")))
     return 0.0
@@ -227,10 +227,10 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class AnswerCache:
-    """Answers on disk, one file per question, named by its hash. Several processes may share a folder.
+    """Answers on disk, in one file per question. The question's hash is its name. Several processes may share a folder.
 
-    A file is complete or absent, also after kill -9. The first answer to a question stays, so that all processes count
-    the same cost for it. Nothing is ever removed: a question takes one file of less than about 4 KiB.
+    A file is complete or absent, even after kill -9. The first answer to a question is kept, so that all processes
+    count the same cost for it. Answers are never removed; the file of a question has less than about 4 KiB.
     """
 
     folder: Path
@@ -243,7 +243,7 @@ class AnswerCache:
         return None
 
     def put(self, key: str, answer: Answer, replace: bool = False) -> Answer:
-        """Store an answer, and return the stored answer, which may be that of another process.
+        """Store an answer. Return the stored answer, which another process may have stored before.
 
         Args:
             key: hash of the question.

@@ -3,9 +3,9 @@
 `answers.py` finds the answer in a completion, `spelling.py` normalises the gold and the stated answer, and `words.py`
 compares words and units. This module compares the mathematics that is left.
 
-math-verify parses with sympy, where some expressions take exponential time. The limit is on processor time, so that a
-busy machine does not make an answer wrong; memory is limited by the worker. A completion that exceeds a limit is wrong,
-while a gold answer that cannot be parsed is an error.
+math-verify parses with sympy, where some expressions take exponential time. So the processor time of each grade is
+limited. A limit on wall-clock time would make answers wrong on a busy machine. Memory is limited by the worker. A
+completion that exceeds a limit is wrong, while a gold answer that cannot be parsed is an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lightning_scalerl.verify.words import AnswerParts, agree, separate_words, w
 
 __all__ = ["MAX_CHARACTERS", "Mathematics", "change_first_digit", "extract_answer", "last_boxed"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
-# The space between a factor and a variable: math-verify reads 2 i differently from 2i.
+# The space between a factor and a variable. It is removed, because math-verify reads "2 i" differently from "2i".
 _FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
-# The words that belong to the last expression of a prose text are searched in this many characters at its end.
+# Number of characters at the end of a prose text that are searched for words which belong to its last expression.
 _LAST_WORDS = 60
-# Texts in which an equal sign is not an equation of numbers: congruences, and numerals with a base, which sympy takes
-# for decimal ones.
+# Texts in which an equal sign does not equate two numbers: congruences, and numerals with a base, which sympy reads as
+# decimal numbers.
 _NO_EQUATION = re.compile(r"\\equiv|\d_\{?\d")
 
 
@@ -175,7 +175,9 @@ def _import_parser() -> None:
 
 
 def _equal(gold: Answer, statement: StatedAnswer, answer: Answer) -> bool:
-    """Return whether two answers agree: as text, or in their words and in their mathematics, in any pair of readings.
+    """Return whether two answers agree, either as texts or in both their words and their mathematics.
+
+    An ambiguous text has several readings. The mathematics agrees if it does in any pair of readings.
 
     Args:
         gold: the gold answer.
@@ -204,7 +206,7 @@ def _equal(gold: Answer, statement: StatedAnswer, answer: Answer) -> bool:
 
 
 def _equal_mathematics(expected: Any, actual: Any, gold: str, text: str, marked: bool) -> bool:
-    """Compare with math-verify, and by our own rules for what it ignores: bases, kinds of brackets, small numbers.
+    """Compare with math-verify, and by our own rules for what it ignores: bases, brackets, errors of small numbers.
 
     Args:
         expected, actual: the gold and the stated answer as parsed by math-verify.

@@ -3,7 +3,7 @@
 A thread of this process sends completions to free workers and collects their outcomes. If grading is quick, a worker
 gets further completions in advance, because a round trip would cost more than grading. A worker that exceeds its
 timeout is killed together with all processes that it has started, and replaced. This does not delay other completions:
-those that the worker got in advance move to other workers if the one before them takes long.
+when a worker's current completion takes long, the completions that it got in advance move to other workers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Worker:
     deadline: float  # monotonic time at which its start, or the job that it is grading, times out
     ready: bool = False
     jobs: deque[_Job] = field(default_factory=deque)  # the first one is being graded, the others are prefetched
-    reassigned: deque[_Job] = field(default_factory=deque)  # prefetched, then moved to other workers: ignore answers
+    reassigned: deque[_Job] = field(default_factory=deque)  # moved to other workers; this one's answers are ignored
     job_start: float = 0.0  # monotonic time at which it began its current job
 
 
@@ -279,7 +279,7 @@ class VerifierPool:
             for number, worker in enumerate(self._workers):
                 if worker.connection.fileno() in readable:
                     self._receive(number, worker)
-            # Also handle messages that have arrived meanwhile: `_assign`, which comes next, goes through all workers.
+            # Also handle messages that have arrived meanwhile, before `_assign` goes through all workers again.
             readable = self._readable_descriptors(0.0)
             if not readable:
                 break
@@ -342,7 +342,7 @@ class VerifierPool:
         if died:
             with suppress(subprocess.TimeoutExpired):
                 reason += f" ({ended_with(worker.process.wait(1.0))})"
-        self._readable.unregister(worker.connection)  # before it is closed: its number may be reused by another file
+        self._readable.unregister(worker.connection)  # before it is closed: another file may get its descriptor
         status = _kill(worker)
         if not worker.ready:
             self._fail(f"task: the verifier's process ended while it was loaded ({ended_with(status)})")
@@ -357,7 +357,7 @@ class VerifierPool:
             )
             self._record(job, [error_outcome] * len(job.tickets))
         with self._changed:
-            # extendleft reverses the order, so that the oldest job is first again.
+            # extendleft reverses the order, so it gets the jobs reversed: the oldest job is first again.
             self._shared.queue.extendleft(reversed(worker.jobs))
 
     def _record(self, job: _Job, outcomes: Sequence[Outcome]) -> None:

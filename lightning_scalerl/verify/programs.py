@@ -153,7 +153,7 @@ class Programs:
         return Grade(float(result.passed), extra={"tests": result.reason})
 
     def _judge_program(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
-        """Run a program against the tests in the answer, of whichever form they are."""
+        """Run a program against the tests in the answer, which has one of the three forms."""
         if "cases" in answer:
             cases = [(str(text), str(expected)) for text, expected in answer["cases"]]
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
@@ -189,7 +189,7 @@ class Programs:
         )
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """Return None, because no right completion is known, and a wrong completion."""
+        """Return a pair: None, because no right completion is known, and a wrong completion."""
         if "cases" in answer:
             return None, "```python\nprint('no answer')\n```"
         name = str(answer.get("entry_point") or "nothing").rpartition(".")[2]
@@ -197,7 +197,7 @@ class Programs:
 
 
 def program_of(text: str) -> str:
-    """Return the last code block whose language is Python or not given; without such a block, the whole completion."""
+    """Return the last code block that is marked as Python or has no language; without one, the whole completion."""
     text = text.replace("\r\n", "\n")
     blocks = [match for match in _BLOCK.finditer(text) if match["language"].lower() in ("", "python", "python3", "py")]
     if not blocks:

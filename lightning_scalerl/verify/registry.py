@@ -40,7 +40,8 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
 QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 
 
-# A name or location, a function, or a mapping with one of these under `use`.
+# Configuration of a reward: a verifier's name, the location of a function, a function, or a mapping with one of these
+# under `use`.
 Reward = Mapping[str, Any] | str | Callable[..., Any]
 
 
@@ -110,7 +111,7 @@ def reward_sum(field: str, rewards: Sequence[Reward] | Reward) -> RewardSum:
 
 
 def content(rewards: Any, digest: Any) -> Any:
-    """Return the rewards' entry in a run's identity: files by their digest, independent of their path.
+    """Return the rewards' entry in a run's identity, in which the digest of a file replaces its path.
 
     Args:
         rewards: the rewards as in the configuration.

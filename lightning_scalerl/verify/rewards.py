@@ -233,7 +233,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     if "score" not in result:
         raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, result))}")
     reward = numbers.pop("score", result["score"])
-    # As for rewards, only 1 or more is a pass, so a fractional accuracy is not.
+    # A fractional accuracy is not a pass: as for rewards, only 1 or more is.
     correct = float(result["acc"]) >= 1 if "acc" in result else None
     return Grade(reward, numbers, correct=correct, extra=texts)
 
@@ -311,7 +311,8 @@ class Weighted:
 class RewardSum:
     """Weighted sum of several rewards. Abstentions are left out; if all rewards abstain, so does the sum.
 
-    A completion is a pass if the first reward that does not abstain is 1 or more (or decides it itself).
+    The first reward that does not abstain decides whether a completion is a pass: by its grade's `correct` if that is
+    set, otherwise by whether the reward is 1 or more.
     Source of the sum: TRL's GRPOTrainer (`reward_weights`, nansum over functions).
     """
 
@@ -329,11 +330,11 @@ class RewardSum:
 
     @property
     def longest_s(self) -> float:
-        """Maximum seconds of all graders that have their own limits, one after the other."""
+        """Sum of the maximum seconds of graders that have their own limits, because they grade one after the other."""
         return sum(float(getattr(reward.grader, "longest_s", 0.0)) for reward in self.rewards)
 
     def needs_s(self, sample: Sample) -> float:
-        """Return the maximum seconds for this sample of all graders that have their own limits."""
+        """Return the sum of the maximum seconds for this sample over the graders that have their own limits."""
         methods = (getattr(reward.grader, "needs_s", None) for reward in self.rewards)
         return float(sum(method(sample) for method in methods if method is not None))
 

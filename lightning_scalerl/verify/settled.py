@@ -1,4 +1,4 @@
-"""Wrapper of verifiers that passes on outcomes that an environment has already decided (settled outcomes)."""
+"""Wrapper around verifiers, for samples whose outcome an environment has already decided (settled outcomes)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SettledFirst:
     def __init__(self, verifiers: Verifiers) -> None:
         self._verifiers = verifiers
         self._settled: dict[int, Outcome] = {}
-        self._next = -1  # tickets of settled outcomes are below 0, those of the verifiers are not
+        self._next = -1  # tickets of settled outcomes are negative; the verifiers' tickets are not
 
     def submit(self, sample: Sample) -> int:
         """Queue a sample for grading unless its outcome is settled; return its ticket."""

@@ -1,8 +1,9 @@
 """Normalisation of mathematics that can be written in several ways.
 
 `normalise` is applied to the gold answer and the stated answer before they are compared. It changes the notation, never
-the meaning. Unicode becomes LaTeX. Style, spacing and thousands separators are removed. Upright constants and functions
-become plain ones, and periodic decimals become fractions. Words stay in `\\text{...}` (`words.py` compares them).
+the meaning. Unicode becomes LaTeX. Style, spacing and thousands separators are removed. Constants and functions in
+upright type, such as `\\mathrm{e}`, become plain ones, and periodic decimals become fractions. Words stay in
+`\\text{...}` (`words.py` compares them).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LOWERED = re.compile(f"[{''.join(map(re.escape, _SUBSCRIPT))}]+")
 _VULGARS = re.compile(f"[{''.join(_VULGAR)}]")
 _RADICAL = re.compile(r"([√∛])\s*(\((?:[^()]|\([^()]*\))*\)|\{[^{}]*\}|\d+(?:\.\d+)?|[A-Za-z]|\\pi\b)")
 
-# Commands that only set style, without an argument or with one that is not mathematics.
+# Commands that only set the style. They have no argument, or an argument that is not mathematics.
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|scriptscriptstyle|bfseries|bf|itshape|it|rmfamily|rm|tiny|scriptsize|footnotesize|small|"
     r"normalsize|large|Large|LARGE|huge|Huge|boldmath|centering|strut|mathstrut|limits|nolimits|checkmark|"
@@ -154,7 +155,7 @@ def _strip_brackets(argument: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Remove style commands with arguments, make all text commands `\\text`, and unwrap mathematics in them."""
+    """Replace style commands by their last arguments and text commands by `\\text`, and unwrap mathematics in them."""
     closing = _closing_braces(text)
 
     def walk(start: int, end: int) -> str:
@@ -211,7 +212,7 @@ def _text_argument(name: str, content: str, previous: str) -> str:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the position of the closing brace for each opening brace, by its position."""
+    """Map the position of each opening brace to the position of its closing brace; unclosed braces are left out."""
     pairs: dict[int, int] = {}
     open_braces: list[int] = []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):

@@ -20,7 +20,7 @@ WINDOW, MIN_OUTCOMES = 1000, 100
 ON_ERROR = ("stop", "drop", "zero")
 # The first `SHOWN` errors are logged, and then every `LOGGED_EVERY`-th one.
 SHOWN, LOGGED_EVERY = 3, 100
-# A run ends after this many batches in a row in which no completion has a score.
+# A run ends after this many consecutive batches in which no completion has a score.
 MAX_EMPTY_STEPS = 8
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,10 @@ class RewardError(CannotGoOnError):
 
 
 class Verifiers(Protocol):
-    """Protocol of verifiers: a pool of processes, or the calling process."""
+    """Protocol of verifiers: a pool of processes, or the calling process.
+
+    A ticket is the number by which the outcome of one completion is fetched.
+    """
 
     def submit(self, sample: Sample) -> int:
         """Queue a completion for grading and return its ticket."""
@@ -138,7 +141,7 @@ class ErrorWatch:
         """Count one outcome.
 
         Raises:
-            RewardError: it is an error and `on_error` is "stop", or the error rate is too high.
+            RewardError: the outcome is an error and `on_error` is "stop", or the error rate is too high.
         """
         failed = outcome.kind == "error"
         self._recent.append(failed)

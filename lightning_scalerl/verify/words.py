@@ -69,7 +69,7 @@ class AnswerParts(NamedTuple):
 
     @property
     def readings(self) -> tuple[str, ...]:
-        """Possible readings of the mathematics: without and, if different, with words such as "million" as factors."""
+        """Readings of the mathematics: without words such as "million" and, if there are any, with them as factors."""
         return (self.mathematics,) if self.scaled == self.mathematics else (self.mathematics, self.scaled)
 
 
@@ -135,7 +135,7 @@ def canonical_words(text: str, power: str | None = None) -> list[str]:
             words[-1] += "^3" if token == "cubed" else "^2"
             continue
         word = _canonical(token)
-        # A leading "in" is the unit inch.
+        # The second condition has no effect: `_canonical` turns every "in" into the unit inch, not only a leading one.
         if word in _FILLERS and not (word == "in" and not words):
             next_power = "" if word in ("unit", "units") else next_power
             continue
@@ -162,8 +162,8 @@ def _canonical(token: str) -> str:
 def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -> bool:
     """Return whether the words of two answers are compatible.
 
-    Connectors ("and", "or") must be equal if both have them. For the other words, one answer may have more than the
-    other, but not a negation.
+    Connectors ("and", "or") must be equal if both answers have them. One answer may have more of the other words, but
+    the additional words must not contain a negation.
 
     Args:
         gold: words of the gold answer.
@@ -184,7 +184,7 @@ def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -
 
 
 def words_only(text: str) -> str:
-    """Return an answer that consists of words, in lower case without articles; "" if it contains anything else."""
+    """Return an answer of words only, in lower case and without articles; "" if it contains anything else."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if not re.fullmatch(r"[\s()]*[^\W\d_][^\W\d_\s'.,()-]*(?:[\s'.,()-]+[^\W\d_]*)*", bare):
         return ""

@@ -1,7 +1,8 @@
 """Verifier process, started by `pool`: grades one completion or group at a time.
 
-Grading happens in the main thread, because math-verify and others limit their time with SIGALRM, which only works
-there. If that fails, the pool kills the process. The process does not import torch unless the grader does.
+Grading happens in the main thread, because graders may limit their time by signals, which only arrive there: SIGPROF in
+`mathematics`, SIGALRM where a user's function calls math-verify. If such a limit fails, the pool kills the process. The
+process does not import torch unless the grader does.
 """
 
 from __future__ import annotations
