@@ -135,8 +135,7 @@ def canonical_words(text: str, power: str | None = None) -> list[str]:
             words[-1] += "^3" if token == "cubed" else "^2"
             continue
         word = _canonical(token)
-        # The second condition has no effect: `_canonical` turns every "in" into the unit inch, not only a leading one.
-        if word in _FILLERS and not (word == "in" and not words):
+        if word in _FILLERS:
             next_power = "" if word in ("unit", "units") else next_power
             continue
         words.append(f"{'/' if per else ''}{word}{next_power}")
