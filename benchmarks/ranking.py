@@ -165,6 +165,13 @@ def study(which: tuple[int, int]) -> Outcome:
     )
 
 
+def excess_regret(outcomes: Sequence[Outcome]) -> str:
+    """Return the mean of the leader's regret minus the last value's, paired by study, with its 95% interval."""
+    excess = np.array([outcome.regret - outcome.by_last for outcome in outcomes])
+    mean, half = float(excess.mean()), 1.96 * float(excess.std(ddof=1)) / len(excess) ** 0.5
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+
+
 def row(name: str, outcomes: Sequence[Outcome]) -> str:
     """Return a line of the table."""
     sure, decided = [o for o in outcomes if o.sure], [o for o in outcomes if o.decided]
@@ -180,6 +187,7 @@ def row(name: str, outcomes: Sequence[Outcome]) -> str:
         f"{len(decided) / len(outcomes):.2f}",
         share([o.within for o in decided]),
         *(f"{np.mean([getattr(o, pick) for o in outcomes]):.3f}" for pick in ("regret", "by_chance", "by_last")),
+        excess_regret(outcomes),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -201,6 +209,7 @@ def set_up(studies: int) -> list[str]:
         f"{MARGIN} (the margin) of the best.",
         "- **regret**: the best asymptote minus that of the recipe picked, on average: the ranking's leader, the "
         "recipe with the highest P(best), or the one with the highest last value.",
+        "- **leader - last value**: difference of these two regrets, paired by study, with its 95% interval.",
         "",
     )
 
@@ -217,8 +226,8 @@ def main() -> None:
     lines = [
         *set_up(options.studies),
         "| studies | best refused | P(best) > 0.9 | and true | decided | and within the margin "
-        "| regret of the leader | regret by P(best) | regret by last value |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| regret of the leader | regret by P(best) | regret by last value | leader - last value |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for place, kind in enumerate(KINDS):
         lines.append(row(kind.__name__, outcomes[place * options.studies : (place + 1) * options.studies]))
