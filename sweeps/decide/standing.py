@@ -217,23 +217,23 @@ def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
 def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
     """Draw every recipe's reward at a compute jointly, over all seeds; returns one array (K,) per fit.
 
-    As in `draw_asymptotes`, all recipes follow the same law in each draw, and are shrunk towards each other. Forecasts
-    do not depend on the verdict. The reward of a recipe that cannot be forecast at this compute is drawn uniformly from
-    the whole scale.
+    As in `draw_asymptotes`, all recipes follow the same law in each draw. Forecasts do not depend on the verdict. The
+    reward of a recipe that cannot be forecast at this compute is drawn uniformly from the whole scale.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
         compute: where to forecast, in the curves' unit.
     """
     laws = _laws(fits)
-    values = [paths_over_seeds(fit, [compute])[:, 0] if is_supported(fit, compute) else None for fit in fits]
     result = []
-    for fit, value, weight in zip(fits, values, _shrinkage(fits, values), strict=True):
+    for fit in fits:
         rng = generator(fit.recipe, "reward")
-        if value is None:
+        if not is_supported(fit, compute):
             result.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
-        else:
-            result.append(value[_sample_by_law(fit, laws, weight, rng)])
+            continue
+        # Rewards are not shrunk towards each other: a race would stop its losers later.
+        rows = _sample_by_law(fit, laws, np.ones(DRAWS), rng)
+        result.append(paths_over_seeds(fit, [compute])[rows, 0])
     return result
 
 
@@ -248,7 +248,7 @@ def _laws(fits: Sequence[Fit]) -> list[str]:
 
 
 def _shrinkage(fits: Sequence[Fit], draws: Sequence[Array | None]) -> list[Array]:
-    """Return the weights (K,) of each recipe's draws under a prior about the other recipes' values.
+    """Return the weights (K,) of each recipe's draws under a prior about the other recipes' asymptotes.
 
     The highest of many estimates is partly high by luck, most of all where a curve says little. Therefore each recipe
     has a Student t prior about the mean of the other recipes. Its width is the scatter of true values between recipes,
@@ -257,7 +257,7 @@ def _shrinkage(fits: Sequence[Fit], draws: Sequence[Array | None]) -> list[Array
 
     Args:
         fits: one fit per recipe.
-        draws: draws (K,) of each recipe's value, in reward; None for a recipe that takes no part.
+        draws: draws (K,) of each recipe's asymptote, in reward; None for a recipe that takes no part.
 
     Returns:
         One array per fit. All weights are equal for a recipe that takes no part, and with fewer than `_MIN_RECIPES`.
