@@ -25,7 +25,7 @@ from sweeps.source.load import load
 CUTS = (0.4, 0.55, 0.7)
 LATE = 0.75
 SET_UP = wrapped(
-        "The runs are those of `experiment=schedules`: three seeds per recipe on the arithmetic task. Each run is cut at "
+    "The runs are those of `experiment=schedules`: three seeds per recipe on the arithmetic task. Each run is cut at "
     "0.4, 0.55 and 0.7 of its compute. From the evaluations before the cut, the mean reward of the last quarter of "
     "the run is forecast. Three columns show mean absolute errors of forecasts:",
     "",

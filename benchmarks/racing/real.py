@@ -113,7 +113,7 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
 
 
 SET_UP = wrapped(
-        "The recipes of all studies were trained to the end. The recorded evaluations were then replayed as races to "
+    "The recipes of all studies were trained to the end. The recorded evaluations were then replayed as races to "
     "several budgets: with the default rules, with a tighter limit on the expected loss (`--loss 0.003`), and without "
     "a limit (`--loss 1`).",
     "",
