@@ -163,8 +163,9 @@ def set_up(repeats: int) -> list[str]:
         "brackets.",
         "- **Rows**: n is the number of evaluations. The window, which is the compute that the fit sees, ends at the "
         "given multiple of C_mid.",
-        "- **Cells**: coverage of the nominal 95% interval / fraction of intervals with an open end / median width of "
-        "the closed intervals / that width divided by the width of the known-noise interval.",
+        "- **Cells** have four numbers: the coverage of the nominal 95% interval / the fraction of intervals with an "
+        "open end / the median width of the closed intervals / that width divided by the width of the known-noise "
+        "interval.",
         "- **The known-noise interval** is computed for the same sigmoid, given the true noise and without a random "
         "walk. The additional width is the price of the random walk: without it, intervals on real curves contain the "
         "truth in only 0.60 of cases ([real_curves.md](real_curves.md)).",
@@ -177,8 +178,8 @@ def seeds_set_up() -> list[str]:
     """Return the text that explains the table of `A_total`."""
     return wrapped(
         f"Runs of one recipe differ in A with a standard deviation of {BORROWED_SEED_SD}. Windows end at 8 C_mid; each "
-        "run has 40 evaluations and AR(0.5) noise. With one seed this standard deviation is assumed, with more it is "
-        "pooled over the study's recipes."
+        "run has 40 evaluations and AR(0.5) noise. With one seed this standard deviation is assumed; with more seeds "
+        "it is pooled over the study's recipes."
     )
 
 

@@ -135,9 +135,10 @@ def summary(looks: Sequence[Look]) -> str:
     named = [each for each in pairs if each.named is not None]
     wrong = sum(each.named != each.winner for each in named)
     return (
-        f"Of the {len(pairs)} pairs of recipes that end more than {MARGIN} apart, the recipe with the higher last "
-        f"value at a quarter of the compute ends lower in {sum(each.ahead != each.winner for each in pairs)} (with one "
-        f"seed per recipe in {sum(each.misled_seeds for each in pairs)} of {seeds}). Our ranking names a recipe in "
+        f"{len(pairs)} pairs of recipes end more than {MARGIN} apart. At a quarter of the compute, the recipe with the "
+        "higher last evaluation (mean of four seeds) is the wrong choice in "
+        f"{sum(each.ahead != each.winner for each in pairs)} (with one seed per recipe in "
+        f"{sum(each.misled_seeds for each in pairs)} of {seeds}). At the same compute our ranking names a recipe in "
         f'{len(named)} pairs, {wrong or "none"} of them wrongly, and says "undecided" in the other '
         f"{len(pairs) - len(named)}."
     )

@@ -160,9 +160,10 @@ def set_up(recipes: int, points: int, repeats: int, verdicts: dict[str, int]) ->
     """Return the text that explains the table."""
     counted = ", ".join(f"{n} {name}" for name, n in verdicts.items())
     return wrapped(
-        f"{recipes} simulated recipes of {points} evaluations, one core, one thread; medians of {repeats} rounds "
-        f"that measure every row. All {recipes} have an interval for A; verdicts: {counted}. All rows but the first "
-        "are CPU time, so other work on the machine does not count."
+        f"The {recipes} simulated recipes have {points} evaluations each, and are fitted on one core with one thread. "
+        f"The table shows medians of {repeats} rounds; each round measures every row. All {recipes} recipes have an "
+        f"interval for A; the verdicts are: {counted}. All rows but the first show CPU time, so other work on the "
+        "machine does not count."
     )
 
 

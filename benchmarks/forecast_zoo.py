@@ -248,13 +248,13 @@ def set_up(repeats: int) -> list[str]:
     """Return the text that explains the table."""
     inside = sum(truth.inside for truth in ZOO)
     return wrapped(
-        f"{repeats} studies per row, each with 30 evaluations of 250 prompts and one seed, unless the row's name says "
-        "otherwise. Forecasts at 1.25 and 2 times the window, with 95% intervals, are compared with the truth and with "
-        "the last value in the window; a cell with two numbers gives 1.25 times first. With "
+        f"There are {repeats} studies per row. Unless the row's name says otherwise, a study has 30 evaluations of 250 "
+        "prompts and one seed. Forecasts at 1.25 and 2 times the window, with 95% intervals, are compared with the "
+        "truth and with the last value in the window. In a cell with two numbers, the first is for 1.25 times. With "
         f"{repeats} studies a true coverage of 0.95 is measured with a standard error of "
         f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
         "",
-        f"- The first {inside} rows are curves of the fitted family, the others are not.",
+        f"- The first {inside} rows are curves of the fitted family (sigmoids), the others are not.",
         "- A star (*) marks changes that begin after the window.",
         "- **verdict**: the most common one, with its share. **A named**: share with the verdict `identifiable`.",
         "- **A in its interval**: of the studies with a named A, the share whose interval contains the asymptote.",

@@ -34,9 +34,10 @@ ROWS = (
 def set_up(runs: int) -> list[str]:
     """Return the text that explains the table."""
     return wrapped(
-        f"{runs} simulated runs with the parameters of the longest run of arXiv 2510.13786: A {A}, B {B}, C_mid "
-        f"{C_MID:g}, R0 {R0}, evaluations up to 100,000 GPU-hours, white noise of standard deviation {SD}. B and A are "
-        "medians over the runs. The published values are those of the paper's real run (its sections A.4 and A.7).",
+        f"{runs} runs were simulated with the parameters of the longest run of arXiv 2510.13786: A {A}, B {B}, C_mid "
+        f"{C_MID:g} and R0 {R0}. They have evaluations up to 100,000 GPU-hours, and white noise with a standard "
+        f"deviation of {SD}. The table shows medians of B and A over the runs. The published values are those of the "
+        "paper's real run (its sections A.4 and A.7).",
         "",
     )
 

@@ -25,13 +25,16 @@ from sweeps.source.load import load
 CUTS = (0.4, 0.55, 0.7)
 LATE = 0.75
 SET_UP = wrapped(
-    "The runs of `experiment=schedules`: three seeds per recipe on the arithmetic task. Each is cut at 0.4, 0.55 and "
-    "0.7 of its compute, and the mean of the last quarter is forecast. The columns have mean absolute errors:",
+    "The runs are those of `experiment=schedules`: three seeds per recipe on the arithmetic task. Each run is cut at "
+    "0.4, 0.55 and 0.7 of its compute. From the evaluations before the cut, the mean reward of the last quarter of "
+    "the run is forecast. Three columns show mean absolute errors of forecasts:",
     "",
-    "- **with the rate**: forecast over compute that counts less at a low learning rate (`sweeps/fit/schedule.py`).",
-    "- **by compute alone**: forecast over compute.",
-    "- **the last value**: the last evaluation before the cut.",
-    "- **truth in the interval**: how many 95% intervals of the forecasts with the rate contain the truth.",
+    "- **with the rate**: by a curve over compute that counts for less at a low learning rate "
+    "(`sweeps/fit/schedule.py`).",
+    "- **by compute alone**: by a curve over compute that always counts in full.",
+    "- **the last value**: the last evaluation before the cut, taken as the forecast.",
+    "",
+    "**Truth in the interval** is the number of forecasts with the rate whose 95% interval contains the truth.",
     "",
 )
 

@@ -23,9 +23,10 @@ from sweeps.parallel import cores, mapped
 
 FALL, RAMP, RHO = 0.1, 0.15, 0.6
 SET_UP = wrapped(
-    "The table has the share of simulated runs for which a departure from the law is reported at any evaluation. The "
-    f"number of runs is in brackets. Runs that fall lose {FALL:g} of reward after half of their compute, at once or "
-    f"over {RAMP:.0%} of it. *Small sets*: another curve, evaluated with noise of 0.015 instead of 0.006.",
+    "The table has the share of simulated runs for which `scalerl watch` reports, at any evaluation, that the run has "
+    "departed from the law. The number of runs is in brackets. Runs that fall lose "
+    f"{FALL:g} of reward after half of their compute: *at once*, or *slowly*, over {RAMP:.0%} of their compute. The "
+    "row *small sets* has another curve, evaluated with a noise of 0.015 instead of 0.006.",
     "",
 )
 

@@ -100,9 +100,9 @@ def comparison_table(rows_of_methods: Mapping[str, Array], names: Sequence[str])
 SET_UP = wrapped(
     f"- **Studies**: simulated, of {RECIPES} recipes with one run each. A run has {EVALUATIONS} evaluations of "
     f"{PROMPTS} held-out prompts with {SAMPLES} samples; all runs have the same prompts.",
-    "- **Differences**: recipes differ in A (its standard deviation is the spread in the headings), B and C_mid. Runs "
-    f"of one recipe differ by {SEED_SD} in A (standard deviation). The pass rate drifts around its curve with a "
-    f"standard deviation of {WANDER}.",
+    "- **Differences**: recipes differ in A, B and C_mid. The *spread* in the headings is the standard deviation of A "
+    f"between recipes. Between runs of one recipe, A has a standard deviation of {SEED_SD}. The pass rate drifts "
+    f"around its curve with a standard deviation of {WANDER}.",
     "- **Compute**: all compute that was observed, as a share of the compute of running every recipe to the budget.",
     "- **Regret**: the best recipe's true reward at the budget minus that of the recipe that the method names; mean "
     "and standard error over studies.",
@@ -110,12 +110,13 @@ SET_UP = wrapped(
     f"than {MARGIN}.",
     "- **On the frontier**: no other method has both less regret and less compute. If the cell says *no*, it names one "
     "that has.",
-    "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with three "
-    "rates and ten grace periods, synchronously and as Optuna's ASHA, the median with as many, and signed ranks with "
-    "four levels and four grace periods. So the frontier is one of tuned competitors.",
-    "- **Names**: a race stops a recipe whose chance of ending ahead of the favourite is below `p` at `looks` looks in "
-    "a row; *last value* does so without a forecast. `eta` is the rate of halving, `grace` the share of the budget "
-    "before the first stop. *Signed rank* compares passes of the same prompts by Wilcoxon's test at level `p`.",
+    "- **Listed**: the tables list the methods on the frontier, and all races and Hyperband variants. Halving was "
+    "tried with three rates and ten grace periods, both synchronously and as Optuna's ASHA. The median was tried with "
+    "as many settings, and signed ranks with four levels and four grace periods. So the competitors on the frontier "
+    "are tuned.",
+    "- **Names**: a race stops a recipe if its chance of ending ahead of the favourite is below `p` at `looks` looks "
+    "in a row. *Last value* does so without a forecast. `eta` is the rate of halving, and `grace` the share of the "
+    "budget before the first stop. *Signed rank* compares passes of the same prompts by Wilcoxon's test at level `p`.",
     "- **`loss`**: for races, the limit on the expected cost of all stops together. Rows without it have no limit; the "
     f"default is {ours.RACING.loss:g}, in `{ours.DEFAULT.split(', loss')[0]}`.",
 )

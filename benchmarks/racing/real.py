@@ -113,18 +113,21 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
 
 
 SET_UP = wrapped(
-    "The studies were really run. Each was raced to several budgets with the default rules, with a tighter limit on "
-    "the expected loss, and without a limit (`--loss 1`).",
+    "The recipes of all studies were trained to the end. The recorded evaluations were then replayed as races to "
+    "several budgets: with the default rules, with a tighter limit on the expected loss (`--loss 0.003`), and without "
+    "a limit (`--loss 1`).",
     "",
-    "- **regret**: the true reward of a recipe at a budget is its mean reward over the last tenth of compute before "
-    "the budget. The regret is the best recipe's true reward minus that of the recipe that the method names. A race "
-    "names the best of the recipes that it did not stop.",
-    f"- **false**: stopped recipes whose true reward is more than {MARGIN} above that of every remaining recipe.",
+    "- **true reward** of a recipe at a budget: its mean reward over the last tenth of compute before the budget.",
+    "- **regret**: the best recipe's true reward minus that of the recipe that the method names. A race names the "
+    "recipe with the highest true reward among those that it did not stop.",
+    f"- **false**: number of stopped recipes whose true reward is more than {MARGIN} above that of every remaining "
+    "recipe.",
     "- **compute**: a share of the compute of running all recipes to the budget.",
-    "- **halving** keeps half of the recipes at a quarter and at half of the budget; **the best at a fifth** stops all "
-    "but the best at a fifth of the budget.",
-    "- **set on, held out**: the limit was set on the first five files. Nothing was set on the others: the current "
-    "replication, and files given by `--also`, whose licences do not allow copying them into the repository.",
+    "- **halving** keeps half of the recipes at a quarter and at half of the budget.",
+    "- **the best at a fifth** stops all recipes but the best at a fifth of the budget.",
+    "- **set on, held out**: the limit on the expected loss was set on the first five files. No rule was set on the "
+    "other files. These are the current replication, and files given by `--also`, whose licences do not allow copying "
+    "them into the repository.",
     "",
 )
 

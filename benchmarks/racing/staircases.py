@@ -75,7 +75,7 @@ def set_up(studies: int) -> list[str]:
         "",
         "- *Curves that cross* are sigmoids that rise later if their asymptote is higher.",
         "- *Stairs* rise twice: part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
-        "- *Mean loss*: the best recipe's true reward minus that of the best recipe that is left.",
+        "- *Mean loss*: the best recipe's true reward minus that of the best recipe that was not stopped.",
         "- *Compute*: a share of the compute of running all recipes to the budget. Intervals are Wilson's at 95%.",
         "",
     )
