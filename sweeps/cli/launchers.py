@@ -236,7 +236,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         lists = [[each for each in base if not each.startswith("cluster=")]]
         # Trials set the values that the file leaves open (`???`). To check the other settings before the search, plan a
         # member with the first value of each open axis.
-        (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
+        open_axes = [axis for axis in space if _is_open(self._config, axis.key)]
+        (spec,) = self.planned([[*lists[0], *(axis.first for axis in open_axes)]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
         if plan.race:
@@ -268,6 +269,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 planned=planned,
                 sampler=sampler,
                 find_substitutes=find,
+                open_axes=open_axes,
             )
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):

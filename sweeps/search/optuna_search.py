@@ -50,6 +50,7 @@ class Search:
         sampler: function that makes Optuna's sampler from a seed.
         find_substitutes: function that finds adopted runs to use in place of members, see
             `sweeps.launch.adopted.find_substitutes`; None if the study has no adopted runs.
+        open_axes: see `Trials`.
     """
 
     files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
@@ -63,10 +64,11 @@ class Search:
         planned: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
         find_substitutes: Callable[[Sequence[RunSpec]], tuple[Mapping[str, RunSpec | None], list[str]]] | None = None,
+        open_axes: Sequence[Axis] = (),
     ) -> None:
         self._find_substitutes = find_substitutes
         self._study, self._settings, self._base, self._planned = study, settings, list(base), planned
-        self.trials = Trials(study.directory, list(space), settings, self._base, planned, sampler)
+        self.trials = Trials(study.directory, list(space), settings, self._base, planned, sampler, open_axes)
         self._journals = Journals(study.directory / RUNS_DIR)
         self._looked: dict[str, float] = {}
         self._pruned: dict[str, str] | None = None
@@ -122,8 +124,8 @@ class Search:
     def _specs(self, suggested: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
         """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
         try:
-            # The base alone comes first, so that labels show how each trial differs from it.
-            specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
+            # `start` comes first, so that labels show how each trial differs from it.
+            specs = self._planned([self.trials.start, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
         except (OSError, PlannerLostError):
             raise  # not caused by the trial: the next process plans it again
         except Exception as error:  # also Hydra's errors, for an unknown key or choice

@@ -46,6 +46,10 @@ class Trials:
         base: command-line overrides that all trials share.
         planned: function that makes members' specifications from lists of overrides.
         sampler: function that makes Optuna's sampler from a seed.
+        open_axes: the axes whose values the configuration leaves open (`???`), so that `base` alone is not a member.
+
+    Attributes:
+        start: overrides of the member that trials are compared with: `base`, with the first values of `open_axes`.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class Trials:
         base: Sequence[str],
         planned: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
+        open_axes: Sequence[Axis] = (),
     ) -> None:
         self._directory, self._space, self._settings, self._base = directory, space, settings, base
+        self.start = [*base, *(axis.first for axis in open_axes)]
         self._planned, self._sampler = planned, sampler
         self._study: optuna.Study | None = None
 
@@ -117,7 +123,7 @@ class Trials:
         Raises:
             UserError: something differs.
         """
-        (base,) = self._planned([self._base])
+        (base,) = self._planned([self.start])
         budget = self._settings.budget
         asked = {"hydra.sweeper.objective": self._settings.objective}
         asked |= {"hydra.sweeper.budget": "null" if budget is None else str(float(budget))}

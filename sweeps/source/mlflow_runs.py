@@ -20,7 +20,7 @@ import numpy as np
 
 from sweeps.errors import UserError, require
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
-from sweeps.source.log import Log, Series, add_logs, series_of_points
+from sweeps.source.log import Column, Log, Series, add_logs, series_of_points
 from sweeps.source.text import listed, short
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def read_experiment(source: str, into: Collected) -> None:
         notes = [f"runs of other kinds (sweeps, fits): {unused}"] if unused else []
         if not logs:
             raise UserError(f"{where}: no run with metrics; give an experiment with runs")
-        add_logs(logs, NAME, where, into, named="the run's name", notes=notes)
+        axis = _study_axis(runs) if into.request.x is None else None
+        compute = None if axis is None else Column(axis, "the study's axis of compute")
+        add_logs(logs, NAME, where, into, named="the run's name", notes=notes, compute=compute)
     except UserError:
         raise
     except Exception as error:  # the client passes SQL, HTTP and OS errors through
@@ -143,6 +145,17 @@ def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[lis
     return logs, len(runs) - len(chosen)
 
 
+def _axis(run: Run) -> str:
+    """Return the axis of compute that a member of our study recorded."""
+    return str(run.data.tags.get("compute.axis", "compute/flops"))
+
+
+def _study_axis(runs: Sequence[Run]) -> str | None:
+    """Return the axis of compute of our study's members; None if there are none, or if their axes differ."""
+    axes = {_axis(run) for run in runs if run.data.tags.get("kind") == "member" and run.data.metrics}
+    return axes.pop() if len(axes) == 1 else None
+
+
 def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
     """Make a run's log; ours: whether to restore the metrics of our journal."""
     labels = {**run.data.params, **run.data.tags}
@@ -153,7 +166,7 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
     if ours:
         from sweeps.tracking.common import is_chart_key
 
-        axis = run.data.tags.get("compute.axis", "compute/flops")
+        axis = _axis(run)
         names = [key for key in keys if not key.startswith("compute/") and not is_chart_key(key)]
         names = [re.sub(r"/initial_pass_rate$", "/pass_rate", key) for key in names]
         names = [*dict.fromkeys(names), axis]

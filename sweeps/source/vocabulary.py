@@ -52,7 +52,7 @@ SCALERL = Vocabulary(
     "lightning-scalerl",
     signature=r"eval/.+/pass_rate",
     evaluations=(r"eval/(.+)/pass_rate",),
-    compute=(r"compute/(?:device_hours|virtual_device_hours|flops)",),
+    compute=(r"compute/(?:device_hours|virtual_device_hours|flops)", r"compute/tokens"),
 )
 
 # TRL's GRPOTrainer: evaluation metrics have the prefix `eval_`. `num_tokens` counts prompt and completion tokens of

@@ -54,6 +54,7 @@ def search(
     base: Sequence[str] = (),
     sampler: Callable[[int], optuna.samplers.BaseSampler] | None = None,
     planner: Callable[[Sequence[Sequence[str]]], list[RunSpec]] | None = None,
+    open_axes: Sequence[Axis] = (),
 ) -> dict[str, MemberState]:
     study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
 
@@ -68,7 +69,7 @@ def search(
     def tpe(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
 
-    decider = Search(study, space, settings, base, planner or plan_or_crash, sampler or tpe)
+    decider = Search(study, space, settings, base, planner or plan_or_crash, sampler or tpe, open_axes=open_axes)
     return study.run(executor or Runners(), [observer or RecordingObserver()], decider=decider)
 
 
@@ -92,6 +93,21 @@ def test_a_search_finds_the_best_and_uses_the_lower_bound_as_value(tmp_path: Pat
         last = one_trial.intermediate_values[STEPS]
         assert one_trial.value is not None and last - 0.15 < one_trial.value < last + 0.01
     assert f"the best is trial {best.number}" in observer.messages[-1]
+
+
+def test_a_search_over_a_value_that_the_configuration_leaves_open(tmp_path: Path) -> None:
+    """Without a value of `a` nothing can be planned, not even the member that trials are compared with."""
+
+    def plan(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if not all(any(word.startswith("a=") for word in words) for words in lists):
+            raise UserError("a: needs a value")
+        return planned(lists)
+
+    settings = SearchSettings(3, 1, budget=1.0)
+    for _ in range(2):  # the second launch finds the search as the first began it
+        states = search(tmp_path, settings, planner=plan, open_axes=SPACE[:1])
+        assert {member_state.state for member_state in states.values()} == {"finished"}
+        assert [one_trial.state for one_trial in trials(tmp_path)] == [TrialState.COMPLETE] * 3
 
 
 @pytest.mark.slow

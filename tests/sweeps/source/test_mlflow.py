@@ -83,6 +83,27 @@ def test_runs_from_our_tracker_equal_their_journals(database: Path, tmp_path: Pa
     assert database.read_bytes() == before
 
 
+@pytest.mark.parametrize("axis", ["compute/tokens", "compute/steps", "compute/kwh"])
+def test_a_study_is_read_back_with_its_own_axis(axis: str, database: Path, tmp_path: Path) -> None:
+    """A step of one recipe costs four times that of the other, so over steps the ranking would change."""
+    tracker = Tracker(f"sqlite:///{database}", "study", axis=axis)
+    members = []
+    for recipe, cost in (("a", 4000.0), ("b", 1000.0)):
+        log = Journal(tmp_path / "sweep" / recipe, clock=lambda: 1e9)
+        log.header(run=recipe, recipe=recipe, seed=0, device="cpu")
+        for step in range(5):
+            log.record("eval", step, {"eval/math/pass_rate": 0.1 * step, axis: cost * step})
+        log.end(4, "finished")
+        log.close()
+        members.append(Member(recipe, recipe, 0, tmp_path / "sweep" / recipe))
+    sweep = tracker.open_sweep(tmp_path / "sweep", members)
+    for member in members:
+        ship(member.run_dir, tracker.client, sweep.members[member.run].mlflow_run_id, axis)
+    study = load([f"mlflow:sqlite:///{database}#study"])
+    assert [curve.axis for curve in study.curves] == [axis, axis] and not study.warnings
+    assert [curve.compute.max() for curve in study.curves] == pytest.approx([16000, 4000])
+
+
 def test_names_of_experiments_and_stores_may_contain_a_hash(database: Path, tmp_path: Path) -> None:
     store = tmp_path / "a#b" / "ml#flow.db"
     store.parent.mkdir()
