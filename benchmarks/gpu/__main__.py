@@ -55,8 +55,8 @@ The share of the peak is relative to the data sheet's {peak:.0f} TFLOP/s. Memory
 once; *forecast* is the value of `scalerl memory`, printed at the start of the run.
 """
 AFTER_TRAINING = """- A quarter of this small model's parameters belong to the vocabulary, so an FP32 head costs a
-  third of the speed. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns. The price is small: hidden states are in BF16
-  anyway, and the head's weights are rounded to 11 bits.
+  third of the speed. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns. The price is small: hidden
+  states are in BF16 anyway, and the head's weights are rounded to 11 bits.
 - Without recomputation, the memory forecast is a third too high.
 - An attempt to compute all logits of a pass (2.5 billion) at once ended in an error. So packed and padded rows were not
   compared.
