@@ -423,16 +423,17 @@ def page(case_list: Sequence[Case], command: str) -> str:
     lines = [
         "# Kills, power cuts and damaged files",
         "",
-        "Does a study survive killed processes, power cuts and damaged files? Tested on a grid of commands, a race and "
-        "a search.",
+        "Does a study survive killed processes, power cuts and damaged files? This was tested on a grid of commands, a "
+        "race and a search.",
         "",
-        f"Written by `{command}`: {len(case_list)} studies, each with one fault at a random moment,",
+        f"Written by `{command}`. Each of {len(case_list)} studies gets one fault at a random moment. It is then",
         "launched again until it is complete, and compared with an undisturbed study. A power cut is simulated:",
         "all processes are killed at once, and every file is cut to the length at which it was last synced.",
+        "The columns count studies by their outcome:",
         "",
         "- **same**: every step of every finished member, every look of the race and every value of the search are",
         "  the same as in the undisturbed study.",
-        "- **named**: data are lost, and `scalerl status`, the fit or the launch reports which.",
+        "- **named**: data are lost, and `scalerl status`, the fit or the launch reports which data.",
         "- **refused**: the launch or the member ends with one line that names the file.",
         "- **WRONG**: anything else.",
         "",

@@ -198,26 +198,29 @@ python -m benchmarks.prompt_shares {studies} --out docs/measured/prompt_shares.m
 ```
 
 Each curve is cut at half of its compute, and the mean of its last quarter is forecast: by the engine alone, and with a
-correction added. The coefficients of a correction are fitted on one half of the simulated settings by least absolute
-deviations and tested on the other half. For real runs they are fitted on all simulated curves.
+correction added. A correction is a linear function of the terms [below](#corrections). Its coefficients are fitted by
+least absolute deviations on one half of the simulated settings, and tested on the other half. For real runs they are
+fitted on all simulated curves.
 
 | curves | runs | engine's error | {names} |
 |---|---|---{rule}|
 {rows}
 | enters the engine | | | {enters} |
 
-The table has mean absolute errors. The columns of corrections are differences from the engine's error on the same
-curves, with their standard error over curves at fixed coefficients. Below zero the correction is better. [Relays and
-controls](#curves) are the two kinds of simulated curves. A correction would enter the engine if late rises improved by
-two standard errors, and neither a control (*saturating*) nor a real study got worse by two standard errors.
+The table has mean absolute errors. The columns of corrections show the difference from the engine's error on the same
+curves, with its standard error over curves at fixed coefficients. Below zero the correction is better. [Relays and
+controls](#curves) are the two kinds of simulated curves; controls are the rows *saturating*. A correction would enter
+the engine under two conditions: forecasts of late rises improve by two standard errors, and neither a control nor a
+real study gets worse by two standard errors.
 
 ## Corrections
 
 {corrections}
 
-An increase or decrease is measured from a quarter to a half of the compute. The last correction uses no shares: it
-shows how much the pass rate alone achieves. About fifteen forms (also with constants, products and least squares) were
-compared on other random draws before these were chosen. Each form that improved relays made controls worse.
+An increase or decrease is measured from a quarter to a half of the compute. The last correction uses no shares. It
+shows how much the pass rate alone achieves. Before these corrections were chosen, about fifteen forms (also with
+constants, products and least squares) were compared on other random draws. Each form that improved relays made controls
+worse.
 
 ## Curves
 
@@ -241,11 +244,11 @@ compared on other random draws before these were chosen. Each form that improved
 
 ## Why
 
-- If prompts leave 0 faster than the pass rate rises, a rise follows on relays: *leaving 0* is the best correction
-  there. But a saturating curve that starts near 0 looks the same at the cut.
+- On relays, a rise follows if the share of prompts at 0 falls faster than the pass rate rises. So *leaving 0* is the
+  best correction there. But a saturating curve that starts near 0 looks the same at the cut.
 - If a share of prompts stays at 0, the curve is on a plateau before the next level, or these prompts are never learned.
   No data before the cut separate the two cases.
-- So the sign of the result depends on how many curves are relays. In this mixture, where two curves in five are
+- So whether a correction helps depends on how many curves are relays. In this mixture, where two curves in five are
   relays, the gain over all curves is within two standard errors of zero.
 """
 CORRECTIONS = {

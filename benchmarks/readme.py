@@ -51,8 +51,9 @@ def describe(study: Path) -> list[str]:
     return [
         f"{len(loaded.runs)} runs of {len(loaded.curves)} recipes, a model of {head['parameters']:,} parameters on one "
         f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. Compute is in "
-        f'{UNITS[recipe.axis]}. The column "compute to 90%" has the compute to 90% of the way from R0 to the ceiling '
-        "that the tied recipes share. Intervals are 95%; they are of these runs, without the spread between seeds. "
+        f'{UNITS[recipe.axis]}. The column "compute to 90%" has the compute to gain 90% of the way from R0 to the '
+        "ceiling that the tied recipes share. Intervals are 95%; they are for these runs, without the spread between "
+        "seeds. "
         "Other processors round differently, so the same seeds reach other pass rates there. Written by "
         "`benchmarks/readme.py` from `make demo`.",
     ]

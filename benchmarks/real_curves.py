@@ -214,20 +214,21 @@ def report(
     lines = [
         "# Forecasts on real curves",
         "",
-        "How good are forecasts on reward curves of other people's runs, and how much does each law of the model (see",
-        "the [glossary](../README.md#glossary)) contribute?",
+        "How good are forecasts on published reward curves of other projects, and how much does each law of the model",
+        "(see the [glossary](../README.md#glossary)) contribute?",
         "",
-        f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
+        f"Written by `python benchmarks/real_curves.py {name}`. Every curve of 8 points or more is cut at "
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
-        "forecast. Errors and widths are shares of the reward's scale. The repository contains only the files in "
-        "`benchmarks/real`; the licences of the other files do not allow copying.",
+        "forecast from the points before the cut. The last value and the mean of the last five values serve as simple "
+        "forecasts to compare with. Errors and widths are shares of the reward's scale. The repository contains only "
+        "the files in `benchmarks/real`; the licences of the other files do not allow copying.",
         "",
         *HEAD,
         *rows,
         "",
         *_verdicts(reported),
         "",
-        "Chances that a recipe is the best at the end. Each file is a study, cut at "
+        "How good are the predicted chances that a recipe is the best at the end? Each file is a study, cut at "
         f"{', '.join(f'{s:.0%}' for s in CHANCES_AT)} of its compute:",
         "",
         f"- the chance was below 0.05 for {len(low)} recipes: "
@@ -235,7 +236,7 @@ def report(
         f"- the chance was above 0.9 for {len(high)} recipes: "
         + (f"{_share(sum(high), len(high))} were best" if high else "-"),
         "",
-        f"The recipe chosen for the end of the study (margin {MARGIN:g} of the scale):",
+        f"How good is the recipe that is chosen at the cut for the end of the study (margin {MARGIN:g} of the scale)?",
         "",
         "| cut at | studies | decided | of these within the margin | regret | regret by last value |",
         "|---|---|---|---|---|---|",
@@ -261,8 +262,8 @@ def _verdicts(cut_rows: Sequence[Forecast]) -> list[str]:
         below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
         width = float(np.median([high - low for low, high in ends]))
         lines.append(
-            f"- A was named at {len(named)} of {len(cut_rows)} cuts, with a median width of {width:.3f}; the later "
-            f"reward is above its interval in {above} cases, below it in {below}"
+            f"- A was named at {len(named)} of {len(cut_rows)} cuts, with a median width of {width:.3f} of its "
+            f"interval; the later reward is above this interval in {above} cases, below it in {below}"
         )
     if level:
         lines.append(
@@ -285,8 +286,8 @@ def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], forecasts_with_all_l
         rows += table("without a walk", [row for file, curves in files for row in forecasts(file, curves)])
     return [
         "",
-        "The same forecasts, without one law each (the law *none* is a level curve), or without the random walk around "
-        "the law:",
+        "The same forecasts by models without one of the laws (the law *none* is a level curve), or without the random "
+        "walk around the law:",
         "",
         *HEAD,
         *rows,

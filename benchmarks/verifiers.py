@@ -239,8 +239,8 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
     lines += [
         "",
         f"{count} completions in {spent:.0f} s with {workers} worker{'s' * (workers != 1)}: {count / spent:.0f} per "
-        f"second; the slowest took {slowest:.2f} s. Rows without an answer are left out, as in training: "
-        f"{blank_rows}. {len(failed)} completions do not get the score that they should"
+        f"second; the slowest took {slowest:.2f} s. Rows without an answer are left out, as in training "
+        f"(here {blank_rows}). {len(failed)} completions do not get the score that they should"
         + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
         "",
         "| row | answer written | gold | answer | score | why |",

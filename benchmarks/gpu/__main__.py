@@ -37,8 +37,9 @@ CURVES = """## The same run as on a CPU
 
 The runs use the demo's task and model, and take {steps} steps of PipelineRL. From the first sampled token on, every
 metric of every record except times and probes is compared with the same run on the CPU. The column *furthest* has the
-largest relative difference, and the metric where it occurs; values below 0.001 count as 0.001 in the denominator. A
-probe is the difference of log-probabilities between trainer and generator; the table has those of the last step.
+largest relative difference, and the metric where it occurs. Values below 0.001 count as 0.001 in the denominator. A
+*probe* compares the log-probabilities of trainer and generator. The table has the mean difference of the last step, and
+its 99th percentile.
 """
 AFTER_CURVES = """In FP32 the GPU samples the same tokens as the CPU up to the last step. `strategy=fsdp2` is one rank
 here, over NCCL. The curves of the live run and of the BF16 run differ from the CPU's, so the column *furthest* is
@@ -53,13 +54,14 @@ GPU, a product of two matrices of 8,192 x 8,192 runs at {bf16:.0f} TFLOP/s in BF
 The share of the peak is relative to the data sheet's {peak:.0f} TFLOP/s. Memory is the most that torch allocated at
 once; *forecast* is the value of `scalerl memory`, printed at the start of the run.
 """
-AFTER_TRAINING = """- The vocabulary holds a quarter of this small model's parameters, so an FP32 head costs a third of
-  the speed. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns: hidden states are in BF16
-  anyway, and the head's weights are rounded to 11 bits.
+AFTER_TRAINING = """- A quarter of this small model's parameters belong to the vocabulary, so an FP32 head costs a
+  third of the speed. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns. The price is small: hidden
+  states are in BF16 anyway, and the head's weights are rounded to 11 bits.
 - Without recomputation, the memory forecast is a third too high.
-- Computing all logits of a pass at once (2.5 billion) ended in an error, before the comparison of packed with
-  padded rows was run.
-- For this size and length prime-rl reports 11.9k tokens per second, 11% of the peak and 12.5 GiB on one H100.
+- An attempt to compute all logits of a pass (2.5 billion) at once ended in an error. So packed and padded rows were not
+  compared.
+- For comparison: for this model size and length, prime-rl reports 11.9k tokens per second, 11% of the peak and 12.5 GiB
+  on one H100.
 """
 
 ENGINE = """## A server of vLLM on the trainer's GPU
@@ -68,17 +70,17 @@ vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots and 16 GiB of KV
 on the same GPU: one with the weights before a publish (a transfer of new weights to the server), one with the weights
 after it. Each row is one run of `python -m benchmarks.gpu.engine`.
 
-- *Publish*: a publish moves 1.2 GB. It pauses the server, loads every tensor and resumes, with the rollouts in flight.
-  *In the middle*: a publish while rollouts are half done.
-- *Gap*: the mean absolute difference of log-probabilities between engine and trainer, if the trainer uses the
-  published weights. *To the other weights*: the same if the trainer uses its other weights. A small gap next to a
-  large second value shows that the right weights arrived.
+- *Publish*: the time of a publish, which moves 1.2 GB. It pauses the server, loads every tensor, and resumes with the
+  rollouts in flight. *In the middle*: the time of a publish while rollouts are half done.
+- *Gap*: the mean absolute difference of log-probabilities between engine and trainer, where the trainer uses the
+  published weights. *To the other weights*: the same difference, where the trainer uses its other weights. A small gap
+  next to a large second value shows that the right weights arrived.
 - *Tokens per second*: {rollouts} rollouts of 512 tokens that start at the same time.
 - *Memory*: the GPU memory that all processes use.
 """
 AFTER_ENGINE = """Rollouts that were half done at a publish contain tokens of both versions, as intended. While asleep,
 the server keeps about 1 GiB. After waking it has the weights from before, and accepts new ones. Rows with a star were
-measured while other engines used the same GPU: their memory is left out, and their speed is a lower bound.
+measured while other engines used the same GPU. So their memory is left out, and their speed is a lower bound.
 
 These runs found three faults that do not occur on a CPU:
 
