@@ -157,8 +157,8 @@ def main() -> None:
     held_out += [(text.rpartition(":")[0], float(text.rpartition(":")[2])) for text in options.also]
     lines = page(studies, held_out)
     print("\n".join(lines))
-    if options.stopped_by_halving is not None:
-        rewrite(options.stopped_by_halving, "measured", lines)
+    if options.out is not None:
+        rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":
