@@ -6,7 +6,8 @@ change existing identities. Therefore:
 - a class or function is represented by its name, without its module;
 - a group at its neutral choice is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
-- parameters without effect on learning, such as the origin of a value, are left out (attribute `remarks`);
+- parameters without effect on learning, such as the origin of a value, are left out (attribute
+  `operational_parameters`);
 - data is represented by its content, not its path: the method `content` of its class computes it from the parameters.
   The same holds for a model whose path is a parameter (attribute `models`).
 
@@ -144,7 +145,7 @@ def _part(value: Any) -> Any:
     check_public_name(str(value["_target_"]), target)
     parameters = _parameters(value) | content_of(value)
     added = getattr(target, "added", {})
-    for parameter in (*added, *getattr(target, "remarks", ())):
+    for parameter in (*added, *getattr(target, "operational_parameters", ())):
         if parameter not in added or parameters.get(parameter) == added[parameter]:
             parameters.pop(parameter, None)
     choice = {"choice": name, **{key: _part(item) for key, item in parameters.items()}}
