@@ -43,7 +43,7 @@ _MAX_LISTED = 3
 
 
 @dataclass(frozen=True)
-class Taken(AsJson):
+class RunResult(AsJson):
     """Result of an adoption for one run of the sources.
 
     Attributes:
@@ -72,7 +72,7 @@ class Adoption(AsJson):
     study: str
     axis: str
     metric: str
-    runs: list[Taken] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,7 +121,7 @@ def adopt(
                 result.runs.append(_adopt_run(folder, run, columns, running))
             except UserError as error:
                 result.runs.append(_skipped(run, str(error)))
-        result.notes += folder.shared_seed_warnings([taken.run for taken in result.runs if taken.run])
+        result.notes += folder.shared_seed_warnings([each.run for each in result.runs if each.run])
     return result
 
 
@@ -151,23 +151,25 @@ def _check_folder(directory: Path, sources: Sequence[str]) -> None:
                 raise UserError(f"--from {source}: lies in {directory}, where its runs are members already")
 
 
-def _skipped(run: ForeignRun, reason: str) -> Taken:
-    return Taken(run="", recipe="", seed=None, what="skipped", points=0, source=run.where, name=run.name, reason=reason)
+def _skipped(run: ForeignRun, reason: str) -> RunResult:
+    return RunResult(
+        run="", recipe="", seed=None, what="skipped", points=0, source=run.where, name=run.name, reason=reason
+    )
 
 
-def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool) -> Taken:
+def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], include_running: bool) -> RunResult:
     """Adopt one run into the study, or add new points to the member that it was adopted as.
 
     Raises:
         UserError: the run cannot become a member.
     """
-    if run.state == RUNNING and not running:
+    if run.state == RUNNING and not include_running:
         return _skipped(run, "still running, or ended without recording it; --running adopts its points so far")
     points = points_of(run)
     if not points.steps:
         return _skipped(run, "no points")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
-    values, seed_named = _values(run, by)
+    values, seed_named = _values(run, columns)
     if (twin := folder.member_with_points(points, key, values)) is not None and (
         result := _unchanged_member(folder, twin, values, seed_named, run)
     ) is not None:
@@ -209,16 +211,16 @@ def _resolved(where: str) -> str:
     return str(path.resolve()) if path.exists() else where
 
 
-def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
+def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
     """Return the values that identify a run's recipe, and the seed, which is None if no column or name has it.
 
     Raises:
         UserError: the seed is not an integer.
     """
-    columns = [name for name in by if name != SEED]
-    first = by[columns[0]] if columns else None
-    values = {name: run.labels["recipe"] if by[name] == first else run.labels[by[name]] for name in columns}
-    text = run.labels.get(by.get(SEED, SEED))
+    names = [name for name in columns if name != SEED]
+    first = columns[names[0]] if names else None
+    values = {name: run.labels["recipe"] if columns[name] == first else run.labels[columns[name]] for name in names}
+    text = run.labels.get(columns.get(SEED, SEED))
     recipe = run.labels["recipe"]
     if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
         # In a name such as `run-s1`, the letter may also stand for a stage: use the number only after the word `seed`.
@@ -230,7 +232,7 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
 
 def _unchanged_member(
     folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
-) -> Taken | None:
+) -> RunResult | None:
     """Return the result for a run whose points the member `twin` already has.
 
     None if the run was adopted as that member, because the run may have new points since then.
@@ -250,7 +252,7 @@ def _unchanged_member(
         )
     if "adopted" in header:
         return None  # adopted by a process that was killed before it wrote the ledger
-    return Taken(
+    return RunResult(
         run=twin,
         recipe=label,
         seed=int(number or 0),
@@ -262,7 +264,7 @@ def _unchanged_member(
     )
 
 
-def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> Taken:
+def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> RunResult:
     """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
     `remark` becomes the result's reason, unless there is a more important one.
@@ -311,7 +313,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     if status != "finished":
         remark = "failed in its source" if status == "failed" else "still running; adopt it again for later points"
     folder.add(spec)
-    return Taken(
+    return RunResult(
         run=spec.run,
         recipe=spec.recipe,
         seed=spec.seed,
