@@ -170,19 +170,19 @@ def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], inc
         return _skipped(run, "no points")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
     values, seed_named = _values(run, columns)
-    if (twin := folder.member_with_points(points, key, values)) is not None and (
-        result := _unchanged_member(folder, twin, values, seed_named, run)
+    if (duplicate := folder.member_with_points(points, key, values)) is not None and (
+        result := _unchanged_member(folder, duplicate, values, seed_named, run)
     ) is not None:
         return result
     like = folder.member_with_values(values)
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
-    earlier = folder.adopted_member(key, values, seed_named, twin)
+    earlier = folder.adopted_member(key, values, seed_named, duplicate)
     if earlier is not None:  # update `by_step`: an earlier version did not read the steps of tables
         was_adopted = {**earlier.config["adopted"], "by_step": points.by_step}
         earlier = replace(earlier, config={**earlier.config, "adopted": was_adopted})
-    if twin is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
-        member = folder.members[twin]
+    if duplicate is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
+        member = folder.members[duplicate]
         if member.view.status == FINISHED and len(points.steps) <= len(member.points.steps):
             run = replace(run, state=FINISHED)  # a copy that was cut off does not change the state of the finished run
     seed = earlier.seed if earlier is not None else seed_named if seed_named is not None else folder.free_seed(curve)
@@ -231,29 +231,29 @@ def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str]
 
 
 def _unchanged_member(
-    folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
+    folder: _Folder, duplicate: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
 ) -> RunResult | None:
-    """Return the result for a run whose points the member `twin` already has.
+    """Return the result for a run whose points the member `duplicate` already has.
 
     None if the run was adopted as that member, because the run may have new points since then.
 
     Raises:
         UserError: the same points were adopted under other values or another seed.
     """
-    member = folder.members[twin]
+    member = folder.members[duplicate]
     spec = member.spec
     header = member.view.header
-    label, number = str(header.get("recipe", twin)), header.get("seed")
+    label, number = str(header.get("recipe", duplicate)), header.get("seed")
     if spec is not None and "adopted" in spec.config:
-        if folder.values[twin] == values and seed in (None, spec.seed):
+        if folder.values[duplicate] == values and seed in (None, spec.seed):
             return None
         raise UserError(
-            f"has the points of {label} seed {number} ({twin}): a run counts once; --by as then finds it again"
+            f"has the points of {label} seed {number} ({duplicate}): a run counts once; --by as then finds it again"
         )
     if "adopted" in header:
         return None  # adopted by a process that was killed before it wrote the ledger
     return RunResult(
-        run=twin,
+        run=duplicate,
         recipe=label,
         seed=int(number or 0),
         what="unchanged",
@@ -433,7 +433,7 @@ class _Folder:
         whose difference has no effect have equal points. There, the number of points and the values of `--by` must be
         equal too. A member that was adopted with this `key` is preferred.
         """
-        twins = []
+        duplicates = []
         for run, member in self.members.items():
             member_points, common = member.points, min(len(points.steps), len(member.points.steps))
             if (
@@ -449,8 +449,8 @@ class _Folder:
             in_one_tracker = any(key.startswith(prefix) and known.startswith(prefix) for prefix in _TRACKERS)
             is_copy = len(points.steps) == len(member_points.steps) and config.get("values") == values
             if not in_one_tracker or is_copy:
-                twins.append(run)
-        return twins[0] if twins else None
+                duplicates.append(run)
+        return duplicates[0] if duplicates else None
 
     def member_with_values(self, values: Mapping[str, str]) -> RunSpec | None:
         """Return a member with these values and any seed; None without one, or if several curves match.
@@ -461,15 +461,17 @@ class _Folder:
         exact = [spec for spec, known in matches if len(known) == len(values)] or [spec for spec, _ in matches]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
 
-    def adopted_member(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
+    def adopted_member(
+        self, key: str, values: Mapping[str, str], seed: int | None, duplicate: str | None
+    ) -> RunSpec | None:
         """Return the member that a run was adopted as; None if it is new.
 
-        The member must have these values, and this seed unless `seed` is None. If `twin` is given, only that member can
-        be returned; otherwise the member must have been adopted with the same `key`.
+        The member must have these values, and this seed unless `seed` is None. If `duplicate` is given, only that
+        member can be returned; otherwise the member must have been adopted with the same `key`.
         """
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
-            is_same = source is not None and (run == twin if twin is not None else source["key"] == key)
+            is_same = source is not None and (run == duplicate if duplicate is not None else source["key"] == key)
             if is_same and self.values[run] == values and seed in (None, spec.seed):
                 return spec
         return None
