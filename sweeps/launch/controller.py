@@ -20,7 +20,7 @@ from sweeps.executor.failure import BLAMES_NODE
 from sweeps.executor.node.attempts import attempts
 from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
-from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit
+from sweeps.launch.decisions import Action, Ended, Finish, GiveUp, Hold, Policy, Reattach, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, MemberState, member_fields, read_frozen, state_after
 from sweeps.launch.members import Members
@@ -109,10 +109,10 @@ class Controller:
             self.records.rollback.put_back(path, path.read_bytes() if path.exists() else None)
         done = {run: self.records.why_final(run) for run in self.records.specs if self.records.is_done(run)}
         actions = decisions.first_actions(self.records.members(), done, self._policy)
-        wanted = [action for action in actions if isinstance(action, Submit | Adopt)]
+        wanted = [action for action in actions if isinstance(action, Submit | Reattach)]
         self.records.plan([self.records.specs[action.run] for action in wanted])  # the budget may have grown
         self._carry_out(actions)
-        self._reattach([action.run for action in wanted if isinstance(action, Adopt)])
+        self._reattach([action.run for action in wanted if isinstance(action, Reattach)])
 
     def _reattach(self, runs: Sequence[str]) -> None:
         """Let the executor follow members that an earlier process submitted; queue the ones it does not find."""
