@@ -24,7 +24,7 @@ from lightning_scalerl.checks import ADDRESSES, ConfigurationError, check_public
 from lightning_scalerl.compat.hydra import locate
 from lightning_scalerl.composition import axes_of, parts_in
 from lightning_scalerl.model.place import content as model_content
-from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
+from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, learning_config
 
 # Hydra's keys for how an object is built; they are not parameters of the object.
 _HYDRA_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
@@ -37,7 +37,7 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of one
             of our public classes.
     """
-    parts = {key: part_of(key, value) for key, value in science(config).items()}
+    parts = {key: part_of(key, value) for key, value in learning_config(config).items()}
     return {key: part for key, part in parts.items() if part is not None}
 
 
@@ -67,7 +67,7 @@ def check_class_names(configs: Sequence[Mapping[str, Any]], folders: Sequence[st
     Raises:
         ConfigurationError: two classes have the same name.
     """
-    for group in sorted({key for config in configs for key in science(config)}):
+    for group in sorted({key for config in configs for key in learning_config(config)}):
         used = {target for config in configs for target in _targets(config.get(group))}
         users = sorted(target for target in used if not target.startswith("lightning_scalerl."))
         first = {_class_name(target): target for target in reversed(users)}
