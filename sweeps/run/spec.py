@@ -343,12 +343,12 @@ def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str,
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a configuration to a mapping from dotted keys to values; lists are not flattened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            flat |= leaves(value, f"{prefix}{key}.")
+            flat |= flatten_config(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
