@@ -98,7 +98,7 @@ class Controller:
         except (UserError, OSError):
             raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
         except BaseException:
-            self.records.rollback.forget()  # interrupted: the same command continues the study
+            self.records.rollback.commit()  # interrupted: the same command continues the study
             raise
         return {run: self.records.states[run] for run in self.records.specs}
 
@@ -190,7 +190,7 @@ class Controller:
         if jobs or self.records.new:
             self._accept()
         else:
-            self.records.rollback.forget()  # no rollback, because the scheduler may have created jobs
+            self.records.rollback.commit()  # no rollback, because the scheduler may have created jobs
         fields = {"submission": submission} if self._executor.outlives else {}
         accepted = [launch.run for launch in batch if launch.run in jobs]
         started = [{"run": run, **fields, **({"job": jobs[run]} if jobs[run] else {})} for run in accepted]
@@ -510,7 +510,7 @@ class Records:
     def accept(self, files: Mapping[Path, str]) -> None:
         """Keep all changes from now on (no rollback), and write the launch's files with mode 0600."""
         self.accepted = True
-        self.rollback.forget()
+        self.rollback.commit()
         for path, text in files.items():
             make_private(path.parent)
             write_atomically(path, text, mode=0o600)
