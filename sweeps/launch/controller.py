@@ -451,7 +451,7 @@ class Records:
 
         Specifications come first, so that every member in the ledger has one, even if this process dies in between.
         """
-        self._freeze(frozen)
+        self._write_specs(frozen)
         # Register this after the specifications: a rollback runs in reverse order, so it cuts the ledger first.
         self.rollback.call(self.study.ledger.cut, self._size)
         new = [spec for spec in self.specs.values() if spec.run not in self.states]
@@ -460,11 +460,11 @@ class Records:
         changed = [spec for spec in known if self.states[spec.run].checksum != checksums[spec.run]]
         self.append("planned", [member_fields(spec, checksums[spec.run]) for spec in (*new, *changed)])
 
-    def _freeze(self, specs: Sequence[RunSpec]) -> None:
+    def _write_specs(self, specs: Sequence[RunSpec]) -> None:
         """Write specifications in parallel threads, because each write waits for an fsync on a remote file system."""
         texts = Texts()
 
-        def freeze(spec: RunSpec) -> None:
+        def write(spec: RunSpec) -> None:
             run_dir = self.study.run_dir(spec)
             self.rollback.remove(run_dir)
             if (replaced := spec.write(run_dir, texts)) is not None:
@@ -473,7 +473,7 @@ class Records:
         self.rollback.remove(self.study.directory / RUNS_DIR)
         pool = ThreadPoolExecutor(WRITERS)
         try:
-            for _ in pool.map(freeze, specs):
+            for _ in pool.map(write, specs):
                 pass
         finally:
             pool.shutdown(cancel_futures=True)
