@@ -356,12 +356,12 @@ def _maybe_thousands(cells: Sequence[str]) -> str | None:
 def _whole_lines(file: File) -> str:
     """Return a CSV file's text without lines that had NUL bytes, because a cell that was cut off looks complete."""
     text = file.text
-    if not file.holed:
+    if not file.nul_lines:
         return text
     lines = text.split("\n")
-    for line in file.holed:
+    for line in file.nul_lines:
         if lines[line - 1].strip():
-            file.cut.add(line)
+            file.cut_lines.add(line)
         lines[line - 1] = ""
     return "\n".join(lines)
 
