@@ -16,11 +16,11 @@ from scipy.special import stdtrit
 from sweeps.curve import Array
 from sweeps.fit.constants import (
     AGREED,
-    AHEAD,
     BEND,
     COLLAPSE,
     MAX_WIDTH,
     MIN_COMPUTES,
+    MIN_RIVAL_LEAD,
     MIN_SPAN,
     P_FLAT,
     PLATEAU,
@@ -238,7 +238,7 @@ def _misfit(e: Evidence) -> Verdict | None:
     """Return `misfit` if another law explains the points far better than a sigmoid; else None."""
     laws = e.laws
     # If the better law has the same ceiling, A still holds.
-    if laws.rival_lead <= AHEAD or (laws.rival != "none" and laws.agreement >= AGREED):
+    if laws.rival_lead <= MIN_RIVAL_LEAD or (laws.rival != "none" and laws.agreement >= AGREED):
         return None
     order = np.argsort(e.compute, kind="stable")
     smooth = np.convolve(e.reward[order], np.ones(_SMOOTHED) / _SMOOTHED, mode="valid")
