@@ -45,7 +45,7 @@ from sweeps.fit.constants import (
     WEIBULL_PRIOR,
 )
 from sweeps.fit.family import SIGMOID, Family, Prior
-from sweeps.fit.seen import ScaledPoints
+from sweeps.fit.scaled_points import ScaledPoints
 
 # Sampling draws `_SAMPLES` per round. It stops when the effective sample size reaches `_FINE`; after `_ROUNDS` rounds,
 # `_ENOUGH` suffices; after `_MAX_ROUNDS` it stops in any case. A new proposal is fitted to samples whose effective size

@@ -22,7 +22,7 @@ from sweeps.fit.points import FitOptions
 from sweeps.fit.pooling import pools_of
 from sweeps.fit.posterior import LAWS, Posterior, walk_variance
 from sweeps.fit.predict import paths, predict, predict_mean, readable
-from sweeps.fit.seen import ScaledPoints
+from sweeps.fit.scaled_points import ScaledPoints
 from sweeps.fit.verdict import Evidence, LawEvidence, after_fit
 from sweeps.source import load
 from tests.examples import every
