@@ -44,7 +44,7 @@ class Trials:
         space: axes of the search space.
         settings: settings of the search.
         base: command-line overrides that all trials share.
-        planned: function that makes members' specifications from lists of overrides.
+        planner: function that makes members' specifications from lists of overrides.
         sampler: function that makes Optuna's sampler from a seed.
     """
 
@@ -54,11 +54,11 @@ class Trials:
         space: Sequence[Axis],
         settings: SearchSettings,
         base: Sequence[str],
-        planned: Planner,
+        planner: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
     ) -> None:
         self._directory, self._space, self._settings, self._base = directory, space, settings, base
-        self._planned, self._sampler = planned, sampler
+        self._planner, self._sampler = planner, sampler
         self._study: optuna.Study | None = None
 
     @property
@@ -117,7 +117,7 @@ class Trials:
         Raises:
             UserError: something differs.
         """
-        (base,) = self._planned([self._base])
+        (base,) = self._planner([self._base])
         budget = self._settings.budget
         asked = {"hydra.sweeper.objective": self._settings.objective}
         asked |= {"hydra.sweeper.budget": "null" if budget is None else str(float(budget))}
