@@ -383,7 +383,7 @@ class ScaleRL(LightningModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return the recipe's choices for axes that no callback of the Trainer covers; the same objects each time."""
-        fitted = None if self.continuation.meaning is None else self.choices
+        fitted = None if self.continuation.run_settings is None else self.choices
         return supplied_choices(self.trainer, self.recipe, fitted)
 
     def setup(self, stage: str) -> None:
@@ -432,10 +432,10 @@ class ScaleRL(LightningModule):
         ckpt_path = None if trainer is None else trainer.ckpt_path
         prepare_weights(checkpoint, self.models, self, ckpt_path, fits)
         if not fits:
-            self.continuation.meaning = None
+            self.continuation.run_settings = None
             self.stream = Follower(steps_of(checkpoint))  # type: ignore[assignment]
             return
-        identity = identity_of(trainer, self, self.continuation.meaning)
+        identity = identity_of(trainer, self, self.continuation.run_settings)
         check_run(identity, checkpoint, ckpt_path)
         # Set the step now: Lightning restores its counters only after the evaluation that may still be due.
         self.stream.completed_steps = steps_of(checkpoint)
@@ -493,7 +493,7 @@ class ScaleRL(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's state to a checkpoint. All ranks call it."""
-        identity = identity_of(self.trainer, self, self.continuation.meaning)
+        identity = identity_of(self.trainer, self, self.continuation.run_settings)
         save_state(checkpoint, self._data_path, self.models, self.updates, self.records, identity)
 
     def on_fit_end(self) -> None:

@@ -32,7 +32,7 @@ from sweeps.source import LoadedStudy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sweeps.decide.keep_discard import Choice
+    from sweeps.decide.keep_discard import ChangeVerdict
     from sweeps.fit.fit import Fit
 
 # Options for reading and for fitting. A `Study` was read with the former and `Fits` were made with both, so a function
@@ -216,7 +216,7 @@ class Decision(Result):
 class Chosen(Result):
     """Result of `decide`: the record that the command prints."""
 
-    record: Choice
+    record: ChangeVerdict
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each of the two recipes."""

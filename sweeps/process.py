@@ -176,15 +176,15 @@ class Ended:
 
     Attributes:
         code: exit code, or minus the number of the signal that killed the command.
-        left: number of processes that outlived the command and were killed.
+        killed_survivors: number of processes that outlived the command and were killed.
         killed: whether the command itself was killed, because it did not end after a request to stop.
-        behind: number of processes that outlived the command, killed or not.
+        survivors: number of processes that outlived the command, killed or not.
     """
 
     code: int
-    left: int
+    killed_survivors: int
     killed: bool
-    behind: int = field(default=0, compare=False)
+    survivors: int = field(default=0, compare=False)
 
     @property
     def how(self) -> str:

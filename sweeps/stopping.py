@@ -360,9 +360,9 @@ class _RaceEvents:
             else:
                 why = self._run.should_stop(int(state.global_step), float(logs[self._metric]), spent)
         if args.world_size > 1:
-            told = [why]
-            load_entry("accelerate.utils:broadcast_object_list")(told)
-            why = told[0]
+            reasons = [why]
+            load_entry("accelerate.utils:broadcast_object_list")(reasons)
+            why = reasons[0]
         self._why = self._why or why
         if self._why is not None:
             control.should_training_stop = control.should_save = True

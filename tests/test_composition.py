@@ -19,7 +19,7 @@ from lightning_scalerl.choices import AXES, NEUTRAL
 from lightning_scalerl.composition import FROM_TRL, build_recipe, compose, conf_dir, load_recipe, plain_variants
 from lightning_scalerl.member.identify import plan_members
 from sweeps.decide.resolution import NULL_RECIPE
-from sweeps.run.spec import science
+from sweeps.run.spec import learning_config
 from tests.examples import every
 from tests.sweeps.command.toy import planned, write_study
 from tests.variants import VARIANTS, recipe_text, variant_text
@@ -85,7 +85,7 @@ def test_a_variant_changes_one_choice_and_its_label_names_it(recipe: str, varian
     config = compose([f"recipe={recipe}", f"variant={variant}"])
     changed = OmegaConf.to_container(config, resolve=True)
     assert isinstance(changed, dict)
-    one, two = science(resolved(recipe)), science(changed)  # type: ignore[arg-type]
+    one, two = learning_config(resolved(recipe)), learning_config(changed)  # type: ignore[arg-type]
     different = [key for key in one if one[key] != two[key]]
     axis, choice = config.label.split("=")
     assert different == [axis]
@@ -104,7 +104,7 @@ def test_a_clip_variant_changes_only_clip_norm() -> None:
     ]
     for spec, value in ((none, None), (low, 0.3), (toy, 1.0)):
         assert spec.departures == {"optimizer": f"clip_norm={'none' if value is None else value}"}
-        one, two = science(spec.reference), science(spec.config)
+        one, two = learning_config(spec.reference), learning_config(spec.config)
         assert [key for key in one if one[key] != two[key]] == ["optimizer"]
         assert {**one["optimizer"], "clip_norm": value} == two["optimizer"]
     assert len({spec.curve for spec in (plain, none, low, toy)}) == 4
@@ -117,7 +117,7 @@ def test_the_null_recipe_differs_only_in_its_learning_rate() -> None:
     """The recipe with learning rate 0 is labelled as the null recipe (see sweeps/decide/resolution.py)."""
     (null,) = plan_members([[*QUICK, "variant=lr_0"]])
     assert null.recipe == f"scalerl+{NULL_RECIPE}" and null.departures == {"optimizer": "null"}
-    one, two = science(null.reference), science(null.config)
+    one, two = learning_config(null.reference), learning_config(null.config)
     assert [key for key in one if one[key] != two[key]] == ["optimizer"]
     assert {**one["optimizer"], "lr": 0.0} == two["optimizer"]
 

@@ -22,7 +22,7 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.recipe import ContextSettings
 from sweeps.run.journal import read_journal
-from sweeps.run.spec import science
+from sweeps.run.spec import learning_config
 from tests.examples import every
 from tests.paths import ROOT
 from tests.variants import recipe_text
@@ -299,7 +299,7 @@ def test_experiments_on_real_models_can_be_planned(experiment: str, tmp_path: Pa
     layouts = {spec.config["model"]["path"]: spec.layout for spec in specs}
     assert layouts["Qwen/Qwen3-0.6B"] == (1, 1)
     assert len(layouts) == 1 or layouts["Qwen/Qwen3-8B"] == (1, 8)
-    assert len({json.dumps(science(spec.config)["batch"]) for spec in specs}) == 1
+    assert len({json.dumps(learning_config(spec.config)["batch"]) for spec in specs}) == 1
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class ConstantAggregation(Aggregation):
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Return 1 / (rollouts of the step * completion limit) inside the mask, (R, T)."""
-        return constant_weights(batch.loss_mask, denominators.sampled, denominators.max_tokens)
+        return constant_weights(batch.loss_mask, denominators.scored_samples, denominators.max_tokens)
 
 
 BY_NAME: Mapping[str, type[Aggregation]] = {

@@ -119,7 +119,7 @@ class _ActiveKL(KL):
 
     added: ClassVar[Mapping[str, Any]] = {"reference": None, "estimate": "k3", "served": None, "served_devices": 1}
     models: ClassVar[tuple[str, ...]] = ("reference", "served")
-    remarks: ClassVar[tuple[str, ...]] = ("timeout_s",)
+    operational_parameters: ClassVar[tuple[str, ...]] = ("timeout_s",)
 
     def __init__(
         self,

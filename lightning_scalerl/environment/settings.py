@@ -54,7 +54,7 @@ class EnvironmentSettings:
         "reward": "environment", "at_max_turns": "truncated", "last_turn": "",
         "at_max_turn_tokens": "truncated", "timeout_s": 10.0, "max_characters": MAX_CHARACTERS,
     }  # fmt: skip
-    remarks: ClassVar[tuple[str, ...]] = ("processes", "memory_gib")
+    operational_parameters: ClassVar[tuple[str, ...]] = ("processes", "memory_gib")
 
     factory: Location | Mapping[str, Location] | None = None
     convention: str = "auto"

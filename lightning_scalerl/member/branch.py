@@ -57,7 +57,7 @@ class Branch:
 
     neutral: ClassVar[Mapping[str, Any]] = {"choice": "Branch", "step": None}
     added: ClassVar[Mapping[str, Any]] = {"optimizer": KEPT, "curve": None}
-    remarks: ClassVar[tuple[str, ...]] = ("run", "folder", "ancestors")
+    operational_parameters: ClassVar[tuple[str, ...]] = ("run", "folder", "ancestors")
 
     run: str | None = None
     step: int | None = None

@@ -38,7 +38,7 @@ from lightning_scalerl.member.branch import (
 from lightning_scalerl.member.branch import GROUP as BRANCH
 from sweeps.run.activity import Patience
 from sweeps.run.journal import JOURNAL_FILE
-from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, check_finite, make_spec, science
+from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, check_finite, learning_config, make_spec
 
 _LONGEST_NAME = 255  # limit of file systems on a folder's name, in bytes
 # Operational settings that are whole numbers, with their minima.
@@ -333,7 +333,7 @@ def _identified(
     from lightning_scalerl.member.identity import identity_of
 
     def cached_identity(values: Mapping[str, Any]) -> dict[str, Any]:
-        key = hashlib.blake2b(repr(science(values)).encode(errors="surrogatepass"), digest_size=16).digest()
+        key = hashlib.blake2b(repr(learning_config(values)).encode(errors="surrogatepass"), digest_size=16).digest()
         if key not in identities:
             identities[key] = identity_of(values)
         return identities[key]

@@ -6,7 +6,8 @@ change existing identities. Therefore:
 - a class or function is represented by its name, without its module;
 - a group at its neutral choice is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
-- parameters without effect on learning, such as the origin of a value, are left out (attribute `remarks`);
+- parameters without effect on learning, such as the origin of a value, are left out (attribute
+  `operational_parameters`);
 - data is represented by its content, not its path: the method `content` of its class computes it from the parameters.
   The same holds for a model whose path is a parameter (attribute `models`).
 
@@ -23,7 +24,7 @@ from lightning_scalerl.checks import ADDRESSES, ConfigurationError, check_public
 from lightning_scalerl.compat.hydra import locate
 from lightning_scalerl.composition import axes_of, parts_in
 from lightning_scalerl.model.place import content as model_content
-from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
+from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, learning_config
 
 # Hydra's keys for how an object is built; they are not parameters of the object.
 _HYDRA_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
@@ -36,7 +37,7 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of a
             public class of this package.
     """
-    parts = {key: part_of(key, value) for key, value in science(config).items()}
+    parts = {key: part_of(key, value) for key, value in learning_config(config).items()}
     return {key: part for key, part in parts.items() if part is not None}
 
 
@@ -66,7 +67,7 @@ def check_class_names(configs: Sequence[Mapping[str, Any]], folders: Sequence[st
     Raises:
         ConfigurationError: two classes have the same name.
     """
-    for group in sorted({key for config in configs for key in science(config)}):
+    for group in sorted({key for config in configs for key in learning_config(config)}):
         used = {target for config in configs for target in _targets(config.get(group))}
         users = sorted(target for target in used if not target.startswith("lightning_scalerl."))
         first = {_class_name(target): target for target in reversed(users)}
@@ -144,7 +145,7 @@ def _part(value: Any) -> Any:
     check_public_name(str(value["_target_"]), target)
     parameters = _parameters(value) | content_of(value)
     added = getattr(target, "added", {})
-    for parameter in (*added, *getattr(target, "remarks", ())):
+    for parameter in (*added, *getattr(target, "operational_parameters", ())):
         if parameter not in added or parameters.get(parameter) == added[parameter]:
             parameters.pop(parameter, None)
     choice = {"choice": name, **{key: _part(item) for key, item in parameters.items()}}

@@ -305,14 +305,14 @@ class Denominators:
         samples: rollouts that carry credit.
         tokens: tokens that carry credit.
         max_tokens: the completion limit.
-        sampled: all rollouts of the step that have a score, with or without credit. An abstention has no score.
+        scored_samples: all rollouts of the step that have a score, with or without credit. An abstention has no score.
     """
 
     prompts: float
     samples: float
     tokens: float
     max_tokens: float
-    sampled: float = 0.0
+    scored_samples: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,10 @@ def steps_of(checkpoint: Mapping[str, Any]) -> int:
     return int(checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0))
 
 
-def identity_of(trainer: Any, run: Run, meaning: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def identity_of(trainer: Any, run: Run, run_settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the identity stored in checkpoints: the run's name in its study (if any), title, recipe, seed, choices.
 
-    The title is the label in the run's journal. With `meaning` (`Continuation.meaning`), also settings and prompts.
+    The title is the label in the run's journal. With `run_settings` (of `Continuation`), also settings and prompts.
     """
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
     logged = logs[0].identity if logs else {}
@@ -145,13 +145,16 @@ def identity_of(trainer: Any, run: Run, meaning: Mapping[str, Any] | None = None
         "recipe": run.recipe.name,
         "seed": run.seed,
         "choices": choices,
-        "settings": _settings(run, meaning),
+        "settings": _settings(run, run_settings),
     }
 
 
-def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings and the digest of the prompts that decide what the run learns; empty without `meaning`."""
-    if meaning is None:
+def _settings(run: Run, run_settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings and the digest of the prompts that decide what the run learns.
+
+    Empty without `run_settings`.
+    """
+    if run_settings is None:
         return {}
     resolved = resolved_choices(run.recipe, run.choices)
     settings = {
@@ -162,7 +165,7 @@ def _settings(run: Run, meaning: Mapping[str, Any] | None) -> dict[str, Any]:
     }
     # Of the task, include only the prompts: after an error in a reward function, the run may continue with a corrected
     # one.
-    _, prompts, _ = meaning["task"]
+    _, prompts, _ = run_settings["task"]
     return {**settings, "prompts": prompts}
 
 

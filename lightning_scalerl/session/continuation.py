@@ -18,27 +18,27 @@ class Continuation:
     """Record of a module's last fit: its settings, and how it ended.
 
     Attributes:
-        meaning: settings, choices, seed and task; two fits with equal values belong to the same run. None before the
-            first fit.
+        run_settings: settings, choices, seed and task; two fits with equal values belong to the same run. None before
+            the first fit.
         failure: class name of the error that ended the last fit; None if it finished or was interrupted.
     """
 
     def __init__(self) -> None:
-        self.meaning: dict[str, Any] | None = None
+        self.run_settings: dict[str, Any] | None = None
         self.failure: str | None = None
         self._training = False
 
-    def resumes(self, meaning: dict[str, Any], steps: int) -> bool:
+    def resumes(self, run_settings: dict[str, Any], steps: int) -> bool:
         """Return whether a fit with these settings continues the last one, which has trained `steps` steps.
 
         Raises:
             ConfigurationError: settings, choices, task or seed differ, so that it would be another run.
         """
-        if self.meaning is None or steps == 0:
+        if self.run_settings is None or steps == 0:
             return False
         if self.failure is not None:
             return False  # after a failure a fit needs a checkpoint, which `check_checkpoint` checks
-        changed = sorted(key for key in meaning if meaning[key] != self.meaning[key])
+        changed = sorted(key for key in run_settings if run_settings[key] != self.run_settings[key])
         if changed:
             raise ConfigurationError(
                 f"fit: this module has trained {steps} steps, and {', '.join(changed)} would change now; "

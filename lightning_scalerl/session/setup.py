@@ -172,8 +172,8 @@ def set_up_fit(
     # Use a digest, because checkpoints store it too and there may be many prompts.
     prompts = digest([(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()])
     task = stage.task.trained if isinstance(stage.task, TaskWithEvaluationSets) else stage.task
-    meaning = {**settings, "task": (type(task).__name__, prompts, task.identity())}
-    resumes = continuation.resumes(meaning, steps)
+    run_settings = {**settings, "task": (type(task).__name__, prompts, task.identity())}
+    resumes = continuation.resumes(run_settings, steps)
     # Copy the state before its parts are replaced.
     state = last.state.state_dict() if resumes and last is not None else {}
     models = stage.models
@@ -190,7 +190,7 @@ def set_up_fit(
     meter.reference = models.teacher_flops
     path = models.ranks.on_leader(partial(DataPath, stage, meter))
     # Set this last, so that a fit whose setup failed does not change how the module continues.
-    continuation.meaning = meaning
+    continuation.run_settings = run_settings
     if path is None:
         # With one seed for all ranks, dropout would use the same masks on different rows.
         torch.manual_seed((torch.initial_seed() + models.ranks.number) % 2**63)

@@ -38,7 +38,7 @@ class CostModel:
     """
 
     # The origin of the rates changes no result, so it is not part of a run's identity.
-    remarks: ClassVar[tuple[str, ...]] = ("source",)
+    operational_parameters: ClassVar[tuple[str, ...]] = ("source",)
     added: ClassVar[dict[str, Any]] = {"grade_s": 0.0, "tensor_parallel": 1, "tensor_parallel_s": 0.0}
 
     generator_devices: int

@@ -88,7 +88,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         samples=float(len(rows)),
         tokens=float(batch.loss_mask.sum()),
         max_tokens=float(max_new_tokens),
-        sampled=float(sum(len(group.rollouts) for group in groups)),
+        scored_samples=float(sum(len(group.rollouts) for group in groups)),
     )
     return batch
 

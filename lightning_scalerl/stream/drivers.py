@@ -69,7 +69,7 @@ class Live:
         probe_every: optimizer steps between two comparisons of the trainer's log-probabilities with the generators'.
     """
 
-    remarks: ClassVar[tuple[str, ...]] = (
+    operational_parameters: ClassVar[tuple[str, ...]] = (
         "devices",
         "silence_s",
         "start_s",

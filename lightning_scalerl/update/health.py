@@ -36,7 +36,7 @@ class Health:
         truncated: upper bound of the mean share of completions that are truncated at the context limit.
     """
 
-    remarks: ClassVar[tuple[str, ...]] = ("stop", "window_steps", "reward_share", "entropy", "truncated")
+    operational_parameters: ClassVar[tuple[str, ...]] = ("stop", "window_steps", "reward_share", "entropy", "truncated")
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Health"}
 
     stop: bool = False

@@ -164,7 +164,7 @@ class Judge:
             )
         if self.answers is not None:
             try:
-                self.answers.check()
+                self.answers.check_writable()
             except OSError as error:
                 raise _setting_error(
                     "cache", str(self.answers.folder), f"cannot be written ({error.strerror})"

@@ -268,7 +268,7 @@ class AnswerCache:
             new_file.unlink(missing_ok=True)
         return answer
 
-    def check(self) -> None:
+    def check_writable(self) -> None:
         """Check that the folder can be written.
 
         Raises:

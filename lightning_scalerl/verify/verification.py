@@ -80,7 +80,7 @@ class Verification:
         "choice": "Verification", "timeout_s": 10.0, "memory_gib": 4.0, "retries": 1, "on_error": "drop",
         "max_error_share": 0.1,
     }  # fmt: skip
-    remarks: ClassVar[tuple[str, ...]] = ("workers",)
+    operational_parameters: ClassVar[tuple[str, ...]] = ("workers",)
 
     workers: int = 2
     timeout_s: float = 10.0

@@ -37,7 +37,7 @@ from sweeps.source.places import Place
 if TYPE_CHECKING:
     from sweeps.as_json import AsJson
     from sweeps.decide.by_axis import ByAxis
-    from sweeps.decide.keep_discard import Choice
+    from sweeps.decide.keep_discard import ChangeVerdict
     from sweeps.decide.pairwise import Comparisons
     from sweeps.decide.plan import Plan
     from sweeps.decide.rank import Ranking
@@ -288,7 +288,7 @@ def decide_command(options: argparse.Namespace) -> None:
     print(choice_text(choice))
 
 
-def decided(options: argparse.Namespace) -> Choice:
+def decided(options: argparse.Namespace) -> ChangeVerdict:
     """Read the table of the options and decide between its two recipes."""
     from sweeps.source.run_values import FAILED, read_run_values
 

@@ -113,7 +113,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             raise UserError(f"race.mode: {settings.mode} needs this process to look; leave --detach away")
         return dict(settings.__dict__) if settings.mode != "none" else {}
 
-    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+    def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """Compose and check the members in another process, so that this one does not import torch and Lightning."""
         if self._shared:
             self._compose_some(override_lists)
@@ -151,7 +151,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         """
         # Leave `cluster=...` out, because the cluster is not part of a member's identity.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
-        specs = self.planned(lists)
+        specs = self.plan_members(lists)
         self._check_ranks(specs)
         config = specs[0].config
         specs = labelled_as_before(Path(config["output_dir"]), specs)
@@ -237,7 +237,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         # Trials set the values that the file leaves open (`???`). To check the other settings before the search, plan a
         # member with the first value of each open axis.
         open_axes = [axis for axis in space if _is_open(self._config, axis.key)]
-        (spec,) = self.planned([[*lists[0], *(axis.first for axis in open_axes)]])
+        (spec,) = self.plan_members([[*lists[0], *(axis.first for axis in open_axes)]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
         if plan.race:
@@ -260,13 +260,13 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
             count_adopted(directory, [spec], _measured)  # raises if trials would measure compute in another way
             find = partial(find_substitutes, directory, measurement_of=_measured)
-        with self._search_planner() as planned:
+        with self._search_planner() as planner:
             search = Search(
                 study=study,
                 space=space,
                 settings=checked,
                 base=lists[0],
-                planned=planned,
+                planner=planner,
                 sampler=sampler,
                 find_substitutes=find,
                 open_axes=open_axes,
@@ -314,7 +314,7 @@ class ClusterStudyLauncher(StudyLauncher):
     starts_ranks = True
     _shared = None
 
-    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+    def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """Check access to the cluster, which is fast, then compose and check the members.
 
         Raises:
@@ -325,7 +325,7 @@ class ClusterStudyLauncher(StudyLauncher):
                 cluster_class(self.kind).of({}).scheduler()
             except UserError as error:
                 raise UserError(": ".join(filter(None, [self._translation_note, str(error)]))) from None
-        return super().planned(override_lists)
+        return super().plan_members(override_lists)
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""
@@ -347,13 +347,13 @@ class DebugStudyLauncher(StudyLauncher):
     kind = "debug"
     _shared = None
 
-    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+    def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """Compose and check the members in this process, so that a debugger can step through it."""
         specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
         return specs
 
     def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        return nullcontext(self.planned)
+        return nullcontext(self.plan_members)
 
 
 def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:

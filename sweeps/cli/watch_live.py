@@ -156,7 +156,7 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
             get_renderable=lambda: _screen(reader, fits, console.height),
         ):
             while True:
-                fits.give(reader.study.curves)
+                fits.set_curves(reader.study.curves)
                 begin = time.thread_time()
                 reader.update()
                 time.sleep(max(POLL_S, POLL_FACTOR * (time.thread_time() - begin)))

@@ -332,12 +332,12 @@ class _Member:
         follower, journal = self._follower, self._journal
         steps, last = self._spec.steps, follower.last_step
         behind = (
-            f" ({_left_behind(ended.behind)} and ended; the command must stay in the foreground)"
-            if ended.behind
+            f" ({_left_behind(ended.survivors)} and ended; the command must stay in the foreground)"
+            if ended.survivors
             else ""
         )
-        if ended.left:
-            print(f"the command ended; {_left_behind(ended.left)} and killed", flush=True)
+        if ended.killed_survivors:
+            print(f"the command ended; {_left_behind(ended.killed_survivors)} and killed", flush=True)
         if self._source.left_out:
             damaged = counted(self._source.left_out, "damaged line")
             print(f"warning: {self._source.title}: {damaged} skipped", flush=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.pairwise import POWER, SURE, deviation, pairing_of_two, reward_difference, rewards_near
+from sweeps.decide.pairwise import POWER, Z_975, deviation, pairing_of_two, reward_difference, rewards_near
 from sweeps.decide.standing import margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
@@ -112,7 +112,7 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
     observed = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_SIMULATED_STUDIES, recipes))
     gaps = observed.max(1, keepdims=True) - observed
     # Minus 1 for the best recipe itself, whose gap is 0.
-    return float((gaps < SURE * error).sum(1).mean()) - 1
+    return float((gaps < Z_975 * error).sum(1).mean()) - 1
 
 
 def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:

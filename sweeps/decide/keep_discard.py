@@ -52,7 +52,7 @@ class Side(AsJson):
 
 
 @dataclass(frozen=True)
-class Choice(AsJson):
+class ChangeVerdict(AsJson):
     """Verdict on a change, with its evidence.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Estimate:
 
 def keep_or_discard(
     table: RunTable, baseline: str, candidate: str, margin: float | None = None, lower_is_better: bool = False
-) -> Choice:
+) -> ChangeVerdict:
     """Decide whether the candidate replaces the baseline.
 
     With three or more finished runs of each recipe, the interval is Welch's, from the two recipes' own spreads. With
@@ -167,7 +167,7 @@ def keep_or_discard(
         doubt = _doubt(base_runs, candidate_runs, values, sign, squares, degrees) if verdict != UNDECIDED else ""
         verdict = UNDECIDED if doubt else verdict
     sentence = _sentence(verdict, base_runs, candidate_runs, estimate, margin, doubt)
-    return Choice(
+    return ChangeVerdict(
         verdict=verdict,
         sentence=sentence,
         remedy=_remedy(base_runs, candidate_runs, values, floor, margin, run_count, doubt)

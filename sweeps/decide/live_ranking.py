@@ -51,8 +51,8 @@ class LiveRanking(Thread):
         self.departures: dict[str, str] = {}
         self.trouble = ""
 
-    def give(self, curves: Sequence[Curve]) -> None:
-        """Set the newest curves to rank next; giving the same list again changes nothing."""
+    def set_curves(self, curves: Sequence[Curve]) -> None:
+        """Set the newest curves to rank next; setting the same list again changes nothing."""
         if curves and curves is not self._curves:
             self._curves = curves
             self._new.set()

@@ -361,8 +361,8 @@ def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
     targets = {factor * end for factor in _EXTENSION_FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _EXTENSION_FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
-    ends = sorted(targets if not fit.curve.ended else ())
-    steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in ends]
+    extensions = sorted(targets if not fit.curve.ended else ())
+    steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in extensions]
     if fit.verdict != "pre_inflection":
         # Another run that also ends before the bend would not show where the curve leads.
         steps.append(Step(fit.recipe, "seed", end, None, end, ""))

@@ -37,9 +37,9 @@ _GRID_SIZE = 201
 # few enough that the data of an unusual pair outweigh the prior.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal: a two-sided test at 5%.
-SURE = 1.959964
+Z_975 = 1.959964
 # Sum of the normal's quantiles for a two-sided test at 5% and for 80% power.
-POWER = SURE + 0.841621
+POWER = Z_975 + 0.841621
 MOST_SEEDS = 10_000
 
 # Function of a recipe and a compute that returns, by seed, the results per prompt of the newest evaluation at or before
@@ -393,7 +393,7 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
 def deviation(draws: Array) -> float:
     """Return a robust standard deviation: the width of the central 95% of the draws over 2 x 1.96."""
     low, high = np.quantile(draws, [0.025, 0.975])
-    return float(high - low) / (2 * SURE)
+    return float(high - low) / (2 * Z_975)
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:

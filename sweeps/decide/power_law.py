@@ -375,8 +375,8 @@ def _seed_sd(fits: Sequence[Fit]) -> Array:
 
 def _slope_at_end(fits: Sequence[Fit]) -> Array:
     """Return the change of log L per change of R at the end of each size's curve, 1 / L, (S,)."""
-    ends = [float(fit.curve.reward[fit.curve.compute >= 0.75 * fit.curve.compute.max()].mean()) for fit in fits]
-    return np.asarray(1 / np.maximum(1 - np.array(ends), 0.02))
+    last_rewards = [float(fit.curve.reward[fit.curve.compute >= 0.75 * fit.curve.compute.max()].mean()) for fit in fits]
+    return np.asarray(1 / np.maximum(1 - np.array(last_rewards), 0.02))
 
 
 def _add_seed_spread(

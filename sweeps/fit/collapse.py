@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.fit.constants import COLLAPSE
-from sweeps.fit.seen import ScaledPoints
+from sweeps.fit.scaled_points import ScaledPoints
 
 
 def collapse_probability(seen: ScaledPoints) -> tuple[float, float]:

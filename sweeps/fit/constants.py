@@ -24,7 +24,7 @@ R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
 # a law over one window (about 0.06). LEVELLING: scale, in windows beyond the end, on which the walk levels off.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
 # A is the law's asymptote plus the mean of the walk from the window's end to this many windows later.
-STANDING = 0.25
+OFFSET_WINDOWS = 0.25
 # Prior standard deviation of a fixed R0 or A: practically 0.
 FIXED = 1e-5
 # Lower limit of the noise's standard deviation.
@@ -79,7 +79,7 @@ BEND = 0.2
 # is less likely than this. Set on real curves: none of the 15 curves called flat had risen by then.
 P_FLAT = 0.25
 # Another law is preferred to the sigmoid if its log evidence is higher by this much (20 times as likely).
-AHEAD = 3.0
+MIN_RIVAL_LEAD = 3.0
 # A is identifiable only if at least this fraction of the ceiling's posterior, over all laws, is within A's interval.
 AGREED = 0.65
 # A run has gone bad if it ends below its best fifth by more than this fraction of its gain. A run can only be called

@@ -344,7 +344,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
         half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
         R0=r0,
         reward_range=empty.curve.scale,
-        doubt=_doubt(empty, A),
+        laws=_law_evidence(empty, A),
     )
     judgement = verdict.after_fit(evidence)
     without_asymptote = judgement.name in ("flat", "decreasing")
@@ -389,7 +389,7 @@ def _refit_robustly(points: Points, inputs: OutlookInputs) -> OutlookInputs:
     return inputs
 
 
-def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
+def _law_evidence(fit: Fit, A: Interval) -> verdict.LawEvidence:
     """Collect the evidence of all laws for and against the fitted family; A is its asymptote."""
     assert fit.outlook is not None and fit.window is not None
     outlook, scale = fit.outlook, fit.curve.scale
@@ -402,7 +402,7 @@ def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
     low = (fit.bounds[0] if A.low is None else A.low) - margin
     high = (fit.bounds[1] if A.high is None else A.high) + margin
     compares_laws = fit.options.is_free_sigmoid
-    return verdict.Doubt(
+    return verdict.LawEvidence(
         p_rise=float((later - start > margin).mean()),
         p_none=outlook.weights["none"],
         rival=rival,

@@ -13,8 +13,8 @@ from sweeps.curve import Array
 from sweeps.fit.family import SIGMOID, Family
 from sweeps.fit.points import FitOptions, Points, average_neighbours
 from sweeps.fit.posterior import Futures, Posterior, draw_by_weight, laws_of
+from sweeps.fit.scaled_points import ScaledPoints
 from sweeps.fit.schedule import Schedule
-from sweeps.fit.seen import ScaledPoints
 
 DRAWS = 2000
 # Above this number of points, neighbouring points, or points of several seeds, are averaged, because more points only

@@ -33,6 +33,7 @@ from sweeps.fit.constants import (
     LEVEL_PRIOR,
     LEVELLING,
     NOISE_SD,
+    OFFSET_WINDOWS,
     P_NONE,
     P_SIGMOID,
     P_WEIBULL,
@@ -40,12 +41,11 @@ from sweeps.fit.constants import (
     R0_PRIOR,
     SCALE_PRIOR,
     SEED_WALKS,
-    STANDING,
     WALK_PRIOR,
     WEIBULL_PRIOR,
 )
 from sweeps.fit.family import SIGMOID, Family, Prior
-from sweeps.fit.seen import ScaledPoints
+from sweeps.fit.scaled_points import ScaledPoints
 
 # Sampling draws `_SAMPLES` per round. It stops when the effective sample size reaches `_FINE`; after `_ROUNDS` rounds,
 # `_ENOUGH` suffices; after `_MAX_ROUNDS` it stops in any case. A new proposal is fitted to samples whose effective size
@@ -54,7 +54,7 @@ _SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MAX_ROUNDS = 200, 200, 15, 12, 40
 # Computes at which walks are drawn, in windows: within and beyond the window. At the last of these computes the walks
 # have levelled off.
 _WITHIN = np.linspace(0, 1, 25)[1:]
-_BEYOND = np.array([*(1 + STANDING * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
+_BEYOND = np.array([*(1 + OFFSET_WINDOWS * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
 # From this many draws on, a line is the median of every fourth draw.
 _MANY_DRAWS = 1000
@@ -169,10 +169,10 @@ class Futures:
 
     @property
     def current_offset(self) -> Array:
-        """Current offset of each draw: mean of the walk over the first `STANDING` windows beyond the end, (K,)."""
+        """Current offset of each draw (K,): mean of the walk over the first `OFFSET_WINDOWS` windows beyond the end."""
         end = len(_WITHIN)
         x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
-        return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / STANDING)
+        return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / OFFSET_WINDOWS)
 
     @property
     def ceiling(self) -> Array:
@@ -189,14 +189,14 @@ class Futures:
     def line(self, x: Array) -> Array:
         """Return the median of law plus walk at computes x (m,); (m,).
 
-        From `STANDING` windows after the window's end on, the walk is replaced by its current offset.
+        From `OFFSET_WINDOWS` windows after the window's end on, the walk is replaced by its current offset.
         """
         if len(self.law) >= _MANY_DRAWS:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))
-        # From the window's end to `STANDING` windows later, interpolate to the offset that A includes, so that the line
-        # ends at A.
-        fraction = np.clip((x - 1) / STANDING, 0, 1)
+        # From the window's end to `OFFSET_WINDOWS` windows later, interpolate to the offset that A includes, so that
+        # the line ends at A.
+        fraction = np.clip((x - 1) / OFFSET_WINDOWS, 0, 1)
         walk = walk * (1 - fraction) + self.current_offset[:, None] * fraction
         return np.asarray(np.median(self._clip(self._law_at(x) + walk, x), axis=0))
 

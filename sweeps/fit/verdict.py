@@ -16,11 +16,11 @@ from scipy.special import stdtrit
 from sweeps.curve import Array
 from sweeps.fit.constants import (
     AGREED,
-    AHEAD,
     BEND,
     COLLAPSE,
     MAX_WIDTH,
     MIN_COMPUTES,
+    MIN_RIVAL_LEAD,
     MIN_SPAN,
     P_FLAT,
     PLATEAU,
@@ -49,7 +49,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Doubt:
+class LawEvidence:
     """Posterior evidence for and against the sigmoid, from all laws (`sweeps.fit.posterior`).
 
     Attributes:
@@ -79,7 +79,7 @@ class Evidence:
             the window; None for a family without such a point.
         R0: fitted or given reward at compute 0.
         reward_range: width of the reward's scale.
-        doubt: evidence from all laws.
+        laws: evidence from all laws.
         half_name: name of the compute in `half_gain`, by the family's own parameters, such as `tau ln 2`.
     """
 
@@ -89,7 +89,7 @@ class Evidence:
     half_gain: tuple[float, float] | None
     R0: float
     reward_range: float
-    doubt: Doubt
+    laws: LawEvidence
     half_name: str = "C_mid"
 
 
@@ -184,10 +184,10 @@ def after_fit(e: Evidence) -> Verdict:
         return trend
     a, a_low, a_high = e.A
     gain = a - e.R0
-    if e.doubt.p_none > 0.5 and e.doubt.p_rise < P_FLAT:
+    if e.laws.p_none > 0.5 and e.laws.p_rise < P_FLAT:
         return Verdict(
             "flat",
-            f"the reward does not rise: {chance(e.doubt.p_rise)} of a rise by more than "
+            f"the reward does not rise: {chance(e.laws.p_rise)} of a rise by more than "
             f"{PLATEAU * e.reward_range:.2g} within twice the compute; run longer, or evaluate on more prompts",
         )
     end = float(e.compute.max())
@@ -218,10 +218,10 @@ def after_fit(e: Evidence) -> Verdict:
             f"A is only known to be in {a_low:.3f}..{a_high:.3f} (allowed width: at most {allowed:.2g})"
             f"{seen_range}; {remedy}",
         )
-    if e.doubt.agreement < AGREED:
+    if e.laws.agreement < AGREED:
         return Verdict(
             "open",
-            f"other laws fit equally well and put the ceiling elsewhere: {e.doubt.agreement:.0%} of their ceilings are "
+            f"other laws fit equally well and put the ceiling elsewhere: {e.laws.agreement:.0%} of their ceilings are "
             f"within A's {a_low:.3f}..{a_high:.3f}{seen_range}; {remedy}",
         )
     return Verdict("identifiable", f"A is known within {width:.3f}{seen_range}")
@@ -236,16 +236,16 @@ _WORDING = {
 
 def _misfit(e: Evidence) -> Verdict | None:
     """Return `misfit` if another law explains the points far better than a sigmoid; else None."""
-    doubt = e.doubt
+    laws = e.laws
     # If the better law has the same ceiling, A still holds.
-    if doubt.rival_lead <= AHEAD or (doubt.rival != "none" and doubt.agreement >= AGREED):
+    if laws.rival_lead <= MIN_RIVAL_LEAD or (laws.rival != "none" and laws.agreement >= AGREED):
         return None
     order = np.argsort(e.compute, kind="stable")
     smooth = np.convolve(e.reward[order], np.ones(_SMOOTHED) / _SMOOTHED, mode="valid")
     best = float(e.compute[order][int(smooth.argmax()) + _SMOOTHED // 2])
     return Verdict(
         "misfit",
-        f"{_WORDING[doubt.rival]}; it explains the evaluations e^{doubt.rival_lead:.1f} times better than a sigmoid, "
+        f"{_WORDING[laws.rival]}; it explains the evaluations e^{laws.rival_lead:.1f} times better than a sigmoid, "
         f"so A is not named; the best so far is {smooth.max():.3f} at about compute {best:.4g}; rewards in the "
         "window and forecasts are valid without A (scalerl plan, scalerl rank --budget)",
     )

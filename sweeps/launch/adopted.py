@@ -16,7 +16,7 @@ from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.progress import why_final
-from sweeps.run.spec import RunSpec, leaves, science
+from sweeps.run.spec import RunSpec, flatten_config, learning_config
 
 # Keys of a command member's configuration that are not the user's values.
 _SETTINGS_KEYS = ("command", "cluster", "member")
@@ -51,7 +51,9 @@ def values_of(spec: RunSpec) -> Mapping[str, str]:
         return dict(spec.config["values"])
     if "command" not in spec.config:
         return {}
-    config_values = leaves({key: value for key, value in science(spec.config).items() if key not in _SETTINGS_KEYS})
+    config_values = flatten_config(
+        {key: value for key, value in learning_config(spec.config).items() if key not in _SETTINGS_KEYS}
+    )
     return {
         "recipe": spec.recipe,
         **{key: v if isinstance(v, str) else json.dumps(v) for key, v in config_values.items()},

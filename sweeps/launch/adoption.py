@@ -43,7 +43,7 @@ _MAX_LISTED = 3
 
 
 @dataclass(frozen=True)
-class Taken(AsJson):
+class RunResult(AsJson):
     """Result of an adoption for one run of the sources.
 
     Attributes:
@@ -72,7 +72,7 @@ class Adoption(AsJson):
     study: str
     axis: str
     metric: str
-    runs: list[Taken] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,7 +121,7 @@ def adopt(
                 result.runs.append(_adopt_run(folder, run, columns, running))
             except UserError as error:
                 result.runs.append(_skipped(run, str(error)))
-        result.notes += folder.shared_seed_warnings([taken.run for taken in result.runs if taken.run])
+        result.notes += folder.shared_seed_warnings([each.run for each in result.runs if each.run])
     return result
 
 
@@ -151,36 +151,38 @@ def _check_folder(directory: Path, sources: Sequence[str]) -> None:
                 raise UserError(f"--from {source}: lies in {directory}, where its runs are members already")
 
 
-def _skipped(run: ForeignRun, reason: str) -> Taken:
-    return Taken(run="", recipe="", seed=None, what="skipped", points=0, source=run.where, name=run.name, reason=reason)
+def _skipped(run: ForeignRun, reason: str) -> RunResult:
+    return RunResult(
+        run="", recipe="", seed=None, what="skipped", points=0, source=run.where, name=run.name, reason=reason
+    )
 
 
-def _adopt_run(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool) -> Taken:
+def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], include_running: bool) -> RunResult:
     """Adopt one run into the study, or add new points to the member that it was adopted as.
 
     Raises:
         UserError: the run cannot become a member.
     """
-    if run.state == RUNNING and not running:
+    if run.state == RUNNING and not include_running:
         return _skipped(run, "still running, or ended without recording it; --running adopts its points so far")
     points = points_of(run)
     if not points.steps:
         return _skipped(run, "no points")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
-    values, seed_named = _values(run, by)
-    if (twin := folder.member_with_points(points, key, values)) is not None and (
-        result := _unchanged_member(folder, twin, values, seed_named, run)
+    values, seed_named = _values(run, columns)
+    if (duplicate := folder.member_with_points(points, key, values)) is not None and (
+        result := _unchanged_member(folder, duplicate, values, seed_named, run)
     ) is not None:
         return result
     like = folder.member_with_values(values)
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
-    earlier = folder.adopted_member(key, values, seed_named, twin)
+    earlier = folder.adopted_member(key, values, seed_named, duplicate)
     if earlier is not None:  # update `by_step`: an earlier version did not read the steps of tables
         was_adopted = {**earlier.config["adopted"], "by_step": points.by_step}
         earlier = replace(earlier, config={**earlier.config, "adopted": was_adopted})
-    if twin is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
-        member = folder.members[twin]
+    if duplicate is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
+        member = folder.members[duplicate]
         if member.view.status == FINISHED and len(points.steps) <= len(member.points.steps):
             run = replace(run, state=FINISHED)  # a copy that was cut off does not change the state of the finished run
     seed = earlier.seed if earlier is not None else seed_named if seed_named is not None else folder.free_seed(curve)
@@ -209,16 +211,16 @@ def _resolved(where: str) -> str:
     return str(path.resolve()) if path.exists() else where
 
 
-def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
+def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
     """Return the values that identify a run's recipe, and the seed, which is None if no column or name has it.
 
     Raises:
         UserError: the seed is not an integer.
     """
-    columns = [name for name in by if name != SEED]
-    first = by[columns[0]] if columns else None
-    values = {name: run.labels["recipe"] if by[name] == first else run.labels[by[name]] for name in columns}
-    text = run.labels.get(by.get(SEED, SEED))
+    names = [name for name in columns if name != SEED]
+    first = columns[names[0]] if names else None
+    values = {name: run.labels["recipe"] if columns[name] == first else run.labels[columns[name]] for name in names}
+    text = run.labels.get(columns.get(SEED, SEED))
     recipe = run.labels["recipe"]
     if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
         # In a name such as `run-s1`, the letter may also stand for a stage: use the number only after the word `seed`.
@@ -229,29 +231,29 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
 
 
 def _unchanged_member(
-    folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
-) -> Taken | None:
-    """Return the result for a run whose points the member `twin` already has.
+    folder: _Folder, duplicate: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
+) -> RunResult | None:
+    """Return the result for a run whose points the member `duplicate` already has.
 
     None if the run was adopted as that member, because the run may have new points since then.
 
     Raises:
         UserError: the same points were adopted under other values or another seed.
     """
-    member = folder.members[twin]
+    member = folder.members[duplicate]
     spec = member.spec
     header = member.view.header
-    label, number = str(header.get("recipe", twin)), header.get("seed")
+    label, number = str(header.get("recipe", duplicate)), header.get("seed")
     if spec is not None and "adopted" in spec.config:
-        if folder.values[twin] == values and seed in (None, spec.seed):
+        if folder.values[duplicate] == values and seed in (None, spec.seed):
             return None
         raise UserError(
-            f"has the points of {label} seed {number} ({twin}): a run counts once; --by as then finds it again"
+            f"has the points of {label} seed {number} ({duplicate}): a run counts once; --by as then finds it again"
         )
     if "adopted" in header:
         return None  # adopted by a process that was killed before it wrote the ledger
-    return Taken(
-        run=twin,
+    return RunResult(
+        run=duplicate,
         recipe=label,
         seed=int(number or 0),
         what="unchanged",
@@ -262,7 +264,7 @@ def _unchanged_member(
     )
 
 
-def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> Taken:
+def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> RunResult:
     """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
     `remark` becomes the result's reason, unless there is a more important one.
@@ -311,7 +313,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     if status != "finished":
         remark = "failed in its source" if status == "failed" else "still running; adopt it again for later points"
     folder.add(spec)
-    return Taken(
+    return RunResult(
         run=spec.run,
         recipe=spec.recipe,
         seed=spec.seed,
@@ -431,7 +433,7 @@ class _Folder:
         whose difference has no effect have equal points. There, the number of points and the values of `--by` must be
         equal too. A member that was adopted with this `key` is preferred.
         """
-        twins = []
+        duplicates = []
         for run, member in self.members.items():
             member_points, common = member.points, min(len(points.steps), len(member.points.steps))
             if (
@@ -447,8 +449,8 @@ class _Folder:
             in_one_tracker = any(key.startswith(prefix) and known.startswith(prefix) for prefix in _TRACKERS)
             is_copy = len(points.steps) == len(member_points.steps) and config.get("values") == values
             if not in_one_tracker or is_copy:
-                twins.append(run)
-        return twins[0] if twins else None
+                duplicates.append(run)
+        return duplicates[0] if duplicates else None
 
     def member_with_values(self, values: Mapping[str, str]) -> RunSpec | None:
         """Return a member with these values and any seed; None without one, or if several curves match.
@@ -459,15 +461,17 @@ class _Folder:
         exact = [spec for spec, known in matches if len(known) == len(values)] or [spec for spec, _ in matches]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
 
-    def adopted_member(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
+    def adopted_member(
+        self, key: str, values: Mapping[str, str], seed: int | None, duplicate: str | None
+    ) -> RunSpec | None:
         """Return the member that a run was adopted as; None if it is new.
 
-        The member must have these values, and this seed unless `seed` is None. If `twin` is given, only that member can
-        be returned; otherwise the member must have been adopted with the same `key`.
+        The member must have these values, and this seed unless `seed` is None. If `duplicate` is given, only that
+        member can be returned; otherwise the member must have been adopted with the same `key`.
         """
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
-            is_same = source is not None and (run == twin if twin is not None else source["key"] == key)
+            is_same = source is not None and (run == duplicate if duplicate is not None else source["key"] == key)
             if is_same and self.values[run] == values and seed in (None, spec.seed):
                 return spec
         return None

@@ -20,7 +20,7 @@ from sweeps.executor.failure import BLAMES_NODE
 from sweeps.executor.node.attempts import attempts
 from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
-from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit
+from sweeps.launch.decisions import Action, Ended, Finish, GiveUp, Hold, Policy, Reattach, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, MemberState, member_fields, read_frozen, state_after
 from sweeps.launch.members import Members
@@ -98,7 +98,7 @@ class Controller:
         except (UserError, OSError):
             raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
         except BaseException:
-            self.records.rollback.forget()  # interrupted: the same command continues the study
+            self.records.rollback.commit()  # interrupted: the same command continues the study
             raise
         return {run: self.records.states[run] for run in self.records.specs}
 
@@ -109,10 +109,10 @@ class Controller:
             self.records.rollback.put_back(path, path.read_bytes() if path.exists() else None)
         done = {run: self.records.why_final(run) for run in self.records.specs if self.records.is_done(run)}
         actions = decisions.first_actions(self.records.members(), done, self._policy)
-        wanted = [action for action in actions if isinstance(action, Submit | Adopt)]
+        wanted = [action for action in actions if isinstance(action, Submit | Reattach)]
         self.records.plan([self.records.specs[action.run] for action in wanted])  # the budget may have grown
         self._carry_out(actions)
-        self._reattach([action.run for action in wanted if isinstance(action, Adopt)])
+        self._reattach([action.run for action in wanted if isinstance(action, Reattach)])
 
     def _reattach(self, runs: Sequence[str]) -> None:
         """Let the executor follow members that an earlier process submitted; queue the ones it does not find."""
@@ -190,7 +190,7 @@ class Controller:
         if jobs or self.records.new:
             self._accept()
         else:
-            self.records.rollback.forget()  # no rollback, because the scheduler may have created jobs
+            self.records.rollback.commit()  # no rollback, because the scheduler may have created jobs
         fields = {"submission": submission} if self._executor.outlives else {}
         accepted = [launch.run for launch in batch if launch.run in jobs]
         started = [{"run": run, **fields, **({"job": jobs[run]} if jobs[run] else {})} for run in accepted]
@@ -451,7 +451,7 @@ class Records:
 
         Specifications come first, so that every member in the ledger has one, even if this process dies in between.
         """
-        self._freeze(frozen)
+        self._write_specs(frozen)
         # Register this after the specifications: a rollback runs in reverse order, so it cuts the ledger first.
         self.rollback.call(self.study.ledger.cut, self._size)
         new = [spec for spec in self.specs.values() if spec.run not in self.states]
@@ -460,11 +460,11 @@ class Records:
         changed = [spec for spec in known if self.states[spec.run].checksum != checksums[spec.run]]
         self.append("planned", [member_fields(spec, checksums[spec.run]) for spec in (*new, *changed)])
 
-    def _freeze(self, specs: Sequence[RunSpec]) -> None:
+    def _write_specs(self, specs: Sequence[RunSpec]) -> None:
         """Write specifications in parallel threads, because each write waits for an fsync on a remote file system."""
         texts = Texts()
 
-        def freeze(spec: RunSpec) -> None:
+        def write(spec: RunSpec) -> None:
             run_dir = self.study.run_dir(spec)
             self.rollback.remove(run_dir)
             if (replaced := spec.write(run_dir, texts)) is not None:
@@ -473,7 +473,7 @@ class Records:
         self.rollback.remove(self.study.directory / RUNS_DIR)
         pool = ThreadPoolExecutor(WRITERS)
         try:
-            for _ in pool.map(freeze, specs):
+            for _ in pool.map(write, specs):
                 pass
         finally:
             pool.shutdown(cancel_futures=True)
@@ -510,7 +510,7 @@ class Records:
     def accept(self, files: Mapping[Path, str]) -> None:
         """Keep all changes from now on (no rollback), and write the launch's files with mode 0600."""
         self.accepted = True
-        self.rollback.forget()
+        self.rollback.commit()
         for path, text in files.items():
             make_private(path.parent)
             write_atomically(path, text, mode=0o600)

@@ -94,11 +94,8 @@ class Retry(Submit):
 
 
 @dataclass(frozen=True)
-class Adopt(Action):
-    """Reattach to the member's process or job of an earlier launch; submit the member if there is none.
-
-    Not related to adopted members, which ran elsewhere.
-    """
+class Reattach(Action):
+    """Reattach to the member's process or job of an earlier launch; submit the member if there is none."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def _first_action(member: MemberState, done: Mapping[str, str | None], policy: P
     if has_ended and not policy.again:
         return _repeated_give_up(member)
     if member.state in ("submitting", "started"):
-        return Adopt(member.run)
+        return Reattach(member.run)
     return Submit(member.run)
 
 

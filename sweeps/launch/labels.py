@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
-from sweeps.run.spec import SPEC_FILE, RunSpec, curve_of, leaves, science
+from sweeps.run.spec import SPEC_FILE, RunSpec, curve_of, flatten_config, learning_config
 
 _SHOWN = 4  # number of differing keys to list
 _NO_KEY = object()
@@ -72,10 +72,10 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
 def _differing(spec: RunSpec, other: Path) -> str:
     """Describe the configuration values in which a spec differs from the run in the folder `other`."""
     try:
-        other_values = leaves(science(RunSpec.read(other).config))
+        other_values = flatten_config(learning_config(RunSpec.read(other).config))
     except UserError:
         return f"their configuration differs ({other})"
-    values = leaves(science(spec.config))
+    values = flatten_config(learning_config(spec.config))
     keys = [
         key
         for key in [*values, *(key for key in other_values if key not in values)]

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Blame:
+class NodeFailure:
     """A member's failed attempt. Its node may have caused the failure.
 
     Attributes:
@@ -60,7 +60,7 @@ class NodeBlacklist:
 
     def __init__(self, at_work: Callable[[], Collection[str]] = tuple) -> None:
         self._at_work = at_work
-        self._blames: dict[str, deque[Blame]] = defaultdict(lambda: deque(maxlen=STORED_FAILURES))
+        self._failures: dict[str, deque[NodeFailure]] = defaultdict(lambda: deque(maxlen=STORED_FAILURES))
         self._finished: dict[str, float] = {}  # by node, time at which a member last finished there
         self._serial = 0
         self._ended: dict[str, int] = {}  # by run, number of the entry after which its failures count
@@ -75,7 +75,7 @@ class NodeBlacklist:
         elif isinstance(node, str) and event in ("retried", "failed"):
             kind = str(entry.get("kind"))
             cause = f"{kind}: {_masked(str(entry.get('reason')), node)}"
-            self._blames[node].append(Blame(time, entry["run"], node, kind, cause, self._serial))
+            self._failures[node].append(NodeFailure(time, entry["run"], node, kind, cause, self._serial))
         if event in ("finished", "failed"):
             self.reset_failures(entry["run"])
 
@@ -87,12 +87,12 @@ class NodeBlacklist:
         """Return the nodes that are excluded at the time `now`, and log newly excluded ones."""
         universal = self._universal_causes(now)
         excluded = []
-        for node, blames in sorted(self._blames.items()):
-            times = [blame.time for blame in blames if self._is_bad(blame, universal)]
+        for node, node_failures in sorted(self._failures.items()):
+            times = [failure.time for failure in node_failures if self._is_bad(failure, universal)]
             if times and now < max(times) + EXCLUDED_S:
                 excluded.append(node)
         for node in set(excluded) - self._announced:
-            last = self._blames[node][-1]
+            last = self._failures[node][-1]
             _log.warning("%s is excluded for an hour: several members have failed on it (%s)", node, last.cause)
         self._announced = set(excluded)
         return tuple(excluded)
@@ -101,21 +101,21 @@ class NodeBlacklist:
         """Count a member's failures that were caused by bad nodes, by kind: one per node, at most `MAX_EXCUSED`."""
         universal, since = self._universal_causes(now), self._ended.get(run, 0)
         counts: dict[str, int] = {}
-        for blames in self._blames.values():
-            failures = [blame for blame in blames if blame.run == run and blame.serial > since]
-            failures = [blame for blame in failures if self._is_bad(blame, universal)]
-            if failures and sum(counts.values()) < MAX_EXCUSED:
-                counts[failures[0].kind] = counts.get(failures[0].kind, 0) + 1
+        for node_failures in self._failures.values():
+            counted = [failure for failure in node_failures if failure.run == run and failure.serial > since]
+            counted = [failure for failure in counted if self._is_bad(failure, universal)]
+            if counted and sum(counts.values()) < MAX_EXCUSED:
+                counts[counted[0].kind] = counts.get(counted[0].kind, 0) + 1
         return counts
 
-    def _is_bad(self, blame: Blame, universal: Collection[str]) -> bool:
+    def _is_bad(self, failure: NodeFailure, universal: Collection[str]) -> bool:
         """Return whether another member failed on the same node within `WINDOW_S` of this failure.
 
         Failures whose cause is in `universal` do not count.
         """
-        return blame.cause not in universal and any(
-            other.run != blame.run and abs(other.time - blame.time) <= WINDOW_S and other.cause not in universal
-            for other in self._blames[blame.node]
+        return failure.cause not in universal and any(
+            other.run != failure.run and abs(other.time - failure.time) <= WINDOW_S and other.cause not in universal
+            for other in self._failures[failure.node]
         )
 
     def _universal_causes(self, now: float) -> set[str]:
@@ -124,10 +124,10 @@ class NodeBlacklist:
         A cause must have occurred on at least `MIN_NODES` nodes.
         """
         nodes_of: dict[str, set[str]] = defaultdict(set)
-        for node, blames in self._blames.items():
-            for blame in blames:
-                if now - blame.time <= WINDOW_S:
-                    nodes_of[blame.cause].add(node)
+        for node, node_failures in self._failures.items():
+            for failure in node_failures:
+                if now - failure.time <= WINDOW_S:
+                    nodes_of[failure.cause].add(node)
         widespread = {cause: nodes for cause, nodes in nodes_of.items() if len(nodes) >= MIN_NODES}
         if not widespread:
             return set()

@@ -34,7 +34,7 @@ class Rollback:
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def forget(self) -> None:
+    def commit(self) -> None:
         """Keep all changes, because the launch was accepted, or jobs may exist."""
         self.pending = False
         self._undo.pop_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sweeps.curve import Curve
 from sweeps.decide.effects import Effects
-from sweeps.decide.keep_discard import UNDECIDED, Choice
+from sweeps.decide.keep_discard import UNDECIDED, ChangeVerdict
 from sweeps.decide.pairwise import Comparisons
 from sweeps.decide.race import Race
 from sweeps.fit.fit import format_interval
@@ -39,7 +39,7 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
     return "\n".join(lines)
 
 
-def choice_text(choice: Choice) -> str:
+def choice_text(choice: ChangeVerdict) -> str:
     """Format a decision: both recipes, difference, noise floor, verdict and, if it is undecided, what to run."""
 
     def number(value: float | None) -> str:
@@ -68,7 +68,7 @@ def choice_text(choice: Choice) -> str:
 
 
 def _spread_of(spread: str | None) -> str:
-    """Describe the spread that an interval is based on, see `Choice.spread`; empty without an interval."""
+    """Describe the spread that an interval is based on, see `ChangeVerdict.spread`; empty without an interval."""
     if spread is None:
         return ""
     return "; interval from the spread of each recipe's runs" if spread == "own" else "; interval from the noise floor"

@@ -125,9 +125,9 @@ class _Flock:
         if self._descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self.forget()
+            self.close()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Close without unlocking, in a child process: unlocking would also release the lock of its parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -304,7 +304,7 @@ class Lease:
             return taken
         finally:
             if not taken:
-                self.forget()
+                self.close()
             for old_term in [old_term for old_term in self._claims() if old_term < term] if taken else [term]:
                 with suppress(OSError):
                     self._claim(old_term).unlink(missing_ok=True)
@@ -357,10 +357,10 @@ class Lease:
                     self._claim(self._own_facts["term"]).unlink(missing_ok=True)
             except OSError as error:
                 _log.warning("%s: not released (%s); the next holder waits until it expires", self._file, error)
-        self.forget()
+        self.close()
         self._flock.release()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Close the lease's file without marking the lease as released."""
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -404,7 +404,7 @@ class Lease:
     def _replace_file(self) -> None:
         """Replace the last holder's file by this process's file, atomically."""
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
-        self.forget()
+        self.close()
         self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             self._length = 0
@@ -412,7 +412,7 @@ class Lease:
             self._write({**self._own_facts, "beat": self._beats})
             unfinished.replace(self._file)
         except OSError:
-            self.forget()
+            self.close()
             unfinished.unlink(missing_ok=True)
             raise
 
@@ -444,8 +444,8 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 def _in_child() -> None:
     """Close inherited leases in a forked child process, which may outlive its parent and must not keep the locks."""
     for lease in list(_leases):
-        lease.forget()
-        lease._flock.forget()
+        lease.close()
+        lease._flock.close()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -133,7 +133,7 @@ class RunSpec:
         the same checksum before writing and after reading.
         """
         frozen = {key: value for key, value in self._fields().items() if key not in ("steps", "overrides")}
-        frozen |= {"config": science(self.config), "reference": science(self.reference)}
+        frozen |= {"config": learning_config(self.config), "reference": learning_config(self.reference)}
         # Keys are not sorted because their order matters: the first held-out set is the default.
         return hashlib.sha256(json.dumps(frozen, separators=(",", ":")).encode()).hexdigest()[:16]
 
@@ -332,7 +332,7 @@ def branch_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"branch": {key: branch.get(key) for key in ("run", "step", "optimizer", "ancestors")}}
 
 
-def science(config: Mapping[str, Any]) -> dict[str, Any]:
+def learning_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a configuration that affects what a run learns, without its seed."""
     return {key: value for key, value in config.items() if key not in OPERATIONAL_KEYS}
 
@@ -343,12 +343,12 @@ def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str,
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a configuration to a mapping from dotted keys to values; lists are not flattened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            flat |= leaves(value, f"{prefix}{key}.")
+            flat |= flatten_config(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -420,7 +420,7 @@ def make_spec(
     Raises:
         UserError: the configuration contains a secret, NaN or infinity.
     """
-    learned_config = science(config)
+    learned_config = learning_config(config)
     identity_values = learned_config if identity is None else identity
     seed = int(config["seed"])
     clean = {} if clean is None else clean

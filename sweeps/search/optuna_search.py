@@ -46,7 +46,7 @@ class Search:
         space: axes of the search space.
         settings: settings of the search.
         base: command-line overrides that all trials share.
-        planned: function that makes members' specifications from lists of overrides.
+        planner: function that makes members' specifications from lists of overrides.
         sampler: function that makes Optuna's sampler from a seed.
         find_substitutes: function that finds adopted runs to use in place of members, see
             `sweeps.launch.adopted.find_substitutes`; None if the study has no adopted runs.
@@ -61,14 +61,14 @@ class Search:
         space: Sequence[Axis],
         settings: SearchSettings,
         base: Sequence[str],
-        planned: Planner,
+        planner: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
         find_substitutes: Callable[[Sequence[RunSpec]], tuple[Mapping[str, RunSpec | None], list[str]]] | None = None,
         open_axes: Sequence[Axis] = (),
     ) -> None:
         self._find_substitutes = find_substitutes
-        self._study, self._settings, self._base, self._planned = study, settings, list(base), planned
-        self.trials = Trials(study.directory, list(space), settings, self._base, planned, sampler, open_axes)
+        self._study, self._settings, self._base, self._planner = study, settings, list(base), planner
+        self.trials = Trials(study.directory, list(space), settings, self._base, planner, sampler, open_axes)
         self._journals = Journals(study.directory / RUNS_DIR)
         self._looked: dict[str, float] = {}
         self._pruned: dict[str, str] | None = None
@@ -125,7 +125,7 @@ class Search:
         """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
         try:
             # `start` comes first, so that labels show how each trial differs from it.
-            specs = self._planned([self.trials.start, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
+            specs = self._planner([self.trials.start, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
         except (OSError, PlannerLostError):
             raise  # not caused by the trial: the next process plans it again
         except Exception as error:  # also Hydra's errors, for an unknown key or choice

@@ -44,7 +44,7 @@ class Trials:
         space: axes of the search space.
         settings: settings of the search.
         base: command-line overrides that all trials share.
-        planned: function that makes members' specifications from lists of overrides.
+        planner: function that makes members' specifications from lists of overrides.
         sampler: function that makes Optuna's sampler from a seed.
         open_axes: the axes whose values the configuration leaves open (`???`), so that `base` alone is not a member.
 
@@ -58,13 +58,13 @@ class Trials:
         space: Sequence[Axis],
         settings: SearchSettings,
         base: Sequence[str],
-        planned: Planner,
+        planner: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
         open_axes: Sequence[Axis] = (),
     ) -> None:
         self._directory, self._space, self._settings, self._base = directory, space, settings, base
         self.start = [*base, *(axis.first for axis in open_axes)]
-        self._planned, self._sampler = planned, sampler
+        self._planner, self._sampler = planner, sampler
         self._study: optuna.Study | None = None
 
     @property
@@ -123,7 +123,7 @@ class Trials:
         Raises:
             UserError: something differs.
         """
-        (base,) = self._planned([self.start])
+        (base,) = self._planner([self.start])
         budget = self._settings.budget
         asked = {"hydra.sweeper.objective": self._settings.objective}
         asked |= {"hydra.sweeper.budget": "null" if budget is None else str(float(budget))}

@@ -155,7 +155,7 @@ class CurvePoints:
         recipe: label of the curve.
         name: the label without factors.
         own_seeds: whether the source names seeds of the curve.
-        names_run: whether `name` is the name of a run, because the source names no recipe.
+        named_after_run: whether `name` is the name of a run, because the source names no recipe.
         plain_table: whether a table without seeds gave points; if it is the only run, its seed is `0`.
         ended: whether a run of the curve finished and cannot be continued.
         bounds: lowest and highest possible value of the metric; None if the source does not know them.
@@ -177,7 +177,7 @@ class CurvePoints:
     warnings: list[str] = field(default_factory=list)
     baseline: str | None = None
     own_seeds: bool = False
-    names_run: bool = False
+    named_after_run: bool = False
     plain_table: bool = False
     ended: bool = False
     bounds: tuple[float, float] | None = None
@@ -433,7 +433,7 @@ class Collected:
         all_points = self._points.values()
         recipes = {points.name for points in all_points}
         are_single = all(
-            points.names_run and not points.own_seeds and len(set(points.seed)) == 1 for points in all_points
+            points.named_after_run and not points.own_seeds and len(set(points.seed)) == 1 for points in all_points
         )
         if len(recipes) > 2 and are_single:
             self.study.note(

@@ -93,7 +93,9 @@ def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
         raise UserError(f"{file.path}: a header and no rows; give a file with points")
     last = max(names, key=table.names.index)
     cells = table.column(last)
-    short_rows = [] if is_numeric(cells) or not (cells == "").any() else table.narrow(table.names.index(last) + 1)
+    short_rows = (
+        [] if is_numeric(cells) or not (cells == "").any() else table.rows_narrower_than(table.names.index(last) + 1)
+    )
     if short_rows:
         raise UserError(
             f"{file.path}: too few cells in {counted(len(short_rows), 'row')}, first at {table.place(short_rows[0])}; "

@@ -76,7 +76,7 @@ def read(file: File, into: Collected) -> None:
     rows = [row for _, row in entries if row is not None]
     records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [step_note]
     names = list(dict.fromkeys(key for row in rows for key in row))
-    if TRL.speaks(names):
+    if TRL.recognizes(names):
         records, rename_notes = rename_metrics(records)
         notes += rename_notes
         names = list(dict.fromkeys(key for _, row in records for key in row))
@@ -147,7 +147,7 @@ def _row(text: str) -> dict[str, Any] | None:
         return None
     metrics = {key: cell for key, cell in value.items() if isinstance(cell, str | int | float | None)}
     count = sum(number(cell) == number(cell) for cell in metrics.values())  # not NaN
-    is_row = not _ROW_KEYS.isdisjoint(metrics) or TRL.speaks(metrics)
+    is_row = not _ROW_KEYS.isdisjoint(metrics) or TRL.recognizes(metrics)
     return metrics if is_row and count > 1 else None
 
 

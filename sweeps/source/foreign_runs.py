@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS, VIRTUAL_HOURS, Array
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
-from sweeps.run.spec import RunSpec, leaves
+from sweeps.run.spec import RunSpec, flatten_config
 from sweeps.source import trl
 from sweeps.source.collected import ALL, ForeignRun, LoadedStudy
 from sweeps.source.journals import STEP
@@ -208,7 +208,7 @@ def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: S
 def _configuration(view: JournalView) -> dict[str, Any]:
     """Return the values of a run's configuration by dotted key; empty if it cannot be read."""
     try:
-        return leaves(RunSpec.read(view.path.parent).config)
+        return flatten_config(RunSpec.read(view.path.parent).config)
     except UserError:
         return {}
 

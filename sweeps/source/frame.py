@@ -51,7 +51,7 @@ class Table:
             the text of its cells, "" if empty.
         torn: error message for a last line that does not parse; that line is not among the rows.
         place: function that describes where a row (counted from 0) is in the file.
-        narrow: function that returns the indices of the rows with fewer cells than a given number.
+        rows_narrower_than: function that returns the indices of the rows with fewer cells than a given number.
         notes: unusual ways of parsing (delimiter, decimal commas); complete only after the cells were loaded.
         unclear: by index of a column, the error message that its commas may be decimal commas or may separate
             thousands; complete only after the cells were loaded.
@@ -61,7 +61,7 @@ class Table:
     load: Callable[[], DataFrame]
     torn: str | None = None
     place: Callable[[int], str] = lambda row: f"row {row + 1}"
-    narrow: Callable[[int], list[int]] = lambda width: []
+    rows_narrower_than: Callable[[int], list[int]] = lambda width: []
     notes: list[str] = field(default_factory=list)
     unclear: dict[int, str] = field(default_factory=dict)
 
@@ -228,10 +228,10 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     def place(row: int) -> str:
         return next((f"line {line}" for line, _ in islice(records(), row, None)), f"row {row + 1}")
 
-    def narrow(width: int) -> list[int]:
+    def rows_narrower_than(width: int) -> list[int]:
         return [row for row, (_, cells) in enumerate(records()) if len(cells) < width]
 
-    return Table(names, load, None, place, narrow, notes, unclear)
+    return Table(names, load, None, place, rows_narrower_than, notes, unclear)
 
 
 def _no_csv(file: File, error: Exception) -> UserError:
@@ -356,12 +356,12 @@ def _maybe_thousands(cells: Sequence[str]) -> str | None:
 def _whole_lines(file: File) -> str:
     """Return a CSV file's text without lines that had NUL bytes, because a cell that was cut off looks complete."""
     text = file.text
-    if not file.holed:
+    if not file.nul_lines:
         return text
     lines = text.split("\n")
-    for line in file.holed:
+    for line in file.nul_lines:
         if lines[line - 1].strip():
-            file.cut.add(line)
+            file.cut_lines.add(line)
         lines[line - 1] = ""
     return "\n".join(lines)
 

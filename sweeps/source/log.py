@@ -338,7 +338,7 @@ def _add_reward(
         seeds_named = seeds_named or seed is not None
         points.own_seeds |= seed is not None
         named_recipe = own_recipe(log)
-        points.names_run |= len(logs) > 1 and into.request.by is None and named_recipe is None
+        points.named_after_run |= len(logs) > 1 and into.request.by is None and named_recipe is None
         recipes_named = recipes_named or named_recipe is not None
         sd = _standard_error(log, reward.name, steps)
         with_sd += sd is not None

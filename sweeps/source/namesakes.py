@@ -14,7 +14,7 @@ from typing import Any
 
 from sweeps.run.files import parse_json
 from sweeps.run.journal import SEMANTICS_FILE, JournalView
-from sweeps.run.spec import SPEC_FILE, leaves, science
+from sweeps.run.spec import SPEC_FILE, flatten_config, learning_config
 from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
 
@@ -106,7 +106,7 @@ def _semantics(run_dir: Path) -> dict[str, Any]:
     try:
         values = parse_json((run_dir / SEMANTICS_FILE).read_text())
         settings = {key: value for key, value in values.items() if key not in (*_RUN_KEYS, "choices")}
-        return {**leaves(values.get("choices", {})), **leaves(settings)}
+        return {**flatten_config(values.get("choices", {})), **flatten_config(settings)}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
@@ -163,6 +163,6 @@ def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
 def _values(run_dir: Path) -> dict[str, Any]:
     """Return the values that affect learning in the configuration stored with a run, by dotted key; empty on errors."""
     try:
-        return leaves(science(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
+        return flatten_config(learning_config(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}

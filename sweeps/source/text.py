@@ -70,8 +70,8 @@ class File:
     Attributes:
         kept: data that `matches` of a reader parsed, for its `read`.
         nuls: number of NUL bytes that were dropped from the text.
-        holed: lines that had NUL bytes, counted from 1.
-        cut: numbers of the lines from which text was lost.
+        nul_lines: lines that had NUL bytes, counted from 1.
+        cut_lines: numbers of the lines from which text was lost.
     """
 
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:
@@ -79,8 +79,8 @@ class File:
         self.wanted = wanted
         self.kept: dict[str, Any] = {}
         self.nuls = 0
-        self.holed: frozenset[int] = frozenset()
-        self.cut: set[int] = set()
+        self.nul_lines: frozenset[int] = frozenset()
+        self.cut_lines: set[int] = set()
 
     @property
     def suffix(self) -> str:
@@ -145,12 +145,12 @@ class File:
             return self.raw
         self.nuls = self.raw.count(b"\0")
         lines = self.raw.rstrip(b"\0").split(b"\n")
-        holed = [i for i, line in enumerate(lines) if b"\0" in line]
-        for i in holed:
+        with_nul = [i for i, line in enumerate(lines) if b"\0" in line]
+        for i in with_nul:
             before, _, lines[i] = lines[i].rpartition(b"\0")
             if before.strip(b"\0 \t\r"):
-                self.cut.add(i + 1)
-        self.holed = frozenset(i + 1 for i in holed)
+                self.cut_lines.add(i + 1)
+        self.nul_lines = frozenset(i + 1 for i in with_nul)
         return b"\n".join(lines)
 
     @property
@@ -158,7 +158,7 @@ class File:
         """Message about the NUL bytes and lines that were dropped; None if there were none."""
         if not self.nuls:
             return None
-        lost = f", and {counted(len(self.cut), 'line')} cut off there" if self.cut else ""
+        lost = f", and {counted(len(self.cut_lines), 'line')} cut off there" if self.cut_lines else ""
         return f"dropped {counted(self.nuls, 'NUL byte')} left by a crash{lost}"
 
     @cached_property
@@ -207,9 +207,9 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
             message = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
             if number == lines[-1][0]:
                 return values, numbers, message
-            if number not in file.holed:
+            if number not in file.nul_lines:
                 raise UserError(message) from error
-            file.cut.add(number)
+            file.cut_lines.add(number)
     return values, numbers, None
 
 

@@ -33,7 +33,7 @@ class Vocabulary:
     per_step: str = r"(?!)"  # matches nothing
     step: tuple[str, ...] = ()
 
-    def speaks(self, names: Iterable[str]) -> bool:
+    def recognizes(self, names: Iterable[str]) -> bool:
         """Return whether any of the names is used by this framework only."""
         return any(re.fullmatch(self.signature, name) for name in names)
 
@@ -147,7 +147,7 @@ def order_warning(axis: str) -> str | None:
 
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
     """Return the first framework with a signature that matches one of the names; None if there is none."""
-    return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.speaks(names)), None)
+    return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.recognizes(names)), None)
 
 
 def step_column(names: Sequence[str], step: str | None = None) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError, require
-from sweeps.run.spec import leaves
+from sweeps.run.spec import flatten_config
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
 from sweeps.source.text import File, parse_json_text
@@ -79,7 +79,7 @@ def of_run(
     """
     records = [(float(row.get("_step", number)), row) for number, row in enumerate(rows)]
     names = list(dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float)))
-    plain = {name: value for name, value in leaves(config).items() if isinstance(value, str | int | float)}
+    plain = {name: value for name, value in flatten_config(config).items() if isinstance(value, str | int | float)}
     labels = {name: str(value) for name, value in plain.items()}
     return Log(
         name=name,

@@ -163,7 +163,7 @@ def read(file: File, into: Collected) -> None:
         seed = labels.get("seed") or named_seed
         points = into.points(recipe, factors, axis, "reward", str(file.path), labels.get("baseline"))
         points.own_seeds |= seed is not None
-        points.names_run |= request.by is None and "recipe" not in labels
+        points.named_after_run |= request.by is None and "recipe" not in labels
         seeds_named = seeds_named or seed is not None
         if note is not None and note not in points.warnings:
             points.warnings.append(note)

@@ -27,7 +27,7 @@ from sweeps.run.journal import (
     Record,
     read_journal,
 )
-from sweeps.run.spec import leaves
+from sweeps.run.spec import flatten_config
 from sweeps.tracking.common import ChartKeys, entity_key
 from sweeps.tracking.store import DEFAULT_AXIS
 
@@ -83,7 +83,7 @@ def points(record: Record, axis: str) -> dict[str, float]:
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Return a resolved configuration as parameters by dotted key; lists are encoded as JSON."""
-    texts = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in leaves(config).items()}
+    texts = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in flatten_config(config).items()}
     return {entity_key(key): text[:MAX_PARAM_CHARS] for key, text in texts.items()}
 
 

@@ -88,13 +88,13 @@ def _section(uuid: str, name: str) -> dict[str, Any]:
     }
 
 
-def _chart(uuid: str, **more: Any) -> dict[str, Any]:
-    """Return a chart for the section with the same uuid."""
-    common = {"uuid": f"chart-{uuid}", "metricSectionId": uuid, "deleted": False, "isGenerated": False}
-    return common | {"runsCountToCompare": 100} | more
+def _chart(section_uuid: str, **fields: Any) -> dict[str, Any]:
+    """Return a chart for a section; `fields` are added to the chart's own."""
+    common = {"uuid": f"chart-{section_uuid}", "metricSectionId": section_uuid, "deleted": False, "isGenerated": False}
+    return common | {"runsCountToCompare": 100} | fields
 
 
-def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
+def _line_chart(section_uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
     """Return a chart of fits and bands, and of the evaluations `y_key`, over one metric.
 
     MLflow draws a run's first metric solid and its second one dashed, with markers if there are fewer than 60 points.
@@ -102,7 +102,7 @@ def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[st
     draw points without lines.
     """
     return _chart(
-        uuid,
+        section_uuid,
         type="LINE",
         metricKey=BAND_KEY,
         selectedMetricKeys=[BAND_KEY, y_key],

@@ -150,7 +150,7 @@ def test_group_sizes_follow_the_prompts_histories() -> None:
     assert abs(stream.surplus) <= 4
     assert sum(size for epoch in [first, *later] for _, size in epoch) == 4 * 54 + stream.surplus
     batch = stream.take()
-    assert batch.denominators.sampled == sum(len(group.rollouts) for group in batch.groups)
+    assert batch.denominators.scored_samples == sum(len(group.rollouts) for group in batch.groups)
 
 
 def test_the_surplus_survives_a_resume() -> None:

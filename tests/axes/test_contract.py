@@ -215,7 +215,9 @@ def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
     batch.loss_mask[batch.sample_tokens > 2, 1] = 0.0
     batch.sample_tokens = batch.loss_mask.sum(1)
     batch.group_tokens = batch.sample_tokens.reshape(4, 4).sum(1).repeat_interleave(4)
-    counts = Denominators(prompts=4.0, samples=16.0, tokens=float(batch.loss_mask.sum()), max_tokens=8.0, sampled=16.0)
+    counts = Denominators(
+        prompts=4.0, samples=16.0, tokens=float(batch.loss_mask.sum()), max_tokens=8.0, scored_samples=16.0
+    )
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
     logprobs = (batch.generator_logprobs + 0.2 * noise).requires_grad_(True)
     value = total_loss(batch, logprobs, GSPO(low, high), aggregation, counts)

@@ -60,7 +60,7 @@ def test_masked_rollouts_leave_the_loss_and_everything_it_is_divided_by() -> Non
     ]
     assert group_counts[2] == 0
     assert batch.group_tokens.tolist() == [group_counts[g] for g, _ in rows]
-    assert batch.denominators == Denominators(prompts=3, samples=9, tokens=sum(counts), max_tokens=8, sampled=16)
+    assert batch.denominators == Denominators(prompts=3, samples=9, tokens=sum(counts), max_tokens=8, scored_samples=16)
     for place, (g, i) in enumerate(rows):
         tokens = groups[g].prompt_tokens + groups[g].rollouts[i].tokens
         assert batch.tokens[place, : batch.lengths[place]].tolist() == tokens
@@ -159,7 +159,7 @@ def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, ag
     choices = MASK.having(loss).having(aggregation)
     batch = assemble(groups_of([{0, 1, 2, 3}] * 4), choices, max_new_tokens=8)
     assert (batch.rollouts, len(batch.groups)) == (0, 4)
-    assert batch.denominators == Denominators(prompts=0, samples=0, tokens=0, max_tokens=8, sampled=16)
+    assert batch.denominators == Denominators(prompts=0, samples=0, tokens=0, max_tokens=8, scored_samples=16)
     logprobs = batch.generator_logprobs.clone().requires_grad_(True)
     value = total_loss(batch, logprobs, loss, aggregation, batch.denominators)
     assert value.item() == 0
@@ -184,7 +184,7 @@ def test_keep_ignores_truncation() -> None:
     assert_same(kept, assemble(groups_of([set()] * 4), MASK, max_new_tokens=8))
     assert kept.row.tolist() == list(range(16))
     tokens = [sampled(groups, g, i) for g in range(4) for i in range(4)]
-    assert kept.denominators == Denominators(prompts=4, samples=16, tokens=sum(tokens), max_tokens=8, sampled=16)
+    assert kept.denominators == Denominators(prompts=4, samples=16, tokens=sum(tokens), max_tokens=8, scored_samples=16)
     assert kept.group_tokens.tolist() == [sum(tokens[4 * g : 4 * g + 4]) for g in range(4) for _ in range(4)]
 
 

@@ -251,12 +251,12 @@ def test_a_model_is_identified_by_content_and_large_files_by_samples(place: Path
 class Plain:
     """A class whose parameters changed after its identities were frozen.
 
-    neutral: parameters at that time; added: later ones; remarks: parameters that are never part of an identity.
+    neutral: parameters at that time; added: later ones; operational_parameters: those that are never in an identity.
     """
 
     neutral: ClassVar[Mapping[str, Any]] = {"choice": "Plain", "width": 1}
     added: ClassVar[Mapping[str, Any]] = {"depth": 0}
-    remarks: ClassVar[tuple[str, ...]] = ("why",)
+    operational_parameters: ClassVar[tuple[str, ...]] = ("why",)
 
 
 def form(**parameters: Any) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def test_ambiguous_or_missing_classes_are_refused() -> None:
     assert one != other
 
 
-def test_neutral_values_and_remarks_are_left_out() -> None:
+def test_neutral_values_and_operational_parameters_are_left_out() -> None:
     assert form(width=2) == {"thing": {"choice": "Plain", "width": 2}}
     assert form(width=2, depth=0, why="because") == form(width=2)
     assert form(width=2, depth=1) == {"thing": {"choice": "Plain", "width": 2, "depth": 1}}

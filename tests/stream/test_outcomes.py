@@ -69,7 +69,7 @@ def test_only_scores_enter_a_group() -> None:
     batch = stream.take()
     assert [group.rewards.tolist() for group in batch.groups] == [[1.0, 0.0], [1.0, 0.0]]
     assert [group.pass_rate for group in batch.groups] == [0.5, 0.5]
-    assert batch.rollouts == 4 and batch.denominators.samples == 4 and batch.denominators.sampled == 4
+    assert batch.rollouts == 4 and batch.denominators.samples == 4 and batch.denominators.scored_samples == 4
     left_out = [rollout for group in batch.groups for rollout in group.ungraded]
     assert [rollout.outcome for rollout in left_out] == ["abstain", "error"]
     assert [rollout.extra["why"] for rollout in left_out] == ["no idea", "raised KeyError: x"]

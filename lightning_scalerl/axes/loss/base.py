@@ -58,36 +58,36 @@ def clip_bounds(
     return clip_low, clip_high
 
 
-def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) -> str | None:
+def one_advantage_per_sequence(description: str, others: Mapping[str, DesignChoice]) -> str | None:
     """Return a one-line error if advantages are per token, for a loss that weights a sequence as a whole.
 
     Args:
-        what: beginning of the error: the loss's name and what it does.
+        description: the loss's name and what it does, for the error.
         others: the run's choices, by axis.
     """
-    if (problem := one_kind_of_advantage(what, others)) is not None:
+    if (problem := per_token_kl_error(description, others)) is not None:
         return problem
     if not getattr(others["advantage"], "after_forward", False):
         return None
     return (
-        f"loss: {what}, and advantage=gae (GAE) gives advantages per token; no definition combines them; choose "
+        f"loss: {description}, and advantage=gae (GAE) gives advantages per token; no definition combines them; choose "
         "loss=ppo, or advantage=group"
     )
 
 
-def one_kind_of_advantage(what: str, others: Mapping[str, DesignChoice]) -> str | None:
+def per_token_kl_error(description: str, others: Mapping[str, DesignChoice]) -> str | None:
     """Return a one-line error if axis `kl` gives advantages per token, which the loss cannot use.
 
     Args:
-        what: beginning of the error: the loss's name and what it does.
+        description: the loss's name and what it does, for the error.
         others: the run's choices, by axis.
     """
     kl = others["kl"]
     if getattr(kl, "where", "") != "loss" or getattr(kl, "estimate", "") != "k1":
         return None
     return (
-        f"kl.estimate: k1 gives each token an advantage of its own, and loss={what}; choose kl.estimate=k2, which has "
-        "the same gradient without a ratio"
+        f"kl.estimate: k1 gives each token an advantage of its own, and loss={description}; choose kl.estimate=k2, "
+        "which has the same gradient without a ratio"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import DesignChoice
-from lightning_scalerl.axes.loss.base import Loss, one_kind_of_advantage
+from lightning_scalerl.axes.loss.base import Loss, per_token_kl_error
 from lightning_scalerl.checks import ConfigurationError
 
 
@@ -51,7 +51,7 @@ class CovarianceLoss(Loss):
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if axis `kl` gives additional advantages, which the selection would ignore."""
-        return one_kind_of_advantage(f"{self.configured_as} selects tokens by the advantages of the task", others)
+        return per_token_kl_error(f"{self.configured_as} selects tokens by the advantages of the task", others)
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, and when tokens are selected."""

@@ -280,7 +280,7 @@ class Fleet:
                 self._engines.ask(engine, "aside")
                 engine.aside = True
             self._asides += 1
-            books = (self._ledger, self._computed, self._store.current, self.busy_s)
+            saved = (self._ledger, self._computed, self._store.current, self.busy_s)
             self._ledger, self._computed = Ledger(self._ledger.names), nothing_computed()
             self._dispatch_paused = False
         try:
@@ -288,7 +288,7 @@ class Fleet:
         finally:
             with self._lock:
                 self._dispatch_paused = True
-                self._ledger, self._computed, published, self.busy_s = books
+                self._ledger, self._computed, published, self.busy_s = saved
                 self._store.return_to(published)
                 self._asides -= 1
                 returned = []

@@ -113,7 +113,7 @@ class TorchGenerator:
     """
 
     # Settings that do not change results and so are not part of a run's identity.
-    remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
+    operational_parameters: ClassVar[tuple[str, ...]] = ("cache_gib",)
     added: ClassVar[Mapping[str, Any]] = {"waiting_keeps": "cache"}
 
     def __init__(

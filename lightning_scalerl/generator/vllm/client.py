@@ -95,7 +95,7 @@ class VLLMServerGenerator(InFlight):
     """
 
     # Settings that do not change results and so are not part of a run's identity.
-    remarks: ClassVar[tuple[str, ...]] = tuple(
+    operational_parameters: ClassVar[tuple[str, ...]] = tuple(
         ["cache_gib", "address", "token", "transfer", "folder", "bucket_mib", "silence_s", "away_s"]
     )
 

@@ -42,7 +42,7 @@ class VLLMGenerator(InFlight):
     """
 
     # Settings that do not change results and so are not part of a run's identity.
-    remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
+    operational_parameters: ClassVar[tuple[str, ...]] = ("cache_gib",)
 
     def __init__(
         self,

@@ -73,12 +73,12 @@ class JobEndings:
         self._study = study
         self._artifacts: dict[str, JobArtifacts] = {}
 
-    def forget(self) -> None:
+    def clear_listings(self) -> None:
         """Drop the listings of submission folders, because running jobs add files to them."""
         self._artifacts.clear()
 
     def artifacts_of(self, submission: str) -> JobArtifacts:
-        """Return the files of a submission's jobs, as they were at the first call after `forget`."""
+        """Return the files of a submission's jobs, as they were at the first call after `clear_listings`."""
         if submission not in self._artifacts:
             self._artifacts[submission] = JobArtifacts(self._study, submission)
         return self._artifacts[submission]

@@ -116,7 +116,7 @@ class ClusterExecutor:
             if member.job is not None and member.submission:
                 self._followed[member.run] = FollowedJob(member, member.submission, member.job, seen_alive=False)
                 found[member.run] = member.job
-        self._endings.forget()
+        self._endings.clear_listings()
         ids = ids_in(queue)
         for member in unclear:
             assert member.submission is not None
@@ -182,7 +182,7 @@ class ClusterExecutor:
                 each.missing_since = None  # without an answer it is unknown whether the job has gone
             return []
         self._no_answer = False
-        self._endings.forget()
+        self._endings.clear_listings()
         self._cancel_abandoned(queue)
         gone: list[FollowedJob] = []
         ended: list[FollowedJob] = []

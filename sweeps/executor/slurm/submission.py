@@ -48,7 +48,7 @@ def new_folder(study: Path, submission: str) -> Path:
     return make_folder(study, submission)
 
 
-def freeze(
+def write_submission(
     folder: Path, members: Sequence[Launch], settings: JobSettings, entry: str, threads: int, title: str
 ) -> Request:
     """Write the files that a submission's jobs need and return the request for submitit.

@@ -17,7 +17,7 @@ from sweeps.executor.failure import MEMORY_GROWTH
 from sweeps.executor.slurm.handover import complete
 from sweeps.executor.slurm.scheduler import JobInfo, RefusedError, Scheduler
 from sweeps.executor.slurm.settings import JobSettings, with_layout
-from sweeps.executor.slurm.submission import freeze, new_folder
+from sweeps.executor.slurm.submission import new_folder, write_submission
 from sweeps.terminal import counted
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Submitter:
             RefusedError: the scheduler did not accept the submission.
         """
         settings = replace(self.settings, resources=resources)
-        request = freeze(folder, members, settings, self.entry, self.threads, self.title)
+        request = write_submission(folder, members, settings, self.entry, self.threads, self.title)
         try:
             return self.scheduler.submit(request)
         except RefusedError as refusal:

@@ -64,7 +64,7 @@ class Launcher(DebugStudyLauncher):
     config: Mapping[str, Any]
     folder: Path
 
-    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+    def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         return make_specs([Composed(self.config, {}, ())], "toy", self.folder, ())
 
     def _run(self, study: Any, plan: Any, search: Any = None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_a_search_may_vary_a_value_without_a_default() -> None:
     received: list[Sequence[str]] = []
 
     class Recording(DebugStudyLauncher):
-        def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
             received.extend(override_lists)
             raise UserError("enough")
 

@@ -15,7 +15,7 @@ from scipy import stats
 
 from sweeps import api
 from sweeps.cli.main import main
-from sweeps.decide.keep_discard import DISCARD, KEEP, UNDECIDED, Choice, keep_or_discard, runs_needed
+from sweeps.decide.keep_discard import DISCARD, KEEP, UNDECIDED, ChangeVerdict, keep_or_discard, runs_needed
 from sweeps.report.comparison_text import choice_text
 from sweeps.source.run_values import RunTable, RunValues
 from tests.paths import ROOT
@@ -24,7 +24,7 @@ EXAMPLE = ROOT / "examples" / "results.tsv"
 HEAD = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
-def choice(margin: float | None = None, /, **runs: Any) -> Choice:
+def choice(margin: float | None = None, /, **runs: Any) -> ChangeVerdict:
     """Decide between recipes `a` and `b`. `runs` are lists of values by recipe, None for a failed run."""
     recipes = [
         RunValues(name, tuple(v for v in values if v is not None), sum(v is None for v in values))

@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_a_departure_is_reported_and_recorded(live: LiveRanking, tmp_path: Path) -> None:
     whole = fallen(curve(points=20, seeds=1, white=0.004), 0.0, 0.2)
     so_far = whole.compute < 11_500
-    live.give([make_curve(whole.recipe, whole.compute[so_far], whole.reward[so_far], whole.seed[so_far])])
+    live.set_curves([make_curve(whole.recipe, whole.compute[so_far], whole.reward[so_far], whole.seed[so_far])])
     wait_for(lambda: "below its forecast" in live.departures.get("scalerl", ""))
     assert live.ranking is not None and (tmp_path / "fits.jsonl").read_text().count("below its forecast")
 
@@ -75,10 +75,10 @@ def test_a_failed_ranking_is_reported_and_the_next_is_tried(live: LiveRanking, m
         raise BrokenError("as a test has it")
 
     monkeypatch.setattr("sweeps.decide.rank.rank", broken)
-    live.give(RECIPES[:1])
+    live.set_curves(RECIPES[:1])
     wait_for(lambda: live.trouble)
     assert live.trouble == "the curves cannot be ranked: BrokenError: as a test has it" and live.ranking is None
     monkeypatch.undo()
-    live.give(RECIPES[1:])
+    live.set_curves(RECIPES[1:])
     wait_for(lambda: live.ranking)
     assert live.trouble == ""

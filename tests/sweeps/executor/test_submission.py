@@ -29,7 +29,7 @@ from sweeps.executor.node import manifest
 from sweeps.executor.node.manifest import freeze_code
 from sweeps.executor.slurm.handover import executor_of, submit
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.executor.slurm.submission import freeze, new_folder, sanitize_name
+from sweeps.executor.slurm.submission import new_folder, sanitize_name, write_submission
 from sweeps.run import provenance
 from tests.paths import ROOT
 
@@ -69,7 +69,9 @@ def script_of(
     study.mkdir(parents=True, exist_ok=True)
     launches = [Launch(f"run{number}", study / "runs" / f"run{number}") for number in range(members)]
     folder = new_folder(study, NAME)
-    request = freeze(folder, launches, JobSettings.of(dict(job_settings or {})), "some.module:entry", 3, title)
+    request = write_submission(
+        folder, launches, JobSettings.of(dict(job_settings or {})), "some.module:entry", 3, title
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         patch.setattr("submitit.core.utils.CommandFunction", lambda command, verbose: lambda: "Submitted batch job 77")

@@ -14,7 +14,7 @@ from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.fit.collapse import collapse_probability
 from sweeps.fit.fit import fit_curve, fit_curves
 from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
-from sweeps.fit.seen import ScaledPoints
+from sweeps.fit.scaled_points import ScaledPoints
 from tests.sweeps.fit.simulate import curve
 
 X = np.linspace(0.2, 1.0, 5)

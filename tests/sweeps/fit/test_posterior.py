@@ -22,8 +22,8 @@ from sweeps.fit.points import FitOptions
 from sweeps.fit.pooling import pools_of
 from sweeps.fit.posterior import LAWS, Posterior, walk_variance
 from sweeps.fit.predict import paths, predict, predict_mean, readable
-from sweeps.fit.seen import ScaledPoints
-from sweeps.fit.verdict import Doubt, Evidence, after_fit
+from sweeps.fit.scaled_points import ScaledPoints
+from sweeps.fit.verdict import Evidence, LawEvidence, after_fit
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT
@@ -202,7 +202,7 @@ def test_units_change_nothing(name: str, scale: str, number: int) -> None:
 def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     """Otherwise the evidence is sufficient to name the asymptote."""
     x = np.linspace(0.0, 10.0, 30)
-    doubt = Doubt(p_rise=1.0, p_none=0.0, rival="weibull", rival_lead=0.0, agreement=0.9)
+    laws = LawEvidence(p_rise=1.0, p_none=0.0, rival="weibull", rival_lead=0.0, agreement=0.9)
     evidence = Evidence(
         compute=x,
         reward=0.3 + 0.3 * x**2 / (1 + x**2),
@@ -210,17 +210,17 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
         half_gain=(1.0, 0.0),
         R0=0.3,
         reward_range=1.0,
-        doubt=doubt,
+        laws=laws,
     )
     assert after_fit(evidence).name == "identifiable"
-    changed_verdict = after_fit(replace(evidence, doubt=replace(doubt, agreement=0.4)))
+    changed_verdict = after_fit(replace(evidence, laws=replace(laws, agreement=0.4)))
     assert changed_verdict.name == "open" and "put the ceiling elsewhere: 40%" in changed_verdict.reason
     # Nor if another law explains the points far better, or if the curve does not rise.
-    changed_verdict = after_fit(replace(evidence, doubt=replace(doubt, rival_lead=5.0, agreement=0.4)))
+    changed_verdict = after_fit(replace(evidence, laws=replace(laws, rival_lead=5.0, agreement=0.4)))
     assert changed_verdict.name == "misfit" and "another law: a Weibull curve" in changed_verdict.reason
-    assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
+    assert after_fit(replace(evidence, laws=replace(laws, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
     for p_none, p_rise in ((0.3, P_FLAT / 2), (0.7, 2 * P_FLAT)):
-        assert after_fit(replace(evidence, doubt=replace(doubt, p_none=p_none, p_rise=p_rise))).name != "flat"
+        assert after_fit(replace(evidence, laws=replace(laws, p_none=p_none, p_rise=p_rise))).name != "flat"
     # Nor if the bend may be beyond the window.
     assert after_fit(replace(evidence, half_gain=(5.0, 0.3))).name == "pre_inflection"
 

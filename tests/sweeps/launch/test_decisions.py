@@ -15,12 +15,12 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.launch.decider import Wish
 from sweeps.launch.decisions import (
     Action,
-    Adopt,
     Ended,
     Finish,
     GiveUp,
     Hold,
     Policy,
+    Reattach,
     Retry,
     Stop,
     Submit,
@@ -52,8 +52,8 @@ def action_after(ended: Ended, policy: Policy, now: MemberState | None = None) -
         ("planned", False, False, Submit("a")),
         ("retried", False, False, Submit("a")),
         ("finished", False, False, Submit("a")),  # not finished by the journal, or the budget was raised
-        ("submitting", False, False, Adopt("a")),
-        ("started", True, False, Adopt("a")),
+        ("submitting", False, False, Reattach("a")),
+        ("started", True, False, Reattach("a")),
         ("failed", True, False, Submit("a")),
         ("failed", False, False, GiveUp("a", state="failed", reason="no")),
         ("failed", False, True, GiveUp("a", state="failed", reason="no")),
@@ -234,7 +234,7 @@ def test_a_member_is_always_in_exactly_one_state(
             match action:
                 case Submit(run):
                     waiting.append(run)
-                case Adopt(run):
+                case Reattach(run):
                     running.append(run)
                 case Hold(run):
                     held.append(run)

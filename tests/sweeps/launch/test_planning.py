@@ -109,8 +109,8 @@ def test_output_of_the_planner_is_shown(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_debug_launcher_plans_in_its_own_process() -> None:
-    debug_specs = DebugStudyLauncher(PLANNER, "nothing:nothing").planned([["a"]])
-    usual_specs = StudyLauncher(PLANNER, "nothing:nothing").planned([["a"]])
+    debug_specs = DebugStudyLauncher(PLANNER, "nothing:nothing").plan_members([["a"]])
+    usual_specs = StudyLauncher(PLANNER, "nothing:nothing").plan_members([["a"]])
     assert debug_specs[0].config["loss"]["process"] == os.getpid() != usual_specs[0].config["loss"]["process"]
 
 

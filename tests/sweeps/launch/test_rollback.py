@@ -38,7 +38,7 @@ def test_nothing_is_undone_after_a_launch_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("as it was")
     with Rollback() as rollback:
         change(tmp_path, rollback)
-        rollback.forget()
+        rollback.commit()
         rollback.put_back(tmp_path / "later.json", None)
         (tmp_path / "later.json").write_text("kept")
         assert not rollback.pending

@@ -24,8 +24,8 @@ from sweeps.run.spec import (
     changed_keys,
     check_distinct,
     digest,
+    learning_config,
     make_spec,
-    science,
 )
 
 CONFIG: dict[str, Any] = {
@@ -52,7 +52,7 @@ def spec(config: Mapping[str, Any] = CONFIG, reference: Mapping[str, Any] | None
 
 
 def departed_axes(run_spec: RunSpec) -> tuple[str, ...]:
-    return changed_keys(science(run_spec.config), science(run_spec.reference))
+    return changed_keys(learning_config(run_spec.config), learning_config(run_spec.reference))
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -182,7 +182,7 @@ def test_axes_are_exactly_the_keys_that_differ(one: dict[str, Any], two: dict[st
 
 
 def test_only_the_top_level_key_separates_science_from_operation() -> None:
-    assert science(CONFIG).keys() == CONFIG.keys() - OPERATIONAL_KEYS
+    assert learning_config(CONFIG).keys() == CONFIG.keys() - OPERATIONAL_KEYS
     # The seeds of the task and of the evaluation are scientific.
     assert spec(changed_config(("task", "seed"), 1)).curve != spec().curve
 

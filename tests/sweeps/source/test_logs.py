@@ -390,7 +390,7 @@ def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, mo
 def test_no_two_frameworks_claim_the_same_names() -> None:
     for vocabulary in VOCABULARIES:
         for example in ("val-core/a/acc/mean@1", "progress/total_tokens", "val/num_total_tokens", "train/num_tokens"):
-            claiming = [v.project for v in VOCABULARIES if v.speaks([example])]
+            claiming = [v.project for v in VOCABULARIES if v.recognizes([example])]
             assert len(claiming) == 1, (example, claiming, vocabulary.project)
 
 
