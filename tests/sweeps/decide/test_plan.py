@@ -402,7 +402,8 @@ def test_target_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, EXAMPLE, "--budget", "20000", "--json")
+    # A margin below the leader's expected loss of 0.005.
+    code, out, _ = run(capsys, EXAMPLE, "--budget", "20000", "--margin", "0.002", "--json")
     plan = json.loads(out, parse_constant=pytest.fail)
     assert code == 0 and plan["budget"] == 20000
     spent = sum(entry["compute"]["value"] for entry in plan["recipes"])
@@ -412,7 +413,7 @@ def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     plan = json.loads(out, parse_constant=pytest.fail)
     assert sum(entry["compute"]["value"] for entry in plan["recipes"]) == pytest.approx(20000)
     assert plan["commit"]["recipe"] == "scalerl" and plan["commit"]["to"] > plan["commit"]["from"]
-    code, out, _ = run(capsys, EXAMPLE, "--budget", "20000")
+    code, out, _ = run(capsys, EXAMPLE, "--budget", "20000", "--margin", "0.002")
     # A recipe whose window ends before the bend gets no new seed: that seed would end before the bend, too.
     assert code == 0 and "the budget is not committed to a winner" in out and "the bend is not in the window" in out
 
