@@ -4,7 +4,8 @@
 script without site packages, so that it starts in 30 ms. The guard reads one JSON object per line from standard input.
 When standard input ends, the process that uses `Tree` has ended, and the guard kills everything at once.
 
-    in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null"}     null: our standard error
+    in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null", "stops_by": 15}
+                                            out null: our standard error; stops_by: signal of a later "stop", or null
     in   {"stop": 15, "within_s": 60}          send the signal (null: none), and kill everything after this time
     out  {"started": 4711} or {"failed": "..."}
     out  {"ended": 0, "behind": 3, "left": 2, "killed": false}     exit code, or minus the signal's number; number of
@@ -23,8 +24,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
     from multiprocessing.process import BaseProcess
 
+# Signals by which a cluster warns of a time limit or a preemption. It sends them to every process of a job's step, and
+# only the run's own process handles them.
+WARNINGS = (signal.SIGUSR2, signal.SIGTERM)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Environment variables that keep a worker from using all cores.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -57,6 +61,19 @@ def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
         if process.exitcode is None and process.pid is not None:
             _send(process.pid, number)
     process.join()
+
+
+@contextmanager
+def shielded(*signals: signal.Signals) -> Iterator[None]:
+    """Block signals (default: `WARNINGS`) in processes that this thread starts during a `with` block.
+
+    A new process inherits the blocked signals from its first moment, before it could ignore them itself.
+    """
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signals or WARNINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 def die_with_parent(started_by: int | None = None) -> None:
@@ -120,7 +137,7 @@ def start_worker(
 
     ours, theirs = Pipe()
     # Use a file in memory, because writing to a pipe would block this thread until the new process reads.
-    with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file:
+    with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file, shielded():
         memory_file.write(pickle.dumps((list(sys.path), memory_gib, content)))
         memory_file.flush()
         memory_file.seek(0)
@@ -144,6 +161,12 @@ def begin_worker() -> tuple[Connection[Any, Any], bytes]:
 
     # Let the kernel kill this process when its parent ends: a worker that hangs would never read the end of the pipe.
     die_with_parent(int(sys.argv[2]))
+    # The cluster's warnings do not end this process, because the run still needs it to save. Processes that it starts
+    # ignore SIGUSR2 too, but can be ended by SIGTERM, as graders and environments expect of their own processes.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
     os.dup2(2, 1)  # prints go to stderr, not into the run's output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with os.fdopen(int(sys.argv[3]), "rb") as memory_file:
@@ -216,6 +239,8 @@ class Tree:
         out: file to which its standard output is appended; None for this process's standard error, where its standard
             error goes too.
         lock: descriptor of a lock that is held until the whole command has ended, even if this process dies.
+        stops_by: signal that asks the command to stop. If it is not SIGUSR2, the command ignores SIGUSR2 until it sets
+            a handler of its own.
 
     Raises:
         ChildProcessError: the command cannot be started.
@@ -228,19 +253,20 @@ class Tree:
         folder: Path,
         out: Path | None = None,
         lock: int | None = None,
+        stops_by: signal.Signals | None = signal.SIGTERM,
     ) -> None:
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=() if lock is None else (lock,),
-        )
+        with shielded():
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=() if lock is None else (lock,),
+            )
         self._rest = b""
-        self._tell(
-            {"words": list(words), "env": dict(env), "folder": str(folder), "out": None if out is None else str(out)}
-        )
+        text = {"folder": str(folder), "out": None if out is None else str(out)}
+        self._tell({"words": list(words), "env": dict(env), **text, "stops_by": stops_by})
         reply = self._hear(None) or {"failed": "the process that starts it has ended"}
         if "failed" in reply:
             self._guard.wait()
@@ -300,8 +326,9 @@ class Tree:
 
 def _guard() -> None:
     """Start the command given on standard input, and follow it to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, *WARNINGS):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -318,7 +345,7 @@ def _guard() -> None:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=2,
-            preexec_fn=_reset_signals,
+            preexec_fn=lambda: _reset_signals(asked["stops_by"]),
         )
     except (OSError, ValueError) as error:
         _say({"failed": str(error)})
@@ -356,9 +383,11 @@ def _guard() -> None:
     _say({"ended": child.returncode, "behind": behind, "left": left, "killed": killed})
 
 
-def _reset_signals() -> None:
+def _reset_signals(stops_by: int | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if stops_by == signal.SIGUSR2:  # otherwise it stays ignored: the member forwards the cluster's warning
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 

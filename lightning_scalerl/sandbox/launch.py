@@ -223,6 +223,8 @@ class Sandboxed:
             config = {"jail": jail, "status": status_in, "sys_path": _sys_path(), "pipes": list(pipes), **role}
             config |= {"stderr": stderr, "watched": bool(self._walls.bubblewrap)}
             payload = anonymous_file(marshal.dumps((_modules(), config)))
+            # A cluster sends its warnings to every process of a job: the new process inherits that they are blocked.
+            earlier = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM))
             try:
                 python = [_python(), "-s", "-S", "-P", "-B", "-c", _BOOT, str(payload)]
                 command = (
@@ -240,6 +242,7 @@ class Sandboxed:
                     start_new_session=True,
                 )
             finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
                 os.close(payload)
         # pidfd_open is missing before Linux 5.3, and in a Python that was built on such a kernel. Without it, the
         # process is polled at each tick.

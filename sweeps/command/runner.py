@@ -257,7 +257,7 @@ class _Member:
         out = run_dir / STDOUT_FILE if command.source == STDOUT else None
         activity.note("the command was started")
         try:
-            with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
+            with Tree(words, {**own, **command.env}, command.folder, out, lock, command.stop_signal) as tree:
                 ended = self._follow(tree)
             self._poll(Ending.TORN if ended.code else Ending.WHOLE)
         except ChildProcessError as error:
@@ -286,6 +286,8 @@ class _Member:
             # seconds on a busy machine, and a race would get no metrics for ten times as long.
             last_duration, duration = last_poll - began, min(last_duration, last_poll - began)
             wait_s = max(min_s, _POLL_FACTOR * duration)
+        # A cluster that preempts by SIGTERM sends it to the command too, which may end before the check above.
+        self._stop_reason = self._stop_reason or interruption.reason
         return ended
 
     def _ask_to_stop(self, tree: Tree, reason: str) -> None:

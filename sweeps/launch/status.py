@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,11 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     states = Ledger(study).fold().values()
     # Watch for a controller's heartbeat only if a member's state depends on it, because this takes seconds if the
     # controller is on another machine.
-    uncertain = any(state.job is None and state.state in ("submitting", "started") for state in states)
-    controlled = uncertain and bool(held_leases([study], LEASE_NAME, _WATCH_S))
-    views = [_view(study, state, queue, controlled) for state in states]
+    uncertain = [state for state in states if state.job is None and state.state in ("submitting", "started")]
+    controlled = bool(uncertain) and bool(held_leases([study], LEASE_NAME, _WATCH_S))
+    # A controller that was killed just after sbatch has not recorded the job, which may be running.
+    written = _written({study / RUNS_DIR / state.run for state in uncertain if state.submission is not None})
+    views = [_view(study, state, queue, controlled, written) for state in states]
     # Runs that report themselves (`sweeps.stopping`) may share the folder.
     launched = {state.run for state in states}
     unlaunched = [
@@ -138,7 +140,9 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
     return [line.rstrip() for line in redact(text).splitlines() if line.strip()][-lines:]
 
 
-def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None, controlled: bool) -> MemberView:
+def _view(
+    study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None, controlled: bool, written: Set[Path]
+) -> MemberView:
     """Return a member's status.
 
     Args:
@@ -146,12 +150,13 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None
         state: the member's state from the ledger.
         queue: the scheduler's jobs, by id; None if no scheduler answers.
         controlled: whether a controller of the study is alive.
+        written: folders of members whose job is not recorded, and whose process is alive.
     """
     run_dir = study / RUNS_DIR / state.run
     steps = budget_of(run_dir)
     past_attempts = attempts(run_dir)
     metrics = last_metrics(run_dir)
-    name, reason = _state(state, run_dir, steps, past_attempts, queue, controlled)
+    name, reason = _state(state, run_dir, steps, past_attempts, queue, controlled, run_dir in written)
     facts = (alive(run_dir) or {}) if name == "running" else {}
     doing, idle_s = _last_activity(run_dir, facts)
     code, missing = _resume_traces(run_dir)
@@ -189,8 +194,9 @@ def _state(
     past_attempts: Sequence[Attempt],
     queue: Mapping[str, QueuedJob] | None,
     controlled: bool,
+    written: bool,
 ) -> tuple[str, str | None]:
-    """Return a member's state and its reason, see `MemberView`; for `queue` and `controlled` see `_view`."""
+    """Return a member's state and its reason, see `MemberView`; for the last three arguments see `_view`."""
     if steps is not None and is_done(run_dir, steps, state.run):
         return "finished", why_final(run_dir)
     if state.state == "failed":
@@ -203,6 +209,8 @@ def _state(
         # A member on this machine lives only as long as the process that started it.
         if state.submission is None:
             return ("running", state.reason) if controlled else ("ended", state.reason or _GONE)
+        if written:
+            return "running", None
         return ("waiting" if controlled else "ended"), "was being submitted"
     info = (queue or {}).get(state.job)
     # Clusters reuse job ids. The job is this member's if its name ends with the submission's name.
@@ -284,13 +292,18 @@ def _views_of_journals(run_dirs: Sequence[Path]) -> list[MemberView]:
     """
     views = {run_dir: _view_of_journal(run_dir) for run_dir in run_dirs}
     leased = {run_dir for run_dir, view in views.items() if view.state == "running" and heartbeat_time(run_dir) > 0}
-    # Accept a recent heartbeat from another machine: waiting for the next one takes up to 15 s.
-    now = time.time()
-    recent = {each for each in leased if is_held(each, "writer") is None and now - heartbeat_time(each) < EXPIRY_S}
     # Read the journals again: a run may have finished since.
-    for run_dir in leased - recent - held_leases(leased - recent, "writer", _WATCH_WRITERS_S):
+    for run_dir in leased - _written(leased):
         views[run_dir] = _view_of_journal(run_dir, without_end="ended")
     return list(views.values())
+
+
+def _written(run_dirs: Set[Path]) -> Set[Path]:
+    """Return the runs whose writer is alive, by its lease."""
+    # Accept a recent heartbeat from another machine: waiting for the next one takes up to 15 s.
+    now = time.time()
+    recent = {each for each in run_dirs if is_held(each, "writer") is None and now - heartbeat_time(each) < EXPIRY_S}
+    return recent | held_leases(run_dirs - recent, "writer", _WATCH_WRITERS_S)
 
 
 def _view_of_journal(run_dir: Path, without_end: str = "running") -> MemberView:

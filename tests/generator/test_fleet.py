@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +25,7 @@ from lightning_scalerl.generator.fleet import transport, weights
 from lightning_scalerl.generator.fleet.engines import GeneratorLostError
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.generator.torch.generator import TorchGenerator
+from lightning_scalerl.generator.vllm import serve
 from tests.generator.sampling import with_sampling
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_torch_generator import STOP, drain, requests
@@ -142,6 +147,23 @@ def test_an_engine_that_closed_its_connection_but_runs_is_replaced(
         submit(fleet)
         check(drained(fleet), 0)
         assert "generator 0 closed its connection but did not end" in caplog.text
+
+
+def test_a_clusters_warning_does_not_end_engines_that_start(tmp_path: Path) -> None:
+    """SLURM sends it to every process of a step, also to one that has not run its first line yet."""
+    child = transport.Child(0, transport.ChildSettings(tmp_path, 5.0, 5.0, threading.Event()), "")
+    server = serve.Server([sys.executable, "-c", "import time; time.sleep(600)"], {}, "", tmp_path / "server")
+    server.folder.mkdir()
+    server.start()
+    assert server.process is not None
+    try:
+        for process in (child._process, server.process):
+            os.kill(process.pid, signal.SIGUSR2)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+    finally:
+        child.stop()
+        server.close()
 
 
 @pytest.mark.full

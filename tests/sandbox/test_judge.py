@@ -3,7 +3,10 @@
 # ruff: noqa: E501 (programs are easier to compare with one or two lines each)
 from __future__ import annotations
 
+import os
 import secrets
+import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -472,6 +475,19 @@ def test_a_program_that_ends_before_it_reports_its_start_gives_no_verdict(monkey
     monkeypatch.setattr(launch, "_listen", lambda children, *_: [child.wait() for child in children])
     with pytest.raises(SandboxError, match="does not start"):
         run_program("print(1)", "", Limits(), Protections(Walls(bubblewrap="/bin/false")))
+    assert run_program("print(1)", "", Limits(), Protections(Walls())).stdout == "1\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_clusters_warning_does_not_end_programs(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """SLURM sends it to every process of a step. A program that it ended would count as wrong."""
+
+    class Warned(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: object, **more: object) -> None:
+            super().__init__(*arguments, **more)  # type: ignore[call-overload]
+            os.kill(self.pid, number)
+
+    monkeypatch.setattr(subprocess, "Popen", Warned)
     assert run_program("print(1)", "", Limits(), Protections(Walls())).stdout == "1\n"
 
 

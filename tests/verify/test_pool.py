@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -134,6 +135,14 @@ def test_a_worker_is_killed_with_all_processes_that_it_started(pool: VerifierPoo
     assert bad.kind == "error"
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert marker not in listed
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_clusters_warning_does_not_end_workers(pool: VerifierPool, number: signal.Signals) -> None:
+    """SLURM sends it to every process of a step. A grade in progress would become an error."""
+    for worker in pool._workers:
+        os.kill(worker.process.pid, number)
+    assert [outcome.attempts for outcome in outcomes(pool, *["is 1"] * 20)] == [1] * 20
 
 
 def test_a_killed_workers_scratch_folder_is_removed(pool: VerifierPool, tmp_path: Path) -> None:

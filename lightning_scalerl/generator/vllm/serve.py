@@ -35,7 +35,7 @@ from lightning_scalerl.generator.vllm.announced import Announcement, address_in,
 from lightning_scalerl.generator.vllm.engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
 from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
 from sweeps.port import free_port
-from sweeps.process import last_words
+from sweeps.process import last_words, shielded
 from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -88,7 +88,8 @@ class Server:
             aloud: whether the server's output goes to this process's output instead of the log.
         """
         stdin = subprocess.PIPE if self.shape else subprocess.DEVNULL
-        with self.log.open("ab") as log:
+        # `close` ends the server by SIGTERM, so that signal stays open.
+        with self.log.open("ab") as log, shielded(signal.SIGUSR2):
             output = None if aloud else log
             self.process = subprocess.Popen(
                 self.command,
@@ -452,4 +453,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # warns the run of this job, which still needs the server to save
     sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -187,6 +188,66 @@ def test_a_stopped_command_resumes_with_the_resume_option_and_checkpoint(tmp_pat
     attempt = json.loads((run_dir / "command.json").read_text())
     assert attempt["attempts"] == 2 and attempt["words"][-1] == f"--from={run_dir}/state-10.json"
     assert steps_of(run_dir) == list(range(1, 31))
+
+
+# Ends a member as a cluster's job does, and prints how. The variable names the signal of the cluster's warning.
+JOB = """
+import signal
+from pathlib import Path
+from sweeps.command.runner import run_member
+from sweeps.run.interruption import RunInterruptedError, interruption
+with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
+    try:
+        run_member(Path({run_dir!r}))
+    except RunInterruptedError as error:
+        print("interrupted:", error, flush=True)
+"""
+# Starts of scripts: the command keeps the name of the signal that asks it to stop, or ignores that signal.
+KEEPING = """import os, signal, sys
+def keep(number, frame):
+    with open(sys.argv[3].partition("=")[2] + "/asked", "a") as file:
+        file.write(signal.Signals(number).name)
+    os._exit(0)
+signal.signal(signal.SIGINT, keep)
+"""
+IGNORING = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "warning", "expected"),
+    [
+        ("", {}, "SIGUSR2", "the command ended with killed by SIGTERM"),
+        (KEEPING, {"signal": "SIGINT"}, "SIGUSR2", "the command ended with exit code 0"),
+        ("", {"signal": "SIGUSR2"}, "SIGUSR2", "the command ended with killed by SIGUSR2"),
+        (
+            IGNORING,
+            {"within_s": 0.05},
+            "SIGUSR2",
+            "the command ended with killed by SIGKILL (not within 0.05 s, so it and its child processes were killed)",
+        ),
+        ("", {"signal": "SIGINT"}, "SIGTERM", "the command ended with killed by SIGTERM"),
+    ],
+)
+def test_a_clusters_warning_to_every_process_asks_the_command_to_stop(
+    tmp_path: Path, start: str, stop: dict[str, object], warning: str, expected: str
+) -> None:
+    """SLURM sends its warning to all processes of a step, also to those that no handler protects."""
+    _, run_dir = written(write_study(tmp_path, start + SCRIPT, line=WAITING, stop=stop))
+    with (run_dir / "log.txt").open("ab") as log:
+        job = subprocess.Popen(
+            [sys.executable, "-c", JOB.format(run_dir=str(run_dir))],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log,
+        )  # fmt: skip
+    wait_until(lambda: lines(run_dir) > 10)
+    (command,) = commands_of(run_dir)
+    guard = int(Path(f"/proc/{command}/stat").read_text().rpartition(")")[2].split()[1])
+    for process in (command, guard, job.pid):
+        os.kill(process, signal.Signals[warning])
+    assert job.wait(60) == 0, (run_dir / "log.txt").read_text()
+    assert f"interrupted: {warning} at step 17; {expected}\n" in (run_dir / "log.txt").read_text()
+    assert view(run_dir).status == "running", "the run can be continued"
+    if start == KEEPING:
+        assert (run_dir / "asked").read_text() == "SIGINT"
 
 
 def test_a_command_that_ignores_the_stop_file_is_killed(tmp_path: Path) -> None:

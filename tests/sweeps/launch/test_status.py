@@ -238,6 +238,22 @@ def test_a_member_whose_controller_died_while_submitting_is_shown_as_ended(tmp_p
     assert first(here).reason == "was being submitted"
 
 
+def test_a_member_at_work_is_shown_as_running_if_its_controller_died_while_submitting(tmp_path: Path) -> None:
+    """Nobody has recorded its job, so only the lease of the job's process shows that it runs."""
+    here = place(tmp_path, members=2)
+    with pytest.raises(Killed):
+        here.run(killed_at=("after", 2))
+    run_dir = here.run_dir(here.specs[0].run)
+    with Lease(run_dir) as lease:
+        lease.acquire()
+        views = overview(here.directory, here.cluster)
+    assert [(view.state, view.reason) for view in views] == [
+        ("running", None),
+        ("ended", "was being submitted"),
+    ]
+    assert states(here) == ["ended"] * 2
+
+
 def test_the_reason_of_a_queued_job_is_shown_unless_it_is_priority(tmp_path: Path) -> None:
     here = place(tmp_path, wait_s=1e6)
     here.run(detach=True)
