@@ -5,6 +5,7 @@ Runs inside the child only (standard library only).
 
 from __future__ import annotations
 
+import _signal
 import _socket
 import builtins
 import os
@@ -55,7 +56,13 @@ def main(config: dict[str, Any]) -> None:
 
 
 def _prepare(config: dict[str, Any]) -> None:
-    """Set up the interpreter as a program expects it, and hide the modules of this package."""
+    """Set up the interpreter and signals as a program expects them, and hide the modules of this package."""
+    # This process was started with both signals blocked. A program may end its own children by SIGTERM, so they must
+    # not inherit that. Ignoring SIGTERM discards one that came in the meantime.
+    _signal.signal(_signal.SIGUSR2, _signal.SIG_IGN)
+    _signal.signal(_signal.SIGTERM, _signal.SIG_IGN)
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGUSR2, _signal.SIGTERM))
+    _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
     # Python's limit of 4,300 digits protects servers from slow conversions of integers. Here, time limits are enough.
     sys.set_int_max_str_digits(0)
     sys.path.extend(config["sys_path"])

@@ -491,6 +491,11 @@ def test_a_clusters_warning_does_not_end_programs(monkeypatch: pytest.MonkeyPatc
     assert run_program("print(1)", "", Limits(), Protections(Walls())).stdout == "1\n"
 
 
+def test_a_program_can_end_its_own_child_by_sigterm() -> None:
+    source = "import os, time\nchild = os.fork()\nif child == 0: time.sleep(60)\nos.kill(child, 15)\nprint(os.waitpid(child, 0)[1])"
+    assert run_program(source, "", Limits(), Protections(Walls())).stdout == "15\n"
+
+
 def test_programs_are_judged_concurrently(any_place: Place) -> None:
     if any_place.pid != __import__("os").getpid():
         pytest.skip("the worker process answers one request at a time")
