@@ -297,6 +297,29 @@ def test_evaluate_takes_missing_settings_from_the_recipe(tiny_model_path: str) -
     assert (alone.every_n_steps, alone.samples, alone.seed, alone.prompts) == (10, 4, 0, None)
 
 
+def test_settings_of_the_budget_follow_max_steps(tiny_model_path: str) -> None:
+    """`schedule=cosine` and `curriculum=staged_rewards` end with the run, as on the command line; a given value wins."""
+    staged = ["schedule=cosine", "curriculum=staged_rewards"]
+    for given, expected in (
+        ([], (9, 9, 9)),
+        (["schedule.total_steps=7", "curriculum.total_steps=8"], (7, 8, 8)),
+        (["curriculum.begins=[0,0.1,0.2]"], (9, 9, 9)),
+    ):
+        module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule.warmup_steps=1", *staged, *given])
+        callbacks = module.recipe.choices
+        for steps in (5, 9):
+            trainer = Trainer(max_steps=steps, callbacks=[StopInSetup()], **quiet())
+            with pytest.raises(InterruptedError):
+                trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        (curriculum,) = (each for each in trainer.callbacks if getattr(each, "axis", "") == "curriculum")  # type: ignore[attr-defined]
+        lengths = (module.recipe.schedule, module.recipe.choices.curriculum, curriculum)
+        assert tuple(each.total_steps for each in lengths) == expected  # type: ignore[attr-defined]
+        assert module.recipe.choices is callbacks
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule=cosine", "schedule.warmup_steps=6"])
+    with pytest.raises(ConfigurationError, match=r"schedule\.total_steps: 6 must be more than schedule\.warmup_steps, 6"):
+        Trainer(max_steps=6, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+
+
 def test_without_evaluation_the_default_checkpoint_is_of_the_last_step(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
