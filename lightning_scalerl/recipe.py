@@ -137,7 +137,7 @@ class Recipe:
 
     `scaled_for` is the model that the settings were made for; None if they are for any model. `evaluation` has default
     arguments for `Evaluate`. `named` has the choices of the recipe's file if overrides changed any of them, else None.
-    `of_length` has each object whose arguments depend on `budget.steps`, with a function that builds it for other steps.
+    `of_length` has each object whose arguments depend on `budget.steps`, and a function that builds it for other steps.
     """
 
     name: str
