@@ -61,7 +61,7 @@ from lightning_scalerl.session.checkpoint_state import (
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import card_of, export
-from lightning_scalerl.session.fit import end_exhausted, next_batch_or_reason, probe, stop_between_steps
+from lightning_scalerl.session.fit import end_exhausted, end_stopped, next_batch_or_reason, probe, stop_between_steps
 from lightning_scalerl.session.models import make
 from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
@@ -495,6 +495,10 @@ class ScaleRL(LightningModule):
         """Add the run's state to a checkpoint. All ranks call it."""
         identity = identity_of(self.trainer, self, self.continuation.meaning)
         save_state(checkpoint, self._data_path, self.models, self.updates, self.records, identity)
+
+    def on_train_end(self) -> None:
+        """Evaluate the last weights if a callback has stopped the fit. Not called after an interruption or an error."""
+        end_stopped(self.trainer, self)
 
     def on_fit_end(self) -> None:
         """Stop the compute meter: time between two fits is not counted."""

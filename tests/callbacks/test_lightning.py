@@ -219,6 +219,34 @@ def test_early_stopping_checks_every_evaluation(tiny_model_path: str, tmp_path: 
     assert view.checkpoint_step == 6
 
 
+class StopAt(Callback):
+    """Stop the Trainer after a step, in the way of `max_time` and Timer, or by an error."""
+
+    def __init__(self, step: int, error: bool = False) -> None:
+        self.step = step
+        self.error = error
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.should_stop or pl_module.completed_steps == self.step
+        if trainer.should_stop and self.error:
+            raise InterruptedError
+
+
+def test_a_run_that_a_callback_stops_is_evaluated_at_its_last_weights(tiny_model_path: str, tmp_path: Path) -> None:
+    """It is saved with this evaluation, and continues without repeating it. A failed run is not evaluated."""
+    fit(tiny_model_path, tmp_path / "run", 40, callbacks=[StopAt(3)])
+    view = read_journal(tmp_path / "run")
+    assert [r.step for r in view.of_kind("eval")] == [0, 2, 3] and view.checkpoint_step == 3
+    assert (view.status, [r.metrics["eval/weight_version"] for r in view.of_kind("eval")]) == ("finished", [0, 2, 3])
+    fit(tiny_model_path, tmp_path / "run", 5, resume=True)
+    assert [r.step for r in read_journal(tmp_path / "run").of_kind("eval")] == [0, 2, 3, 4, 5]
+    with pytest.raises(InterruptedError):
+        fit(tiny_model_path, tmp_path / "failed", 40, callbacks=[StopAt(3, error=True)])
+    assert [r.step for r in read_journal(tmp_path / "failed").of_kind("eval")] == [0, 2]
+    fit(tiny_model_path, tmp_path / "even", 40, callbacks=[StopAt(2)])
+    assert [r.step for r in read_journal(tmp_path / "even").of_kind("eval")] == [0, 2], "once"
+
+
 class LogsSteps(Callback):
     """Log a metric in every step."""
 
