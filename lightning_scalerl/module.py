@@ -467,6 +467,8 @@ class ScaleRL(LightningModule):
         # The model's own dropout settings would make the trainer's policy differ from the generator's.
         set_mode(self.policy, self.recipe.optimizer.dropout)
         self.updates.begin()
+        # LearningRateMonitor logs the rates when Lightning's epoch starts, before the first step.
+        self.updates.set_learning_rates(self.completed_steps)
         if self.critic is not None:
             set_mode(self.critic, False)
         self.ranks.share(lambda: probe(self.data_path))

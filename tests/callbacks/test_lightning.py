@@ -414,6 +414,9 @@ def test_the_learning_rate_monitor_logs_the_rate_of_each_step(tiny_model_path: s
     (name,) = {name for _, name in cells if name.startswith("lr-")}
     used = {r.step: r.metrics["train/learning_rate"] for r in read_journal(run_dir).of_kind("train")}
     assert {step + 1: cells[step, name] for step in range(5)} == used
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+    assert rows[0] == (0, used[1]), "also at the start of Lightning's epoch"
     assert len(set(used.values())) == 4
 
 
