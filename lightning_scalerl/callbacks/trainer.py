@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
+    StochasticWeightAveraging,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import WandbLogger
@@ -164,6 +165,12 @@ def _check_fit(trainer: Trainer) -> None:
             raise ConfigurationError(
                 "callbacks: ModelCheckpoint(train_time_interval=...) saves nothing where a module steps its optimizer "
                 "itself; use every_n_train_steps"
+            )
+        if isinstance(callback, StochasticWeightAveraging):
+            # It would average the weights at the start of each epoch, and hand back the initial weights.
+            raise ConfigurationError(
+                "callbacks: StochasticWeightAveraging averages over epochs, and a run is one epoch; use "
+                "EMAWeightAveraging"
             )
     evaluation = evaluation_of(trainer)
     settings = {} if evaluation is None else evaluation.settings(trainer.datamodule.task)  # type: ignore[attr-defined]

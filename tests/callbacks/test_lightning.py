@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
 from lightning_scalerl import (
@@ -606,6 +612,14 @@ def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: s
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_stochastic_weight_averaging_is_refused(tiny_model_path: str) -> None:
+    """It hands back the average over the starts of epochs, which in a run of one epoch are the initial weights."""
+    with pytest.raises(
+        ConfigurationError, match=r"StochasticWeightAveraging averages over epochs.*EMAWeightAveraging$"
+    ):
+        fit(tiny_model_path, callbacks=[StochasticWeightAveraging(1e-3, swa_epoch_start=1)])
 
 
 def test_a_class_in_place_of_a_callback_is_refused(tiny_model_path: str) -> None:
