@@ -332,14 +332,16 @@ def test_evaluate_takes_missing_settings_from_the_recipe(tiny_model_path: str) -
 
 
 def test_settings_of_the_budget_follow_max_steps(tiny_model_path: str) -> None:
-    """`schedule=cosine` and `curriculum=staged_rewards` end with the run, as on the command line; a given value wins."""
+    """`schedule=cosine` and `curriculum=staged_rewards` end with the run, as in `scalerl train`; a given value wins."""
     staged = ["schedule=cosine", "curriculum=staged_rewards"]
     for given, expected in (
         ([], (9, 9, 9)),
         (["schedule.total_steps=7", "curriculum.total_steps=8"], (7, 8, 8)),
         (["curriculum.begins=[0,0.1,0.2]"], (9, 9, 9)),
     ):
-        module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule.warmup_steps=1", *staged, *given])
+        module = ScaleRL(
+            tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule.warmup_steps=1", *staged, *given]
+        )
         callbacks = module.recipe.choices
         for steps in (5, 9):
             trainer = Trainer(max_steps=steps, callbacks=[StopInSetup()], **quiet())
@@ -350,7 +352,9 @@ def test_settings_of_the_budget_follow_max_steps(tiny_model_path: str) -> None:
         assert tuple(each.total_steps for each in lengths) == expected  # type: ignore[attr-defined]
         assert module.recipe.choices is callbacks
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule=cosine", "schedule.warmup_steps=6"])
-    with pytest.raises(ConfigurationError, match=r"schedule\.total_steps: 6 must be more than schedule\.warmup_steps, 6"):
+    with pytest.raises(
+        ConfigurationError, match=r"schedule\.total_steps: 6 must be more than schedule\.warmup_steps, 6"
+    ):
         Trainer(max_steps=6, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
 
 
@@ -360,7 +364,7 @@ def test_without_evaluation_the_default_checkpoint_is_of_the_last_step(tiny_mode
     assert path.name == "epoch=0-step=3.ckpt"
 
 
-def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str) -> None:
+def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"EarlyStopping monitors 'eval/heldout/pass_rate' and nothing eval"):
         fit(tiny_model_path, callbacks=[EarlyStopping(RATE)])
     evaluation = Evaluate(every_n_steps=2, samples=1)
@@ -372,6 +376,16 @@ def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str) 
         with pytest.raises(ConfigurationError, match=r"which nothing logs.*valid: eval/heldout/pass_rate, ") as error:
             fit(tiny_model_path, callbacks=[evaluation, callback], enable_checkpointing=True)
         assert f"monitors {callback.monitor!r}" in str(error.value)
+    # A known prefix does not make a name valid. The run differs from its recipe on one axis.
+    for callback, match in (
+        (ModelCheckpoint(monitor="train/los"), r"'train/los', which nothing logs; did you mean train/loss\?; valid: "),
+        (EarlyStopping("compute/flop"), r"which nothing logs; did you mean compute/flops\?"),
+        (EarlyStopping("mechanism/filter"), r"does not differ from its recipe there; valid: mechanism/loss$"),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            callbacks = [CISPO(max_ratio=2.0), evaluation, callback, RunLog(tmp_path)]
+            fit(tiny_model_path, callbacks=callbacks, enable_checkpointing=True)
+    assert not any(tmp_path.iterdir()), "nothing is computed or written"
 
 
 def test_rows_without_a_heldout_set_are_trained_on_and_never_evaluated(tiny_model_path: str, tmp_path: Path) -> None:
