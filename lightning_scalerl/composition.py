@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -687,6 +687,13 @@ def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choice
     return Choices.of(build(config, axis) for axis in axes_of(config))
 
 
+def _build_for(config: Any, group: str, steps: int) -> Any:
+    """Instantiate one group of a composed configuration for a run of `steps` steps."""
+    from omegaconf import OmegaConf
+
+    return build(OmegaConf.merge(config, {"budget": {"steps": steps}}), group)
+
+
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
     """Build the recipe `recipe/<name>.yaml` of `conf/` or a user folder.
 
@@ -705,7 +712,16 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     composer, recipe_override = composer_of(folders), f"recipe={name}"
     config = composer.config([recipe_override, *overrides])
     check_keys(config, overrides)
-    recipe = build_recipe(config, name)
+    of_length: list[tuple[Any, Callable[[int], Any]]] = []
+
+    def build_group(group_config: Any, group: str) -> Any:
+        """Build a group, and note it if it depends on the budget."""
+        built = build(group_config, group)
+        if "budget.steps" in str(group_config[group]):  # with its interpolations
+            of_length.append((built, partial(_build_for, group_config, group)))
+        return built
+
+    recipe = replace(build_recipe(config, name, build_group), of_length=of_length)
     departures = choice_overrides(overrides, axes_of(config))
     if not departures:
         return recipe
@@ -713,7 +729,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
 
     def build_if_changed(other_config: Any, axis: str) -> Any:
         """Build a choice only if it differs from the recipe's, because building all 20 choices takes 30 ms."""
-        return recipe.choices.on(axis) if other_config[axis] == config.get(axis) else build(other_config, axis)
+        return recipe.choices.on(axis) if other_config[axis] == config.get(axis) else build_group(other_config, axis)
 
     try:
         named = _choices_of(composer.config([recipe_override, *other_overrides]), build_if_changed)

@@ -61,7 +61,7 @@ from lightning_scalerl.session.checkpoint_state import (
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import card_of, export
-from lightning_scalerl.session.fit import end_exhausted, next_batch_or_reason, probe, stop_between_steps
+from lightning_scalerl.session.fit import end_exhausted, end_stopped, next_batch_or_reason, probe, stop_between_steps
 from lightning_scalerl.session.models import make
 from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
@@ -467,6 +467,8 @@ class ScaleRL(LightningModule):
         # The model's own dropout settings would make the trainer's policy differ from the generator's.
         set_mode(self.policy, self.recipe.optimizer.dropout)
         self.updates.begin()
+        # LearningRateMonitor logs the rates when Lightning's epoch starts, before the first step.
+        self.updates.set_learning_rates(self.completed_steps)
         if self.critic is not None:
             set_mode(self.critic, False)
         self.ranks.share(lambda: probe(self.data_path))
@@ -495,6 +497,10 @@ class ScaleRL(LightningModule):
         """Add the run's state to a checkpoint. All ranks call it."""
         identity = identity_of(self.trainer, self, self.continuation.run_settings)
         save_state(checkpoint, self._data_path, self.models, self.updates, self.records, identity)
+
+    def on_train_end(self) -> None:
+        """Evaluate the last weights if a callback has stopped the fit. Not called after an interruption or an error."""
+        end_stopped(self.trainer, self)
 
     def on_fit_end(self) -> None:
         """Stop the compute meter: time between two fits is not counted."""

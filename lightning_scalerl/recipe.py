@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -137,6 +137,7 @@ class Recipe:
 
     `scaled_for` is the model that the settings were made for; None if they are for any model. `evaluation` has default
     arguments for `Evaluate`. `named` has the choices of the recipe's file if overrides changed any of them, else None.
+    `of_length` has each object whose arguments depend on `budget.steps`, and a function that builds it for other steps.
     """
 
     name: str
@@ -157,6 +158,17 @@ class Recipe:
     scaled_for: str | None = None
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     named: Choices | None = None
+    of_length: Sequence[tuple[Any, Callable[[int], Any]]] = dataclasses.field(default=(), repr=False, compare=False)
+
+    def set_length(self, steps: int) -> None:
+        """Set the values that depend on `budget.steps`, which a script does not have, to those of a run of `steps`.
+
+        Raises:
+            ConfigurationError: a value is invalid for a run of this length.
+        """
+        for built, build in self.of_length:
+            # Change the object itself: a Trainer that fits again has it among its callbacks.
+            vars(built).update(vars(build(steps)))
 
     def check_scale(self, same_model: bool) -> None:
         """Refuse settings that were made for another model, unless the user set `scaled_for=null`.

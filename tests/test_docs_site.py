@@ -32,6 +32,7 @@ import lightning_scalerl
 import sweeps
 from docs.site.generate import OTHERS, ROWS, commands, pages, setting_groups
 from docs.site.stage import CONFIG, completed, finish, navigated, site_pages, stage
+from lightning_scalerl.callbacks.trainer import LOGGED
 from lightning_scalerl.composition import plain_variants
 from lightning_scalerl.member.identify import check_shown
 from sweeps.cli.main import make_parser
@@ -186,6 +187,16 @@ def test_the_metrics_page_lists_exactly_the_metrics_in_the_code() -> None:
     assert {pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in listed)} == set()
     stale = {name for name in listed if not any(fnmatchcase(name, pattern) for pattern in written)}
     assert stale == set(), "the page names metrics that no code writes"
+
+
+def test_the_metrics_that_callbacks_may_monitor_are_those_on_the_page() -> None:
+    """Except those of held-out sets, of another trainer's command, and of the forecasts in MLflow."""
+    known = {f"{prefix}/{name}" for prefix, names in LOGGED.items() for name in names.split()}
+    listed = {name for name in metrics_on_the_page() if name.split("/")[0] in LOGGED}
+    listed -= {"compute/tokens", "compute/steps"}
+    assert {name for name in known if not any(fnmatchcase(name, pattern) for pattern in listed)} == set()
+    known |= {"compute/device_hours_*"}
+    assert listed - known == set() and {"fit", "rank", "eval"}.isdisjoint(LOGGED)
 
 
 def test_every_metric_of_a_short_run_is_on_the_page(tiny_model_path: str) -> None:

@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
+    StochasticWeightAveraging,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import WandbLogger
@@ -41,22 +43,30 @@ log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
 LOG_EVERY = 50
 NEVER = sys.maxsize
 EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
-# Prefixes of the metrics that a run logs, besides those of held-out sets.
-_LOGGED = tuple(
-    f"{kind}/"
-    for kind in (
-        "train",
-        "compute",
-        "time",
-        "live",
-        "virtual",
-        "verify",
-        "mechanism",
-        "rank",
-        "eval_cost",
-        "environment",
-    )
-)
+# Metrics that a run may log, by prefix, besides those of held-out sets (docs/reference/metrics.md). Names with a star
+# depend on the user's code or on the run's choices.
+LOGGED = {
+    "train": "pass_rate reward rewards_staged completion_tokens truncated cut_by_stage interrupted forced_tokens "
+    "ungraded zero_variance groups_kept groups_dropped credited_prompts credited_rollouts credited_tokens "
+    "prompts_retired epoch loss loss_* gradient_norm value_gradient_norm gradient_clipped learning_rate clip_fraction "
+    "ratio_mean ratio_min ratio_max entropy kl explained_variance skipped_updates loss_scale logprob_gap mismatch_kl "
+    "effective_samples probe_gap_mean probe_gap_p99 staleness_mean staleness_p95 staleness_max "
+    "staleness_in_flight_mean staleness_in_flight_p95 staleness_in_flight_max staleness_queued_mean "
+    "staleness_queued_p95 staleness_queued_max",
+    "reward": "*",
+    "alarm": "truncated",
+    "compute": "flops flops_train flops_generate device_hours device_hours_train device_hours_generate "
+    "device_hours_checkpoint device_hours_idle device_hours_judge virtual_device_hours judge_hours judge_tokens "
+    "judge_prompt_tokens judge_completion_tokens judge_cost wasted_flops wasted_device_hours",
+    "eval_cost": "flops judge_hours judge_tokens judge_prompt_tokens judge_completion_tokens judge_cost",
+    "environment": "turns calls malformed raised failed tokens characters_cut info_* pass_rate_*",
+    "virtual": "trainer_idle generator_idle",
+    "live": "trainer_idle generator_idle trainer_tokens_s engine*_idle engine*_tokens_s publish_s generators_lost",
+    "mechanism": "*",
+    "verify": "scored abstained errors timeouts retried judge_asked judge_cached",
+    "time": "verify_mean_s verify_slowest_s verify_total_s evaluate_s reward_per_device_hour",
+}
+_LOGGED = [f"{prefix}/{name}" for prefix, names in LOGGED.items() for name in names.split()]
 STAGES = {
     "test": "Trainer.test: a held-out set is evaluated by Trainer.validate(module, datamodule=...); there is no other",
 }
@@ -165,6 +175,12 @@ def _check_fit(trainer: Trainer) -> None:
                 "callbacks: ModelCheckpoint(train_time_interval=...) saves nothing where a module steps its optimizer "
                 "itself; use every_n_train_steps"
             )
+        if isinstance(callback, StochasticWeightAveraging):
+            # It would average the weights at the start of each epoch, and hand back the initial weights.
+            raise ConfigurationError(
+                "callbacks: StochasticWeightAveraging averages over epochs, and a run is one epoch; use "
+                "EMAWeightAveraging"
+            )
     evaluation = evaluation_of(trainer)
     settings = {} if evaluation is None else evaluation.settings(trainer.datamodule.task)  # type: ignore[attr-defined]
     for callback in monitoring(trainer):
@@ -222,12 +238,30 @@ def _check_monitor(trainer: Trainer, callback: Any, settings: Mapping[str, Evalu
     if name.startswith("eval/"):
         unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:
-        unknown = not name.startswith(_LOGGED) and not _may_log_other_metrics(trainer)
+        is_logged = any(fnmatchcase(name, pattern) for pattern in _LOGGED)
+        unknown = not is_logged and not _may_log_other_metrics(trainer)
     if unknown:
+        suggestion = did_you_mean(name, [*valid, *(each for each in _LOGGED if "*" not in each)])
         raise ConfigurationError(
-            f"callbacks: {type(callback).__name__} monitors {name!r}, which nothing logs{did_you_mean(name, valid)}; "
+            f"callbacks: {type(callback).__name__} monitors {name!r}, which nothing logs{suggestion}; "
             f"valid: {', '.join(valid)}, and metrics of a step such as train/reward (docs/reference/metrics.md)"
         )
+
+
+def _check_mechanisms(trainer: Trainer, axes: Sequence[str]) -> None:
+    """Refuse to monitor `mechanism/<axis>` of an axis on which the run does not differ from its recipe.
+
+    Raises:
+        ConfigurationError: the metric is never logged; the message lists valid names.
+    """
+    for callback in monitoring(trainer):
+        prefix, _, axis = str(callback.monitor).partition("/")
+        if prefix == "mechanism" and axis not in axes and not _may_log_other_metrics(trainer):
+            raise ConfigurationError(
+                f"callbacks: {type(callback).__name__} monitors {callback.monitor!r}, which nothing logs, because the "
+                "run does not differ from its recipe there; valid: "
+                f"{', '.join(f'{prefix}/{each}' for each in axes) or 'no metric of this kind in this run'}"
+            )
 
 
 def _metric_names(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
@@ -351,6 +385,7 @@ class StepHooks(Callback):
         """Check optimizer and checkpoint before another callback writes anything."""
         pl_module.updates.check_configured(pl_module, trainer)
         pl_module.continuation.check_checkpoint(trainer.ckpt_path)
+        pl_module.ranks.share(lambda: _check_mechanisms(trainer, pl_module.mechanism.axes))
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Let EarlyStopping accept that a user's metric is missing before the first step."""

@@ -127,17 +127,20 @@ class ComputeMeter:
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
         """Count the FLOPs of one step: forward and backward together cost three forward passes.
 
-        A critic costs as much as the policy without its head, and a teacher's cost follows from the teacher's size. If
-        an adapter is trained, an update costs only two forward passes for frozen weights, and only one in layers before
-        the first trained weight (`FlopModel.adapting`).
+        A critic costs as much as the policy without its head, and a teacher's cost follows from the teacher's size. An
+        update costs only two forward passes for frozen weights, and only one in layers before the first trained weight
+        (`FlopModel.partial_training`).
         """
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
         reference = policy if self.reference is None else self.reference.forward(lengths, prompts)
         flops = (3 * passes.policy_updates + passes.policy_forwards) * policy + passes.reference_forwards * reference
-        if self._flop_model.adapter:
-            flops += self._flop_model.adapting(lengths, prompts, passes.policy_updates, passes.policy_forwards)
-        self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
+        flops += self._flop_model.partial_training(lengths, prompts, passes.policy_updates, passes.policy_forwards)
+        flops += (3 * passes.value_updates + passes.value_forwards) * value
+        # A critic is a copy of the policy with its frozen weights; with an adapter it is a copy that is trained whole.
+        if not self._flop_model.adapter:
+            flops += self._flop_model.partial_training(lengths, lengths, passes.value_updates, passes.value_forwards)
+        self._flops["train"] += flops
 
     def judged(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
         """Count what judge models cost for grading one completion, of training or of an evaluation."""

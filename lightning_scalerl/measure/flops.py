@@ -44,8 +44,8 @@ class FlopModel:
         layers: number of layers.
         windows: attention windows of the layers.
         adapter: FLOPs per token that low-rank weights add in the trainer.
-        frozen: FLOPs per token of the body's weights that get no gradient when an adapter is trained.
-        frozen_head: FLOPs per token of the head if it gets no gradient, else 0.
+        frozen: FLOPs per token of the body's weights that get no gradient.
+        frozen_head: FLOPs per token of the head if its weights or its inputs need no gradient, else 0.
         flops_below: FLOPs per token of the matrices before the first trained weight; their inputs need no gradient
             either.
         layers_below: number of whole layers before the first trained weight.
@@ -116,14 +116,14 @@ class FlopModel:
         # q k^T and the weighted sum of v: 2 FLOPs each per head dimension, head, layer and attended token.
         per_layer = 2.0 * heads * (keys + values)
         plain = cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
-        if not adapter:
+        if head.requires_grad and all(parameter.requires_grad for parameter in decoder.parameters()):
             return plain
-        flops_below, layers_below = _flops_below_adapter(model, flops_by_id)
+        flops_below, layers_below, head_is_first = _flops_below_trained(model, decoder, flops_by_id)
         return replace(
             plain,
             adapter=adapter,
             frozen=frozen,
-            frozen_head=0.0 if head.requires_grad else plain.head,
+            frozen_head=plain.head if head_is_first or not head.requires_grad else 0.0,
             flops_below=flops_below,
             layers_below=layers_below,
         )
@@ -165,13 +165,13 @@ class FlopModel:
         """Return the FLOPs of a forward and backward pass: three forward passes."""
         return 3.0 * self.forward(lengths, prompt_lengths)
 
-    def adapting(self, lengths: list[int], prompt_lengths: list[int], updates: int, forwards: int) -> float:
-        """Return the FLOPs that training an adapter adds to those of full training; usually negative.
+    def partial_training(self, lengths: list[int], prompt_lengths: list[int], updates: int, forwards: int) -> float:
+        """Return the FLOPs that an adapter and frozen weights add to those of full training; usually negative.
 
         The adapter's weights cost as much as any other weights. An update costs as much as three forward passes: one
         forward, one for the gradients of inputs, and one for the gradients of weights. A frozen weight saves the last
         one. Layers before the first trained weight need neither gradient, which saves two, in their weights and in
-        attention.
+        attention. The result is 0 without an adapter and frozen weights.
 
         Args:
             lengths: tokens of each sequence, prompt included.
@@ -200,25 +200,33 @@ class _FirstLayerDoneError(Exception):
     """Raised by a hook to stop a forward pass after the first layer with a trained weight."""
 
 
-def _flops_below_adapter(model: nn.Module, flops_by_id: Mapping[int, float]) -> tuple[float, int]:
-    """Return the FLOPs per token of matrices whose input needs no gradient, and the number of layers with such inputs.
+def _flops_below_trained(
+    model: nn.Module, decoder: nn.Module, flops_by_id: Mapping[int, float]
+) -> tuple[float, int, bool]:
+    """Find where the backward pass ends: return what is before the first trained weight.
 
-    They are measured with hooks, in a forward pass of two tokens up to the first layer with a trained weight. The
-    result is (0, 0) if that pass fails, as it does on fake tensors (without data) if a router has to choose experts.
+    The parts are the FLOPs per token of matrices whose input needs no gradient, the number of layers with such inputs,
+    and whether the head's input needs none either. They are measured with hooks, in a forward pass of two tokens up to
+    the first layer with a trained weight. The result is (0, 0, False) if that pass fails, as it does on fake tensors
+    (without data) if a router has to choose experts.
 
     Args:
-        model: a model with an adapter.
+        model: a model with frozen weights.
+        decoder: its language model.
         flops_by_id: FLOPs per token of the model's matrices, by the parameter's id.
     """
     base, flops_below = backbone(model), 0.0
-    trained_layers = [
-        match
+    ids = {id(parameter) for parameter in decoder.parameters()}
+    layers = [
+        (match, parameter)
         for name, parameter in base.named_parameters()
-        if parameter.requires_grad and (match := _LAYER.match(name))
+        if id(parameter) in ids and (match := _LAYER.match(name))
     ]
-    if not trained_layers:
-        return 0.0, 0
-    first = min(trained_layers, key=lambda match: int(match["number"]))
+    trained_layers = [match for match, parameter in layers if parameter.requires_grad]
+    if not layers:
+        return 0.0, 0, False
+    # Without a trained layer, the pass goes through all of them.
+    first = min(trained_layers or [match for match, _ in layers], key=lambda match: int(match["number"]))
     first_layer_needs_gradient: list[bool] = []
 
     def needs_gradient(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -244,19 +252,22 @@ def _flops_below_adapter(model: nn.Module, flops_by_id: Mapping[int, float]) -> 
             lambda *call: first_layer_needs_gradient.append(needs_gradient(*call)), with_kwargs=True
         )
     )
-    hooks.append(layer.register_forward_hook(stop))
+    if trained_layers:
+        hooks.append(layer.register_forward_hook(stop))
     try:
         with eval_mode(model), torch.enable_grad():
-            base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(base.parameters()).device), use_cache=False)
+            device = next(base.parameters()).device
+            output = base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
     except _FirstLayerDoneError:
         # The layers before this one need no gradient only if this layer's input needs none.
-        return flops_below, 0 if first_layer_needs_gradient[0] else int(first["number"])
+        return flops_below, 0 if any(first_layer_needs_gradient) else int(first["number"]), False
     except (NotImplementedError, RuntimeError):
-        return 0.0, 0
+        return 0.0, 0, False
     finally:
         for hook in hooks:
             hook.remove()
-    return flops_below, 0
+    num_layers = 1 + max(int(match["number"]) for match, _ in layers)
+    return flops_below, 0 if any(first_layer_needs_gradient) else num_layers, not output[0].requires_grad
 
 
 def _first_number(config: Any, keys: Sequence[str]) -> int | None:

@@ -71,6 +71,22 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
     trainer.should_stop = True
     if run.ranks.leads:
         _log.warning("after step %d: %s", run.completed_steps, reason)
+    _evaluate_and_save(trainer, run)
+
+
+def end_stopped(trainer: Any, run: Run) -> None:
+    """End a fit that a callback or `max_time` stops before `max_steps`: evaluate the last weights and save.
+
+    Raises:
+        RunInterruptedError: a stop was requested meanwhile.
+    """
+    stopped = trainer.should_stop and run.completed_steps < trainer.max_steps
+    if stopped and evaluation_due(trainer, run.completed_steps, last=True):
+        _evaluate_and_save(trainer, run)
+
+
+def _evaluate_and_save(trainer: Any, run: Run) -> None:
+    """Evaluate the last weights of a fit, unless they are evaluated already, and save the run."""
     if evaluation_due(trainer, run.completed_steps, last=True) and not validate_now(trainer, last=True):
         stop_between_steps(trainer, run)
     for callback in trainer.callbacks:

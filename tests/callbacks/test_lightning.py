@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
 from lightning_scalerl import (
@@ -219,6 +225,34 @@ def test_early_stopping_checks_every_evaluation(tiny_model_path: str, tmp_path: 
     assert view.checkpoint_step == 6
 
 
+class StopAt(Callback):
+    """Stop the Trainer after a step, in the way of `max_time` and Timer, or by an error."""
+
+    def __init__(self, step: int, error: bool = False) -> None:
+        self.step = step
+        self.error = error
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.should_stop or pl_module.completed_steps == self.step
+        if trainer.should_stop and self.error:
+            raise InterruptedError
+
+
+def test_a_run_that_a_callback_stops_is_evaluated_at_its_last_weights(tiny_model_path: str, tmp_path: Path) -> None:
+    """It is saved with this evaluation, and continues without repeating it. A failed run is not evaluated."""
+    fit(tiny_model_path, tmp_path / "run", 40, callbacks=[StopAt(3)])
+    view = read_journal(tmp_path / "run")
+    assert [r.step for r in view.of_kind("eval")] == [0, 2, 3] and view.checkpoint_step == 3
+    assert (view.status, [r.metrics["eval/weight_version"] for r in view.of_kind("eval")]) == ("finished", [0, 2, 3])
+    fit(tiny_model_path, tmp_path / "run", 5, resume=True)
+    assert [r.step for r in read_journal(tmp_path / "run").of_kind("eval")] == [0, 2, 3, 4, 5]
+    with pytest.raises(InterruptedError):
+        fit(tiny_model_path, tmp_path / "failed", 40, callbacks=[StopAt(3, error=True)])
+    assert [r.step for r in read_journal(tmp_path / "failed").of_kind("eval")] == [0, 2]
+    fit(tiny_model_path, tmp_path / "even", 40, callbacks=[StopAt(2)])
+    assert [r.step for r in read_journal(tmp_path / "even").of_kind("eval")] == [0, 2], "once"
+
+
 class LogsSteps(Callback):
     """Log a metric in every step."""
 
@@ -297,13 +331,40 @@ def test_evaluate_takes_missing_settings_from_the_recipe(tiny_model_path: str) -
     assert (alone.every_n_steps, alone.samples, alone.seed, alone.prompts) == (10, 4, 0, None)
 
 
+def test_settings_of_the_budget_follow_max_steps(tiny_model_path: str) -> None:
+    """`schedule=cosine` and `curriculum=staged_rewards` end with the run, as in `scalerl train`; a given value wins."""
+    staged = ["schedule=cosine", "curriculum=staged_rewards"]
+    for given, expected in (
+        ([], (9, 9, 9)),
+        (["schedule.total_steps=7", "curriculum.total_steps=8"], (7, 8, 8)),
+        (["curriculum.begins=[0,0.1,0.2]"], (9, 9, 9)),
+    ):
+        module = ScaleRL(
+            tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule.warmup_steps=1", *staged, *given]
+        )
+        callbacks = module.recipe.choices
+        for steps in (5, 9):
+            trainer = Trainer(max_steps=steps, callbacks=[StopInSetup()], **quiet())
+            with pytest.raises(InterruptedError):
+                trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        (curriculum,) = (each for each in trainer.callbacks if getattr(each, "axis", "") == "curriculum")  # type: ignore[attr-defined]
+        lengths = (module.recipe.schedule, module.recipe.choices.curriculum, curriculum)
+        assert tuple(each.total_steps for each in lengths) == expected  # type: ignore[attr-defined]
+        assert module.recipe.choices is callbacks
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule=cosine", "schedule.warmup_steps=6"])
+    with pytest.raises(
+        ConfigurationError, match=r"schedule\.total_steps: 6 must be more than schedule\.warmup_steps, 6"
+    ):
+        Trainer(max_steps=6, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+
+
 def test_without_evaluation_the_default_checkpoint_is_of_the_last_step(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
     assert path.name == "epoch=0-step=3.ckpt"
 
 
-def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str) -> None:
+def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"EarlyStopping monitors 'eval/heldout/pass_rate' and nothing eval"):
         fit(tiny_model_path, callbacks=[EarlyStopping(RATE)])
     evaluation = Evaluate(every_n_steps=2, samples=1)
@@ -315,6 +376,16 @@ def test_monitoring_a_metric_that_nothing_logs_is_refused(tiny_model_path: str) 
         with pytest.raises(ConfigurationError, match=r"which nothing logs.*valid: eval/heldout/pass_rate, ") as error:
             fit(tiny_model_path, callbacks=[evaluation, callback], enable_checkpointing=True)
         assert f"monitors {callback.monitor!r}" in str(error.value)
+    # A known prefix does not make a name valid. The run differs from its recipe on one axis.
+    for callback, match in (
+        (ModelCheckpoint(monitor="train/los"), r"'train/los', which nothing logs; did you mean train/loss\?; valid: "),
+        (EarlyStopping("compute/flop"), r"which nothing logs; did you mean compute/flops\?"),
+        (EarlyStopping("mechanism/filter"), r"does not differ from its recipe there; valid: mechanism/loss$"),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            callbacks = [CISPO(max_ratio=2.0), evaluation, callback, RunLog(tmp_path)]
+            fit(tiny_model_path, callbacks=callbacks, enable_checkpointing=True)
+    assert not any(tmp_path.iterdir()), "nothing is computed or written"
 
 
 def test_rows_without_a_heldout_set_are_trained_on_and_never_evaluated(tiny_model_path: str, tmp_path: Path) -> None:
@@ -363,6 +434,9 @@ def test_the_learning_rate_monitor_logs_the_rate_of_each_step(tiny_model_path: s
     (name,) = {name for _, name in cells if name.startswith("lr-")}
     used = {r.step: r.metrics["train/learning_rate"] for r in read_journal(run_dir).of_kind("train")}
     assert {step + 1: cells[step, name] for step in range(5)} == used
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+    assert rows[0] == (0, used[1]), "also at the start of Lightning's epoch"
     assert len(set(used.values())) == 4
 
 
@@ -552,6 +626,14 @@ def test_trainer_settings_that_conflict_with_ours_are_refused(tiny_model_path: s
     with pytest.raises(ConfigurationError, match=match) as caught:
         fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_stochastic_weight_averaging_is_refused(tiny_model_path: str) -> None:
+    """It hands back the average over the starts of epochs, which in a run of one epoch are the initial weights."""
+    with pytest.raises(
+        ConfigurationError, match=r"StochasticWeightAveraging averages over epochs.*EMAWeightAveraging$"
+    ):
+        fit(tiny_model_path, callbacks=[StochasticWeightAveraging(1e-3, swa_epoch_start=1)])
 
 
 def test_a_class_in_place_of_a_callback_is_refused(tiny_model_path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -582,18 +583,9 @@ def test_the_frozen_head_limits_the_probability_of_a_digit() -> None:
 # --- compute -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "down_proj"], ["1.mlp.up_proj"], ["o_proj"]])
-def test_flops_equal_the_counts_of_torch(targets: Any) -> None:
-    """Generation costs as for the plain model. Updates skip gradients of frozen weights and below the first adapter."""
-    model: Any = tiny("Llama", AGREE["Llama"])
-    plain = FlopModel.of(model)
-    add_lora(model, 4, 8.0, targets)
-    adapted_flops = FlopModel.of(model)
-    assert (adapted_flops.per_token, adapted_flops.head, adapted_flops.per_layer) == (
-        plain.per_token,
-        plain.head,
-        plain.per_layer,
-    )
+def check_update_flops(model: Any) -> FlopModel:
+    """Compare the FLOPs of an update, without attention, with torch's count of matrix products; return our counts."""
+    flops = FlopModel.of(model)
     length = TOKENS.shape[1]
     with FlopCounterMode(display=False) as counter:
         model(TOKENS, use_cache=False).logits.sum().backward()
@@ -603,17 +595,48 @@ def test_flops_equal_the_counts_of_torch(targets: Any) -> None:
     )
     # `forward` counts a sequence with one more token, whose last token is only predicted. Here all tokens have logits.
     lengths, prompts = [length + 1], [1]
-    ours = 3 * adapted_flops.forward(lengths, prompts) + adapted_flops.adapting(lengths, prompts, updates=1, forwards=0)
-    ours -= (
-        (3 * adapted_flops.layers - 2 * adapted_flops.layers_below)
-        * adapted_flops.per_layer
-        * length
-        * (length + 1)
-        // 2
-    )
+    ours = 3 * flops.forward(lengths, prompts) + flops.partial_training(lengths, prompts, updates=1, forwards=0)
+    ours -= (3 * flops.layers - 2 * flops.layers_below) * flops.per_layer * length * (length + 1) // 2
     assert ours == counted_by_torch
+    return flops
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "down_proj"], ["1.mlp.up_proj"], ["o_proj"]])
+def test_flops_equal_the_counts_of_torch(targets: Any) -> None:
+    """Generation costs as for the plain model. Updates skip gradients of frozen weights and below the first adapter."""
+    model: Any = tiny("Llama", AGREE["Llama"])
+    plain = FlopModel.of(model)
+    add_lora(model, 4, 8.0, targets)
+    adapted_flops = check_update_flops(model)
+    assert (adapted_flops.per_token, adapted_flops.head, adapted_flops.per_layer) == (
+        plain.per_token,
+        plain.head,
+        plain.per_layer,
+    )
     assert adapted_flops.layers_below == (targets == ["1.mlp.up_proj"])
-    assert plain.adapting(lengths, prompts, 1, 1) == 0.0
+    lengths, prompts = [TOKENS.shape[1] + 1], [1]
+    assert plain.partial_training(lengths, prompts, 1, 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("trained", "layers_below"),
+    [
+        ("", 0),
+        (r"lm_head", 2),
+        (r"model\.norm", 2),
+        (r"model\.layers\.1\.", 1),
+        (r".*(layers\.1\.mlp|lm_head)", 1),
+        (r".*(layers|lm_head|norm)", 0),
+        (r".*embed_tokens", 0),
+        (r"(?!lm_head)", 0),
+    ],
+)
+def test_flops_of_a_model_with_frozen_weights_equal_the_counts_of_torch(trained: str, layers_below: int) -> None:
+    model: Any = tiny("Llama", AGREE["Llama"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(trained, name) is not None)
+    flops = check_update_flops(model)
+    assert flops.layers_below == layers_below
 
 
 def test_the_meter_charges_an_update_of_an_adapter_less(tiny_model_path: str) -> None:
