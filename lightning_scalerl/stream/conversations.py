@@ -203,7 +203,7 @@ class Dialogue:
             settled = Outcome("error", why=f"environment: {conversation.failed}")
         elif self.settings.reward == "environment":
             if conversation.rewarded:
-                settled = Outcome("score", sum(conversation.rewards), parts=conversation.info)
+                settled = Outcome("score", math.fsum(conversation.rewards), parts=conversation.info)
             else:
                 settled = Outcome("abstain", why="the environment gave no reward")
         return replace(sample, turns=texts, settled=settled)

@@ -137,6 +137,16 @@ def test_limits_of_turns_and_tokens(model: str, overrides: tuple[str, ...], trun
         assert with_last_turn and all("9" in module.models.tokenizer.decode(tokens) for tokens in with_last_turn)
 
 
+def test_step_rewards_that_add_up_to_1_are_a_pass(model: str) -> None:
+    _, groups = train(model, f"environment.factory={GAMES}:Shares", "length_control=none", "filter=none", steps=1)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    whole = [
+        rollout for rollout in rollouts if rollout.conversation and rollout.conversation.rewards == (0.7, 0.2, 0.1)
+    ]
+    assert whole and all(rollout.grade == 1.0 and rollout.correct for rollout in whole)
+    assert not any(rollout.correct for rollout in rollouts if rollout not in whole)
+
+
 def test_a_failing_environment_removes_only_its_own_rollouts(model: str, tmp_path: Path) -> None:
     overrides = (f"environment.factory={GAMES}:Failing", "environment.timeout_s=0.5", "verify.max_error_share=1")
     overrides += ("environment.processes=6",)
