@@ -455,7 +455,8 @@ def _idle_rewards(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 def _exhausted_pool(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     """Return a warning if the prompt pool may be exhausted within the budget, which would end the run early."""
-    resampling, prompts = builder(spec.config, "resampling"), len(builder(spec.config, "task").train_prompts())
+    resampling, pool = builder(spec.config, "resampling"), builder(spec.config, "task").train_prompts()
+    prompts = len({prompt.copy_of or prompt.prompt_id for prompt in pool})
     batch = spec.config["batch"]
     # Draws per prompt over the whole run.
     draws = spec.steps * batch["prompts"] / prompts
