@@ -243,6 +243,7 @@ def test_jsonl(tmp_path: Path) -> None:
     [
         ([{"prompt": "a"}], r"train.jsonl, line 1: answer: is missing"),
         ([{"prompt": "a", "answer": "b"}, "{broken"], "line 2"),
+        ([{"prompt": "a", "answer": "\ud800"}], r"train.jsonl, line 1: answer: .* has a lone surrogate"),
         ([[1, 2]], "line 1"),
         ([], "holds no prompts"),
     ],
