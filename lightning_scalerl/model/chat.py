@@ -116,7 +116,7 @@ class Rendering:
             templates = getattr(self.tokenizer, "chat_template", None)
             template = templates.get("default") if isinstance(templates, Mapping) else templates
         elif chat.template != "none":
-            template = Path(chat.template).expanduser().read_text(encoding="utf-8")
+            template = Path(chat.template).expanduser().read_text(encoding="utf-8-sig")
         if chat.system is not None and template is None:
             raise ConfigurationError("chat.system: there is no chat template to put it into; give chat.template a file")
         if chat.thinking is not None and (template is None or "enable_thinking" not in template):

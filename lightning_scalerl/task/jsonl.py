@@ -104,7 +104,7 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
         ConfigurationError: a line is malformed; the error names field, file, line and problem.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{field}: cannot read {path!r} ({error}); give a UTF-8 JSON-lines file") from error
     prompts = []
