@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -178,6 +178,28 @@ def shown(value: Any) -> str:
     """Return a value as the user would write it: `true` and `null` as in YAML, strings in quotes."""
     words = {True: "true", False: "false"}
     return words[value] if isinstance(value, bool) else "null" if value is None else repr(value)
+
+
+def lone_surrogate(value: Any) -> str | None:
+    r"""Return a description of a lone surrogate in a text, or in a list or mapping with texts; None if there is none.
+
+    JSON can write one as the escape "\ud800". Tokenizers and files, which need UTF-8, cannot take such a text.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            excerpt = value[max(0, error.start - 20) : error.start + 20]
+            return (
+                f"{excerpt!r} has a lone surrogate, which UTF-8 cannot encode; remove it, or write \\ufffd in its place"
+            )
+        return None
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = (part for item in value.items() for part in item)
+    elif isinstance(value, list | tuple):
+        parts = value
+    return next(filter(None, map(lone_surrogate, parts)), None)
 
 
 def did_you_mean(name: str, valid: Sequence[str] | Mapping[str, Any], prefix: str = "") -> str:

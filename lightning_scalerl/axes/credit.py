@@ -5,6 +5,7 @@ Turns matter only with an environment; a completion of one turn has the same cre
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,19 +111,18 @@ def turn_rewards(rollout: Rollout) -> list[float]:
     rewards = [scale * reward for reward in conversation.rewards]
     # The remainder comes from a verifier, the constant of the reward scale, a length penalty or user-defined axes.
     # Without these it is zero, and the last reward stays exact.
-    if (remainder := rollout.reward - sum(rewards)) != 0:
+    if (remainder := rollout.reward - math.fsum(rewards)) != 0:
         rewards[-1] += remainder
     return rewards
 
 
 def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Return for each turn the discounted sum of its own and all later rewards."""
-    returns: list[float] = []
-    next_return = 0.0
-    for reward in reversed(rewards):
-        next_return = reward + discount * next_return
-        returns.append(next_return)
-    return returns[::-1]
+    # Equal sums must be equal exactly: normalization would magnify a difference by rounding.
+    return [
+        math.fsum(discount**later * reward for later, reward in enumerate(rewards[turn:]))
+        for turn in range(len(rewards))
+    ]
 
 
 def turn_of_tokens(rollout: Rollout) -> list[int]:

@@ -57,7 +57,7 @@ def weighted_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str
     # This branch also covers a single reward, which has no terms (`Grade.terms`).
     if all(factors.get(name, 1.0) == 1.0 for name in terms):
         return reward
-    return float(sum(factors.get(name, 1.0) * term for name, term in terms.items()))
+    return math.fsum(factors.get(name, 1.0) * term for name, term in terms.items())
 
 
 class Curriculum(DesignChoice):

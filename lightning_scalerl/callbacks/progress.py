@@ -51,7 +51,7 @@ class StepProgress(Recorder, ProgressBar):
         else:
             shown = {"pass rate": "train/pass_rate", "reward": "train/reward"}
             # A batch in which no completion has a score has neither metric.
-            parts = [f"{name} {metrics[key]:.3f}" for name, key in shown.items() if key in metrics]
+            parts = [f"{name} {_short(metrics[key])}" for name, key in shown.items() if key in metrics]
             self._shown["train"] = ", ".join(parts) or "no completion has a score"
         spent = device_time(metrics["compute/device_hours"])
         self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {spent}"
@@ -70,3 +70,8 @@ class StepProgress(Recorder, ProgressBar):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _short(value: float) -> str:
+    """Return a value with three decimals, or a large one with six significant digits: rewards have no limit."""
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.6g}"

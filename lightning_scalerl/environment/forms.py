@@ -145,9 +145,9 @@ def form_of(user: Any) -> Literal["tools", "text"]:
     name = type(user).__name__
     if not callable(getattr(user, "reset", None)):
         raise ConfigurationError(f"environment: {name} has no method reset")
-    parameters = inspect.signature(user.reset).parameters
-    any_column = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if callable(getattr(user, "step", None)) and "seed" in parameters and not any_column:
+    any_column = _any_column(user)
+    has_step = callable(getattr(user, "step", None))
+    if has_step and "seed" in inspect.signature(user.reset).parameters and not any_column:
         return "text"
     if not any_column and not dict(tools_of(user)):
         raise ConfigurationError(
@@ -155,6 +155,12 @@ def form_of(user: Any) -> Literal["tools", "text"]:
             "(reset(seed), step(text))"
         )
     return "tools"
+
+
+def _any_column(user: Any) -> str:
+    """Return the parameter of `reset` for arbitrary columns, such as `**row`; empty if it has none."""
+    parameters = inspect.signature(user.reset).parameters.values()
+    return next((f"**{parameter.name}" for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), "")
 
 
 def tools_of(user: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -179,36 +185,40 @@ def properties_of(user: Any) -> Declared:
         raise ConfigurationError(f"environment: seconds of {type(user).__name__} is {seconds!r}, not a number from 0")
     return Declared(
         form=form,
-        tools=tuple(_schema(name, method) for name, method in tools_of(user)) if form == "tools" else (),
+        tools=tuple(_schema(name, method, user) for name, method in tools_of(user)) if form == "tools" else (),
         owns_reward=form == "text" or hasattr(user, "get_reward"),
         replayable=replayable,
         seconds=float(seconds),
     )
 
 
-def _schema(name: str, method: Callable[..., Any]) -> Schema:
-    """Return a tool's schema. Its method needs type hints and a docstring in Google's form.
+def _schema(name: str, method: Callable[..., Any], user: Any) -> Schema:
+    """Return the schema of a tool of `user`. Its method needs type hints and a docstring in Google's form.
 
     Raises:
         ConfigurationError: it has no schema, or has arguments that a call by name cannot give.
     """
     from transformers.utils import get_json_schema
 
+    text_form = ""
+    if name == "step":  # it may be meant as the method of the text form
+        without = f" without {any_column}" if (any_column := _any_column(user)) else ""
+        text_form = f"for an environment in text form write reset(self, seed){without}; for a tool "
     for parameter in inspect.signature(method).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             argument = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
             by_position = " by position only" if parameter.kind is parameter.POSITIONAL_ONLY else ""
             raise ConfigurationError(
                 f"environment: tool {name!r} takes {argument}{by_position}, and a "
-                "call gives each argument by its name; give it arguments with names, or put _ before the name of a "
-                "method that is not a tool"
+                f"call gives each argument by its name; {text_form}give it arguments with names, or put _ before the "
+                "name of a method that is not a tool"
             )
     try:
         schema: Schema = get_json_schema(method)
     except Exception as error:
         raise ConfigurationError(
-            f"environment: tool {name!r} has no schema ({error_line(error)}); give each argument a type hint and a "
-            "line in the docstring's Args, or put _ before the name of a method that is not a tool"
+            f"environment: tool {name!r} has no schema ({error_line(error)}); {text_form}give each argument a type "
+            "hint and a line in the docstring's Args, or put _ before the name of a method that is not a tool"
         ) from error
     return schema
 

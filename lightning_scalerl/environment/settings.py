@@ -44,7 +44,7 @@ class EnvironmentSettings:
             "go_on" passes the unfinished turn to the environment.
         timeout_s: wall-clock limit of one call. If a call takes longer, the rollout abstains.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
-        max_characters: largest number of characters of an observation; the rest is cut off.
+        max_characters: largest number of characters of all observations of a turn; the rest is cut off.
         processes: number of processes. With more conversations than processes, some conversations are replayed in
             another process. Environments that cannot be replayed need one process for each rollout in flight.
     """

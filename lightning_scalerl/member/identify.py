@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     ]
     builder = _Builder()
     for draft in drafts:
+        _check_study(draft.values["study"])
         check_finite(draft.values)
         _check_settings(draft.values)
         _check_light_parts(draft.values, builder)
@@ -207,8 +209,21 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"mlflow.uri: {address!r} must be an address such as sqlite:///outputs/mlflow.db, or null for none"
         )
-    study = str(config["study"])
-    if Path(study).name != study or not study.isprintable() or study in ("", "..") or config["study"] is None:
+    _check_output_dir(config)
+
+
+def _check_study(value: Any) -> None:
+    """Check that the name of the study is the name of a folder.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    study = str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(
+            f"study: {study} is read as a number; choose another name, or write study=\"'{study}'\""
+        )
+    if Path(study).name != study or not study.isprintable() or study in ("", "..") or value is None:
         raise ConfigurationError(
             f"study: {study!r} is not the name of one folder; choose a plain name, or say where with output_dir=..."
         )
@@ -216,7 +231,6 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"study: {study[:60] + '...'!r} is a name of {len(study.encode())} bytes; file systems take {_LONGEST_NAME}"
         )
-    _check_output_dir(config)
 
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
@@ -455,7 +469,8 @@ def _idle_rewards(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 def _exhausted_pool(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     """Return a warning if the prompt pool may be exhausted within the budget, which would end the run early."""
-    resampling, prompts = builder(spec.config, "resampling"), len(builder(spec.config, "task").train_prompts())
+    resampling, pool = builder(spec.config, "resampling"), builder(spec.config, "task").train_prompts()
+    prompts = len({prompt.copy_of or prompt.prompt_id for prompt in pool})
     batch = spec.config["batch"]
     # Draws per prompt over the whole run.
     draws = spec.steps * batch["prompts"] / prompts

@@ -21,7 +21,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from lightning_scalerl.cache import cache_dir
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, lone_surrogate
 from lightning_scalerl.model.bounded import BoundedError, bounded
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.prompt import Prompt
@@ -116,7 +116,7 @@ class Rendering:
             templates = getattr(self.tokenizer, "chat_template", None)
             template = templates.get("default") if isinstance(templates, Mapping) else templates
         elif chat.template != "none":
-            template = Path(chat.template).expanduser().read_text(encoding="utf-8")
+            template = Path(chat.template).expanduser().read_text(encoding="utf-8-sig")
         if chat.system is not None and template is None:
             raise ConfigurationError("chat.system: there is no chat template to put it into; give chat.template a file")
         if chat.thinking is not None and (template is None or "enable_thinking" not in template):
@@ -239,6 +239,10 @@ class Rendering:
         if not len(tokens) == len(opening) == len(prompts):
             began = time.perf_counter()
             texts = self.texts(prompts)
+            # Tasks check the rows of their files. These texts may also come from a task of the user or from `predict`.
+            for prompt, text in zip(prompts, texts, strict=True):
+                if (reason := lone_surrogate(text)) is not None:
+                    raise ConfigurationError(f"task: prompt {prompt.prompt_id!r}: {reason}")
             tokens, opening = self._tokens(texts), [self._opens(text) for text in texts]
             if time.perf_counter() - began > CACHE_AFTER_S:
                 _write_cache(path, tokens, opening)

@@ -28,6 +28,7 @@ class Prompt:
             row has no label.
         opening: row, seed and first observation of the prompt's environment; None without an environment.
         solution: a completion that is known to be right, for its log-likelihood at evaluations; empty if there is none.
+        copy_of: id of the prompt that this one repeats, which is retired together with it; "" if it is no copy.
     """
 
     prompt_id: str
@@ -41,3 +42,4 @@ class Prompt:
     solution: str = field(default="", compare=False)
     opening: Any = field(default=None, compare=False)
     family: str = field(default="", compare=False)
+    copy_of: str = field(default="", compare=False)

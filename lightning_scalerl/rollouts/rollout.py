@@ -52,7 +52,8 @@ class Conversation:
     Attributes:
         starts: index of the first token of each of the model's turns in the completion.
         rewards: the environment's reward of each turn; the final reward is added to that of the last turn.
-        rewarded: whether the environment has given any reward.
+        rewarded: whether the environment has given any reward. In text form also True if a limit ended the conversation
+            before a step gave one: the sum of its rewards is 0.
         scale: factor from `rewards` to the training reward; 0 if a verifier grades the rollout.
         calls: number of tool calls, malformed ones included.
         malformed: number of calls that could not be read.

@@ -133,9 +133,15 @@ class Sampling:
             verifiers.close()
 
     def new_verifiers(self) -> tuple[Verifiers, str]:
-        """Start verifiers and try them on known answers; return them, and a text for the user about the trial."""
+        """Start verifiers and try them on known answers; return them, and a text for the user about the trial.
+
+        Without a trial, because the environment gives the reward, the text is empty.
+        """
         task = self.stage.task
         grader = task.grader()
+        if self.dialogue is not None and self.dialogue.settings.gives_reward:
+            # The environment's rewards are settled outcomes, so the task's grader is never called: do not test it.
+            return SettledFirst(self.stage.recipe.verify.verifiers(grader, task.trusted)), ""
         services = ready(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)
         if self.dialogue is not None:

@@ -203,7 +203,7 @@ class Dialogue:
             settled = Outcome("error", why=f"environment: {conversation.failed}")
         elif self.settings.reward == "environment":
             if conversation.rewarded:
-                settled = Outcome("score", sum(conversation.rewards), parts=conversation.info)
+                settled = Outcome("score", math.fsum(conversation.rewards), parts=conversation.info)
             else:
                 settled = Outcome("abstain", why="the environment gave no reward")
         return replace(sample, turns=texts, settled=settled)
@@ -397,7 +397,7 @@ class Conversations:
         """Store the record of a finished rollout's conversation in the rollout, and forget the conversation here."""
         rollout_key = finished.key, finished.index
         conversation = self._conversations.pop(rollout_key)
-        finished.rollout.conversation = self._record(conversation)
+        finished.rollout.conversation = self._record(conversation, finished.rollout)
 
     def leave(self, rollout_key: RolloutKey) -> None:
         """Forget a conversation that does not continue."""
@@ -593,7 +593,7 @@ class Conversations:
         )
         return conversation.cut and not (by_turns and self._settings.at_max_turns == "answer")
 
-    def _record(self, conversation: _OpenConversation) -> Conversation:
+    def _record(self, conversation: _OpenConversation, rollout: Rollout) -> Conversation:
         """Return the record of a conversation that is over."""
         observations = [observation for _, observation in conversation.exchanges]
         rewards = [observation.reward for observation in observations]
@@ -603,11 +603,17 @@ class Conversations:
         final = conversation.ending.reward if conversation.ending is not None else None
         by_turn = [reward or 0.0 for reward in rewards]
         by_turn[-1] += final or 0.0
+        # In text form the reward is a sum over steps. It is 0 if a limit ends the conversation before a step gives a
+        # reward. Without a reward, such rollouts would be missing in pass rates. If the environment itself ends the
+        # conversation and gives no reward, there is none.
+        ended_by_environment = bool(observations) and (observations[-1].terminated or observations[-1].truncated)
+        cut_off = rollout.truncated and conversation.failure is None and not ended_by_environment
+        is_text = self._dialogue.declared_of(conversation.prompt).form == "text"
         last_info = (observations + ending)[-1].info if observations or ending else {}
         return Conversation(
             starts=tuple(conversation.starts),
             rewards=tuple(by_turn),
-            rewarded=any(reward is not None for reward in (*rewards, final)),
+            rewarded=(is_text and cut_off) or any(reward is not None for reward in (*rewards, final)),
             scale=1.0 if self._settings.reward == "environment" else 0.0,
             calls=sum(len(turn.calls) for turn, _ in conversation.exchanges),
             malformed=sum(observation.malformed for observation in observations),

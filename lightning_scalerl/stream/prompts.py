@@ -31,7 +31,8 @@ class PromptSource:
     Args:
         pool: the prompts, with unique ids.
         random_key: seed of the orders; each epoch appends its number to it.
-        resampling: decides which prompts are retired; a retired prompt is never drawn again.
+        resampling: decides which prompts are retired; a retired prompt is never drawn again. Copies of a prompt
+            (`Prompt.copy_of`) have their pass rates in common and are retired together, as one prompt.
         curriculum: decides which prompts may be drawn at a step; None for all. An epoch draws each of these prompts
             once, including prompts that become available during the epoch.
 
@@ -59,6 +60,9 @@ class PromptSource:
         self._curriculum = curriculum or NoCurriculum()
         # The curriculum's rank of each prompt: the easiest prompt has rank 0 and is available first.
         self._curriculum_rank = self._curriculum.places(self._pool)
+        self._originals = {prompt.prompt_id: prompt.copy_of for prompt in self._pool if prompt.copy_of}
+        self._distinct = len({self._original(prompt.prompt_id) for prompt in self._pool})
+        # By the id of the original, as is `_retired`.
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
@@ -86,7 +90,7 @@ class PromptSource:
         """
         if self.exhausted:
             raise PoolExhaustedError(
-                f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
+                f"resampling: all {len(self._retired)} prompts of the pool are retired, nothing is left to train on; "
                 "use a larger or harder pool, or resampling=uniform"
             )
         # Round before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
@@ -96,7 +100,7 @@ class PromptSource:
             easiest = min(
                 rank
                 for rank, prompt in zip(self._curriculum_rank, self._pool, strict=True)
-                if prompt.prompt_id not in self._retired
+                if not self._is_retired(prompt)
             )
             allowed = max(allowed, easiest + 1)
         while True:
@@ -113,7 +117,7 @@ class PromptSource:
         position = self._position
         while position < len(self._order):
             number = self._order[position]
-            retired = self._pool[number].prompt_id in self._retired
+            retired = self._is_retired(self._pool[number])
             if not retired and position not in self._taken and self._curriculum_rank[number] < allowed:
                 self._taken.add(position)
                 self._advance()
@@ -131,16 +135,23 @@ class PromptSource:
             self._taken.remove(self._position)
             self._position += 1
 
+    def _original(self, prompt_id: str) -> str:
+        return self._originals.get(prompt_id, prompt_id)
+
+    def _is_retired(self, prompt: Prompt) -> bool:
+        return self._original(prompt.prompt_id) in self._retired
+
     def resolved(self, prompt_id: str, pass_rate: float) -> None:
         """Record the pass rate of a complete group, even if the filter drops it; retire the group's prompt if due."""
-        history = self._history.setdefault(prompt_id, [])
+        original = self._original(prompt_id)
+        history = self._history.setdefault(original, [])
         history.append(pass_rate)
         if true_or_false(self._resampling, "retires", self._resampling.retires(history)):
-            self._retired.add(prompt_id)
+            self._retired.add(original)
 
     def history(self, prompt_id: str) -> Sequence[float]:
-        """Return the pass rates of a prompt's complete groups, oldest first."""
-        return self._history.get(prompt_id, ())
+        """Return the pass rates of a prompt's complete groups, oldest first, including those of its copies."""
+        return self._history.get(self._original(prompt_id), ())
 
     def histories(self) -> Iterable[Sequence[float]]:
         """Return the pass rates of every prompt that has a complete group."""
@@ -149,11 +160,11 @@ class PromptSource:
     @property
     def exhausted(self) -> bool:
         """True if every prompt of the pool is retired."""
-        return len(self._retired) == len(self._pool)
+        return len(self._retired) == self._distinct
 
     @property
     def retired(self) -> int:
-        """Number of retired prompts."""
+        """Number of retired prompts; copies count once."""
         return len(self._retired)
 
     def by_id(self, prompt_id: str) -> Prompt:
@@ -179,8 +190,11 @@ class PromptSource:
         self._epoch, self._position = state["epoch"], state["position"]
         self._taken = set(state.get("taken", ()))
         self._order = self._shuffled(self._epoch)
-        self._history = {prompt_id: list(rates) for prompt_id, rates in state["history"].items()}
-        self._retired = set(state["retired"])
+        # Checkpoints of older versions have entries for each copy.
+        self._history = {}
+        for prompt_id, rates in state["history"].items():
+            self._history.setdefault(self._original(prompt_id), []).extend(rates)
+        self._retired = {self._original(prompt_id) for prompt_id in state["retired"]}
 
 
 TOO_LONG = ("refuse", "drop")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, error_line
+from lightning_scalerl.checks import ConfigurationError, error_line, lone_surrogate, shown
 from lightning_scalerl.rollouts.grade import Grader, Known, Sample
 from lightning_scalerl.rollouts.prompt import OPENING_COLUMNS, Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
@@ -201,6 +201,7 @@ class DatasetTask(PoolTask):
                 continue
             if complete:
                 self._check_arguments(row, "the rows have" if number == 0 else f"row {number} of {field} has")
+            self._check_texts(problem, row, f"{field}: {source.path}, row {number}")
             prompts.append(self._prompt(problem, row, number))
         for numbers, lacking in ((without_prompt, "prompt"), (unanswered, "answer")):
             if numbers:
@@ -220,12 +221,24 @@ class DatasetTask(PoolTask):
         _make_ids_unique(prompts)
         if remember:
             self._collect_known(prompts)
-        if self._keeps_columns:
-            return prompts
-        return [
-            replace(prompt, columns={name: prompt.columns[name] for name in OPENING_COLUMNS if name in prompt.columns})
-            for prompt in prompts
-        ]
+        return [replace(prompt, columns=self._kept_columns(prompt.columns)) for prompt in prompts]
+
+    def _kept_columns(self, row: Row) -> Row:
+        return row if self._keeps_columns else {name: row[name] for name in OPENING_COLUMNS if name in row}
+
+    def _check_texts(self, problem: Problem, row: Row, place: str) -> None:
+        """Refuse a row with a text that cannot be encoded; `place` begins the error.
+
+        Tests of programs are left alone: the sandbox passes any text on.
+        """
+        answer = None if isinstance(problem.answer, Mapping) else problem.answer
+        texts = {
+            "prompt": (problem.text, problem.messages), "answer": answer, "difficulty": problem.difficulty,
+            "id": problem.name, "solution": problem.right, FAMILY: row.get(FAMILY),
+        }  # fmt: skip
+        for name, value in [*texts.items(), *self._kept_columns(row).items()]:
+            if (reason := lone_surrogate((name, value))) is not None:
+                raise ConfigurationError(f"{place}: {shown(name)}: {reason}")
 
     def _check_arguments(self, row: Row, columns: str) -> None:
         """Check that a row has all columns that the reward functions take; `columns` precedes a list in the error."""

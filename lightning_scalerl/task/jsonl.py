@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError, shown
+from lightning_scalerl.checks import ConfigurationError, lone_surrogate, shown
 from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
@@ -104,7 +104,7 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
         ConfigurationError: a line is malformed; the error names field, file, line and problem.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{field}: cannot read {path!r} ({error}); give a UTF-8 JSON-lines file") from error
     prompts = []
@@ -133,7 +133,8 @@ def _text(entry: Mapping[str, Any], name: str, default: str | None = None) -> st
     """Return a field of a line as text. Only strings and numbers are accepted: others would become a Python repr.
 
     Raises:
-        ValueError: the field is missing and has no default, or is neither a string nor a finite number.
+        ValueError: the field is missing and has no default, is neither a string nor a finite number, or has a lone
+            surrogate.
     """
     value = entry.get(name)
     if default is not None and value is None:
@@ -143,4 +144,6 @@ def _text(entry: Mapping[str, Any], name: str, default: str | None = None) -> st
     infinite = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or infinite:
         raise ValueError(f"{name}: {shown(value)} must be a text or a finite number")
+    if (reason := lone_surrogate(value)) is not None:
+        raise ValueError(f"{name}: {reason}")
     return str(value)

@@ -100,7 +100,8 @@ class MixtureTask(PoolTask):
 
     Args:
         tasks: the tasks by name.
-        repeat: number of times that each prompt of a task is in the pool, by task name; 1 by default.
+        repeat: number of times that each prompt of a task is in the pool, by task name; 1 by default. The copies are
+            retired together (axis `resampling`).
         leaks: rule for training prompts that are in another task's held-out set: "drop", "refuse" or "keep".
 
     Raises:
@@ -133,7 +134,12 @@ class MixtureTask(PoolTask):
                 )
         self.trusted = all(task.trusted for task in self._tasks.values())
         self._train = [
-            replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}{f'#{copy}' if copy else ''}", source=name)
+            replace(
+                prompt,
+                prompt_id=f"{name}/{prompt.prompt_id}{f'#{copy}' if copy else ''}",
+                source=name,
+                copy_of=f"{name}/{prompt.prompt_id}" if copy else "",
+            )
             for name, task in self._tasks.items()
             for copy in range(repeats.get(name, 1))
             for prompt in task.train_prompts()

@@ -127,7 +127,7 @@ class RowSource:
                 return table
             if path.suffix == ".csv":
                 return _read_csv(path)
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except Exception as error:
             raise ConfigurationError(f"{self.field}: cannot read {self.path!r} ({error_line(error)})") from error
         if path.suffix == ".json" and text.lstrip().startswith("["):

@@ -385,7 +385,7 @@ class RewardSum:
         deciding = next(grade for _, grade in grades if grade.reward is not None)
         assert deciding.reward is not None
         correct = float(deciding.reward) >= 1.0 if deciding.correct is None else deciding.correct
-        total = sum(terms.values())
+        total = math.fsum(terms.values())  # independent of the order, and exactly 1 for 0.7 + 0.2 + 0.1
         weighted = terms if len(grades) > 1 else {}
         return Grade(
             total, parts, correct=correct, extra=extra, terms=weighted, answer=deciding.answer, charges=charges

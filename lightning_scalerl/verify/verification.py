@@ -73,7 +73,7 @@ class Verification:
         on_error: treatment of a completion that could not be graded: "drop" as if it had not been sampled, "zero" for a
             reward of 0, "stop" to end the run.
         max_error_share: largest allowed fraction of errors among the last 1000 completions (0 to 1); above it the run
-            ends, for any `on_error`.
+            ends, for any `on_error`. Errors among fewer than 100 completions are divided by 100.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {

@@ -114,6 +114,15 @@ def test_penalties_and_verifier_rewards_count_in_the_last_turn() -> None:
     assert turn_rewards(unrewarded) == [0.0, 1.0] and turn_returns([0.0, 1.0], 0.5) == [0.5, 1.0]
 
 
+def test_equal_sums_of_rewards_are_equal_exactly() -> None:
+    """0.7 + 0.2 + 0.1 is below 1 from left to right. Normalization would magnify the difference."""
+    for rewards in ([0.7, 0.2, 0.1], [0.1, 0.2, 0.7]):
+        (rollout, _) = conversation_group([([1, 1, 1], rewards)] * 2).rollouts
+        rollout.reward = 1.0
+        assert turn_rewards(rollout) == rewards, "nothing remains for the last turn"
+        assert turn_returns(rewards, 1.0)[0] == 1.0
+
+
 def test_a_reward_scale_applies_to_each_turn() -> None:
     """The scale multiplies each turn's reward. Only its constant goes to the last turn."""
     group = conversation_group([([2, 2], [1.0, 0.0]), ([2, 2], [0.0, 0.0])])

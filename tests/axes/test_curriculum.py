@@ -128,6 +128,7 @@ def test_a_weighted_sum_by_hand_and_unchanged_without_factors() -> None:
     terms = {"math": 1.0, "format": 0.2}
     assert weighted_sum(1.2, terms, {"math": 0.5}) == pytest.approx(0.7)
     assert weighted_sum(1.2, {"format": 0.2}, {"math": 0.0}) == 1.2, "math has abstained, so the sum is unchanged"
+    assert weighted_sum(0.0, {"a": 0.7, "b": 0.2, "c": 0.2}, {"c": 0.5}) == 1.0, "not 0.9999999999999999"
     assert weighted_sum(0.1 + 0.2, {"a": 0.1, "b": 0.2}, {"a": 1.0}) == 0.1 + 0.2
     for choice in (NoCurriculum(), LinearCurriculum(), StagedLength()):
         assert choice.reward_factors(TWO, 0) == {} and choice.check_rewards([]) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,20 @@ def test_rates_are_not_pooled_over_groups() -> None:
     assert not rule.retires([])
     assert not rule.retires([0.89] * 20)
     assert rule.retires([0.0] * 20 + [0.95])
+
+
+def test_copies_are_retired_together_as_one_prompt() -> None:
+    pool = [Prompt("a", "1", "1"), Prompt("b", "2", "1")]
+    pool += [replace(pool[0], prompt_id=f"a#{copy}", copy_of="a") for copy in (1, 2)]
+    source = PromptSource(pool, (0, 2), NoPositiveResampling(0.9))
+    source.resolved("a#2", 1.0)
+    assert set(take(source, 8)) == {"b"} and source.retired == 1 and not source.exhausted
+    assert list(source.histories()) == [source.history("a")] == [source.history("a#1")] == [[1.0]]
+    source.resolved("b", 1.0)
+    assert source.retired == 2 and source.exhausted
+    state = {**source.state_dict(), "history": {"a": [0.5], "a#2": [1.0]}, "retired": ["a#1", "a#2"]}
+    source.load_state_dict(state)  # by a version that retired each copy
+    assert source.retired == 1 and source.history("a") == [0.5, 1.0] and set(take(source, 8)) == {"b"}
 
 
 class LastGroup(Resampling):

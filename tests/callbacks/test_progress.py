@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ def test_the_bar_shows_steps_pass_rate_reward_and_compute(
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("training")]
     assert lines[0] == "training 3/5" and lines[-1].startswith("training 5/5: ")
     assert not any("Epoch" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("reward", "printed"), [(0.12345, "0.123"), (-999.5, "-999.500"), (123456.789, "123457"), (1e300, "1e+300")]
+)
+def test_a_large_reward_is_printed_in_few_digits(reward: float, printed: str) -> None:
+    texts: list[str] = []
+    bar = StepProgress()
+    bar._bar = SimpleNamespace(update=lambda step, *parts: texts.extend(parts))  # type: ignore[assignment]
+    bar.on_record("train", 1, {"train/reward": reward, "compute/device_hours": 1.0, "compute/flops": 1.0})
+    assert texts[0] == f"reward {printed}"
 
 
 @pytest.mark.slow

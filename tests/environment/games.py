@@ -31,6 +31,14 @@ class AddingOnce(Adding):
     replayable = False
 
 
+class Shares(Adding):
+    """`Adding`, but rewarded by 0.7, 0.2 and 0.1, whose sum from left to right is just below 1."""
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, float]]:
+        observation, _, _, truncated, info = super().step(text)
+        return observation, (0.7, 0.2, 0.1)[self.turn - 1], self.turn == LONGEST, truncated, info
+
+
 class Failing(Adding):
     """`Adding`, but some turns fail; the text decides in which way."""
 

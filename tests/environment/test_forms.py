@@ -158,6 +158,31 @@ class Keyword(Words):
         """
 
 
+class Columns:
+    def reset(self, seed: int, **row: Any) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return text, 1.0, True, False, {}
+
+
+class Seedless(Columns):
+    def reset(self) -> None: ...  # type: ignore[override]
+
+
+class Gymnasium(Columns):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("factory", "remedy"), [(Columns, r"reset\(self, seed\) without \*\*row;"), (Seedless, r"reset\(self, seed\);")]
+)
+def test_a_step_that_is_taken_for_a_tool_is_refused_with_the_text_forms_signature(factory: type, remedy: str) -> None:
+    message = rf"^environment: tool 'step' has no schema .*; for an environment in text form write {remedy} for a tool"
+    with pytest.raises(ConfigurationError, match=message):
+        properties_of(factory())
+    assert properties_of(Gymnasium()).form == "text"
+
+
 @pytest.mark.parametrize(
     ("factory", "argument"),
     [(Words, r"\*words"), (Options, r"\*\*options"), (Position, "word by position only")],

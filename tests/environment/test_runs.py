@@ -129,12 +129,22 @@ def test_limits_of_turns_and_tokens(model: str, overrides: tuple[str, ...], trun
     ]
     assert any(rollout.truncated for rollout in (rollouts if truncated else not_cut)) == truncated
     limit = module.recipe.context.max_new_tokens
+    assert not any(group.ungraded for group in groups), "a rollout that is cut off in its first turn has the reward 0"
     assert all(len(rollout.tokens) <= limit for rollout in rollouts)
     if "environment.last_turn='9'" in overrides:
         with_last_turn = [
             rollout.tokens for rollout in rollouts if rollout.conversation and rollout.conversation.turns == 2
         ]
         assert with_last_turn and all("9" in module.models.tokenizer.decode(tokens) for tokens in with_last_turn)
+
+
+def test_step_rewards_that_add_up_to_1_are_a_pass(model: str) -> None:
+    _, groups = train(model, f"environment.factory={GAMES}:Shares", "length_control=none", "filter=none", steps=1)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    whole = [
+        rollout for rollout in rollouts if rollout.conversation and rollout.conversation.rewards == (0.7, 0.2, 0.1)
+    ]
+    assert whole and all(rollout.grade == 1.0 for rollout in whole)
 
 
 def test_a_failing_environment_removes_only_its_own_rollouts(model: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ LONG = "n" * 300
         ("budget.steps=", r"^budget\.steps: '' must be a whole number"),
         ("budget.steps=null", r"^budget\.steps: None must be a whole number"),
         ("study=", r"^study: '' is not the name of one folder; choose a plain name"),
+        ("study=nan", r"""^study: nan is read as a number; choose another name, or write study="'nan'"$"""),
         ("study=null", r"^study: 'None' is not the name of one folder"),
         (f"study={LONG}", r"^study: 'n+\.\.\.' is a name of 300 bytes; file systems take 255"),
         ("output_dir=", r"^output_dir: '' names no folder"),

@@ -102,6 +102,19 @@ def test_bos_is_not_doubled_if_a_text_begins_with_it() -> None:
     assert decode(rendered, rendered.encode(ask("<s>2+2?"))) == "<s>2+2?"
 
 
+def test_a_lone_surrogate_is_refused_by_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as in a prompt of `Trainer.predict` or of a task of the user's; data rows are checked when they are read."""
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"^task: prompt '.*': 'a.*' has a lone surrogate"):
+        Rendering(tokenizer(), Chat()).encode_all({"training": [ask("b"), ask("a \ud800")]})
+
+
+def test_a_templates_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    assert Rendering(tokenizer(), Chat(template=str(path))).template == "{{ messages[0].content }}"
+
+
 def test_notes_state_what_rewards_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -54,9 +54,9 @@ class Pool:
 class FakeDialogue:
     """Dialogue whose text of a turn is its token numbers, and whose observations are one token (99)."""
 
-    def __init__(self, **declared: Any) -> None:
+    def __init__(self, form: Literal["tools", "text"] = "tools", **declared: Any) -> None:
         self.settings = EnvironmentSettings(processes=1)
-        self._declared = Declared("tools", **declared)
+        self._declared = Declared(form, **declared)
 
     def declared_of(self, prompt: Prompt) -> Declared:
         return self._declared
@@ -111,6 +111,35 @@ def test_a_turn_ended_by_a_limit_is_sent_again_after_a_resume_and_recorded_once(
     resumed.conclude(finished)
     record = finished.rollout.conversation
     assert record is not None and (record.rewards, record.calls, record.starts) == ((1.25,), 1, (0,))
+
+
+@pytest.mark.parametrize(
+    ("answers", "turns", "rewarded"),
+    [
+        ([], 3, True),  # the first turn was cut off
+        ([Observation(("said",))], 1, True),  # no reward before the limit on turns
+        ([Observation(terminated=True)], 3, False),
+        ([Observation(truncated=True)], 3, False),
+        ([Failure("timeout", "no answer")], 3, False),
+    ],
+)
+def test_a_limit_before_the_first_reward_is_a_reward_of_0(answers: list[Any], turns: int, rewarded: bool) -> None:
+    """In text form. A failure, or an environment that ends the conversation without a reward, gives none."""
+    pool = Pool()
+    conversations = make_conversations(pool, turns=turns, form="text")
+    unfinished = rollout(1, 2, reason="length")
+    conversations.start(waiting(1, 2) if answers else WaitingRollout(0, 0, unfinished, 0, 0))
+    replies = conversations.ready()
+    for answer in (START, *answers) if answers else ():
+        pool.answers = {1: answer}
+        replies = conversations.ready()
+    assert replies[0, 0].kind == "end"
+    resumed = make_conversations(pool, turns=turns, form="text")
+    resumed.load_state_dict(conversations.state_dict())
+    for one in (conversations, resumed):
+        one.conclude(finished := FinishedRollout(0, 0, rollout(1, 2, reason="length")))
+        record = finished.rollout.conversation
+        assert record is not None and record.rewarded is rewarded and record.rewards == (0.0,)
 
 
 def test_earlier_turns_are_replayed_after_a_resume() -> None:

@@ -288,6 +288,33 @@ def test_prefix_and_instruction_of_a_conversation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"prompt": "a \ud800 b"}, "prompt"),
+        ({"prompt": [{"role": "system", "content": "\udfff"}, {"role": "user", "content": "a"}]}, "prompt"),
+        ({"answer": "\ud800"}, "answer"),
+        ({"family": "\ud800"}, "family"),
+        ({"id": "\ud800"}, "id"),
+        ({"note": [{"\ud800": 1}]}, "note"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_by_row(row: dict[str, Any], name: str, tmp_path: Path) -> None:
+    fields = {"id": "id", "prompt": "prompt"}
+    training = [{"id": f"{number}", **entry} for number, entry in enumerate(rows("a", "b"))]
+    training[1] |= row
+    message = rf"^task\.train: .*train\.jsonl, row 1: '{name}': '.*' has a lone surrogate, .*; remove it, or write"
+    with pytest.raises(ConfigurationError, match=message) as error:
+        task_of(tmp_path, training, [{"id": "0", **rows("x")[0]}], keep_columns=True, fields=fields)
+    assert str(error.value).isprintable()
+    if name == "note":
+        task_of(tmp_path, training, rows("x"))  # this column is not kept
+
+
+def test_a_whole_character_from_two_escapes_is_accepted(tmp_path: Path) -> None:
+    assert texts(task_of(tmp_path, rows("\U0001f600"), rows("x"))) == ["\U0001f600"]
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (

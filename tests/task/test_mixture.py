@@ -115,6 +115,7 @@ def test_repeat(parts: dict[str, Task]) -> None:
     ids = [prompt.prompt_id for prompt in task.train_prompts()]
     assert len(ids) == len(set(ids)) == 3 + 3 * 2
     assert ids[3:] == ["people/0", "people/1", "people/0#1", "people/1#1", "people/0#2", "people/1#2"]
+    assert [prompt.copy_of for prompt in task.train_prompts()] == [""] * 5 + ["people/0", "people/1"] * 2
     assert len(task.eval_sets()["people"]) == 1, "held-out prompts are not repeated"
     assert list(task.notes()) == ["mixture: 3 of math, 6 of people"]
 

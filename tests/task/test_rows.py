@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import shutil
 import sys
@@ -70,6 +71,14 @@ def test_files_are_read_in_order(name: str, write: Callable[[Path], Path], tmp_p
 def test_csv(tmp_path: Path) -> None:
     rows = RowSource.of("f", str(as_csv(tmp_path / "a.csv"))).read()
     assert rows == [{**row, "answer": f"a{row['answer']}"} for row in ROWS]
+
+
+@pytest.mark.parametrize(("name", "write"), [("a.jsonl", jsonl), ("a.json", as_json), ("a.csv", as_csv)])
+def test_a_byte_order_mark_is_no_part_of_the_text(name: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = tmp_path / name
+    expected = RowSource.of("f", str(write(path))).read()
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert RowSource.of("f", str(path)).read() == expected
 
 
 def test_cells_of_a_csv_file_stay_texts(tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def test_jsonl(tmp_path: Path) -> None:
         tmp_path / "train.jsonl", {"prompt": "2+2", "answer": " 4 ", "id": "sum"}, "", {"prompt": "x", "answer": 1}
     )
     heldout = write(tmp_path / "test.jsonl", {"prompt": "1+1", "answer": "2", "difficulty": "easy"})
+    Path(heldout).write_bytes(b"\xef\xbb\xbf" + Path(heldout).read_bytes())  # a byte order mark
     task = JsonlTask(train, {"test": heldout}, "lightning_scalerl.task.jsonl:exact_match")
     assert [p.prompt_id for p in task.train_prompts()] == ["sum", "3"], (
         "ids are line numbers, so that a renamed file holds the same prompts"
@@ -242,6 +243,7 @@ def test_jsonl(tmp_path: Path) -> None:
     ("rows", "match"),
     [
         ([{"prompt": "a"}], r"train.jsonl, line 1: answer: is missing"),
+        ([{"prompt": "a", "answer": "\ud800"}], r"train.jsonl, line 1: answer: .* has a lone surrogate"),
         ([{"prompt": "a", "answer": "b"}, "{broken"], "line 2"),
         ([[1, 2]], "line 1"),
         ([], "holds no prompts"),

@@ -261,10 +261,10 @@ def test_a_judge_that_is_not_ready_is_refused(settings: dict[str, Any], error: s
 
 
 def test_a_run_checks_its_judge_before_it_starts_a_process() -> None:
-    def new_verifiers(url: str) -> tuple[Any, str]:
+    def new_verifiers(url: str, dialogue: Any = None) -> tuple[Any, str]:
         recipe = SimpleNamespace(verify=Verification(workers=0, timeout_s=70.0))
         stage = SimpleNamespace(task=task_of(url=url, retries=0), recipe=recipe)
-        return Sampling.new_verifiers(SimpleNamespace(stage=stage, dialogue=None))  # type: ignore[arg-type]
+        return Sampling.new_verifiers(SimpleNamespace(stage=stage, dialogue=dialogue))  # type: ignore[arg-type]
 
     with stand_in(by_content) as service:
         verifiers, checks = new_verifiers(service.url)
@@ -272,6 +272,10 @@ def test_a_run_checks_its_judge_before_it_starts_a_process() -> None:
     assert re.match(rf"judge: m at {service.url}/chat/completions answers in [\d.e-]+ s\nverifier: ", checks), checks
     with pytest.raises(ConfigurationError, match="does not answer"):
         new_verifiers(service.url)
+    environment = SimpleNamespace(settings=SimpleNamespace(gives_reward=True))
+    verifiers, checks = new_verifiers(service.url, environment)
+    verifiers.close()
+    assert checks == "", "neither asked nor reported where the environment gives the reward"
 
 
 def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

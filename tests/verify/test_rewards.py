@@ -385,6 +385,10 @@ def summed(*rewards: tuple[float | None, float]) -> Outcome:
     return attempt(RewardSum(entries), plain("x"))
 
 
+def test_a_weighted_sum_is_exact() -> None:
+    assert summed((1.0, 0.7), (1.0, 0.2), (1.0, 0.1)).reward == 1.0, "0.9999999999999999 from left to right"
+
+
 REWARD = st.one_of(st.none(), st.floats(-10, 10))
 
 
