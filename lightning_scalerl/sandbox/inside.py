@@ -5,7 +5,7 @@ Runs inside the child only (standard library only).
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # `signal` would import `enum`
 import _socket
 import builtins
 import os
