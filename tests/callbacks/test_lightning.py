@@ -348,8 +348,8 @@ def test_settings_of_the_budget_follow_max_steps(tiny_model_path: str) -> None:
             with pytest.raises(InterruptedError):
                 trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
         (curriculum,) = (each for each in trainer.callbacks if getattr(each, "axis", "") == "curriculum")  # type: ignore[attr-defined]
-        lengths = (module.recipe.schedule, module.recipe.choices.curriculum, curriculum)
-        assert tuple(each.total_steps for each in lengths) == expected  # type: ignore[attr-defined]
+        lengths: list[Any] = [module.recipe.schedule, module.recipe.choices.curriculum, curriculum]
+        assert tuple(each.total_steps for each in lengths) == expected
         assert module.recipe.choices is callbacks
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "schedule=cosine", "schedule.warmup_steps=6"])
     with pytest.raises(
