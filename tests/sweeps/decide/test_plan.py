@@ -192,13 +192,13 @@ def contested() -> list[Fit]:
 
 def test_the_poorly_known_contender_is_extended_first() -> None:
     settlement = settle(choice_of(contested()))
-    assert not settlement.settled and settlement.leader == "short", "its draws may be far higher, but hardly lower"
+    assert not settlement.settled and settlement.leader == "good", "a poorly known recipe does not lead by its width"
     first = settlement.steps[0]
     assert (first.recipe, first.action) == ("short", "extend") and first.compute > 4500
     gains = {step.recipe: step.expected_gain or 0.0 for step in settlement.steps}
     assert gains["short"] > 0.005 and gains["lost"] < 0.001
     # The gain of a step cannot exceed the expected loss.
-    assert gains["short"] <= choice_of(contested()).standing.losses["short"]
+    assert gains["short"] <= choice_of(contested()).standing.losses["good"]
 
 
 def test_longer_extensions_reduce_the_loss_more() -> None:
@@ -285,13 +285,13 @@ def test_the_rest_of_a_budget_is_committed_or_kept() -> None:
     assert kept.steps[0].recipe == "short"
     split = split_budget(choice_of(contested(), 0.04), 50000)
     assert sum(share.compute for share in split.shares) == pytest.approx(50000)
-    assert split.winner == "short" and split.commit is not None
+    assert split.winner == "good" and split.commit is not None
     assert split.commit[1] - split.commit[0] == pytest.approx(50000 - sum(step.cost for step in split.steps))
-    assert "commit the rest to the winner so far, short: continue one of its runs" in split.sentence
+    assert "commit the rest to the winner so far, good: continue one of its runs" in split.sentence
     shares = {share.recipe: share for share in split.shares}
     assert shares["lost"].compute == 0 and shares["good"].R is not None
     small = split_budget(choice_of(contested(), 0.04), 100)
-    assert small.steps == () and small.commit == (4500.0, 4600.0)
+    assert small.steps == () and small.commit == (16000.0, 16100.0)
     nothing = split_budget(choice_of(contested(), 0.01), 100)
     assert nothing.steps == () and nothing.winner is None and "Keep it (100)" in nothing.sentence
 
