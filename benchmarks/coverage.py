@@ -166,9 +166,10 @@ def set_up(repeats: int) -> list[str]:
         "- **Cells** have four numbers: the coverage of the nominal 95% interval / the fraction of intervals with an "
         "open end / the median width of the closed intervals / that width divided by the width of the known-noise "
         "interval.",
-        "- **The known-noise interval** is computed for the same sigmoid, given the true noise and without a random "
-        "walk. The additional width is the price of the random walk: without it, intervals on real curves contain the "
-        "truth in only 0.60 of cases ([real_curves.md](real_curves.md)).",
+        "- **The known-noise interval** is that of a sigmoid whose noise is known. The fit also allows a random walk "
+        "around the sigmoid, for changes that no sigmoid describes. The additional width is the price of this walk: "
+        "without it, intervals on real curves contain the truth in only 0.60 of cases "
+        "([real_curves.md](real_curves.md)).",
         f"- **Error of a cell**: with {repeats} runs, a true coverage of 0.95 is measured with a standard error of "
         f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
     )

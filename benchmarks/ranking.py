@@ -59,7 +59,7 @@ def many(source: np.random.Generator) -> list[Recipe]:
 
 
 def bad_seed(source: np.random.Generator) -> list[Recipe]:
-    """One seed of the best recipe's three collapses."""
+    """The best recipe has three seeds, and one of them collapses."""
     return [
         Recipe(0.66, 1.8, 1.0, 6.0, 3, bad=True),
         *(Recipe(source.uniform(0.5, 0.6), 1.8, 1.0, 6.0, 3) for _ in "123"),
@@ -72,7 +72,7 @@ def unequal(source: np.random.Generator) -> list[Recipe]:
 
 
 def clear(source: np.random.Generator) -> list[Recipe]:
-    """The A of the best is three margins above the others, and all windows reach 4 C_mid."""
+    """The best A is at least three margins above the others, and all windows end at 4 C_mid."""
     return [
         Recipe(0.64, 1.8, 1.0, 4.0),
         *(Recipe(source.uniform(0.5, 0.58), source.uniform(1.4, 2.2), 1.0, 4.0) for _ in "123"),
@@ -80,7 +80,7 @@ def clear(source: np.random.Generator) -> list[Recipe]:
 
 
 def parallel(source: np.random.Generator) -> list[Recipe]:
-    """The A of the best is three margins above the others, all rise alike, and three seeds each reach 4 C_mid."""
+    """As *clear*, but all recipes have the same B and C_mid, and three seeds each."""
     return [Recipe(0.64, 1.8, 1.0, 4.0, 3), *(Recipe(source.uniform(0.5, 0.58), 1.8, 1.0, 4.0, 3) for _ in "123")]
 
 
@@ -203,13 +203,14 @@ def set_up(studies: int) -> list[str]:
         "",
         "The columns:",
         "",
-        "- **best refused**: the ranking gives the truly best recipe no rank, because its curve does not show its A.",
+        "- **best unranked**: the ranking gives the truly best recipe no rank, because its curve does not show its A.",
         "- **P(best) > 0.9**: the ranking gives a recipe more than 0.9; **and true**: in these studies it is the best.",
         f"- **decided**: the ranking names a recipe; **and within the margin**: in these studies its A is within "
         f"{MARGIN} (the margin) of the best.",
-        "- **regret**: the best asymptote minus that of the recipe picked, on average: the ranking's leader, the "
-        "recipe with the highest P(best), or the one with the highest last value.",
-        "- **leader - last value**: difference of these two regrets, paired by study, with its 95% interval.",
+        "- **regret**: the best A minus the A of the recipe that is picked, averaged over studies. There are three "
+        "ways to pick: the ranking's leader, the highest P(best), and the highest last value.",
+        "- **leader - last value**: the leader's regret minus that of the last value, paired by study, with its 95% "
+        "interval.",
         "",
     )
 
@@ -225,7 +226,7 @@ def main() -> None:
     assert all(outcome.agreed for outcome in outcomes), "ranking and plan contradict each other"
     lines = [
         *set_up(options.studies),
-        "| studies | best refused | P(best) > 0.9 | and true | decided | and within the margin "
+        "| studies | best unranked | P(best) > 0.9 | and true | decided | and within the margin "
         "| regret of the leader | regret by P(best) | regret by last value | leader - last value |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

@@ -349,7 +349,8 @@ def prompts(path: Path) -> list[str]:
     start = {name: fmean(float(row[name]) for row in table_rows if row["step"] == "0") for name in PROMPTS[:2]}
     sentence = (
         f"At {ranked_at_k.compute:.3g} virtual device hours, which all recipes spent, {ranked_at_k.sentence}. Before "
-        f"training no completion passes {start['never']:.0%} of the prompts, and all four pass {start['always']:.0%}."
+        f"training, none of the four completions passes in {start['never']:.0%} of the prompts, and all four pass in "
+        f"{start['always']:.0%}."
     )
     names = ["recipe", "seeds", "pass@1, last three", "pass@4, last three", "at 0, end", "at 1, end", "gained", "lost"]
     return [sentence, "", *table(names, cells)]

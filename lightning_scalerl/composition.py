@@ -346,7 +346,7 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 
 def _check_inherited(chosen: Mapping[str, str], folders: Folders) -> None:
-    """Refuse an axis choice that would inherit values which the recipe's file sets for its own choice.
+    """Refuse to replace a choice if the file that made it also sets values of it, which the new choice would inherit.
 
     Args:
         chosen: names of the chosen files, by group.

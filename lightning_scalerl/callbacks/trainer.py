@@ -372,7 +372,7 @@ class ParameterSummary(ModelSummary):
 
 
 class StepHooks(Callback):
-    """Calls EarlyStopping and ModelCheckpoint callbacks that monitor `train/...` after every optimizer step.
+    """Calls, after every optimizer step, the EarlyStopping and ModelCheckpoint callbacks that monitor `train/...`.
 
     At the end of Lightning's epoch these callbacks are disabled, because they have already acted on the last step.
     """

@@ -169,9 +169,9 @@ class FlopModel:
         """Return the FLOPs that an adapter and frozen weights add to those of full training; usually negative.
 
         The adapter's weights cost as much as any other weights. An update costs as much as three forward passes: one
-        forward, one for the gradients of inputs, and one for the gradients of weights. A frozen weight saves the last
-        one. Layers before the first trained weight need neither gradient, which saves two, in their weights and in
-        attention. The result is 0 without an adapter and frozen weights.
+        forward, one for the gradients of inputs, and one for the gradients of weights. A frozen weight saves the third
+        pass. Layers before the first trained weight need no gradients at all, so their weights and their attention save
+        the second pass and the third. The result is 0 if there is neither an adapter nor a frozen weight.
 
         Args:
             lengths: tokens of each sequence, prompt included.

@@ -119,7 +119,7 @@ def content(path: str, setting: str = "model.path") -> Any:
 
 
 def digest_of(path: str) -> str:
-    """Return one digest of a model's identity (`content`)."""
+    """Return a single digest of `content(path)`, which identifies the model."""
     return hashlib.sha256(json.dumps(content(path), sort_keys=True).encode()).hexdigest()
 
 

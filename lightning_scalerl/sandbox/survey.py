@@ -257,11 +257,11 @@ def _nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Coverage:
-    """Checks from their source that the tests run all of their code that can fail a program.
+    """Check of the tests' source: every part of it that could reject a program must be run.
 
-    The following code runs: statements at the top level, including those under a main guard; `check`, if there is an
-    entry point; functions and methods whose names begin with `test`; unittest cases; and all functions that any of
-    these refer to by name.
+    Code is run if it is one of these: statements at the top level, including those under a main guard; `check`, if
+    there is an entry point; functions and methods whose names begin with `test`; unittest cases; and all functions that
+    any of these refer to by name.
     """
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:

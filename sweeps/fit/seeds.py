@@ -19,7 +19,7 @@ from sweeps.fit.points import Points
 BORROWED_SEED_SD = SEED_SD
 # Fewest degrees of freedom (seeds minus one, summed over recipes) with which the spread is measured.
 SPREAD_DOF = 2
-# Name of the source of a spread that is taken from the paper.
+# Value of `SeedSpread.source` for the paper's spread.
 _BORROWED = "borrowed"
 
 

@@ -97,8 +97,8 @@ def adopt(
         metric, x, y, seed_from: see `sweeps.source.load`.
         unit: unit of the compute column (`UNITS`); None to infer it from the column's name.
         running: whether to adopt runs that are still running, with their points so far.
-        evaluation_set: name of the evaluation set of the reward; None for that of the study's runs, or `heldout` in a
-            study without evaluations.
+        evaluation_set: name of the evaluation set whose pass rate the reward becomes; None for the set that the study
+            already uses, or `heldout` if the study has no evaluations yet.
 
     Raises:
         UserError: a source cannot be read, the folder is not a study, the study is running, or compute is in another

@@ -29,7 +29,7 @@ class Facts:
 
     @cached_property
     def configs(self) -> list[Mapping[str, Any]]:
-        """Resolved configuration of each run; empty if it cannot be read."""
+        """Resolved configuration of each run, in order; an empty mapping where it cannot be read."""
         return [_part(read_json(view.path.parent / SPEC_FILE), "config") for view in self._runs]
 
     @cached_property

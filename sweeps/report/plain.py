@@ -16,6 +16,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def units(compute: str, reward: str = "reward") -> list[str]:
-    """Return the names of the compute axis and of the reward; a name that equals its column's heading is left out."""
+    """Return `compute: NAME` and `reward: NAME`, which explain two headings; without those equal to their heading."""
     pairs = (("compute", compute), ("reward", reward))
     return [f"{heading}: {name}" for heading, name in pairs if name != heading]

@@ -17,7 +17,8 @@ _MIN_DOTS = 8
 # SVG attributes with coordinates. Only these are shortened, because texts may contain numbers too.
 _COORDINATES = re.compile(r'\s(?:d|x|y|width|height|points|transform)="[^"]*"')
 _DIGITS = re.compile(r"(\.\d\d)\d+")
-# Spaces next to a path command are redundant; other spaces may be line breaks.
+# Matches white space next to a path command, which is redundant, and white space before a number. Of the latter, one
+# character is kept; it may be a line break.
 _SPACES = re.compile(r"(?<!^)\s*([MLCQzh]|\s(?=[-.\d]))\s*")
 _DOT = re.compile(r"M([-\d.]+ [-\d.]+)L\1(?=[M\s\"])")
 
@@ -54,7 +55,7 @@ def shorten_svg(document: str) -> str:
     body = _DOT.sub(r"M\1h0", body)
     used_ids = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
     body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used_ids else "", body)
-    # Remove font lists: the page's font applies, and a list at each number would be most of the text of an axis.
+    # Remove lists of fonts: the page's font applies, and a list at every tick label is most of an axis's SVG.
     body = re.sub(r"font-family: [^;\"]*;\s*", "", body)
     return re.sub(r">\s*\n\s*<", "><", body)
 

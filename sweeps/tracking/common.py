@@ -110,30 +110,30 @@ class ChartKeys:
 
     @property
     def rate(self) -> str:
-        """Pass rate at compute above 0."""
+        """Name of the metric with the pass rate at compute above 0."""
         return entity_key(f"eval/{self.eval_set}/pass_rate")
 
     @property
     def x(self) -> str:
-        """Decimal logarithm of compute; its name does not depend on the unit."""
+        """Name of the metric with the decimal logarithm of compute; the same name for every unit."""
         return entity_key(f"eval/{self.eval_set}/log10_compute")
 
     @property
     def start(self) -> str:
-        """Pass rate at compute 0."""
+        """Name of the metric with the pass rate at compute 0."""
         return entity_key(f"eval/{self.eval_set}/initial_pass_rate")
 
     @property
     def whole(self) -> str:
-        """Pass rate of every evaluation, including the one before training."""
+        """Name of the metric with the pass rate of every evaluation, including the one before training."""
         return entity_key(f"Pass rate/{self.eval_set}")
 
     @property
     def log10(self) -> str:
-        """Decimal logarithm of compute for the evaluations of `rate`."""
+        """Name, with the unit, of the metric with the decimal logarithm of compute at the evaluations of `rate`."""
         return entity_key(f"eval/{self.eval_set}/log10 compute in {self.unit}")
 
     @property
     def compute(self) -> str:
-        """Compute of the evaluations of `whole`."""
+        """Name, with the unit, of the metric with the compute at the evaluations of `whole`."""
         return entity_key(f"eval/{self.eval_set}/compute in {self.unit}")

@@ -47,7 +47,7 @@ class ClipCov(CovarianceLoss):
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
     def choose(self, covariance: Tensor, count: int, key: Sequence[int]) -> Tensor:
-        """Return `count` tokens whose covariance is in the interval, drawn uniformly and without replacement."""
+        """Return the indices of at most `count` tokens with a covariance in the interval, drawn without replacement."""
         candidates = torch.nonzero((covariance > self.low) & (covariance < self.high)).flatten()
         # Draw indices on the host, so that the draw depends neither on the device nor on how rows are padded.
         order = np.random.default_rng(list(key)).permutation(candidates.numel())

@@ -1,7 +1,7 @@
-"""Child processes that run engines: starts them, exchanges messages over a socket pair, and ends them.
+"""Starts and ends the child processes of a run's engines, and exchanges messages with them over a socket pair.
 
-Every engine of a run is a child process that either samples itself or is a client of a vLLM server (`addresses`).
-`server` lists the messages.
+Each engine is one child process. It generates rollouts in its own process, or is a client of a vLLM server (see
+`addresses.py`). `server.py` lists the messages.
 """
 
 from __future__ import annotations

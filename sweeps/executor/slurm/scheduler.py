@@ -38,7 +38,8 @@ _IDS_PER_COMMAND = 2000
 _REMOVED_PREFIXES = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
 # Variables that are kept nevertheless: the location and the credentials of SLURM.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-# Keys of the launcher for variables that are not named SBATCH_<KEY>; None if the launcher itself sets the option.
+# The launcher's key of each variable whose key is not simply its name after SBATCH_; None if the launcher sets the
+# option itself.
 _KEY_OF: Mapping[str, str | None] = {
     "SBATCH_JOB_NAME": "name",
     "SBATCH_TIMELIMIT": "timeout_min",
