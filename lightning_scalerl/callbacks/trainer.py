@@ -384,7 +384,7 @@ class StepHooks(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Check optimizer and checkpoint before another callback writes anything."""
         pl_module.updates.check_configured(pl_module, trainer)
-        pl_module.continuation.check_checkpoint(trainer.ckpt_path)
+        pl_module.continuation.require_checkpoint_after_failure(trainer.ckpt_path)
         pl_module.ranks.share(lambda: _check_mechanisms(trainer, pl_module.mechanism.axes))
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -76,11 +76,11 @@ def load_state(
     models: Models,
     updates: Updates,
     records: Records,
-    branches: bool = False,
+    from_parent: bool = False,
 ) -> None:
     """Restore the run. A rank that the saved run did not have keeps its fresh random state.
 
-    `branches`: whether the checkpoint belongs to the parent that this run branches from.
+    `from_parent`: whether the checkpoint belongs to the parent that this run branches from.
     """
     records.latest = dict(checkpoint.get("scalerl_metrics", {}))
     update = checkpoint.get("scalerl_update")
@@ -89,7 +89,7 @@ def load_state(
         models.restore_reference(update.get("reference"))
         shard_models(models)  # the reference may just have been loaded whole
     if path is not None:
-        path.restore(checkpoint["scalerl"], branches)
+        path.restore(checkpoint["scalerl"], from_parent)
         return
     states = checkpoint.get("scalerl_followers", [])
     if models.ranks.number <= len(states):

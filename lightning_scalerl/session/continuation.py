@@ -37,7 +37,7 @@ class Continuation:
         if self.run_settings is None or steps == 0:
             return False
         if self.failure is not None:
-            return False  # after a failure a fit needs a checkpoint, which `check_checkpoint` checks
+            return False  # after a failure a fit needs a checkpoint, which `require_checkpoint_after_failure` checks
         changed = sorted(key for key in run_settings if run_settings[key] != self.run_settings[key])
         if changed:
             raise ConfigurationError(
@@ -46,7 +46,7 @@ class Continuation:
             )
         return True
 
-    def check_checkpoint(self, ckpt_path: Any) -> None:
+    def require_checkpoint_after_failure(self, ckpt_path: Any) -> None:
         """Refuse a new fit after a failed one without a checkpoint.
 
         Raises:

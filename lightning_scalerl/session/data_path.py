@@ -137,13 +137,13 @@ class DataPath:
             state["generator"]["weights"] = None
         return state
 
-    def restore(self, state: dict[str, Any], branches: bool = False) -> None:
+    def restore(self, state: dict[str, Any], from_parent: bool = False) -> None:
         """Restore a state that `saved` returned. A generator without saved weights is restored by `publish_again`.
 
-        `branches`: whether the state is that of the parent from which this run branches. Then the mechanism counters
+        `from_parent`: whether the state is that of the parent from which this run branches. Then the mechanism counters
         are not restored, because the parent's counters are for other axes.
         """
-        if branches:
+        if from_parent:
             state = {**state, "mechanism": self.mechanism.state_dict()}
         generator = state["generator"]
         has_weights = generator.get("weights", ...) is not None

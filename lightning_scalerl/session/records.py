@@ -32,9 +32,9 @@ class Records:
         self.latest: dict[str, float] = {}
         self._logged: tuple[int, set[str]] = (-1, set())
 
-    def begin(self, trainer: Trainer, ranks: Ranks, path: DataPath | None) -> None:
+    def begin(self, trainer: Trainer, ranks: Ranks, data_path: DataPath | None) -> None:
         """Set the fit whose metrics are recorded, and let its callbacks monitor the latest metrics."""
-        self._trainer, self._ranks, self._data_path = trainer, ranks, path
+        self._trainer, self._ranks, self._data_path = trainer, ranks, data_path
         self._logged = (-1, set())
         trainer.callback_metrics.update(_tensors(self.latest))
 

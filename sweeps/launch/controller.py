@@ -20,7 +20,7 @@ from sweeps.executor.failure import BLAMES_NODE
 from sweeps.executor.node.attempts import attempts
 from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
-from sweeps.launch.decisions import Action, Ended, Finish, GiveUp, Hold, Policy, Reattach, Retry, Stop, Submit
+from sweeps.launch.decisions import Action, AttemptEnd, Finish, GiveUp, Hold, Policy, Reattach, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, MemberState, member_fields, read_frozen, state_after
 from sweeps.launch.members import Members
@@ -206,20 +206,20 @@ class Controller:
 
     # --- read ------------------------------------------------------------------------------------------------------
 
-    def _classify(self, outcome: Outcome) -> Ended:
+    def _classify(self, outcome: Outcome) -> AttemptEnd:
         """Determine how an attempt ended, from its outcome, the member's journal and log, and the node's failures."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
         stop_requested = self._stop_reasons.pop(run, None) is not None or outcome.ended_before
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
             self._blacklist.add_entry({"run": run, "event": "finished", "time": now, "node": outcome.node})
-            return Ended(run, done=True, reason=self.records.why_final(run) or "", node=outcome.node)
+            return AttemptEnd(run, done=True, reason=self.records.why_final(run) or "", node=outcome.node)
         reason = outcome.reason or why_failed(run_dir, outcome.how, self._sizes[run])
         kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
         node = outcome.node if kind in BLAMES_NODE else None
         failure = {"run": run, "kind": kind, "reason": redact(reason), "node": node}
         self._blacklist.add_entry({**failure, "event": "retried", "time": now})
         excused = self._blacklist.count_excused(run, now).get(kind, 0)
-        return Ended(
+        return AttemptEnd(
             run=run,
             done=False,
             kind=kind,

@@ -37,7 +37,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AttemptEnd:
     """End of a member's attempt, according to its executor, its journal, and the history of the nodes.
 
     Attributes:
@@ -153,7 +153,7 @@ def _first_action(member: MemberState, done: Mapping[str, str | None], policy: P
     return Submit(member.run)
 
 
-def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[Ended], policy: Policy) -> list[Action]:
+def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[AttemptEnd], policy: Policy) -> list[Action]:
     """Decide about members whose attempts have ended, in the order in which they ended.
 
     Args:
@@ -164,7 +164,7 @@ def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[Ended], p
     return [_next_action(states[outcome.run], outcome, policy) for outcome in outcomes]
 
 
-def _next_action(state: MemberState, ended: Ended, policy: Policy) -> Action:
+def _next_action(state: MemberState, ended: AttemptEnd, policy: Policy) -> Action:
     run, node = ended.run, {"node": ended.node} if ended.node else {}
     if ended.done:
         return _finish(run, node, ended.reason or None)

@@ -83,7 +83,7 @@ def trouble(run_dir: Path, run: str) -> str | None:
         read_journal(run_dir)
         return _owner_error(run_dir, run)
     except JournalError as error:
-        return str(error) if _has_begun(run_dir) else None
+        return str(error) if _journal_has_begun(run_dir) else None
 
 
 def looks_whole(run_dir: Path) -> bool:
@@ -105,11 +105,11 @@ def check_own(run_dir: Path, run: str) -> None:
     Raises:
         UserError: the journal belongs to another run, or has lost its header. The caller must not use or overwrite it.
     """
-    if _has_begun(run_dir) and (error := _owner_error(run_dir, run)) is not None:
+    if _journal_has_begun(run_dir) and (error := _owner_error(run_dir, run)) is not None:
         raise UserError(error)
 
 
-def _has_begun(run_dir: Path) -> bool:
+def _journal_has_begun(run_dir: Path) -> bool:
     """Return whether the journal has a valid first line, or a broken first line with others after it."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:

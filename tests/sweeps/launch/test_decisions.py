@@ -15,7 +15,7 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.launch.decider import Wish
 from sweeps.launch.decisions import (
     Action,
-    Ended,
+    AttemptEnd,
     Finish,
     GiveUp,
     Hold,
@@ -38,7 +38,7 @@ def state(run: str = "a", event: str = "started", **more: object) -> MemberState
     return replace(MemberState(run, "scalerl", 0, event), **more)  # type: ignore[arg-type]
 
 
-def action_after(ended: Ended, policy: Policy, now: MemberState | None = None) -> Action:
+def action_after(ended: AttemptEnd, policy: Policy, now: MemberState | None = None) -> Action:
     (action,) = next_actions({ended.run: now or state(ended.run)}, [ended], policy)
     return action
 
@@ -81,8 +81,10 @@ def test_a_cancelled_member_stays_cancelled(kind: str) -> None:
 
 
 def test_a_finished_member_is_recorded_with_its_node() -> None:
-    assert action_after(Ended("a", done=True, node="n1"), Policy(NO_RETRIES)) == Finish("a", "finished", {"node": "n1"})
-    early = action_after(Ended("a", done=True, reason="dry", node="n1"), Policy(RETRIES))
+    assert action_after(AttemptEnd("a", done=True, node="n1"), Policy(NO_RETRIES)) == Finish(
+        "a", "finished", {"node": "n1"}
+    )
+    early = action_after(AttemptEnd("a", done=True, reason="dry", node="n1"), Policy(RETRIES))
     assert early == Finish("a", "finished", {"node": "n1", "reason": "dry"}, "dry")
 
 
@@ -111,7 +113,7 @@ def test_action_after_an_attempt_has_ended(
     ended: tuple[str, Mapping[str, bool]], policy: Policy, expected: Action | str
 ) -> None:
     kind, options = ended
-    action = action_after(Ended("a", False, kind, "why", **options), policy)  # type: ignore[arg-type]
+    action = action_after(AttemptEnd("a", False, kind, "why", **options), policy)  # type: ignore[arg-type]
     failure = {"kind": kind, "reason": "why"}
     named_actions: dict[str, Action] = {
         "cancelled": GiveUp("a", "failed", failure, "cancelled", "why"),
@@ -138,7 +140,7 @@ def test_retries_never_exceed_the_policy(policy: Policy, failures: Sequence[str]
     """A member has failures of any kind in any order, until it is given up."""
     member, spent = state(), Counter[str]()
     for kind in failures:
-        action = action_after(Ended("a", False, kind, "why", "n1"), policy, member)
+        action = action_after(AttemptEnd("a", False, kind, "why", "n1"), policy, member)
         assert action.event is not None
         member = state_after(member, action.event, action.entry)
         if action.event != "retried":
@@ -156,7 +158,7 @@ def test_excused_attempts_do_not_count(policy: Policy, kind: str, others: int, e
     """`excused` includes this attempt, which is not in the ledger yet."""
     limit = policy.retries[kind]
     now = state(retries_used={kind: others + excused})
-    action = action_after(Ended("a", False, kind, "why", "n1", excused=excused), policy, now)
+    action = action_after(AttemptEnd("a", False, kind, "why", "n1", excused=excused), policy, now)
     assert (action.event == "retried") == (limit is None or (limit > 0 and others < limit))
 
 
@@ -195,7 +197,7 @@ runs = st.sampled_from(RUNS)
 reasons = st.dictionaries(runs, st.sampled_from(["paused: one", "stopped: two"]))
 wishes = st.builds(Wish, st.lists(runs), reasons, reasons)
 ends = st.builds(
-    Ended,
+    AttemptEnd,
     run=runs,
     done=st.booleans(),
     kind=kinds,
@@ -217,7 +219,7 @@ def test_a_member_is_always_in_exactly_one_state(
     events: Sequence[str],
     done: set[str],
     policy: Policy,
-    turns: Sequence[tuple[int, Sequence[Ended], Wish]],
+    turns: Sequence[tuple[int, Sequence[AttemptEnd], Wish]],
 ) -> None:
     """Each member is either waiting, held, running, finished or given up. Finished members stay finished."""
     states = {run: state(run, event) for run, event in zip(RUNS, events, strict=True)}
