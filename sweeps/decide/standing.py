@@ -1,8 +1,8 @@
 """The current choice between recipes, from a joint posterior that ranking, plan and report all use.
 
-Every recipe contributes posterior draws of its asymptote (`sweeps.fit.forecast`), whether or not it is identifiable; a
-recipe without a forecast contributes draws from the whole reward scale. So a choice only counts as sure if it is also
-sure against the recipes that could not be ranked.
+Every recipe contributes posterior draws of its asymptote (`sweeps.fit.forecast`). A recipe that is not identifiable
+contributes the full width of its posterior; a recipe without a forecast contributes draws from the whole reward scale.
+So a choice only counts as sure if it is also sure against the recipes that could not be ranked.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
 # An unranked recipe is named as a rival if its probability of being best is above this.
 COULD_WIN = 0.05
-# Shrinkage of recipes towards each other: fewest recipes, smallest standard deviation between their true values (as a
-# fraction of the reward's scale), and degrees of freedom of the Student t prior.
+# _MIN_RECIPES: fewest recipes from which the scatter of asymptotes between recipes is estimated. _MIN_SCATTER: lower
+# limit of this scatter, as a fraction of the reward's scale. _PRIOR_DOF: degrees of freedom of the Student t prior that
+# shrinks asymptotes.
 _MIN_RECIPES, _MIN_SCATTER, _PRIOR_DOF = 3, 0.03, 4.0
 # If a recipe has fewer draws of a law than this, its draws of all laws are used instead.
 _MIN_DRAWS = 8
@@ -192,25 +193,32 @@ def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
     In each draw all recipes follow the same law: if one law puts every ceiling higher than another law does, that is
     not a difference between recipes. The law is drawn by how well the laws predict the study's curves.
 
-    Recipes that rise are shrunk towards each other, see `_shrinkage`.
+    Identifiable recipes are shrunk towards each other, because the highest of many estimates is partly high by luck.
+    Their prior is a Student t about the mean of the other recipes. Its width is the part of the scatter of the
+    estimates that their errors do not explain. Other recipes keep the full width of their posterior: a slow recipe may
+    have a higher ceiling than all others.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
     """
     pairing = pairing_of([fit for fit in fits if fit.identifiable])
     laws = _laws(fits)
-    values = [asymptote_draws(fit) if readable(fit) else None for fit in fits]
-    # A recipe that does not rise says nothing about the ceilings of recipes that do.
-    rising = [None if fit.verdict in ("flat", "decreasing") else value for fit, value in zip(fits, values, strict=True)]
+    width = _scatter(fits)
+    asymptotes = {fit.recipe: asymptote_of(fit) for fit in fits if fit.identifiable}
     result = []
-    for fit, value, weight in zip(fits, values, _shrinkage(fits, rising), strict=True):
+    for fit in fits:
         rng = generator(fit.recipe, "asymptote")
-        if value is None:
+        if not readable(fit):
             result.append(AsymptoteDraws(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
             continue
+        values, weight = asymptote_draws(fit), np.ones(DRAWS)
+        if fit.identifiable and width is not None:
+            others = float(np.mean([value for recipe, value in asymptotes.items() if recipe != fit.recipe]))
+            # Weights of a Student t density: with its heavy tails, a recipe that is truly different hardly moves.
+            weight = (1 + (values - others) ** 2 / (_PRIOR_DOF * width)) ** (-0.5 * (_PRIOR_DOF + 1))
         rows = _sample_by_law(fit, laws, weight, rng)
         spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
-        result.append(AsymptoteDraws(value[rows], rows, seed_offsets(fit, spread=spread), spread.sd))
+        result.append(AsymptoteDraws(values[rows], rows, seed_offsets(fit, spread=spread), spread.sd))
     return result
 
 
@@ -231,7 +239,6 @@ def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
         if not is_supported(fit, compute):
             result.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
             continue
-        # Rewards are not shrunk towards each other: a race would stop its losers later.
         rows = _sample_by_law(fit, laws, np.ones(DRAWS), rng)
         result.append(paths_over_seeds(fit, [compute])[rows, 0])
     return result
@@ -247,41 +254,15 @@ def _laws(fits: Sequence[Fit]) -> list[str]:
     return [names[i] for i in draw_by_weight(weights, DRAWS, np.random.default_rng(0))]
 
 
-def _shrinkage(fits: Sequence[Fit], draws: Sequence[Array | None]) -> list[Array]:
-    """Return the weights (K,) of each recipe's draws under a prior about the other recipes' asymptotes.
-
-    The highest of many estimates is partly high by luck, most of all where a curve says little. Therefore each recipe
-    has a Student t prior about the mean of the other recipes. Its width is the scatter of true values between recipes,
-    by the method of moments for random effects (DerSimonian and Kacker 2007). With the prior's heavy tails, a recipe
-    that surely differs from the others hardly moves.
-
-    Args:
-        fits: one fit per recipe.
-        draws: draws (K,) of each recipe's asymptote, in reward; None for a recipe that takes no part.
-
-    Returns:
-        One array per fit. All weights are equal for a recipe that takes no part, and with fewer than `_MIN_RECIPES`.
-    """
-    weights = [np.ones(DRAWS) for _ in fits]
-    parts = [i for i, values in enumerate(draws) if values is not None]
-    if len(parts) < _MIN_RECIPES:
-        return weights
-    known = np.stack([values for values in draws if values is not None])
-    mean, variance = known.mean(axis=1), known.var(axis=1)
-    smallest = (_MIN_SCATTER * max(fits[i].curve.scale for i in parts)) ** 2
-    precision = 1 / (variance + smallest)
-    centre = float(np.average(mean, weights=precision))
-    expected = float(precision @ variance - precision**2 @ variance / precision.sum())
-    excess = float(precision @ (mean - centre) ** 2) - expected
-    scatter = max(excess / float(precision.sum() - precision @ precision / precision.sum()), smallest)
-    precision = 1 / (variance + scatter)
-    for place, i in enumerate(parts):
-        others = np.where(np.arange(len(parts)) == place, 0.0, precision)
-        centre = float(np.average(mean, weights=others))
-        squared_width = scatter + 1 / float(others.sum())
-        distance = (known[place] - centre) ** 2 / (_PRIOR_DOF * squared_width)
-        weights[i] = (1 + distance) ** (-0.5 * (_PRIOR_DOF + 1))
-    return weights
+def _scatter(fits: Sequence[Fit]) -> float | None:
+    """Return the variance of true asymptotes between identifiable recipes; None for fewer than `_MIN_RECIPES`."""
+    identifiable = [fit for fit in fits if fit.identifiable]
+    if len(identifiable) < _MIN_RECIPES:
+        return None
+    error = float(np.mean([asymptote_draws(fit).var() for fit in identifiable]))
+    minimum = (_MIN_SCATTER * max(fit.curve.scale for fit in identifiable)) ** 2
+    # Method of moments: the variance of the estimates is the variance of the true values plus that of the errors.
+    return max(float(np.var([asymptote_of(fit) for fit in identifiable], ddof=1)) - error, minimum)
 
 
 def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:
