@@ -48,6 +48,9 @@ class Race(Recorder):
         loss: limit on the total expected loss of reward from all stops, as a share of the reward's scale; 1 for no
             limit.
 
+    Attributes:
+        has_stopped: whether this callback has stopped the current fit.
+
     Raises:
         ConfigurationError: a value is out of range; at the start of a fit, there is no `RunLog`, or it is outside the
             folder.
@@ -76,12 +79,14 @@ class Race(Recorder):
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
         self._looks: Looks | None = None
         self._due = False
+        self.has_stopped = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the run's directory through its `RunLog`, and set up the looks at the study's journals."""
         from sweeps.errors import UserError
         from sweeps.search.looks import Looks
 
+        self.has_stopped = False
         run_logs = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
         if not run_logs:
             raise ConfigurationError("Race: needs a RunLog beside it, whose journals it reads; add RunLog(run_dir)")
@@ -104,4 +109,5 @@ class Race(Recorder):
         self._due = False
         if why is not None:
             self._looks.warn(f"would be {why}" if self.dry_run else why)
-            trainer.should_stop = trainer.should_stop or not self.dry_run
+            self.has_stopped = not self.dry_run
+            trainer.should_stop = trainer.should_stop or self.has_stopped

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
 from lightning_scalerl.callbacks.evaluate import evaluation_due, validate_now
+from lightning_scalerl.callbacks.race import Race
 from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.rollouts.rollout import TrainBatch
@@ -77,11 +78,15 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
 def end_stopped(trainer: Any, run: Run) -> None:
     """End a fit that a callback or `max_time` stops before `max_steps`: evaluate the last weights and save.
 
+    A run that `Race` has stopped is not evaluated again: the race needs no more evaluations of it, and if the run is
+    continued it equals a run that was never stopped.
+
     Raises:
         RunInterruptedError: a stop was requested meanwhile.
     """
+    by_race = any(isinstance(callback, Race) and callback.has_stopped for callback in trainer.callbacks)
     stopped = trainer.should_stop and run.completed_steps < trainer.max_steps
-    if stopped and evaluation_due(trainer, run.completed_steps, last=True):
+    if stopped and not by_race and evaluation_due(trainer, run.completed_steps, last=True):
         _evaluate_and_save(trainer, run)
 
 
