@@ -30,10 +30,9 @@ CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
 # An unranked recipe is named as a rival if its probability of being best is above this.
 COULD_WIN = 0.05
-# _MIN_RECIPES: fewest recipes from which the scatter of asymptotes between recipes is estimated. _MIN_SCATTER: lower
-# limit of this scatter, as a fraction of the reward's scale. _PRIOR_DOF: degrees of freedom of the Student t prior that
-# shrinks asymptotes.
-_MIN_RECIPES, _MIN_SCATTER, _PRIOR_DOF = 3, 0.03, 4.0
+# The scatter of asymptotes between recipes is estimated from at least _MIN_RECIPES recipes. It is at least _MIN_SCATTER
+# of the reward's scale: with 0.03, the interval of a slow recipe ended below its truly higher ceiling.
+_MIN_RECIPES, _MIN_SCATTER = 3, 0.12
 # If a recipe has fewer draws of a law than this, its draws of all laws are used instead.
 _MIN_DRAWS = 8
 # Without a budget, the horizon is at this multiple of the largest compute of any recipe.
@@ -193,29 +192,22 @@ def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
     In each draw all recipes follow the same law: if one law puts every ceiling higher than another law does, that is
     not a difference between recipes. The law is drawn by how well the laws predict the study's curves.
 
-    Identifiable recipes are shrunk towards each other, because the highest of many estimates is partly high by luck.
-    Their prior is a Student t about the mean of the other recipes. Its width is the part of the scatter of the
-    estimates that their errors do not explain. Other recipes keep the full width of their posterior: a slow recipe may
-    have a higher ceiling than all others.
+    Asymptotes are shrunk towards each other (`_prior_weights`), because the highest of many estimates is partly high by
+    luck, and because a recipe with little data has a wide posterior, whose mean is high.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
     """
     pairing = pairing_of([fit for fit in fits if fit.identifiable])
     laws = _laws(fits)
-    width = _scatter(fits)
-    asymptotes = {fit.recipe: asymptote_of(fit) for fit in fits if fit.identifiable}
+    priors = _prior_weights(fits)
     result = []
     for fit in fits:
         rng = generator(fit.recipe, "asymptote")
         if not readable(fit):
             result.append(AsymptoteDraws(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
             continue
-        values, weight = asymptote_draws(fit), np.ones(DRAWS)
-        if fit.identifiable and width is not None:
-            others = float(np.mean([value for recipe, value in asymptotes.items() if recipe != fit.recipe]))
-            # Weights of a Student t density: with its heavy tails, a recipe that is truly different hardly moves.
-            weight = (1 + (values - others) ** 2 / (_PRIOR_DOF * width)) ** (-0.5 * (_PRIOR_DOF + 1))
+        values, weight = asymptote_draws(fit), priors.get(fit.recipe, np.ones(DRAWS))
         rows = _sample_by_law(fit, laws, weight, rng)
         spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
         result.append(AsymptoteDraws(values[rows], rows, seed_offsets(fit, spread=spread), spread.sd))
@@ -254,15 +246,45 @@ def _laws(fits: Sequence[Fit]) -> list[str]:
     return [names[i] for i in draw_by_weight(weights, DRAWS, np.random.default_rng(0))]
 
 
-def _scatter(fits: Sequence[Fit]) -> float | None:
-    """Return the variance of true asymptotes between identifiable recipes; None for fewer than `_MIN_RECIPES`."""
-    identifiable = [fit for fit in fits if fit.identifiable]
-    if len(identifiable) < _MIN_RECIPES:
-        return None
-    error = float(np.mean([asymptote_draws(fit).var() for fit in identifiable]))
-    minimum = (_MIN_SCATTER * max(fit.curve.scale for fit in identifiable)) ** 2
-    # Method of moments: the variance of the estimates is the variance of the true values plus that of the errors.
-    return max(float(np.var([asymptote_of(fit) for fit in identifiable], ddof=1)) - error, minimum)
+def _prior_weights(fits: Sequence[Fit]) -> dict[str, Array]:
+    """Return, by recipe, weights (K,) for the draws of its asymptote, given the asymptotes of the other recipes.
+
+    The weights are the density of a Student t with 4 degrees of freedom about the weighted mean of the others. Its
+    heavy tails leave a recipe that is surely different nearly where it is. Recipes whose reward does not rise neither
+    have such weights nor affect those of others.
+
+    Returns:
+        An entry per rising recipe; none if there are fewer than `_MIN_RECIPES` of these.
+    """
+    rising = [fit for fit in fits if readable(fit) and fit.verdict not in ("flat", "decreasing")]
+    if len(rising) < _MIN_RECIPES:
+        return {}
+    scale = max(fit.curve.scale for fit in rising)
+    draws = [asymptote_draws(fit) for fit in rising]
+    estimates = np.array(
+        [asymptote_of(fit) if fit.identifiable else values.mean() for fit, values in zip(rising, draws, strict=True)]
+    )
+    errors = np.maximum([values.var() for values in draws], (1e-6 * scale) ** 2)
+    scatter = max(_between_variance(estimates, errors), (_MIN_SCATTER * scale) ** 2)
+    result = {}
+    for i, fit in enumerate(rising):
+        precisions = 1 / (errors + scatter)
+        precisions[i] = 0.0
+        centre = precisions @ estimates / precisions.sum()
+        variance = scatter + 1 / precisions.sum()
+        result[fit.recipe] = (1 + (draws[i] - centre) ** 2 / (4 * variance)) ** -2.5
+    return result
+
+
+def _between_variance(estimates: Array, errors: Array) -> float:
+    """Return the variance of true values between N estimates (N,) with error variances (N,); it may be negative.
+
+    The method of moments of DerSimonian and Laird (1986), as in a random-effects meta-analysis.
+    """
+    weights = 1 / errors
+    mean = weights @ estimates / weights.sum()
+    excess = weights @ (estimates - mean) ** 2 - (len(estimates) - 1)
+    return float(excess / (weights.sum() - weights @ weights / weights.sum()))
 
 
 def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:

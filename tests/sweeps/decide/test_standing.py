@@ -175,12 +175,22 @@ def test_the_highest_of_many_is_shrunk_towards_the_others() -> None:
         assert float(shrunk.mean()) < float(outlook.ceiling[outlook.futures.law == number].mean())
 
 
-def test_a_slow_recipe_keeps_its_higher_ceiling_among_many_alike() -> None:
-    """If recipes that are not identifiable were shrunk towards the others, the interval would end at 0.66."""
+@pytest.mark.parametrize("number", range(3))
+def test_the_interval_of_a_slow_recipe_contains_its_higher_ceiling_among_many_alike(number: int) -> None:
+    """With a minimum scatter of 0.03 between recipes, the intervals would end at 0.65 to 0.67."""
     alike = [Recipe(0.54 + 0.005 * i, 1.8, 1.0, 6.0, 1) for i in range(7)]
-    fits = fit_curves(simulated(*alike, Recipe(0.7, 1.6, 5.0, 6.0, 1)))
+    fits = fit_curves(simulated(*alike, Recipe(0.7, 1.6, 5.0, 6.0, 1), number=number))
     low, high = np.quantile(draw_asymptotes(fits)[7].asymptote(), [0.025, 0.975])
-    assert not fits[7].identifiable and low < 0.7 < high and find_standing(fits).leader == "r7"
+    assert not fits[7].identifiable and low < 0.7 < high and "r7" in find_standing(fits).rivals
+
+
+@pytest.mark.parametrize("end", [0.8, 1.0])
+def test_a_recipe_with_few_data_does_not_lead_by_its_wide_posterior(end: float) -> None:
+    full = [Recipe(a, 1.8, 1.0, 6.0, 1) for a in (0.58, 0.6, 0.62)]
+    fits = fit_curves(simulated(*full, Recipe(0.56, 1.8, 1.0, end, 1)))
+    standing = find_standing(fits)
+    assert not fits[3].identifiable
+    assert standing.drawn[3].values.mean() < 0.62 < asymptote_draws(fits[3]).mean() and standing.leader == "r2"
 
 
 def test_a_recipe_that_surely_differs_is_hardly_shrunk() -> None:
