@@ -67,7 +67,10 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
                 raise UserError("hydra.sweeper.sampler: none; give one of Optuna's, by its _target_ and arguments")
             return instantiate(self.sampler, seed=seed)
         except InstantiationException as error:
-            raise UserError(f"hydra.sweeper.sampler: {one_line(str(error))}") from error
+            reason = one_line(str(error))
+            if "unexpected keyword argument" in reason:
+                reason += "; ~hydra.sweeper.sampler.ARGUMENT removes an argument of the default sampler"
+            raise UserError(f"hydra.sweeper.sampler: {reason}") from error
 
 
 def _axis(override: Override) -> Axis:

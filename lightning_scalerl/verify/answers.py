@@ -32,9 +32,9 @@ _SEPARATORS = 60  # maximum number of characters between two boxes of one list
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 # GSM8K's mark (####), followed by a number or an expression. A mark followed by words may be a Markdown heading. For
-# linear time, `_MARKED` and `_MARKED_WORD` start only at the first # of a run. `_MARKED` stops at the end of the line,
-# `_MARKED_WORD` at the next mark at the latest.
-_MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
+# linear time, `_MARKED` and `_MARKED_WORD` start only at the first # of a run. Both stop at the next mark, `_MARKED` also
+# at the end of the line.
+_MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2}|####)(\S(?:[^\n#]|#(?!###))*+)")
 # The mark followed by words and then the end of the text: an answer in words.
 _MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
 _LEAD_IN = re.compile(r"(?:\banswers?[*_\s]*+(?:is\b|are\b|[:=：])|答案(?:是|为)?)[\s*_:=：]*+", re.IGNORECASE)

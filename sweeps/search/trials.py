@@ -184,7 +184,8 @@ class Trials:
         trials = self.study.get_trials(deepcopy=False)
         count = {state: sum(each.state is state for each in trials) for state in TrialState}
         done = [each for each in trials if each.state is TrialState.COMPLETE and each.value is not None]
-        text = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
+        # A launch that resumes the search may ask for fewer trials than there are.
+        text = f"{count[TrialState.COMPLETE]} of {max(self._settings.n_trials, len(trials))} trials finished"
         for state, what in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
             text += f", {count[state]} {what}" if count[state] else ""
         text += ", and the sampler has no more proposals" if self.exhausted else ""

@@ -76,6 +76,10 @@ def test_a_search_whose_trials_are_all_refused_exits_1(tmp_path: Path) -> None:
                     ["hydra.sweeper.sampler._target_=optuna.samplers.Nope"],
                     "hydra.sweeper.sampler: Error locating target",
                 ),
+                (
+                    ["hydra.sweeper.sampler._target_=optuna.samplers.GPSampler"],
+                    "~hydra.sweeper.sampler.ARGUMENT removes an argument of the default sampler",
+                ),
                 (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs: 0 must be a whole number, 1 or more"),
                 (["experiment=schedules"], "hydra.sweeper.rows: they list members one by one"),
             ],

@@ -23,7 +23,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.search import trials as trials_module
 from sweeps.search.optuna_search import Search
 from sweeps.search.settings import Axis, SearchSettings
-from sweeps.search.trials import TRIALS_FILE
+from sweeps.search.trials import TRIALS_FILE, Trials
 from tests.examples import every
 from tests.sweeps.search.runners import STEPS, KilledError, Runners, planned, uneven
 from tests.sweeps.search.test_live_race import RecordingObserver
@@ -108,6 +108,17 @@ def test_a_search_over_a_value_that_the_configuration_leaves_open(tmp_path: Path
         states = search(tmp_path, settings, planner=plan, open_axes=SPACE[:1])
         assert {member_state.state for member_state in states.values()} == {"finished"}
         assert [one_trial.state for one_trial in trials(tmp_path)] == [TrialState.COMPLETE] * 3
+
+
+def test_a_search_resumed_with_fewer_trials_counts_all_that_there_are(tmp_path: Path) -> None:
+    search(tmp_path, SearchSettings(3, 3, budget=1.0))
+    fewer = SearchSettings(2, 3, budget=1.0)
+
+    def plan(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        return planned([["a=0.3", *overrides] for overrides in lists])
+
+    resumed = Trials(tmp_path, SPACE, fewer, [], plan, lambda seed: optuna.samplers.TPESampler(seed=seed))
+    assert resumed.sentence().startswith("3 of 3 trials finished; the best is trial ")
 
 
 @pytest.mark.slow
