@@ -71,7 +71,10 @@ class Launch(AsJson):
                 always unknown.
         """
         arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
-        lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
+        if self.members > self.recipes * self.seeds:  # trials of a search, whose recipes are not known yet
+            lines = [f"{counted(self.members, 'trial')}, {self.steps} steps"]
+        else:
+            lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
         if self.left < self.steps:
             lines[0] += f", of which {self.left} are left"
         if self.left == 0 and not show_unknown:

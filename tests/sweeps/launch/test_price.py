@@ -319,3 +319,8 @@ def test_plan_with_design_becomes_a_launch_command(
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
         assert exit_info.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_trials_of_a_search_are_not_counted_as_one_recipe(tmp_path: Path) -> None:
+    trials = [replace(spec(), run=f"scalerl/{number}") for number in range(3)]
+    assert launch_of(trials, tmp_path).sentences(show_unknown=False) == ["3 trials, 300 steps"]
