@@ -258,7 +258,7 @@ class EnvironmentPool:
                 self._record(episode.number, answer)
                 if isinstance(answer, Failure):
                     break
-            # The conversation is over, so that a failure while the instance is dropped does not count.
+            # The conversation is over, so a failure to drop its instance does not count as its failure.
             if process is not None and not self._closing:
                 try:
                     process.ask("close", (), self._timeout_s)

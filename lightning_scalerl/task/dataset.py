@@ -229,7 +229,7 @@ class DatasetTask(PoolTask):
     def _check_texts(self, problem: Problem, row: Row, place: str) -> None:
         """Refuse a row with a text that cannot be encoded; `place` begins the error.
 
-        Tests of programs are left alone: the sandbox passes any text on.
+        The tests of programs are not checked, because the sandbox can pass on any text.
         """
         answer = None if isinstance(problem.answer, Mapping) else problem.answer
         texts = {
@@ -277,7 +277,8 @@ class DatasetTask(PoolTask):
     def _collect_known(self, prompts: Sequence[Prompt]) -> None:
         """Collect right and wrong completions of a few random rows, for `known`.
 
-        A completion comes from the template; without one, from the row's solution; without that, from the verifier.
+        Both come from the templates if there are any. Otherwise a right completion is the row's solution. Completions
+        that are still missing come from the verifier.
         """
         first = self._rewards.rewards[0].grader
         chosen = random.Random(0).sample(range(len(prompts)), min(NUM_KNOWN_ROWS, len(prompts)))

@@ -2,7 +2,7 @@
 
 The answer is the first of these that the completion contains:
 
-1. the last `<answer>...</answer>`, if no box comes after it;
+1. the last `<answer>...</answer>`, if no `\\boxed` comes after it;
 2. the last `\\boxed{...}` or `\\fbox{...}` with closed braces. Boxes that are separated only by a comma, a semicolon,
    "and" or "or" form one list;
 3. the text after the last `####`: a number or an expression up to the end of its line, or words that end the text;
@@ -97,7 +97,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _boxes(text: str) -> tuple[str | None, int]:
-    """Return the content of the last box, or of the list of boxes that it ends, and the position of its end."""
+    """Return the content of the last box, or of the whole list of boxes that it ends, and the end of the last box."""
     spans = _closed_boxes(text)
     if not spans:
         return None, -1

@@ -77,7 +77,8 @@ class ChargeLedger:
 
     def __init__(self) -> None:
         self.training, self.evaluation = Totals(), Totals()
-        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys of charges, by `evaluation`
+        # keys of counted charges, in training (False) and evaluation (True)
+        self._counted: dict[bool, set[int]] = {False: set(), True: set()}
         self._answers = {"asked": 0, "cached": 0}
 
     def add(self, charges: Iterable[Charge], evaluation: bool = False) -> None:

@@ -256,7 +256,6 @@ class VerifierPool:
                         worker.connection.send_bytes(job.message)
 
     def _start_timeout(self, worker: _Worker) -> None:
-        """Start the timeout of a worker's first job."""
         job = worker.jobs[0]
         job.attempts += 1
         worker.job_start = time.monotonic()
@@ -337,7 +336,9 @@ class VerifierPool:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
     def _replace(self, number: int, reason: str, died: bool = False) -> None:
-        """Kill a worker and start another. Its current job ends in an error; its prefetched jobs are queued again."""
+        """Kill a worker and start another. The attempt at its current job has failed; its prefetched jobs are queued
+        again.
+        """
         worker = self._workers[number]
         if died:
             with suppress(subprocess.TimeoutExpired):
@@ -372,7 +373,7 @@ class VerifierPool:
                     job.charges[ticket] = job.charges.get(ticket, ()) + outcome.charges
                 self._shared.queue.append(job)
                 return
-            earlier_s = job.seconds / len(job.tickets)  # seconds per completion that failed attempts took
+            earlier_s = job.seconds / len(job.tickets)  # time of failed attempts, per completion
             for ticket, outcome in zip(job.tickets, outcomes, strict=True):
                 if ticket in self._shared.waiting:
                     seconds = earlier_s + outcome.seconds
@@ -391,7 +392,7 @@ class VerifierPool:
 
 
 def _kill(worker: _Worker) -> int:
-    """Kill a worker with its process group and its sandboxes' scratch folders; return the exit status."""
+    """Kill a worker's process group, delete the scratch folders of its sandboxes, and return its exit status."""
     kill_group(worker.process.pid)
     worker.connection.close()
     status = worker.process.wait()

@@ -1,6 +1,6 @@
 """Reward functions from the user, written for TRL, for verl or for this library, and weighted sums of rewards.
 
-The names of a function's parameters decide its form.
+The form of a function (TRL's, verl's or one of ours) is recognised by the names of its parameters.
 """
 
 from __future__ import annotations
