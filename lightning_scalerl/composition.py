@@ -346,7 +346,8 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 
 def _check_inherited(chosen: Mapping[str, str], folders: Folders) -> None:
-    """Refuse to replace a choice if the file that made it also sets values of it, which the new choice would inherit.
+    """Refuse to override a choice of a file that also sets values for this choice: the new choice would get these
+    values.
 
     Args:
         chosen: names of the chosen files, by group.
@@ -570,7 +571,6 @@ def chosen_node(config: Any, group: str) -> Any:
 
 
 def _check_missing(node: Any) -> None:
-    """Refuse a configuration in which a key has no value."""
     from omegaconf import OmegaConf
 
     if OmegaConf.is_config(node) and (missing := sorted(OmegaConf.missing_keys(node))):
@@ -688,7 +688,6 @@ def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choice
 
 
 def _build_for(config: Any, group: str, steps: int) -> Any:
-    """Instantiate one group of a composed configuration for a run of `steps` steps."""
     from omegaconf import OmegaConf
 
     return build(OmegaConf.merge(config, {"budget": {"steps": steps}}), group)
@@ -715,7 +714,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     of_length: list[tuple[Any, Callable[[int], Any]]] = []
 
     def build_group(group_config: Any, group: str) -> Any:
-        """Build a group, and note it if it depends on the budget."""
+        """Build a group, and add it to `of_length` if it depends on the budget."""
         built = build(group_config, group)
         if "budget.steps" in str(group_config[group]):  # with its interpolations
             of_length.append((built, partial(_build_for, group_config, group)))

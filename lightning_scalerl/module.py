@@ -219,7 +219,7 @@ class ScaleRL(LightningModule):
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
         teacher = self.reference if self.choices.kl_in_update else None
-        measured = torch.zeros_like(rows.generator_logprobs)  # distances to the teacher over the vocabulary
+        measured = torch.zeros_like(rows.generator_logprobs)  # divergences from the teacher over the vocabulary
         with self.ranks.unsynchronized():
             for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.pass_size):
                 with_gradient = self.choices.entropy.acts

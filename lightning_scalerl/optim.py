@@ -260,8 +260,8 @@ class ConstantSchedule:
 class CosineSchedule(ConstantSchedule):
     """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the rate after `total_steps`.
 
-    The last step has a slightly larger rate than that, because a step's rate depends on the number of steps before it,
-    as in transformers.
+    The last step has a slightly larger rate than `final` times the rate, because a step's rate depends on the number of
+    steps before it, as in transformers.
     The learning curve depends on `total_steps`, so it is part of the run's identity. Unlike with a constant rate, a
     run with a larger budget is another run.
     """

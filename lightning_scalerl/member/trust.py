@@ -87,7 +87,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
     a separate process as planners are.
 
     Args:
-        words: for each member, its folder and its identity in the ledger.
+        words: for each member, its folder and its identity in the study's ledger.
 
     Raises:
         UserError: see `check_run`; or a folder contains another run.
@@ -187,8 +187,8 @@ def _below(path: str | None, folders: Sequence[str]) -> bool:
 def _check_command(file: Path, spec: RunSpec, _: Path) -> None:
     """Check that a member's command is the one that the user's study file produces from its overrides.
 
-    The study file is the last of the folders. It was already checked to belong to the user and to be outside of the
-    study's folder.
+    The study's file is the last entry of `spec.folders`. It was already checked to belong to the user and to be outside
+    of the study's folder.
     """
     refused = _refusal_of_command(file, spec, "the command of a study's file of yours")
     study_file = Path(spec.folders[-1]) if spec.folders else None

@@ -460,7 +460,6 @@ def _required(body: _Function | ast.Lambda, method: bool = False) -> set[str]:
 
 
 def _parametrised(body: ast.AST) -> set[str]:
-    """Return the parameters that `pytest.mark.parametrize` provides."""
     parameters: set[str] = set()
     for mark in getattr(body, "decorator_list", ()):
         if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Attribute) and mark.func.attr == "parametrize":

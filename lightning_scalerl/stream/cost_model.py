@@ -23,7 +23,8 @@ class CostModel:
     Args:
         generator_devices: number of generator devices; they share the rollouts in flight evenly.
         trainer_devices: number of trainer devices; they share a batch evenly.
-        colocated: whether the same devices generate and train in turns; only for async modes that drain.
+        colocated: whether the same devices generate and train in turns; only for async modes that
+            wait for all rollouts in flight before they train.
         decode_s: fixed cost of one decoding step on a generator device (reading the weights).
         decode_rollout_s: added to a decoding step per rollout that the device decodes.
         decode_context_s: added to a decoding step per cached token that the device's rollouts attend to.

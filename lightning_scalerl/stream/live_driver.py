@@ -68,7 +68,7 @@ class LiveDriver:
         self.verifiers = verifiers
         self._conversations = conversations
         self._may_have_restored = True  # a checkpoint may have restored waiting rollouts
-        self._grading: dict[int, RolloutKey] = {}  # by ticket
+        self._grading: dict[int, RolloutKey] = {}  # rollouts that are being graded, by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every
         self._lock = threading.RLock()

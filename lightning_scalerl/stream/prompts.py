@@ -62,7 +62,8 @@ class PromptSource:
         self._curriculum_rank = self._curriculum.places(self._pool)
         self._originals = {prompt.prompt_id: prompt.copy_of for prompt in self._pool if prompt.copy_of}
         self._distinct = len({self._original(prompt.prompt_id) for prompt in self._pool})
-        # By the id of the original, as is `_retired`.
+        # Pass rates of a prompt's complete groups. Copies share one entry here and in `_retired`, by the id of the
+        # original.
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0

@@ -76,7 +76,7 @@ class RolloutStream:
     charged: Callable[[Sequence[Charge]], None] = lambda charges: None
     completed_steps: int = 0
     admitted: int = 0
-    dropped: int = 0  # groups dropped by a refilling filter; each lets one more group be admitted
+    dropped: int = 0  # groups dropped by a filter that samples replacements; each lets one more group be admitted
     surplus: int = 0  # rollouts of the admitted groups beyond `completions` per group
     training: bool = False  # the trainer is working on a batch
     dropped_for_batch: int = 0  # dropped groups attributed to the last batch taken

@@ -308,7 +308,9 @@ class Run:
 
     @property
     def head(self) -> bool | None:
-        """True if the heads of trainer and generator are FP32 under a 16-bit policy; None if only one of them is."""
+        """True if the output layers of trainer and generator are FP32 and the policy is 16-bit; None if only one is
+        FP32.
+        """
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False
@@ -486,7 +488,7 @@ def on_policy(run: Run) -> bool:
 
 
 def deviation(eps: float) -> str:
-    """Return the reason to give for a standard deviation that cannot be translated: only one form of it can."""
+    """Return the reason why a standard deviation cannot be translated, and which form of it can."""
     return (
         f"the standard deviation is the unbiased one plus {eps:g}; normalization.ddof=1 with normalization.eps={eps:g} "
         "can be translated"

@@ -161,7 +161,6 @@ def main() -> int:
         """Callback that evaluates when due, counts the compute of each step, and stops the run on request."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            """Evaluate the starting point of a new run."""
             if state.global_step == 0:
                 evaluate(trainer.model, 0)
 
