@@ -314,7 +314,7 @@ class ScaleRL(LightningModule):
 
     @property
     def began(self) -> list[str]:
-        """Lines to print once at the start of a fit, about memory, prompt lengths and the trial of the verifier."""
+        """Lines to print once at the start of a fit, about memory, prompt lengths and the test of the verifier."""
         memory = [self.memory] if self.memory else []
         return [] if self._data_path is None else [*self.models.notes, *memory, *self._data_path.notes]
 

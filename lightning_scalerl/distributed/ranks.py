@@ -324,7 +324,7 @@ class Ranks:
         return replace(batch, **results)
 
     def gather_parts(self, batch: TrainBatch, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return log-probabilities and entropies of the rows of all ranks, as one part of the whole batch."""
+        """Return log-probabilities and entropies of the rows of all ranks, as one `Part` of the whole batch."""
         if self.count == 1:
             return parts
         if batch.rollouts == 0:

@@ -116,7 +116,7 @@ class EnvironmentPool:
         self._closing = False
 
     def declare(self) -> Mapping[str, Declared]:
-        """Start a process and return each environment's properties by its name; "" if it has no name.
+        """Start a process and return the properties of each environment by name; a single one has the name "".
 
         Raises:
             ConfigurationError: an environment cannot be loaded or made, or has neither form.

@@ -433,7 +433,9 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if completions are too short for the length penalty, always or in the first stage."""
+    """Return a warning if completions are too short for the length penalty, always or in the curriculum's first
+    stage.
+    """
     from lightning_scalerl.axes.length_control import Penalty
 
     control, limit = builder(spec.config, "length_control"), spec.config["context"]["max_new_tokens"]

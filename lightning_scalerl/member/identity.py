@@ -4,7 +4,7 @@ An identity is a hash of this form (`sweeps.run.spec`). Moving a class, or addin
 change existing identities. Therefore:
 
 - a class or function is represented by its name, without its module;
-- a group at its neutral choice is left out (attribute `neutral` of an axis's class);
+- a group at its neutral choice, which changes nothing, is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
 - parameters without effect on learning, such as the origin of a value, are left out (attribute
   `operational_parameters`);

@@ -8,9 +8,10 @@ entry that `launch.json` names (`sweeps.launch.trust`). A folder from another pe
 - code of the user: in a folder of `--config-dir` that the specification lists, or a file with a reward function. It
   must belong to the user, not be writable by others, and be outside of the study's folder.
 
-If a member is a command, it must be the command in the study's file. That file must belong to the user and be outside
-of the study's folder. Only values that the file leaves to a grid may differ. If TRL trains a member, its command must
-be the one that its overrides produce here, and its interpreter must belong to the user or the system.
+If a member runs another trainer's command, it must be the command in the study's file. That file must belong to the
+user and be outside of the study's folder. Only values that the file leaves to a grid may differ. If TRL trains a
+member, its command must be the one that its overrides produce here, and its interpreter must belong to the user or the
+system.
 
 The specification must also have the identity that it names. This detects edits and damage. It does not protect against
 attackers, who can compute identities: only the check of names prevents foreign code from running.

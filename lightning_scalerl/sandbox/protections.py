@@ -77,7 +77,7 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
 
 
 def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
-    """Return the walls to try, best first; record in `obstacles` the protections that are known to be missing."""
+    """Return sets of isolation mechanisms to try, best first; record protections known to be missing in `obstacles`."""
     landlock = landlock_abi() if mode != "none" else 0
     if not landlock:
         obstacles[LANDLOCK] = "the kernel does not have it, or it is turned off"

@@ -185,7 +185,7 @@ def _sources(
     entry_point: str | None,
     names: tuple[str, ...],
 ) -> Sources:
-    """Decide where the names that the tests do not define come from; see `survey`."""
+    """Decide the source of each name that the tests use but do not define; see `survey`."""
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
     # The names under which `examine._bind` gives the tests the entry point.
     bound = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()

@@ -51,7 +51,7 @@ class LiveDriver:
         conversations: conversations of the rollouts with environments; None without environments.
     """
 
-    # Phase of the compute meter for a probe: the trainer waits for other processes.
+    # The compute meter counts a probe's time as idle, because the trainer waits for other processes.
     probe_phase: ClassVar[str] = "idle"
 
     def __init__(
@@ -200,7 +200,7 @@ class LiveDriver:
 
     @property
     def may_probe(self) -> bool:
-        """True at the steps at which the generators are probed: every `probe_every` steps."""
+        """True every `probe_every` steps: the generators' log-probabilities are then compared with the trainer's."""
         return self.stream.completed_steps % self._probe_every == 0
 
     @contextmanager

@@ -249,7 +249,8 @@ class RolloutStream:
         """Count a dropped group; raise PoolExhaustedError if too many groups were dropped for one batch."""
         self.dropped += 1
         self._dropped_unattributed += 1
-        # If the async mode drains, several batches are sampled before the first of them is trained on.
+        # If the async mode drains, which means that no rollout is in flight when it trains, several batches are sampled
+        # first.
         mode = self.choices.async_mode
         batches = mode.max_staleness + 1 if mode.drains else 1
         most_dropped = self.choices.filter.most_dropped * self.groups_per_step * batches
@@ -272,11 +273,10 @@ class RolloutStream:
     def batch_due(self) -> bool:
         """Return whether P groups are ready, and training on them now makes no other group too stale.
 
-        An async mode that drains has to wait for all rollouts in flight. Otherwise a group of version v must train by
+        An async mode that drains trains only when no rollout is in flight. Otherwise a group of version v must train by
         step v + k, with k = `max_staleness`. The groups that are not in this batch must fit into the batches up to
-        their deadlines.
-        If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the admission rule,
-        waiting for all groups is always sufficient.
+        their deadlines. If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the
+        admission rule, waiting for all groups is always sufficient.
         """
         if len(self._ready) < self.groups_per_step:
             return False

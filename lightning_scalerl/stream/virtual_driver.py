@@ -42,7 +42,7 @@ class VirtualDriver:
         conversations: conversations of the rollouts with environments; None without environments.
     """
 
-    # Phase of the compute meter for a probe: the generator runs in this process, so a probe is computed here.
+    # The compute meter counts a probe's time as training, because the generator runs in this process.
     probe_phase: ClassVar[str] = "train"
 
     stream: RolloutStream
@@ -101,7 +101,9 @@ class VirtualDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Always True: in virtual time a probe of the generator costs nothing."""
+        """Always True: a probe, which compares the generator's log-probabilities with the trainer's, takes no virtual
+        time.
+        """
         return True
 
     def asking(self) -> AbstractContextManager[None]:

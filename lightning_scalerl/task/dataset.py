@@ -54,7 +54,7 @@ class DatasetTask(PoolTask):
         ConfigurationError: a file, row, field, rule or reward cannot be used; the error names it.
     """
 
-    # Parameters at these values are left out of identities, so that runs older than a parameter keep their identity.
+    # A parameter with this value is left out of a run's identity, so runs older than the parameter keep theirs.
     added: ClassVar[Mapping[str, Any]] = {
         "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
         "leaks": "drop", "sandbox": {}, "keep_columns": False,

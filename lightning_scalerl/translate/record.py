@@ -101,7 +101,9 @@ class Translation:
         self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
 
     def express(self, axis: str, *names: str) -> None:
-        """Record which settings express the choice on an axis; give no names if the trainer always behaves like it."""
+        """Record which settings express the choice on an axis; give no names if the trainer always behaves like this
+        choice.
+        """
         self.settings_by_axis.setdefault(axis, []).extend(names)
 
     @property
@@ -308,9 +310,7 @@ class Run:
 
     @property
     def head(self) -> bool | None:
-        """True if the output layers of trainer and generator are FP32 and the policy is 16-bit; None if only one is
-        FP32.
-        """
+        """True if trainer and generator both have an FP32 head under a 16-bit policy; None if only one has."""
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False
@@ -551,7 +551,7 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], why: st
 
 
 def evaluation_interval(run: Run, into: Translation) -> int:
-    """Return the number of batches of `run.k` steps between evaluations; 0 without evaluations, or for a fraction."""
+    """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it would be a fraction."""
     interval, _ = run.evaluation
     if interval % run.k:
         into.add_missing(

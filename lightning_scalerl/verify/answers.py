@@ -97,7 +97,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _boxes(text: str) -> tuple[str | None, int]:
-    """Return the content of the last box, or of the whole list of boxes that it ends, and the end of the last box."""
+    """Return the content of the last box, or of the list of boxes that it ends, and the position of its end."""
     spans = _closed_boxes(text)
     if not spans:
         return None, -1

@@ -14,7 +14,7 @@ DEVICE_HOURS = "device_hours"
 
 @dataclass(frozen=True)
 class ComputeAxes:
-    """Settings of the compute axes.
+    """Settings of the compute axes, the x axes of learning curves.
 
     Args:
         judge: how the cost of judges is added to device hours and virtual device hours. None adds nothing: the cost
@@ -56,7 +56,7 @@ class Totals:
             setattr(self, field.name, getattr(self, field.name) + getattr(charge, field.name))
 
     def by_name(self) -> dict[str, float]:
-        """Return the sums by their names in metrics."""
+        """Return the sums by metric name."""
         return {
             "hours": self.seconds / 3600.0,
             "tokens": float(self.prompt_tokens + self.completion_tokens),

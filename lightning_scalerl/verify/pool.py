@@ -1,4 +1,4 @@
-"""Pool of verifier processes: asynchronous, with a timeout per completion; workers that hang or die are replaced.
+"""Pool of verifier processes, with a timeout per completion. Workers that hang or die are replaced.
 
 A thread of this process sends completions to free workers and collects their outcomes. If grading is quick, a worker
 gets further completions in advance, because a round trip would cost more than grading. A worker that exceeds its
@@ -43,13 +43,13 @@ _REASSIGN_S = 0.1
 
 @dataclass
 class _Job:
-    """Completion, or all completions of a group, to be graded by one call."""
+    """Work for one call of the grader: a completion, or all completions of a group (of one prompt)."""
 
     tickets: tuple[int, ...]
     samples: tuple[Sample, ...]
     attempts: int = 0
     seconds: float = 0.0
-    charges: dict[int, tuple[Charge, ...]] = field(default_factory=dict)  # of failed attempts, by ticket
+    charges: dict[int, tuple[Charge, ...]] = field(default_factory=dict)  # charges of failed attempts, by ticket
 
     @cached_property
     def message(self) -> memoryview:
@@ -135,7 +135,7 @@ class VerifierPool:
         self._thread.start()
 
     def submit(self, sample: Sample) -> int:
-        """Queue a completion for grading and return its ticket immediately."""
+        """Queue a completion for grading and return its ticket, the number by which `wait` fetches the outcome."""
         return self.submit_group([sample])[0]
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
@@ -336,7 +336,7 @@ class VerifierPool:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
     def _replace(self, number: int, reason: str, died: bool = False) -> None:
-        """Kill a worker and start another. The attempt at its current job has failed; its prefetched jobs are queued
+        """Kill a worker and start another. Its current job's attempt counts as failed; its prefetched jobs are queued
         again.
         """
         worker = self._workers[number]
