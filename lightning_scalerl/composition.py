@@ -226,7 +226,6 @@ class Composer:
         from hydra.core.override_parser.types import OverrideType
         from omegaconf import OmegaConf
 
-        # Split overrides into group choices, which Hydra composes, and plain values, which are set afterwards.
         groups, values = [], []
         for parsed in OverridesParser.create().parse_overrides(list(overrides)):
             key, changes = parsed.key_or_group, parsed.type == OverrideType.CHANGE and not parsed.is_sweep_override()

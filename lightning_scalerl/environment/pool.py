@@ -305,7 +305,7 @@ class EnvironmentPool:
                 self.counts.update(
                     observations=1, malformed=answer.malformed, raised=answer.raised, characters_cut=answer.cut
                 )
-            # A conversation that is not open was closed during the call.
+            # If the conversation is not open, it was closed during the call, and the answer is dropped.
             if number in self._open:
                 self._answers[number] = answer
                 if isinstance(answer, Failure):

@@ -397,7 +397,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _copy_passes(parent: Path, run_dir: Path, step: int) -> None:
-    """Copy the parent's pass rates by prompt, up to a step."""
+    """Copy the parent's evaluation results per prompt (`Passes`), up to a step."""
     try:
         entries = parse_lines((parent / PASSES_FILE).read_bytes())
     except FileNotFoundError:

@@ -473,7 +473,6 @@ def _exhausted_pool(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     resampling, pool = builder(spec.config, "resampling"), builder(spec.config, "task").train_prompts()
     prompts = len({prompt.copy_of or prompt.prompt_id for prompt in pool})
     batch = spec.config["batch"]
-    # Draws per prompt over the whole run.
     draws = spec.steps * batch["prompts"] / prompts
     if draws < _EXHAUSTING_DRAWS or not resampling.retires((1.0,)):
         return ()

@@ -638,7 +638,7 @@ def _exceeds_quota(folder: str, limit: int) -> bool:
 
 
 def _remove(scratch: str) -> None:
-    """Delete a folder with any depth, names and permissions.
+    """Delete a folder, whatever its depth, names and permissions.
 
     Nested folders are moved up before they are emptied, so that neither recursion nor the length of paths matters.
     """

@@ -120,7 +120,7 @@ def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
     """Return whether a program starts behind these walls and cannot escape them; record failures in `obstacles`."""
     try:
         reachable = _try_out(walls)
-        # Walls without complete isolation only need to start.
+        # Without complete isolation, it is enough that the program starts.
         if not (reachable and walls.isolated):
             return True
         reason = ", ".join(f"{action} in reach" for action in reachable)
@@ -137,7 +137,7 @@ def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
 
 
 def _try_out(walls: Walls) -> list[str]:
-    """Run a program behind these walls that tries forbidden actions; return those that succeeded.
+    """Run a program that tries forbidden actions behind these walls; return the actions that succeeded.
 
     Raises:
         SandboxError: the program did not start or did not finish.

@@ -178,7 +178,8 @@ class DatasetTask(PoolTask):
         without_prompt: list[int] = []
         unanswered: list[int] = []
         ungradable: list[str] = []
-        # A key that only some rows lack is an empty cell: writers of JSON lines leave such keys out.
+        # A key that only some rows lack is an empty cell in these rows: writers of JSON lines omit keys without a
+        # value.
         empty = dict.fromkeys(name for row in rows for name in row)
         for number, row in enumerate(rows):
             try:

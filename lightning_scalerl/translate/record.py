@@ -401,7 +401,7 @@ def _check_groups(run: Run, into: Translation) -> None:
             if (value := getattr(context, key)) is not None:
                 into.add_missing(f"context.{key}", value, f"a limit of the environment's conversations ({limit})")
     for key, neutral in (Chat.neutral or {}).items():
-        value = getattr(chat, key, neutral)  # `choice` is not an attribute
+        value = getattr(chat, key, neutral)  # the key `choice` is the class's name, not an attribute
         value = list(value) if key == "stop" else value
         if value != neutral:
             into.add_missing(f"chat.{key}", value, _CHAT.get(key, f"{name} renders prompts by its own settings"))

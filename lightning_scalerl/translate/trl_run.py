@@ -165,7 +165,6 @@ def main() -> int:
                 evaluate(trainer.model, 0)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-            """Add the compute of the step, evaluate if it is due, and stop if that was requested."""
             if pending_steps:
                 journal.flops += pending_steps.pop()
             step, remainder = divmod(state.global_step, epochs)

@@ -227,7 +227,6 @@ class VerifierPool:
                 _kill(worker)
 
     def _start_worker(self) -> _Worker:
-        """Start a worker process; it has `START_S` seconds to load the grader."""
         scratch = secrets.token_hex(8)
         process, connection = start_worker(
             "lightning_scalerl.verify.worker", self._pickled, self._memory_gib, {SCRATCH: scratch}
