@@ -30,7 +30,7 @@ class AdamW:
         beta2: decay of the second moment.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        clip_norm: bound on the norm of the whole gradient. With None it is not clipped, but still measured.
+        clip_norm: bound on the norm of the whole gradient. None to measure the norm without clipping.
         dropout: whether the model's own dropout acts in training. Off by default: the trained policy would otherwise
             differ in every step from the policy that sampled.
         storage: type of the values that the weights keep between steps: "fp32" or "bf16".

@@ -1,4 +1,4 @@
-"""Skips imports that other packages make too early, until they are needed, in processes of this project's commands.
+"""Delays imports that other packages make before they are needed, in processes of this project's commands.
 
 Importing Lightning and transformers takes a process 11 seconds of CPU, and more than four of these go into packages
 that a run never uses. No setting of these packages prevents that:

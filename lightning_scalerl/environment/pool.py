@@ -1,4 +1,4 @@
-"""Pool of environment processes: one conversation per process at a time, a timeout per call, and replacement.
+"""Pool of environment processes, with one conversation per process at a time and a timeout per call.
 
 A thread of the pool serves each process and waits for it. A process that hangs, dies or fails in another way is
 killed with all processes that it has started, and the next conversation gets a new one. After a conversation without

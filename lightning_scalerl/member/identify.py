@@ -216,7 +216,7 @@ def _check_study(value: Any) -> None:
     """Check that the name of the study is the name of a folder.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: the name is invalid.
     """
     study = str(value)
     if isinstance(value, float) and not math.isfinite(value):

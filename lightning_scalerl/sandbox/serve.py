@@ -1,4 +1,4 @@
-"""Process of the judged program: it loads the program and answers the judge's calls, without the expected values.
+"""Process of the judged program: it loads the program and answers calls. It never receives expected values.
 
 Runs inside the program's sandbox (standard library only), in the same process as untrusted code, which can change
 everything in it. The other side (`examine.py`) therefore checks the messages from here.

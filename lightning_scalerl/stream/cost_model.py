@@ -32,7 +32,7 @@ class CostModel:
         train_s: fixed cost of one optimizer step.
         train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: pause of the generators while new weights arrive.
-        grade_s: time from the end of a rollout to its grade. It contains no queueing: verifiers are unlimited.
+        grade_s: time from the end of a rollout to its grade. It includes no waiting for a free verifier.
         tensor_parallel: number of generator devices that form one engine and share each of its decoding steps.
         tensor_parallel_s: added to each decoding step when `tensor_parallel` is above 1 (the all-reduce).
         source: origin of the rates, in words.

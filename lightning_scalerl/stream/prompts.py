@@ -32,7 +32,7 @@ class PromptSource:
         pool: the prompts, with unique ids.
         random_key: seed of the orders; each epoch appends its number to it.
         resampling: decides which prompts are retired; a retired prompt is never drawn again. Copies of a prompt
-            (`Prompt.copy_of`) have their pass rates in common and are retired together, as one prompt.
+            (`Prompt.copy_of`) share their pass rates and are retired together, as one prompt.
         curriculum: decides which prompts may be drawn at a step; None for all. An epoch draws each of these prompts
             once, including prompts that become available during the epoch.
 

@@ -2,8 +2,8 @@
 
 A thread of this process sends completions to free workers and collects their outcomes. If grading is quick, a worker
 gets further completions in advance, because a round trip would cost more than grading. A worker that exceeds its
-timeout is killed together with all processes that it has started, and replaced. This does not delay other completions:
-when a worker's current completion takes long, the completions that it got in advance move to other workers.
+timeout is killed together with all processes that it has started, and replaced. A slow completion does not delay
+others: the completions that its worker got in advance move to other workers.
 """
 
 from __future__ import annotations
