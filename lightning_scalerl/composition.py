@@ -379,7 +379,7 @@ def _defaults_and_body(group: str, name: str, folders: Folders) -> tuple[dict[st
     try:
         content = yaml.safe_load(paths[0].read_text(encoding="utf-8")) if paths else None
     except (OSError, ValueError, yaml.YAMLError):
-        content = None  # Hydra reports it
+        content = None  # Hydra reports the broken file
     if not isinstance(content, dict):
         return {}, {}
     entries = [entry for entry in content.get("defaults") or () if isinstance(entry, Mapping)]
@@ -714,7 +714,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     def build_group(group_config: Any, group: str) -> Any:
         """Build a group, and add it to `of_length` if it depends on the budget."""
         built = build(group_config, group)
-        if "budget.steps" in str(group_config[group]):  # with its interpolations
+        if "budget.steps" in str(group_config[group]):  # interpolations are not resolved in this text
             of_length.append((built, partial(_build_for, group_config, group)))
         return built
 

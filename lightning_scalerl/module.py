@@ -508,7 +508,9 @@ class ScaleRL(LightningModule):
         self.continuation.fit_ended()
 
     def failed(self, error: BaseException) -> None:
-        """Stop the meter after an error. The next fit needs a checkpoint, except after a clean interruption."""
+        """Stop the meter and close the data path. The next fit then needs a checkpoint, except after a clean
+        interruption.
+        """
         if hasattr(self, "meter"):  # `setup` creates the meter, and may have failed before that
             self.meter.stop()
         self.teardown("fit")

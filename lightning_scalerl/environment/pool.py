@@ -178,7 +178,7 @@ class EnvironmentPool:
         return episode.number
 
     def act(self, number: int, turn: Turn) -> None:
-        """Send a turn of the model.
+        """Send a turn of the model to the environment.
 
         Raises:
             KeyError: the conversation is not open.

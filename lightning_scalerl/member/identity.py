@@ -153,7 +153,7 @@ def _part(value: Any) -> Any:
 
 
 def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are represented by the content of files; empty if the target uses no files.
+    """Return values that represent the target's data and models in an identity, by name; empty if it has none.
 
     Raises:
         ConfigurationError: a file cannot be read.

@@ -239,7 +239,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     if not (isinstance(folder, str) and Path(folder).is_absolute() and belongs_to_user(Path(folder), study)):
         raise refusal(file, "config.command.folder", folder, "a folder of yours")
     line, here = command.get("line"), Path(sys.executable)
-    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # python3 and python
+    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # such as python3 and python
         line = [str(here), *line[1:]]
     if replanned.run != spec.run or {**replanned.config["command"], "folder": folder} != {**command, "line": line}:
         raise refused

@@ -52,8 +52,8 @@ class Sources:
     """Sources of the names that tests use but do not define.
 
     Args:
-        modules: for each name that stands for a module, such as `np`, the module.
-        standard_library: for each name from the standard library, such as `sqrt`, its module.
+        modules: module of each name that stands for one, such as `np`.
+        standard_library: module of each name from the standard library, such as `sqrt`.
         program: names to take from the program, including the first part of the entry point.
     """
 

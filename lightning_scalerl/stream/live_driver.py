@@ -67,7 +67,7 @@ class LiveDriver:
         self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
         self._conversations = conversations
-        self._may_have_restored = True  # a checkpoint may have restored waiting rollouts
+        self._may_have_restored = True  # a loaded checkpoint may have waiting rollouts that no report lists
         self._grading: dict[int, RolloutKey] = {}  # rollouts that are being graded, by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every

@@ -144,8 +144,8 @@ class RolloutStream:
         )
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         if limit < self.max_new_tokens and points:
-            # The curriculum's stage has a shorter limit: scale the points by the same factor. The phrase and one token
-            # of an answer must still fit, or thinking would be truncated instead of interrupted.
+            # The curriculum's stage has a shorter limit: scale the interruption points by the same factor. The phrase
+            # and one token of an answer must still fit, or thinking would be truncated instead of interrupted.
             last = max(1, limit - self.phrase_tokens - 1)
             points = tuple(min(last, max(1, point * limit // self.max_new_tokens)) for point in points)
         return GroupRequest(

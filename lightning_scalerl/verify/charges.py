@@ -99,7 +99,9 @@ class ChargeLedger:
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the judges' costs in training (`compute/judge_*`) and numbers of answers; empty without a judge."""
+        """Return the judges' costs in training (`compute/judge_*`), and counts of asked and cached answers; empty
+        without a judge.
+        """
         if not self.used:
             return {}
         axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._nonzero_names()}
